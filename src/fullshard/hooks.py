@@ -1,0 +1,164 @@
+"""Translates torch's callbacks into runtime events: module hooks, graph hooks, state-dict hooks. No policy lives here."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.runtime import BackwardHook, Unit, unit_of
+from fullshard.schedule import Residency, StateError
+
+_DEPTH = 16  # how deep nested outputs are searched
+_OPAQUE = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType)
+
+
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH) -> Any:
+    """`value` with `fn` applied to tensors in nested lists, tuples, dicts and dataclasses; the same object if nothing changed."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if depth == 0 or value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(item, fn, depth - 1) for item in value]
+        if all(new is old for new, old in zip(items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(item, fn, depth - 1) for key, item in value.items()}
+        if all(changed[key] is value[key] for key in value):
+            return value
+        result = copy.copy(value)
+        result.update(changed)
+        return result
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+        changed = {name: map_tensors(item, fn, depth - 1) for name, item in fields.items()}
+        if all(changed[name] is item for name, item in fields.items()):
+            return value
+        result = copy.copy(value)
+        for name, item in changed.items():
+            object.__setattr__(result, name, item)
+        return result
+    return value
+
+
+def tensors_in(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """The tensors in `value`: nested containers, mappings, dataclasses, and attributes of plain objects, each object once."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if depth == 0 or value is None or isinstance(value, _OPAQUE):
+        return
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        children: Any = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        children = value
+    else:
+        children = list(getattr(value, "__dict__", {}).values())
+        for cls in type(value).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            children += [getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
+    for child in children:
+        yield from tensors_in(child, depth - 1, seen)
+
+
+class ForwardHooks:
+    """The pair of forward hooks of one module of a unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        mp = unit.options.mp
+        self._input_dtype, self._output_dtype = mp.input_dtype, mp.output_dtype
+
+    @_torch.disable_tracing
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        unit = self._unit
+        unit.runtime.enter_forward(unit, module)
+        if self._input_dtype is None:
+            return None
+        return _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)
+
+    @_torch.disable_tracing
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        unit = self._unit
+        call = unit.runtime.leave_forward(unit, module)
+        if call is not None:
+            hook: BackwardHook | None = None
+            for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    hook = hook or BackwardHook(unit, call)
+                    tensor.grad_fn.register_prehook(hook)
+                    # Writing to a view in place gives it a new graph node, but keeps that of the tensor it views.
+                    base = _torch.view_base(tensor)
+                    if base is not None and base.grad_fn is not None:
+                        base.grad_fn.register_prehook(hook)
+        return None if self._output_dtype is None else _cast(output, self._output_dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
+
+
+class StateHooks:
+    """State dicts always show the sharded parameters, and full tensors can be loaded into them."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def before_save(self, module: nn.Module, *_: Any) -> None:
+        if self._unit.residency is not Residency.SHARDED:
+            self._rest("state_dict")
+
+    def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Runs for each module that holds parameters of the unit."""
+        if self._unit.residency is not Residency.SHARDED:
+            self._rest("load_state_dict")
+        held = _torch.parameters_of(module)
+        for parameter in self._unit.parameters:
+            for installation in parameter.installations:
+                if installation.parameters is held:
+                    key = prefix + installation.name
+                    value = state_dict.get(key)
+                    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+                        device = value.device if parameter.local.device.type == "meta" else parameter.local.device
+                        local = parameter.slice(value.detach()).to(device=device, dtype=parameter.local.dtype, copy=True)
+                        loaded = parameter.face(local)
+                        state_dict[key] = nn.Parameter(loaded, parameter.requires_grad) if isinstance(value, nn.Parameter) else loaded
+
+    def after_load(self, module: nn.Module, *_: Any) -> None:
+        self._unit.refresh()
+
+    def _rest(self, what: str) -> None:
+        unit = self._unit
+        if unit.runtime.planner.running(unit.number):
+            raise StateError(f"{what}() was called inside the forward of unit '{unit.name}': call it before or after")
+        unit.runtime.rest(unit)
+
+
+def install(unit: Unit) -> None:
+    """Install every hook of a unit, once, for life."""
+    forward, state = ForwardHooks(unit), StateHooks(unit)
+    holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.installations}
+    for root in unit.modules:
+        root.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True)
+        root.register_forward_hook(forward.after, always_call=True)
+        root.register_state_dict_pre_hook(state.before_save)
+        root.register_load_state_dict_post_hook(state.after_load)
+        for module in root.modules():
+            if id(_torch.parameters_of(module)) in holders:
+                module.register_load_state_dict_pre_hook(state.before_load)
+
+
+__all__ = ["ForwardHooks", "StateHooks", "install", "map_tensors", "tensors_in", "unit_of"]

@@ -1,0 +1,163 @@
+"""Integers only: which rows a rank owns, where each parameter starts, what is padding, and what travels together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+ALIGN_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The rows one rank owns of a tensor cut along dim 0, by torch.chunk's rule.
+
+        row     0   1 | 2   3 | 4   .       length=5, ranks=3, chunk=2
+        rank      0   |   1   |   2         rank 2 owns [4, 5) and pads one row
+
+    >>> Extent.cut(5, ranks=3, rank=2)
+    Extent(start=4, stop=5, chunk=2)
+    """
+
+    start: int
+    stop: int
+    chunk: int  # rows every rank stores, padding included
+
+    @classmethod
+    def cut(cls, length: int, *, ranks: int, rank: int) -> Extent:
+        chunk = -(-length // ranks)
+        return cls(min(length, rank * chunk), min(length, (rank + 1) * chunk), chunk)
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def padding(self) -> int:
+        return self.chunk - self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one parameter lies, in elements.
+
+        shard of this rank   ...[offset, offset + size)...          size = chunk rows, padding included
+        full storage         ...[region, region + ranks * size)...  the parameter is its first `numel` elements
+    """
+
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    region: int
+    direct: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def even(self, ranks: int) -> bool:
+        """Whether no rank pads: the full tensor, flattened, is already the message of a reduce-scatter."""
+        return self.size * ranks == self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stretch of a packed message: a parameter's chunk, or (`parameter` = -1) the gap that aligns the next one."""
+
+    parameter: int
+    size: int
+    region: int  # where its copy-out lands in the full storage
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One message of a collective: `size` elements of each rank's shard, from `offset` on.
+
+    bucket 1 - n pieces. A direct bucket has one piece and is gathered straight into that parameter's region.
+    """
+
+    direct: bool
+    offset: int
+    size: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """Everything static about a group's memory. group 1 - n buckets, bucket 1 - n parameters.
+
+        shard  | packed small ones | large, uneven | large, even |
+        gather | one packed bucket | direct        | direct      |
+        reduce | one packed message                | direct      |   (all of it packed where gradients must be cast)
+    """
+
+    ranks: int
+    places: tuple[Place, ...]  # in the order of the parameters
+    buckets: tuple[Bucket, ...]
+    shard_numel: int
+    full_numel: int
+    even_from: int  # from this shard offset on, gradients may be reduced directly
+
+    @property
+    def packed(self) -> Bucket | None:
+        return next((bucket for bucket in self.buckets if not bucket.direct), None)
+
+    def reduction(self, *, direct: bool) -> tuple[Bucket | None, tuple[int, ...]]:
+        """(the packed message, or None if empty; the parameters reduced directly) with direct reductions on or off."""
+        stop = self.even_from if direct else self.shard_numel
+        pieces = tuple(piece for bucket in self.buckets if bucket.offset < stop for piece in bucket.pieces)
+        alone = tuple(i for i, place in enumerate(self.places) if place.direct and place.offset >= stop)
+        return (Bucket(False, 0, stop, pieces) if pieces else None), alone
+
+
+def plan_layout(shapes: Sequence[tuple[int, ...]], *, ranks: int, itemsize: int, direct_min_bytes: float) -> GroupLayout:
+    """Lay out parameters of `shapes` (each with at least one dim) for `ranks` ranks.
+
+    itemsize: bytes of the smaller of storage and compute dtype; offsets are aligned to 16 of them.
+    direct_min_bytes: chunks of at least this many bytes per rank travel directly; `inf` packs everything.
+
+    >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct_min_bytes=64)
+    >>> [(p.offset, p.size, p.direct) for p in layout.places], layout.shard_numel
+    ([(4, 16, True), (0, 2, False)], 20)
+    """
+    align = max(1, ALIGN_BYTES // itemsize)
+    chunks = [-(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes]
+
+    def is_direct(size: int) -> bool:
+        nbytes = size * itemsize
+        return nbytes >= direct_min_bytes and nbytes % ALIGN_BYTES == 0 and size > 0
+
+    def is_even(index: int) -> bool:
+        return chunks[index] * ranks == prod(shapes[index])
+
+    order = sorted(range(len(shapes)), key=lambda i: (is_direct(chunks[i]), is_direct(chunks[i]) and is_even(i)))
+    places: list[Place | None] = [None] * len(shapes)
+    packed: list[Piece] = []
+    direct: list[Bucket] = []
+    offset = region = 0
+    even_from: int | None = None
+    for index in order:
+        size, alone = chunks[index], is_direct(chunks[index])
+        places[index] = Place(tuple(shapes[index]), offset, size, region, alone)
+        piece, gap = Piece(index, size, region), -size % align
+        if alone:
+            if even_from is None and is_even(index):
+                even_from = offset
+            direct.append(Bucket(True, offset, size, (piece,)))
+        else:
+            packed.append(piece)
+        offset, region = offset + size, region + ranks * size
+        if gap:  # never behind a direct parameter: its chunk is a multiple of 16 bytes in the smaller dtype
+            packed.append(Piece(-1, gap, region))
+            offset, region = offset + gap, region + ranks * gap
+    head = [Bucket(False, 0, sum(piece.size for piece in packed), tuple(packed))] if packed else []
+    assert all(place is not None for place in places)
+    return GroupLayout(
+        ranks=ranks,
+        places=tuple(place for place in places if place is not None),
+        buckets=(*head, *direct),
+        shard_numel=offset,
+        full_numel=region,
+        even_from=offset if even_from is None else even_from,
+    )

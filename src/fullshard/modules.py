@@ -1,0 +1,89 @@
+"""Who owns which parameter and buffer: a depth-first walk over modules that stops at other units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from fullshard import _torch
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A name under which a module holds a tensor. Modules are held weakly by whoever keeps slots."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """claim 1 - n slots: one parameter and every slot it is installed in (more than one if it is tied)."""
+
+    name: str  # qualified, within the modules that were walked
+    parameter: nn.Parameter
+    slots: list[Slot] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What one unit manages, each thing once, in post-order."""
+
+    modules: list[nn.Module]
+    claims: list[Claim]
+    buffers: list[tuple[str, Slot, Tensor]]
+
+
+def roots_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """`modules` without those that lie inside another of them, and without repetitions."""
+    unique = list(dict.fromkeys(modules))
+    inside = {id(child) for module in unique for child in module.modules() if child is not module}
+    return [module for module in unique if id(module) not in inside]
+
+
+def collect(
+    roots: Sequence[nn.Module],
+    *,
+    ignored: Iterable[nn.Parameter] = (),
+    is_unit: Callable[[nn.Module], bool] = lambda module: False,
+) -> Holdings:
+    """Walk `roots` depth first, children in registration order and before their parents.
+
+    Not entered: modules for which `is_unit` holds and modules under torch's `replicate`. `ignored` parameters are left
+    out, and so are modules below the roots that hold ignored parameters and nothing else. Shared modules, parameters
+    and buffers come once; a shared parameter's claim lists every slot.
+    """
+    ignored_ids = {id(parameter) for parameter in ignored}
+    modules: list[nn.Module] = []
+    claims: dict[int, Claim] = {}
+    buffers: dict[int, tuple[str, Slot, Tensor]] = {}
+    seen: set[int] = set()
+    root_ids = {id(root) for root in roots}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if (id(module) not in root_ids and is_unit(module)) or _torch.is_non_composable(module):
+            return
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.")
+        if id(module) in root_ids or not _holds_only_ignored(module, ignored_ids):
+            modules.append(module)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in ignored_ids:
+                claim = claims.setdefault(id(parameter), Claim(prefix + name, parameter))
+                claim.slots.append(Slot(module, name))
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.setdefault(id(buffer), (prefix + name, Slot(module, name), buffer))
+
+    for index, root in enumerate(roots):
+        visit(root, f"{index}." if len(roots) > 1 else "")
+    return Holdings(modules, list(claims.values()), list(buffers.values()))
+
+
+def _holds_only_ignored(module: nn.Module, ignored_ids: set[int]) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and all(id(p) in ignored_ids for p in parameters) and not any(True for _ in module.buffers())

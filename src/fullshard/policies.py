@@ -1,0 +1,96 @@
+"""Options as values: what a caller may leave unsaid, each resolving once to a value without None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """The three dtypes of a group: what shards and gradients are stored in, computed in, and reduced in."""
+
+    storage: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Which dtypes a unit computes and communicates in. Same fields and meaning as FSDP2's class of this name.
+
+    param_dtype: dtype of the gathered parameters and so of forward and backward; None keeps the storage dtype.
+    reduce_dtype: dtype gradients are reduced (and accumulated without communication) in; None takes the compute dtype.
+    output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
+    cast_forward_inputs: whether floating-point inputs of the unit's forward are cast to `param_dtype`.
+
+    Gradients always land in the storage dtype. Integer and boolean parameters are never cast.
+
+    >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).resolve(torch.float32)
+    Dtypes(storage=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype or None, got {dtype!r}")
+
+    def resolve(self, storage: torch.dtype) -> Dtypes:
+        if not storage.is_floating_point:
+            return Dtypes(storage, storage, storage)
+        compute = self.param_dtype or storage
+        return Dtypes(storage, compute, self.reduce_dtype or compute)
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What floating-point inputs are cast to, None for not at all."""
+        return self.param_dtype if self.cast_forward_inputs else None
+
+
+@dataclass(frozen=True)
+class CommPolicy:
+    """How messages are cut and carried.
+
+    direct_min_bytes: a parameter whose chunk per rank has at least this many bytes (of its compute dtype) travels
+        directly, without a copy; smaller ones share one packed message. None takes what was measured for the backend;
+        `float("inf")` packs everything, 0 packs nothing that can be avoided.
+    reductions_in_flight: how many groups' gradients may be on their way before backward waits for the oldest, at least 1.
+    collectives: called with the process group of the shard axis, returns the `comm.Collectives` to use instead of torch's.
+    lanes: called with the device, returns a fresh `comm.Lane`; None takes CUDA streams or asynchronous CPU work.
+    """
+
+    direct_min_bytes: float | None = None
+    reductions_in_flight: int = 1
+    collectives: Callable[[dist.ProcessGroup], Any] | None = None
+    lanes: Callable[[torch.device], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.direct_min_bytes is not None and not self.direct_min_bytes >= 0:
+            raise ValueError(f"CommPolicy.direct_min_bytes must be None or a number >= 0, got {self.direct_min_bytes!r}")
+        if not isinstance(self.reductions_in_flight, int) or self.reductions_in_flight < 1:
+            raise ValueError(f"CommPolicy.reductions_in_flight must be an int >= 1, got {self.reductions_in_flight!r}")
+
+
+@dataclass(frozen=True)
+class CheckPolicy:
+    """What is checked while training.
+
+    heartbeat: one all-reduce of a byte per trainable parameter ends each synchronised backward. By it a rank that did
+        not use a parameter learns whether any other did: used nowhere leaves `.grad` None, used somewhere gives every
+        rank its part of the mean. Without it, a parameter that this rank did not use gets a gradient (of zeros, if no
+        rank used it).
+    """
+
+    heartbeat: bool = True

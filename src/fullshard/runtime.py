@@ -1,0 +1,455 @@
+"""Runs actions on lanes and remembers what is in flight: one runtime per device and per thread that shards, shared by all units."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+
+from fullshard import _torch
+from fullshard.comm import Collectives, InFlight, Journal, Journaled, Lane, Ticket, collectives_for, lane_for
+from fullshard.group import Group, Reduction, group_parameters
+from fullshard.mesh import ShardAxis
+from fullshard.parameter import ShardedParameter
+from fullshard.policies import CheckPolicy, CommPolicy, MixedPrecisionPolicy
+from fullshard.schedule import Action, Call, InternalError, Keep, Planner, Reduce, Reshard, Residency, StateError, Stats, Unshard, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOptions:
+    """What a unit was told, without None."""
+
+    keep: Keep
+    mp: MixedPrecisionPolicy
+    comm: CommPolicy
+    checks: CheckPolicy
+    sync_gradients: bool = True
+    keep_after_backward: bool = False
+
+
+class Unit:
+    """One fully_shard call. unit 1 - n modules, unit 1 - n groups, group 1 - n parameters.
+
+    Strong references point down only: module -> unit -> group -> parameter. The runtime knows units weakly.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], parameters: list[ShardedParameter], axis: ShardAxis, options: UnitOptions
+    ) -> None:
+        self.runtime = Runtime.of(axis.device, options.comm)
+        self.name = type(modules[0]).__name__
+        self.axis = axis
+        self.options = options
+        self.parameters = parameters
+        self.groups: list[Group] = []
+        self._modules = [weakref.ref(module) for module in modules]
+        self._left: set[int] = set()  # modules (by id) that this round of forwards has yet to run
+        self._named_below = False
+        self._collectives = self.runtime.collectives(axis, options.comm)
+        self.number = self.runtime.admit(self)
+        self.regroup([parameter.local for parameter in parameters])
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def residency(self) -> Residency:
+        return self.runtime.planner.residency(self.number)
+
+    @property
+    def stale(self) -> bool:
+        return any(group.stale for group in self.groups)
+
+    def configure(self, **changes: object) -> None:
+        """Change options from now on."""
+        self.options = replace(self.options, **changes)  # type: ignore[arg-type]
+        self.runtime.planner.configure(
+            self.number, keep=self.options.keep, keep_after_backward=self.options.keep_after_backward
+        )
+
+    def regroup(self, values: Sequence[Tensor]) -> None:
+        """Put `values` (one local shard per parameter) into groups of their own kind."""
+        if not self.parameters:
+            return
+        direct = self.options.comm.direct_min_bytes
+        direct = self._collectives.direct_min_bytes if direct is None else direct
+        dtypes = [self.options.mp.resolve(value.dtype) for value in values]
+        with torch.inference_mode(False), torch.no_grad():
+            self.groups = [
+                Group(
+                    [self.parameters[i] for i in members],
+                    [values[i] for i in members],
+                    dtypes=shared,
+                    collectives=self._collectives,
+                    direct_min_bytes=direct,
+                )
+                for shared, members in group_parameters(self.parameters, values, dtypes)
+            ]
+
+    def refresh(self) -> None:
+        """Take over what callers changed behind our back: assigned Parameters, moved or cast tensors, trainability.
+
+        Raises StateError, naming the parameter, for what cannot be honoured; nothing is changed then.
+        """
+        if all(group.is_current() for group in self.groups):
+            return
+        values = [parameter.incoming() for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.restore_sharded()
+        fits = all(
+            value.dtype == parameter.local.dtype and value.device == parameter.local.device
+            for parameter, value in zip(self.parameters, values)
+        )
+        if not fits and self.runtime.planner.awaits_backward(self.number):
+            raise StateError(
+                f"the parameters of unit '{self.name}' changed dtype or device between its forward and its backward: "
+                "finish the step first"
+            )
+        if fits and all(p.full is None or p.full.requires_grad is p.requires_grad for p in self.parameters):
+            with torch.no_grad():
+                for parameter, value in zip(self.parameters, values):
+                    if value is not parameter.local:
+                        parameter.local.copy_(value)
+                        parameter.settle(parameter.local)
+            return
+        if fits and self.runtime.planner.awaits_backward(self.number):
+            for parameter in self.parameters:  # an autograd graph holds the full parameters: keep them
+                if parameter.full is not None:
+                    parameter.full.requires_grad_(parameter.requires_grad)
+            return self.refresh()
+        self.regroup(values)
+
+    @property
+    def is_list(self) -> bool:
+        return len(self._modules) > 1
+
+    def begin_round(self) -> None:
+        """The first module of the unit begins its forward; the round ends when every module has run."""
+        self._left = {id(module) for module in self.modules}
+
+    def ran(self, module: nn.Module) -> bool:
+        """A module of the unit ended its forward; True if it was the last of the round."""
+        self._left.discard(id(module))
+        return not self._left
+
+    def name_below(self, module: nn.Module) -> None:
+        """Units learn their qualified names when the module above them first runs."""
+        if not self._named_below:
+            self._named_below = True
+            for name, inner in module.named_modules():
+                unit = unit_of(inner)
+                if unit is not None and name:
+                    unit.name = name
+
+
+_UNIT = "_fullshard_unit"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that a module is (one of) the root(s) of."""
+    return module.__dict__.get(_UNIT)
+
+
+def attach(unit: Unit) -> None:
+    """Hand the modules of a unit their strong reference to it."""
+    for module in unit.modules:
+        module.__dict__[_UNIT] = unit
+
+
+class BackwardHook:
+    """Rides on the graph of one call: tells the runtime when its backward begins, and that it never will when it is deleted."""
+
+    __slots__ = ("__weakref__", "_call", "_task", "_unit")
+
+    def __init__(self, unit: Unit, call: Call) -> None:
+        self._unit, self._call, self._task = unit, call, -1
+        unit.runtime.planner.expect_backward(call)
+
+    def __call__(self, *_: object) -> None:
+        task = _torch.current_graph_task()
+        if task != self._task:
+            self._task = task
+            self._unit.runtime.enter_backward(self._unit, self._call)
+
+    def __del__(self) -> None:
+        self._unit.runtime.planner.forget(self._call)
+
+
+class BackwardEnd:
+    """The engine's only reference to this object dies with the backward it was queued on, whether that ended or raised."""
+
+    __slots__ = ("__weakref__", "_runtime")
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __call__(self) -> None:
+        self._runtime.leave_backward()
+
+
+class Runtime:
+    """runtime 1 - n units (held weakly), 1 - 1 planner, 1 - 1 journal; a lane for gathers and one for reductions."""
+
+    _of_thread = threading.local()
+
+    @classmethod
+    def of(cls, device: torch.device, comm: CommPolicy) -> Runtime:
+        """The runtime of this thread and device; a policy that brings lanes of its own has a runtime of its own."""
+        known: dict[tuple[torch.device, object], Runtime] = cls._of_thread.__dict__.setdefault("runtimes", {})
+        key = (device, comm.lanes)
+        if key not in known:
+            known[key] = cls(device, comm.lanes or lane_for)
+        return known[key]
+
+    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
+        self.device = device
+        self.planner = Planner()
+        self.journal = Journal()
+        self.is_last_backward = True
+        self._gather_lane, self._reduce_lane = lanes(device), lanes(device)
+        self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self._in_flight = InFlight()
+        self._gathering: dict[int, list[tuple[Group, Ticket]]] = {}
+        self._backward: weakref.ref[BackwardEnd] | None = None
+        self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
+        self._touched: dict[int, Unit] = {}  # units that entered the running backward
+        self._collectives: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
+        self._run: dict[type[Action], Callable[[Unit], None]] = {
+            Unshard: self._unshard,
+            Wait: self._wait,
+            Reshard: self._reshard,
+            Reduce: self._reduce,
+        }
+
+    # --- units ---
+
+    def admit(self, unit: Unit) -> int:
+        number = next(self._numbers)
+        self._units[number] = unit
+        self.planner.admit(number, keep=unit.options.keep)
+        weakref.finalize(unit, self.planner.dismiss, number)
+        return number
+
+    def collectives(self, axis: ShardAxis, comm: CommPolicy) -> Collectives:
+        if comm.collectives is not None:
+            return Journaled(comm.collectives(axis.group), self.journal)
+        found = self._collectives.get(axis.group)
+        if found is None:
+            found = self._collectives[axis.group] = Journaled(collectives_for(axis.group, axis.device), self.journal)
+        return found
+
+    @property
+    def stats(self) -> Stats:
+        return self.planner.stats
+
+    # --- events ---
+
+    def enter_forward(self, unit: Unit, module: nn.Module) -> None:
+        self._recover_if_stale()
+        planner, number = self.planner, unit.number
+        if _torch.current_graph_task() != -1:
+            unit.refresh()
+            self._begin_backward()
+            self._touched[number] = unit
+            self._execute(planner.before_recompute(number, stale=unit.stale))
+        elif not (unit.is_list and planner.running(number)):
+            unit.refresh()
+            unit.begin_round()
+            if planner.outermost() is None:
+                unit.name_below(module)
+            self._execute(planner.before_forward(number, stale=unit.stale))
+        for group in unit.groups:
+            group.install()
+
+    def leave_forward(self, unit: Unit, module: nn.Module) -> Call | None:
+        """The call that just ended, for a `BackwardHook`; None if it cannot have a backward."""
+        planner, number = self.planner, unit.number
+        grad = torch.is_grad_enabled()
+        if _torch.current_graph_task() != -1:
+            self._uninstall(unit)
+            return planner.recomputed(number) if grad else None
+        if not planner.running(number):
+            return None  # it raised before it began
+        if unit.is_list and not unit.ran(module) and planner.outermost() != number:
+            return planner.interim(number)
+        call, actions = planner.after_forward(number, grad=grad)
+        if not planner.running(number):
+            self._uninstall(unit)
+        self._execute(actions)
+        self._in_flight.poll()
+        return call if grad else None
+
+    def enter_backward(self, unit: Unit, call: Call) -> None:
+        self._recover_if_stale()
+        self._begin_backward()
+        self._touched[unit.number] = unit
+        self._in_flight.poll()
+        with torch.no_grad():
+            self._execute(self.planner.before_backward(call, stale=unit.stale))
+
+    def leave_backward(self) -> None:
+        """The outermost backward that touched a unit is over."""
+        self._backward = None
+        with torch.no_grad():
+            self._execute(self.planner.after_backward())
+            for unit in self._touched.values():
+                self._reduce_late(unit)
+            self._touched.clear()
+            if self.is_last_backward:
+                heartbeats = self._start_heartbeats()
+                self._in_flight.drain()
+                self._read_heartbeats(heartbeats)
+
+    # --- what callers ask for ---
+
+    def hold(self, unit: Unit) -> None:
+        """Start gathering for the caller."""
+        unit.refresh()
+        self._execute(self.planner.hold(unit.number, stale=unit.stale))
+
+    def fulfil(self, unit: Unit) -> None:
+        """Have the full parameters installed for the caller."""
+        self._execute(self.planner.ready(unit.number))
+        if unit.residency is Residency.FULL:
+            for group in unit.groups:
+                group.install()
+
+    def release(self, unit: Unit) -> None:
+        """Free the full parameters. Raises StateError while the unit's forward runs."""
+        if self.planner.running(unit.number):
+            raise StateError(f"unit '{unit.name}' cannot be resharded while its forward runs")
+        self._uninstall(unit)
+        self._execute(self.planner.release(unit.number))
+
+    def rest(self, unit: Unit) -> None:
+        """Let the slots show the sharded parameters, and free the full ones unless a backward needs them."""
+        self._uninstall(unit)
+        if not self.planner.awaits_backward(unit.number):
+            self._execute(self.planner.release(unit.number))
+
+    # --- actions ---
+
+    def _execute(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            unit = self._units.get(action.unit)
+            if unit is None:
+                raise InternalError(f"unit {action.unit} was deleted, but {type(action).__name__} was planned for it")
+            if _torch.profiling():
+                with record_function(f"fullshard::{type(action).__name__.lower()} {unit.name}"):
+                    self._run[type(action)](unit)
+            else:
+                self._run[type(action)](unit)
+
+    def _unshard(self, unit: Unit) -> None:
+        tickets: list[tuple[Group, Ticket]] = []
+        for group in unit.groups:
+            full = group.grow(self.device)
+            tickets.append((group, self._gather_lane.run(full.start, full.finish)))
+        self._gathering[unit.number] = tickets
+
+    def _wait(self, unit: Unit) -> None:
+        for group, ticket in self._gathering.pop(unit.number):
+            ticket.wait()
+            group.settle()
+
+    def _reshard(self, unit: Unit) -> None:
+        self._uninstall(unit)
+        for group in unit.groups:
+            group.shrink()
+
+    def _uninstall(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.uninstall()
+
+    def _reduce(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if group.trainable:
+                self._reduce_group(unit, group, group.take_gradients() or [None] * len(group.parameters))
+        self._in_flight.poll()
+
+    def _reduce_late(self, unit: Unit) -> None:
+        """Gradients that came after their unit was reduced, from a second graph for example."""
+        for group in unit.groups:
+            grads = group.take_gradients()
+            if grads is not None:
+                self._reduce_group(unit, group, grads)
+
+    def _reduce_group(self, unit: Unit, group: Group, grads: list[Tensor | None]) -> None:
+        if not unit.options.sync_gradients:
+            group.accumulate(grads)
+            return
+        self._in_flight.make_room(unit.options.comm.reductions_in_flight)
+        reduction = Reduction(group, group.with_accumulated(grads))
+        grads.clear()
+        ticket = self._reduce_lane.run(reduction.start, reduction.finish)
+        self._in_flight.push(ticket, reduction.land)
+        self._reduced.append((unit, reduction))
+
+    # --- heartbeat ---
+
+    def _start_heartbeats(self) -> list[tuple[list[Reduction], Tensor, Ticket]]:
+        """One message per process group: which parameters of the reductions since the last one this rank used."""
+        heartbeats: list[tuple[list[Reduction], Tensor, Ticket]] = []
+        reduced, self._reduced = self._reduced, []
+        axes: dict[int, tuple[Unit, list[Reduction]]] = {}
+        for unit, reduction in reduced:
+            if unit.options.checks.heartbeat:
+                axes.setdefault(id(unit.axis.group), (unit, []))[1].append(reduction)
+            else:
+                self._in_flight.drain()
+                reduction.decide([True] * len(reduction.used))
+        for unit, reductions in axes.values():
+            flags = [used for reduction in reductions for used in reduction.used]
+            message = torch.tensor(flags, dtype=torch.uint8).to(self.device, non_blocking=True)
+            collectives = self.collectives(unit.axis, unit.options.comm)
+            ticket = self._reduce_lane.run(lambda c=collectives, m=message: c.all_reduce_max(m), lambda: None)  # type: ignore[misc]
+            heartbeats.append((reductions, message, ticket))
+        return heartbeats
+
+    def _read_heartbeats(self, heartbeats: list[tuple[list[Reduction], Tensor, Ticket]]) -> None:
+        """Only a rank that did not use some parameter waits for the answer."""
+        for reductions, message, ticket in heartbeats:
+            if not any(reduction.undecided for reduction in reductions):
+                self._in_flight.push(ticket, lambda m=message: None)  # type: ignore[arg-type, misc]
+                continue
+            ticket.wait()
+            answer = [bool(used) for used in message.tolist()]
+            for reduction in reductions:
+                mine, answer = answer[: len(reduction.used)], answer[len(reduction.used) :]
+                reduction.decide(mine)
+
+    # --- backward's end, and what to do when it never comes ---
+
+    def _begin_backward(self) -> None:
+        if self._backward is None:
+            end = BackwardEnd(self)
+            self._backward = weakref.ref(end)
+            _torch.on_backward_end(end)
+
+    def _recover_if_stale(self) -> None:
+        """A backward that raised never told us; its engine dropped our callback, which is how we know."""
+        if self._backward is None or self._backward() is not None:
+            return
+        self._backward = None
+        names = ", ".join(f"'{unit.name}'" for unit in self._touched.values()) or "no unit"
+        warnings.warn(
+            f"the last backward raised after it had reached {names}: its gradients that were not reduced yet are discarded",
+            stacklevel=2,
+        )
+        self._in_flight.drain()
+        self._execute(self.planner.abandon())
+        for unit in self._touched.values():
+            for group in unit.groups:
+                group.take_gradients()
+        self._touched.clear()
+        self._reduced.clear()

@@ -1,0 +1,391 @@
+"""When it moves: phases of a unit, the legal moves of its data, actions as values, and the planner, without a tensor in sight."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class StateError(RuntimeError):
+    """A right call at the wrong moment."""
+
+
+class InternalError(AssertionError):
+    """A promise of fullshard itself was broken; please report it with the message."""
+
+
+class Residency(enum.Enum):
+    """Where the data of a unit's groups is."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+MOVES = {
+    (Residency.SHARDED, Residency.GATHERING): "all-gather started",
+    (Residency.GATHERING, Residency.FULL): "all-gather waited on",
+    (Residency.GATHERING, Residency.SHARDED): "prefetched, never used",
+    (Residency.FULL, Residency.SHARDED): "compute is done",
+}
+
+
+class Keep(enum.Enum):
+    """What happens to gathered parameters after a forward with grad (without grad they are always freed)."""
+
+    NEVER = "never"  # reshard_after_forward=True
+    ALWAYS = "always"  # reshard_after_forward=False
+    OUTERMOST = "outermost"  # reshard_after_forward=None: keep them if nothing else was running around the unit
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Something the runtime does to one unit."""
+
+    unit: int
+
+
+class Unshard(Action):
+    """Start gathering the unit's parameters."""
+
+
+class Wait(Action):
+    """Have the unit's gathered parameters ready for what is computed next."""
+
+
+class Reshard(Action):
+    """Free the unit's gathered parameters."""
+
+
+class Reduce(Action):
+    """Take the gradients that have arrived at the unit's full parameters and reduce them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One forward of a unit: [start, end] on the planner's clock, which ticks whenever a unit's forward starts or ends."""
+
+    unit: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Seat:
+    """What the planner knows of one unit."""
+
+    keep: Keep
+    keep_after_backward: bool = False
+    residency: Residency = Residency.SHARDED
+    waiting: int = 0  # calls whose backward may still come
+    last: Call | None = None  # the last forward outside backward; a recomputation takes its place in time from it
+    held: bool = False  # unsharded by the caller
+
+
+@dataclass(slots=True)
+class Order:
+    """The order in which units were last needed, by the unit it began with, and what it makes us expect next.
+
+    >>> order = Order()
+    >>> [order.expect(unit) for unit in (7, 3, 5)]
+    [None, None, None]
+    >>> order.close()
+    >>> [order.expect(unit) for unit in (7, 3, 5)]
+    [3, 5, None]
+    """
+
+    runs: dict[int, list[int]] = field(default_factory=dict)
+    now: list[int] = field(default_factory=list)
+    at: int = 0
+
+    def expect(self, unit: int) -> int | None:
+        """Note that `unit` is needed now; the unit expected after it, None if unknown."""
+        self.now.append(unit)
+        run = self.runs.get(self.now[0])
+        if run is None:
+            return None
+        if self.at >= len(run) or run[self.at] != unit:
+            try:
+                self.at = run.index(unit, self.at)
+            except ValueError:
+                return None
+        self.at += 1
+        return run[self.at] if self.at < len(run) else None
+
+    def close(self) -> None:
+        """This run is over; the next one may be like it."""
+        if self.now:
+            self.runs[self.now[0]] = self.now
+        self.now, self.at = [], 0
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts since the planner was made: gathers, how many were issued ahead, and how many of those nobody used."""
+
+    gathers: int = 0
+    prefetched: int = 0
+    unused: int = 0
+
+
+class Planner:
+    """Events in, actions out. planner 1 - n units, known by number.
+
+    Backward mirrors forward: autograd runs ready nodes latest first, so when the backward of a call that ended at t
+    begins, every call that *started* after t is done, and its unit can be reduced and freed. That decides when to
+    reduce from the forward alone, the same way on every rank, whichever parameters a rank happened to use; reductions
+    and gathers therefore meet in one order everywhere.
+
+        forward   A(1  2) B(3  4) C(5  6)
+        backward  C ...... B: C started at 5 > 4, so reduce C ...... A: reduce B ...... end: reduce A
+    """
+
+    def __init__(self) -> None:
+        self.clock = 0
+        self.stats = Stats()
+        self._seats: dict[int, Seat] = {}
+        self._running: list[Call] = []  # forwards under way, outermost first (their `end` is not known yet)
+        self._calls: dict[int, Call] = {}  # by end: forwards whose graph lives and whose backward has not begun
+        self._entered: dict[int, int] = {}  # unit -> start of its earliest call whose backward has begun
+        self._ahead: int | None = None  # gathered in expectation, not yet used
+        self._forward_order = Order()
+        self._backward_order = Order()
+
+    # --- units ---
+
+    def admit(self, unit: int, *, keep: Keep) -> None:
+        self._seats[unit] = Seat(keep)
+
+    def dismiss(self, unit: int) -> None:
+        """The unit's module was deleted."""
+        self._seats.pop(unit, None)
+        self._entered.pop(unit, None)
+        self._running = [call for call in self._running if call.unit != unit]
+        self._calls = {end: call for end, call in self._calls.items() if call.unit != unit}
+        if self._ahead == unit:
+            self._ahead = None
+        for order in (self._forward_order, self._backward_order):
+            order.runs = {first: run for first, run in order.runs.items() if unit not in run}
+            order.now = [other for other in order.now if other != unit]
+
+    def configure(self, unit: int, *, keep: Keep | None = None, keep_after_backward: bool | None = None) -> None:
+        seat = self._seats[unit]
+        if keep is not None:
+            seat.keep = keep
+        if keep_after_backward is not None:
+            seat.keep_after_backward = keep_after_backward
+
+    def keep_of(self, unit: int) -> Keep:
+        return self._seats[unit].keep
+
+    def residency(self, unit: int) -> Residency:
+        return self._seats[unit].residency
+
+    def running(self, unit: int) -> bool:
+        """Whether the unit's forward is under way."""
+        return any(call.unit == unit for call in self._running)
+
+    def outermost(self) -> int | None:
+        return self._running[0].unit if self._running else None
+
+    def awaits_backward(self, unit: int) -> bool:
+        return self._seats[unit].waiting > 0
+
+    def move(self, unit: int, to: Residency) -> None:
+        seat = self._seats[unit]
+        if (seat.residency, to) not in MOVES:
+            raise InternalError(f"unit {unit} cannot go from {seat.residency.value} to {to.value}")
+        seat.residency = to
+
+    # --- events ---
+
+    def before_forward(self, unit: int, *, stale: bool = False) -> list[Action]:
+        """`stale`: the shards changed since the unit was gathered."""
+        actions: list[Action] = []
+        if not self._running:
+            if self._forward_order.now[:1] == [unit] or len(self._forward_order.now) > 8 * len(self._seats):
+                self._forward_order.close()
+            if self._ahead is not None and self._ahead != unit:
+                actions += self._discard()
+        self.clock += 1
+        self._running.append(Call(unit, self.clock, self.clock))
+        return actions + self._need(unit, self._forward_order.expect(unit), stale)
+
+    def after_forward(self, unit: int, *, grad: bool) -> tuple[Call, list[Action]]:
+        """The call that just ended, and what follows. A forward inside it that never ended (it raised, or
+        belongs to a list of modules of which some did not run) ends with it."""
+        if not self.running(unit):
+            raise InternalError(f"unit {unit} ended a forward that it never began")
+        self.clock += 1
+        actions: list[Action] = []
+        while self._running[-1].unit != unit:
+            inner = self._running.pop()
+            self._seats[inner.unit].last = Call(inner.unit, inner.start, self.clock)
+            if not grad or self._seats[inner.unit].keep is not Keep.ALWAYS:
+                actions += self._free(inner.unit)
+        call = Call(unit, self._running.pop().start, self.clock)
+        seat = self._seats[unit]
+        seat.last = call
+        if self.running(unit):  # a module that calls itself
+            return call, actions
+        keep = grad and (seat.keep is Keep.ALWAYS or (seat.keep is Keep.OUTERMOST and not self._running))
+        return call, actions if keep else actions + self._free(unit)
+
+    def interim(self, unit: int) -> Call:
+        """A module of a unit of several ended its forward, and others are still to come."""
+        self.clock += 1
+        start = next(call.start for call in self._running if call.unit == unit)
+        return Call(unit, start, self.clock)
+
+    def expect_backward(self, call: Call) -> None:
+        """An output of `call` requires grad."""
+        if call.end not in self._calls:  # a recomputation may repeat a call that still waits
+            self._calls[call.end] = call
+            self._seats[call.unit].waiting += 1
+
+    def forget(self, call: Call) -> None:
+        """The graph of `call` is gone."""
+        if self._calls.pop(call.end, None) is not None and call.unit in self._seats:
+            self._seats[call.unit].waiting -= 1
+
+    def before_recompute(self, unit: int, *, stale: bool = False) -> list[Action]:
+        """A forward inside backward (activation checkpointing): the unit stays full until its own gradients are done."""
+        seat = self._seats[unit]
+        last = seat.last
+        actions = self._finish(beyond=last.end) if last is not None else []
+        if last is None:
+            self.clock += 2
+            seat.last = Call(unit, self.clock - 1, self.clock)
+        return actions + self._need(unit, self._expect_in_backward(unit), stale)
+
+    def recomputed(self, unit: int) -> Call:
+        """The call that a recomputation repeats, if the graph of the recomputation gets a backward of its own."""
+        last = self._seats[unit].last
+        if last is None:
+            raise InternalError(f"unit {unit} was recomputed before it was computed")
+        return last
+
+    def before_backward(self, call: Call, *, stale: bool = False) -> list[Action]:
+        actions = self._finish(beyond=call.end)
+        self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
+        self.forget(call)
+        return actions + self._need(call.unit, self._expect_in_backward(call.unit), stale)
+
+    def after_backward(self) -> list[Action]:
+        """Backward is over: reduce what is left, free what nobody will use."""
+        actions = self._finish(beyond=-1, even_if_waiting=True)
+        if self._ahead is not None:
+            actions += self._discard()
+        for unit, seat in self._seats.items():
+            if seat.residency is not Residency.FULL or seat.held or seat.keep_after_backward or self.running(unit):
+                continue
+            if seat.waiting == 0 or seat.keep is Keep.NEVER:
+                actions += self._free(unit)
+        self._forward_order.close()
+        self._backward_order.close()
+        return actions
+
+    def abandon(self) -> list[Action]:
+        """Backward or forward died half way: forget it, free everything."""
+        actions: list[Action] = []
+        self._entered.clear()
+        self._running.clear()
+        self._ahead = None
+        self._forward_order.now, self._forward_order.at = [], 0
+        self._backward_order.now, self._backward_order.at = [], 0
+        for unit, seat in self._seats.items():
+            if seat.residency is Residency.GATHERING:
+                actions += [Wait(unit)]
+                self.move(unit, Residency.FULL)
+            if seat.residency is Residency.FULL and not seat.held:
+                actions += self._free(unit)
+        return actions
+
+    def hold(self, unit: int, *, stale: bool = False) -> list[Action]:
+        """The caller asked for the full parameters; started, not waited for."""
+        seat = self._seats[unit]
+        seat.held = True
+        actions: list[Action] = []
+        if seat.residency is Residency.FULL and stale:
+            actions += self._free(unit)
+            seat.held = True
+        if seat.residency is Residency.SHARDED:
+            actions += self._gather(unit)
+        return actions
+
+    def ready(self, unit: int) -> list[Action]:
+        """Finish the gather of a unit that is being gathered."""
+        if self._seats[unit].residency is not Residency.GATHERING:
+            return []
+        if self._ahead == unit:
+            self._ahead = None
+        self.move(unit, Residency.FULL)
+        return [Wait(unit)]
+
+    def release(self, unit: int) -> list[Action]:
+        """The caller gives the full parameters back."""
+        seat = self._seats[unit]
+        seat.held = False
+        actions = self.ready(unit)
+        return actions + (self._free(unit) if seat.residency is Residency.FULL else [])
+
+    # --- parts of events ---
+
+    def _gather(self, unit: int) -> list[Action]:
+        self.move(unit, Residency.GATHERING)
+        self.stats.gathers += 1
+        return [Unshard(unit)]
+
+    def _free(self, unit: int) -> list[Action]:
+        seat = self._seats[unit]
+        seat.held = False
+        if seat.residency is not Residency.FULL:
+            return []
+        self.move(unit, Residency.SHARDED)
+        return [Reshard(unit)]
+
+    def _discard(self) -> list[Action]:
+        unit, self._ahead = self._ahead, None
+        if unit is None or self._seats[unit].residency is not Residency.GATHERING:
+            return []
+        self.stats.unused += 1
+        self.move(unit, Residency.SHARDED)
+        return [Wait(unit), Reshard(unit)]
+
+    def _need(self, unit: int, expected: int | None, stale: bool) -> list[Action]:
+        """`unit` is computed next; start `expected` behind it, so that it arrives meanwhile."""
+        seat = self._seats[unit]
+        actions: list[Action] = []
+        if stale and seat.residency is Residency.GATHERING:
+            actions += self.ready(unit)
+        if stale and seat.residency is Residency.FULL:
+            held = seat.held
+            actions += self._free(unit)
+            seat.held = held
+        if seat.residency is Residency.SHARDED:
+            actions += self._gather(unit)
+        actions += self.ready(unit)
+        if expected is not None and self._ahead is None and self._seats[expected].residency is Residency.SHARDED:
+            actions += self._gather(expected)
+            self._ahead = expected
+            self.stats.prefetched += 1
+        return actions
+
+    def _expect_in_backward(self, unit: int) -> int | None:
+        """What the last backward needed next; in the first one, the latest forward whose backward is still to come."""
+        expected = self._backward_order.expect(unit)
+        if expected is None and self._calls:
+            expected = self._calls[next(reversed(self._calls))].unit
+        return expected
+
+    def _finish(self, *, beyond: int, even_if_waiting: bool = False) -> list[Action]:
+        """Reduce and free the units whose every call started after `beyond`."""
+        actions: list[Action] = []
+        for unit, start in list(self._entered.items()):
+            seat = self._seats[unit]
+            if start > beyond and (even_if_waiting or seat.waiting == 0):
+                del self._entered[unit]
+                if not seat.keep_after_backward:
+                    actions += self._free(unit)
+                actions.append(Reduce(unit))
+        return actions
