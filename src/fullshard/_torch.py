@@ -27,6 +27,7 @@ __all__ = [
     "dtensor",
     "has_backend",
     "has_reduction_hooks",
+    "is_done",
     "is_non_composable",
     "local_tensor",
     "mark_managed",
@@ -175,6 +176,16 @@ def has_backend(device: torch.device) -> bool:
 
 def same_storage(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def is_done(work: dist.Work) -> bool:
+    """Whether a collective is over. Not every backend keeps `is_completed` up to date; its future is right where there is one."""
+    if work.is_completed():
+        return True
+    try:
+        return work.get_future().done()
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def all_gather_base(group: dist.ProcessGroup, out: Tensor, shard: Tensor) -> dist.Work:

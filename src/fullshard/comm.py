@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +43,8 @@ class Collectives(Protocol):
         """
         ...
 
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> Pending:
-        """Sum chunk `rank` of `fulls[i]` (ranks * size,) over all ranks into `outs[i]` (size,)."""
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
+        """Sum chunk `rank` of `fulls[i]` (ranks * size,) over all ranks, times `scale`, into `outs[i]` (size,)."""
         ...
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
@@ -67,9 +68,9 @@ class OneRank:
 
         return gather
 
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> Pending:
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
         for out, full in zip(outs, fulls):
-            out.copy_(full)
+            torch.mul(full, scale, out=out) if scale != 1.0 else out.copy_(full)
         return Pending()
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
@@ -92,10 +93,12 @@ class CoalescedCollectives:
             return lambda: Pending((_torch.all_gather_base(group, out, shard),))
         return lambda: Pending((_torch.all_gather_coalesced(group, outs, shards),))
 
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> Pending:
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
         if len(outs) == 1:
-            return Pending((_torch.reduce_scatter_base(self._group, outs[0], fulls[0]),))
-        return Pending((_torch.reduce_scatter_coalesced(self._group, outs, fulls),))
+            work = _torch.reduce_scatter_base(self._group, outs[0], fulls[0])
+        else:
+            work = _torch.reduce_scatter_coalesced(self._group, outs, fulls)
+        return Pending((work,), partial(torch._foreach_mul_, list(outs), scale) if scale != 1.0 else None)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         return Pending((_torch.all_reduce_max(self._group, tensor),))
@@ -110,7 +113,7 @@ class GlooCollectives:
     """
 
     direct_min_bytes: float = 256 * KIB
-    _GATHER_TAG = 0x66730001  # messages match per peer and tag in order, so gathers never meet reductions
+    _GATHER_TAG, _REDUCE_TAG = 0x66730001, 0x66730002  # messages match in order per peer and tag
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -140,16 +143,36 @@ class GlooCollectives:
 
         return gather
 
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> Pending:
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
+        if self.ranks == 2 and scale == 0.5:
+            return self._average_with_peer(outs, fulls)
         received = [torch.empty_like(full) for full in fulls]
         works = [_torch.all_to_all(self._group, parts, full) for parts, full in zip(received, fulls)]
 
         def add() -> None:
             for parts, out in zip(received, outs):
                 torch.sum(parts.view(self.ranks, -1), 0, out=out)
+            if scale != 1.0:
+                torch._foreach_mul_(list(outs), scale)
             received.clear()
 
         return Pending(works, add)
+
+    def _average_with_peer(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> Pending:
+        """Of two ranks: send the other's half, receive mine, and average in one pass over memory instead of four."""
+        peer = 1 - self.rank
+        halves = [full.view(2, -1) for full in fulls]
+        received = [torch.empty_like(half[0]) for half in halves]
+        works = [_torch.recv(self._group, theirs, peer, self._REDUCE_TAG) for theirs in received]
+        works += [_torch.send(self._group, half[peer], peer, self._REDUCE_TAG) for half in halves]
+
+        def average() -> None:
+            for half, theirs, out in zip(halves, received, outs):
+                torch.lerp(half[self.rank], theirs, 0.5, out=out)
+            received.clear()
+            halves.clear()
+
+        return Pending(works, average)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         return Pending((_torch.all_reduce_max(self._group, tensor),))
@@ -215,9 +238,9 @@ class Journaled:
 
         return noted
 
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> Pending:
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
         self._journal.note("reduce_scatter", fulls)
-        return self._inner.reduce_scatter(outs, fulls)
+        return self._inner.reduce_scatter(outs, fulls, scale)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         self._journal.note("heartbeat", [tensor])
@@ -255,7 +278,7 @@ class _HostTicket:
         self._finish: Callable[[], None] | None = finish
 
     def done(self) -> bool:
-        return self._pending is None or all(work.is_completed() for work in self._pending.works)
+        return self._pending is None or all(_torch.is_done(work) for work in self._pending.works)
 
     def wait(self) -> None:
         pending, finish = self._pending, self._finish

@@ -274,7 +274,7 @@ class Reduction:
             grads, dtype = [None if grad is None else grad.to(reduce) for grad in grads], reduce
         ranks = layout.ranks
         before = 1.0 / ranks if reduce is torch.float16 else 1.0  # a sum of halves overflows early
-        self._after = 1.0 / (ranks * before)
+        self._scale = 1.0 / (ranks * before)
         self._group = group
         self.used = [grad is not None for grad in grads]
         bucket, alone = layout.reduction(direct=dtype == reduce)
@@ -306,13 +306,11 @@ class Reduction:
         self._flat = self._out if storage == reduce else torch.empty(layout.shard_numel, dtype=storage, device=device)
 
     def start(self) -> Pending:
-        return self._group.collectives.reduce_scatter(self._outs, self._fulls)
+        return self._group.collectives.reduce_scatter(self._outs, self._fulls, self._scale)
 
     def finish(self) -> None:
         if self._flat is not self._out:
-            torch.mul(self._out, self._after, out=self._flat)
-        elif self._after != 1.0:
-            self._out.mul_(self._after)
+            self._flat.copy_(self._out)
 
     def land(self) -> None:
         """Give the parameters that this rank used their gradient, and let the messages go."""

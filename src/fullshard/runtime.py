@@ -8,9 +8,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
@@ -53,7 +53,7 @@ class Unit:
         self._modules = [weakref.ref(module) for module in modules]
         self._left: set[int] = set()  # modules (by id) that this round of forwards has yet to run
         self._named_below = False
-        self._collectives = self.runtime.collectives(axis, options.comm)
+        self.collectives = self.runtime.collectives(axis, options.comm)
         self.number = self.runtime.admit(self)
         self.regroup([parameter.local for parameter in parameters])
 
@@ -81,7 +81,7 @@ class Unit:
         if not self.parameters:
             return
         direct = self.options.comm.direct_min_bytes
-        direct = self._collectives.direct_min_bytes if direct is None else direct
+        direct = self.collectives.direct_min_bytes if direct is None else direct
         dtypes = [self.options.mp.resolve(value.dtype) for value in values]
         with torch.inference_mode(False), torch.no_grad():
             self.groups = [
@@ -89,7 +89,7 @@ class Unit:
                     [self.parameters[i] for i in members],
                     [values[i] for i in members],
                     dtypes=shared,
-                    collectives=self._collectives,
+                    collectives=self.collectives,
                     direct_min_bytes=direct,
                 )
                 for shared, members in group_parameters(self.parameters, values, dtypes)
@@ -149,6 +149,10 @@ class Unit:
                 unit = unit_of(inner)
                 if unit is not None and name:
                     unit.name = name
+
+
+def _nothing() -> None:
+    pass
 
 
 _UNIT = "_fullshard_unit"
@@ -223,7 +227,7 @@ class Runtime:
         self._backward: weakref.ref[BackwardEnd] | None = None
         self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
         self._touched: dict[int, Unit] = {}  # units that entered the running backward
-        self._collectives: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
+        self._collectives: weakref.WeakValueDictionary[int, Journaled] = weakref.WeakValueDictionary()
         self._run: dict[type[Action], Callable[[Unit], None]] = {
             Unshard: self._unshard,
             Wait: self._wait,
@@ -243,9 +247,10 @@ class Runtime:
     def collectives(self, axis: ShardAxis, comm: CommPolicy) -> Collectives:
         if comm.collectives is not None:
             return Journaled(comm.collectives(axis.group), self.journal)
-        found = self._collectives.get(axis.group)
+        found = self._collectives.get(id(axis.group))  # as long as it lives, so does the group
         if found is None:
-            found = self._collectives[axis.group] = Journaled(collectives_for(axis.group, axis.device), self.journal)
+            found = Journaled(collectives_for(axis.group, axis.device), self.journal)
+            self._collectives[id(axis.group)] = found
         return found
 
     @property
@@ -411,18 +416,16 @@ class Runtime:
         for unit, reductions in axes.values():
             flags = [used for reduction in reductions for used in reduction.used]
             message = torch.tensor(flags, dtype=torch.uint8).to(self.device, non_blocking=True)
-            collectives = self.collectives(unit.axis, unit.options.comm)
-            ticket = self._reduce_lane.run(lambda c=collectives, m=message: c.all_reduce_max(m), lambda: None)  # type: ignore[misc]
+            ticket = self._reduce_lane.run(partial(unit.collectives.all_reduce_max, message), _nothing)
             heartbeats.append((reductions, message, ticket))
         return heartbeats
 
     def _read_heartbeats(self, heartbeats: list[tuple[list[Reduction], Tensor, Ticket]]) -> None:
-        """Only a rank that did not use some parameter waits for the answer."""
+        """Only a rank that did not use some parameter reads the answer, which on an accelerator waits for the device."""
         for reductions, message, ticket in heartbeats:
-            if not any(reduction.undecided for reduction in reductions):
-                self._in_flight.push(ticket, lambda m=message: None)  # type: ignore[arg-type, misc]
-                continue
             ticket.wait()
+            if not any(reduction.undecided for reduction in reductions):
+                continue
             answer = [bool(used) for used in message.tolist()]
             for reduction in reductions:
                 mine, answer = answer[: len(reduction.used)], answer[len(reduction.used) :]

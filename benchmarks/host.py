@@ -1,0 +1,88 @@
+"""Host time per unit above the plain module: fullshard beside torch's FSDP2, same process, interleaved, fake process group.
+
+    python benchmarks/host.py [--units 8] [--repeats 30]
+
+The fake group moves no bytes between ranks, so what is left is what the engines cost the host. Figures are microseconds
+per unit for one forward and backward, medians of interleaved repeats; ratios carry over to other machines, times do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fullshard
+
+
+class Unit(nn.Module):
+    """Eleven parameters, as in a decoder block: two norms, four attention and three MLP matrices, two biases."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.norms = nn.ParameterList([torch.ones(dim) for _ in range(2)])
+        self.weights = nn.ParameterList([torch.randn(dim, dim) / dim for _ in range(7)])
+        self.biases = nn.ParameterList([torch.zeros(dim) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, bias in zip(self.norms, self.biases):
+            x = x * norm + bias
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+def main() -> dict[str, float]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--units", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--world", type=int, default=8)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=options.world, store=FakeStore())
+    mesh = init_device_mesh("cpu", (options.world,))
+    base = nn.Sequential(*[Unit() for _ in range(options.units)])
+    x = torch.randn(2, 16)
+    ratios: dict[str, float] = {}
+    for label, param, reduce in (("fp32", None, None), ("bf16", torch.bfloat16, torch.float32)):
+        plain, ours, theirs = copy.deepcopy(base), copy.deepcopy(base), copy.deepcopy(base)
+        plain = plain.to(param) if param else plain
+        for module in (*ours, ours):
+            fullshard.fully_shard(
+                module, mesh=mesh, mp_policy=fullshard.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+            )
+        for module in (*theirs, theirs):
+            torch_fully_shard(module, mesh=mesh, mp_policy=TorchPolicy(param_dtype=param, reduce_dtype=reduce))
+        times: dict[str, list[float]] = {"plain": [], "fullshard": [], "FSDP2": []}
+        models = {"plain": plain, "fullshard": ours, "FSDP2": theirs}
+        inputs = x.to(param) if param else x
+        for repeat in range(options.repeats + 5):
+            for name, model in models.items():
+                start = time.perf_counter()
+                model(inputs).sum().backward()
+                if repeat >= 5:
+                    times[name].append(time.perf_counter() - start)
+                for parameter in model.parameters():
+                    parameter.grad = None
+        per_unit = {name: median(values) / options.units * 1e6 for name, values in times.items()}
+        above = {name: per_unit[name] - per_unit["plain"] for name in ("fullshard", "FSDP2")}
+        ratios[label] = above["fullshard"] / above["FSDP2"]
+        print(
+            f"host time per unit, {label}: plain {per_unit['plain']:7.0f} us   above it: fullshard {above['fullshard']:7.0f} us   "
+            f"FSDP2 {above['FSDP2']:7.0f} us   ratio {ratios[label]:.2f}"
+        )
+    dist.destroy_process_group()
+    return ratios
+
+
+if __name__ == "__main__":
+    main()

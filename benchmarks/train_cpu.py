@@ -1,0 +1,95 @@
+"""Forward and backward of a decoder stack on two gloo ranks: fullshard, torch's FSDP2 and DDP, interleaved.
+
+    python benchmarks/train_cpu.py [--dims 128 512 1024] [--repeats 9]
+
+Medians in milliseconds over interleaved repeats; one thread per rank. Machines are noisy: read the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import time
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fullshard
+
+
+class Block(nn.Module):
+    """A decoder block: causal attention and SwiGLU, eight matrices' worth of parameters per dim squared."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.heads = dim // 64
+        self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.gate, self.up = nn.Linear(dim, 2 * dim, bias=False), nn.Linear(dim, 2 * dim, bias=False)
+        self.down = nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, dim))
+        h = self.norm2(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def worker(rank: int, options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.port))
+    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
+    mesh = init_device_mesh("cpu", (options.ranks,))
+    for dim in options.dims:
+        torch.manual_seed(0)
+        base = nn.Sequential(*[Block(dim) for _ in range(options.depth)])
+        ours, theirs, ddp = copy.deepcopy(base), copy.deepcopy(base), DistributedDataParallel(copy.deepcopy(base))
+        for module in (*ours, ours):
+            fullshard.fully_shard(module, mesh=mesh)
+        for module in (*theirs, theirs):
+            torch_fully_shard(module, mesh=mesh)
+        x = torch.randn(options.batch, options.length, dim)
+        models = {"fullshard": ours, "FSDP2": theirs, "DDP": ddp}
+        times: dict[str, list[float]] = {name: [] for name in models}
+        for repeat in range(options.repeats + 2):
+            for name, model in models.items():
+                dist.barrier()
+                start = time.perf_counter()
+                model(x).square().mean().backward()
+                if repeat >= 2:
+                    times[name].append(time.perf_counter() - start)
+                model.zero_grad()
+        if rank == 0:
+            ms = {name: median(values) * 1e3 for name, values in times.items()}
+            print(
+                f"two gloo ranks, dim {dim:5d}: fullshard {ms['fullshard']:7.0f} ms   FSDP2 {ms['FSDP2']:7.0f} ms   DDP {ms['DDP']:7.0f} ms   "
+                f"of FSDP2 {ms['fullshard'] / ms['FSDP2']:.2f}   of DDP {ms['fullshard'] / ms['DDP']:.2f}",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dims", type=int, nargs="+", default=[128, 512, 1024])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--port", type=int, default=29531)
+    options = parser.parse_args()
+    mp.spawn(worker, (options,), nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()
