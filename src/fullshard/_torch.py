@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = [
     "DTensorSpec",
@@ -39,6 +39,7 @@ __all__ = [
     "recv",
     "reduce_scatter_base",
     "reduce_scatter_coalesced",
+    "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
     "same_storage",
     "send",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.comm import Collectives, Pending
 from fullshard.layout import GroupLayout, plan_layout
-from fullshard.parameter import ShardedParameter
+from fullshard.parameter import ShardedParameter, Writes
 from fullshard.policies import Dtypes
 from fullshard.schedule import StateError
 
@@ -112,12 +112,13 @@ class Group:
             itemsize=itemsize,
             direct_min_bytes=direct_min_bytes,
         )
+        self._writes = Writes()
         self.shard = torch.zeros(self.layout.shard_numel, dtype=dtypes.storage, device=values[0].device)
         for parameter, place, value in zip(parameters, self.layout.places, values):
             numel = value.numel()
             local = self.shard[place.offset : place.offset + numel].view(parameter.local_shape)
             local.copy_(value)
-            parameter.settle(local)
+            parameter.settle(local, self._writes)
         self._full: FullSide | None = None
         self._accumulated: list[Tensor | None] = [None] * len(parameters)
         self._gaps: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -136,7 +137,19 @@ class Group:
     @property
     def stale(self) -> bool:
         """Whether the shards were written since they were last gathered."""
-        return self._full is not None and self._full.version != self.shard._version
+        return self._full is not None and self._full.version != self._version
+
+    @property
+    def _version(self) -> int:
+        """Grows whenever the shards are written: through the flat shard, through a DTensor, or by an optimizer."""
+        return self._writes.count + self.shard._version + sum(p.sharded._version for p in self.parameters)
+
+    def absorb(self, values: Sequence[Tensor]) -> None:
+        """Take over `values` (one local shard per parameter) in place."""
+        for parameter, value in zip(self.parameters, values):
+            if value is not parameter.local:
+                parameter.local.copy_(value)
+                parameter.settle(parameter.local, self._writes)
 
     def is_current(self) -> bool:
         return all(parameter.is_current() for parameter in self.parameters)
@@ -151,7 +164,7 @@ class Group:
             with torch.inference_mode(False), torch.no_grad():
                 full = self._full = FullSide(self, device)
         full.grow()
-        version = self.shard._version
+        version = self._version
         if version != full.version:
             if full.version >= 0:  # let autograd find graphs that saved the old values
                 torch.autograd.graph.increment_version([p.full for p in self.parameters])  # type: ignore[misc]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.parameter import successor
+from fullshard.parameter import successor, wrote
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
@@ -50,7 +50,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     rebind(optimizer)
 
 
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        wrote(group["params"])
+
+
 _torch.register_optimizer_step_pre_hook(_before_step)
+_torch.register_optimizer_step_post_hook(_after_step)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,26 @@ from fullshard.modules import Claim, Slot
 from fullshard.schedule import StateError
 
 _SUCCESSOR = "_fullshard_sharded"  # on a plain parameter: the sharded one that took its place
+
+
+_WRITES = "_fullshard_writes"  # on a sharded parameter: the counter it shares with its group
+
+
+class Writes:
+    """How often optimizers wrote the shards of a group. DTensor's foreach and fused operations move no version counter."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def wrote(parameters: Iterable[Tensor]) -> None:
+    """An optimizer stepped: those of `parameters` with a gradient were written."""
+    for parameter in parameters:
+        writes = parameter.__dict__.get(_WRITES)
+        if writes is not None and parameter.grad is not None:
+            writes.count += 1
 
 
 def successor(tensor: Tensor) -> nn.Parameter | None:
@@ -92,7 +112,7 @@ class ShardedParameter:
         """A DTensor like the sharded parameter over other local data, for gradients and optimizer states."""
         return _torch.dtensor(local, self.spec)
 
-    def settle(self, local: Tensor) -> None:
+    def settle(self, local: Tensor, writes: Writes) -> None:
         """The shard lives in `local` from now on, a view of a group's flat shard that holds its values already."""
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = _torch.shard_spec(self.axis.mesh, self.shape, local.dtype)
@@ -105,6 +125,7 @@ class ShardedParameter:
             torch.utils.swap_tensors(self.sharded, fresh)
             self.sharded.__dict__.update(extras)
         _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
+        self.sharded.__dict__[_WRITES] = writes
 
     def materialize(self, view: Tensor) -> None:
         """`view` (the full shape, over the full storage) becomes the full face."""

@@ -95,12 +95,16 @@ class Unit:
                 for shared, members in group_parameters(self.parameters, values, dtypes)
             ]
 
+    def is_current(self) -> bool:
+        """Whether all slots hold what we put there."""
+        return all(group.is_current() for group in self.groups)
+
     def refresh(self) -> None:
         """Take over what callers changed behind our back: assigned Parameters, moved or cast tensors, trainability.
 
         Raises StateError, naming the parameter, for what cannot be honoured; nothing is changed then.
         """
-        if all(group.is_current() for group in self.groups):
+        if self.is_current():
             return
         values = [parameter.incoming() for parameter in self.parameters]
         for parameter in self.parameters:
@@ -115,11 +119,10 @@ class Unit:
                 "finish the step first"
             )
         if fits and all(p.full is None or p.full.requires_grad is p.requires_grad for p in self.parameters):
+            found = dict(zip(map(id, self.parameters), values))
             with torch.no_grad():
-                for parameter, value in zip(self.parameters, values):
-                    if value is not parameter.local:
-                        parameter.local.copy_(value)
-                        parameter.settle(parameter.local)
+                for group in self.groups:
+                    group.absorb([found[id(parameter)] for parameter in group.parameters])
             return
         if fits and self.runtime.planner.awaits_backward(self.number):
             for parameter in self.parameters:  # an autograd graph holds the full parameters: keep them
@@ -263,12 +266,11 @@ class Runtime:
         self._recover_if_stale()
         planner, number = self.planner, unit.number
         if _torch.current_graph_task() != -1:
-            unit.refresh()
             self._begin_backward()
             self._touched[number] = unit
             self._execute(planner.before_recompute(number, stale=unit.stale))
         elif not (unit.is_list and planner.running(number)):
-            unit.refresh()
+            self._refresh(unit)
             unit.begin_round()
             if planner.outermost() is None:
                 unit.name_below(module)
@@ -319,7 +321,7 @@ class Runtime:
 
     def hold(self, unit: Unit) -> None:
         """Start gathering for the caller."""
-        unit.refresh()
+        self._refresh(unit)
         self._execute(self.planner.hold(unit.number, stale=unit.stale))
 
     def fulfil(self, unit: Unit) -> None:
@@ -355,7 +357,16 @@ class Runtime:
             else:
                 self._run[type(action)](unit)
 
+    def _refresh(self, unit: Unit) -> None:
+        """What a caller changed since the unit was gathered makes the gathered data void; `_unshard` looks once more."""
+        if unit.residency is not Residency.SHARDED and not self.planner.running(unit.number):
+            self._uninstall(unit)
+            if not unit.is_current():
+                self._execute(self.planner.release(unit.number))
+                unit.refresh()
+
     def _unshard(self, unit: Unit) -> None:
+        unit.refresh()
         tickets: list[tuple[Group, Ticket]] = []
         for group in unit.groups:
             full = group.grow(self.device)

@@ -1,0 +1,9 @@
+"""Makes `harness` and `models` importable and keeps the parent process out of the ranks' way."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)

@@ -1,0 +1,167 @@
+"""Rank processes that are started once per world size and run the bodies of many tests.
+
+    @ranks(2, 3)
+    def test_something(world):      # the body runs on every rank of a gloo group of 2, then of 3
+        ...
+
+A body that raises on any rank fails the test with the traceback of every rank that raised. One that does not come back
+within `LIMIT` seconds fails with the stacks of all ranks, and its processes are replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import inspect
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT = 60.0
+TESTS = str(Path(__file__).parent)
+
+
+class World:
+    """What a body gets: its rank, and the mesh of all of them."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.rank, self.size = rank, size
+        self.mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+
+    def mine(self, batch: Any) -> Any:
+        """This rank's part of a global batch."""
+        assert batch.shape[0] % self.size == 0
+        return batch.chunk(self.size)[self.rank]
+
+    def folder(self, name: str) -> Path:
+        """A folder all ranks of this test share."""
+        import torch.distributed as dist
+
+        path = [tempfile.mkdtemp(prefix=name) if self.rank == 0 else ""]
+        dist.broadcast_object_list(path, 0)
+        return Path(path[0])
+
+
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    sys.path.insert(0, TESTS)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    world = World(rank, size)
+    connection.send("ready")
+    while True:
+        try:
+            module, name, arguments = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            torch.manual_seed(0)
+            getattr(importlib.import_module(module), name).body(world, **arguments)
+            connection.send(None)
+        except BaseException:
+            connection.send(traceback.format_exc())
+
+
+class Pool:
+    """The processes of one world size."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "fullshard", "torch.distributed.checkpoint"])
+        descriptor, self._store = tempfile.mkstemp(prefix="fullshard-store")
+        os.close(descriptor)
+        os.unlink(self._store)
+        self._connections, self._processes = [], []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, self._store, there), daemon=True)
+            process.start()
+            there.close()
+            self._connections.append(here)
+            self._processes.append(process)
+        self.alive = all(self._receive(connection, 120.0) == "ready" for connection in self._connections)
+
+    @staticmethod
+    def _receive(connection: Connection, limit: float) -> str | None:
+        if not connection.poll(limit):
+            return "did not come back in time"
+        try:
+            return connection.recv()
+        except EOFError:
+            return "the process died"
+
+    def run(self, module: str, name: str, arguments: dict[str, Any]) -> None:
+        for connection in self._connections:
+            connection.send((module, name, arguments))
+        limit, replies = LIMIT, []
+        for connection in self._connections:
+            reply = self._receive(connection, limit)
+            replies.append(reply)
+            limit = 5.0 if reply is not None else limit  # one failed: the others may be stuck behind it
+        failed = {rank: reply for rank, reply in enumerate(replies) if reply is not None}
+        if failed:
+            self.close()
+            pytest.fail("\n".join(f"--- rank {rank} of {len(replies)} ---\n{reply}" for rank, reply in failed.items()), pytrace=False)
+
+    def close(self) -> None:
+        self.alive = False
+        for process in self._processes:
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)
+        for process in self._processes:
+            process.join(0.3)
+            if process.is_alive():
+                process.kill()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._store)
+
+
+_POOLS: dict[int, Pool] = {}
+
+
+def pool(size: int) -> Pool:
+    if size not in _POOLS or not _POOLS[size].alive:
+        _POOLS[size] = Pool(size)
+    return _POOLS[size]
+
+
+@atexit.register
+def _close_pools() -> None:
+    for running in _POOLS.values():
+        if running.alive:
+            running.close()
+
+
+def ranks(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test body on every rank of a world of each of `sizes`. Its other arguments come from pytest.mark.parametrize."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(size: int, **arguments: Any) -> None:
+            pool(size).run(body.__module__, body.__name__, arguments)
+
+        others = [p for p in inspect.signature(body).parameters.values()][1:]
+        size = inspect.Parameter("size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([size, *others])  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        test.body = body  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("size", sizes)(test)
+
+    return decorate

@@ -1,0 +1,118 @@
+"""Small models and the one comparison that most tests are: sharded against unsharded, step by step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fullshard
+
+ROWS = 12  # of a global batch: divides by 1, 2, 3 and 4
+
+
+class Block(nn.Module):
+    """Uneven sizes on purpose: 7 and 13 divide by nothing."""
+
+    def __init__(self, dim: int = 7, hidden: int = 13) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """embedding-like input layer, blocks, head: the shape of a decoder."""
+
+    def __init__(self, depth: int = 3, dim: int = 7, hidden: int = 13) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, dim)
+        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(depth))
+        self.head = nn.Linear(dim, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def shard_stack(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+    """Blocks bottom-up, then the root."""
+    for block in model.blocks:
+        fullshard.fully_shard(block, mesh=mesh, **options)
+    return fullshard.fully_shard(model, mesh=mesh, **options)
+
+
+def batch(step: int, *shape: int) -> Tensor:
+    """The same global batch on every rank."""
+    return torch.randn(ROWS, *(shape or (5,)), generator=torch.Generator().manual_seed(100 + step))
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_near(got: Tensor, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:
+    """Largest difference relative to the largest value."""
+    got, expected = full(got.detach()).double(), expected.detach().double()
+    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    if expected.numel():
+        worst = (got - expected).abs().max().item()
+        scale = max(expected.abs().max().item(), 1e-3)
+        assert worst <= tolerance * scale, f"{what}: off by {worst:.3g}, largest value {scale:.3g}"
+
+
+def assert_same_grads(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        want = expected[name].grad
+        assert (parameter.grad is None) == (want is None), f"{name}.grad is {parameter.grad}, expected {want}"
+        if want is not None:
+            assert_near(parameter.grad, want, f"{name}.grad", tolerance)
+
+
+def assert_same_parameters(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
+    expected = dict(reference.named_parameters())
+    found = dict(model.named_parameters())
+    assert list(found) == list(expected)
+    for name, parameter in found.items():
+        assert_near(parameter, expected[name], name, tolerance)
+
+
+def square(output: Any) -> Tensor:
+    return output.square().mean()
+
+
+def train_both(
+    world: Any,
+    model: nn.Module,
+    shard: Callable[[nn.Module], Any],
+    *,
+    steps: int = 5,
+    loss: Callable[[Any], Tensor] = square,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    inputs: Callable[[int], Tensor] = batch,
+    tolerance: float = 1e-5,
+    between: Callable[[int, nn.Module], None] = lambda step, model: None,
+) -> tuple[nn.Module, nn.Module]:
+    """Train a sharded copy on parts of the batches and `model` itself on all of them; gradients and weights must agree."""
+    sharded = copy.deepcopy(model)
+    shard(sharded)
+    ours, theirs = (optimizer(m.parameters(), lr=1e-2) for m in (sharded, model))
+    for step in range(steps):
+        for m, part in ((sharded, world.mine), (model, lambda x: x)):
+            loss(m(part(inputs(step)))).backward()
+        assert_same_grads(sharded, model, tolerance)
+        for m, o in ((sharded, ours), (model, theirs)):
+            o.step()
+            o.zero_grad()
+            between(step, m)
+    assert_same_parameters(sharded, model, tolerance)
+    return sharded, model
