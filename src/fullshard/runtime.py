@@ -282,9 +282,9 @@ class Runtime:
         """The call that just ended, for a `BackwardHook`; None if it cannot have a backward."""
         planner, number = self.planner, unit.number
         grad = torch.is_grad_enabled()
-        if _torch.current_graph_task() != -1:
-            self._uninstall(unit)
-            return planner.recomputed(number) if grad else None
+        if _torch.current_graph_task() != -1:  # it stays full and installed until its own gradients are done
+            call = planner.after_recompute(number, grad=grad)
+            return call if grad else None
         if not planner.running(number):
             return None  # it raised before it began
         if unit.is_list and not unit.ran(module) and planner.outermost() != number:
@@ -303,6 +303,8 @@ class Runtime:
         self._in_flight.poll()
         with torch.no_grad():
             self._execute(self.planner.before_backward(call, stale=unit.stale))
+        for group in unit.groups:  # what is recomputed inside the unit runs without its hooks
+            group.install()
 
     def leave_backward(self) -> None:
         """The outermost backward that touched a unit is over."""
@@ -310,6 +312,7 @@ class Runtime:
         with torch.no_grad():
             self._execute(self.planner.after_backward())
             for unit in self._touched.values():
+                self._uninstall(unit)
                 self._reduce_late(unit)
             self._touched.clear()
             if self.is_last_backward:
@@ -388,6 +391,7 @@ class Runtime:
             group.uninstall()
 
     def _reduce(self, unit: Unit) -> None:
+        self._uninstall(unit)
         for group in unit.groups:
             if group.trainable:
                 self._reduce_group(unit, group, group.take_gradients() or [None] * len(group.parameters))

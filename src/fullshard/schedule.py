@@ -79,6 +79,7 @@ class Seat:
     residency: Residency = Residency.SHARDED
     waiting: int = 0  # calls whose backward may still come
     last: Call | None = None  # the last forward outside backward; a recomputation takes its place in time from it
+    hooked: bool = False  # whether that forward, or a recomputation of it, had grad, so that its backward announces itself
     held: bool = False  # unsharded by the caller
 
 
@@ -225,7 +226,7 @@ class Planner:
                 actions += self._free(inner.unit)
         call = Call(unit, self._running.pop().start, self.clock)
         seat = self._seats[unit]
-        seat.last = call
+        seat.last, seat.hooked = call, grad
         if self.running(unit):  # a module that calls itself
             return call, actions
         keep = grad and (seat.keep is Keep.ALWAYS or (seat.keep is Keep.OUTERMOST and not self._running))
@@ -249,21 +250,27 @@ class Planner:
             self._seats[call.unit].waiting -= 1
 
     def before_recompute(self, unit: int, *, stale: bool = False) -> list[Action]:
-        """A forward inside backward (activation checkpointing): the unit stays full until its own gradients are done."""
+        """A forward inside backward (activation checkpointing): the unit stays full until its own gradients are done.
+
+        If the forward had grad, its backward has announced itself, and it recomputes in the midst of whatever runs now.
+        If it had none (reentrant checkpointing), this is where its backward begins.
+        """
         seat = self._seats[unit]
-        last = seat.last
-        actions = self._finish(beyond=last.end) if last is not None else []
-        if last is None:
+        actions: list[Action] = []
+        if seat.last is None:
             self.clock += 2
             seat.last = Call(unit, self.clock - 1, self.clock)
+        elif not seat.hooked:
+            actions = self._finish(beyond=seat.last.end)
         return actions + self._need(unit, self._expect_in_backward(unit), stale)
 
-    def recomputed(self, unit: int) -> Call:
+    def after_recompute(self, unit: int, *, grad: bool) -> Call:
         """The call that a recomputation repeats, if the graph of the recomputation gets a backward of its own."""
-        last = self._seats[unit].last
-        if last is None:
+        seat = self._seats[unit]
+        if seat.last is None:
             raise InternalError(f"unit {unit} was recomputed before it was computed")
-        return last
+        seat.hooked = seat.hooked or grad
+        return seat.last
 
     def before_backward(self, call: Call, *, stale: bool = False) -> list[Action]:
         actions = self._finish(beyond=call.end)
