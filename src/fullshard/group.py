@@ -46,7 +46,8 @@ class FullSide:
             rank = group.collectives.rank
             slots = [out[rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
             self._casts, shards = (slots, shards), slots
-        self._gather = group.collectives.gatherer(outs, shards)
+        self._gather = group.collectives.gatherer(outs, shards) if layout.full_numel else Pending
+        self._poison = group.poison
         self._sizes: list[int] = []
         self._regions: list[Tensor] = []
         for piece in packed.pieces if packed else ():
@@ -68,6 +69,9 @@ class FullSide:
         self._storage.resize_(self._nbytes)
         if self._staging_nbytes:
             self._staging_storage.resize_(self._staging_nbytes)
+        if self._poison:
+            for tensor in (self._flat, self._staging):
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
 
     def start(self) -> Pending:
         if self._casts is not None:
@@ -101,8 +105,10 @@ class Group:
         dtypes: Dtypes,
         collectives: Collectives,
         direct_min_bytes: float,
+        poison: bool,
     ) -> None:
         self.parameters = parameters
+        self.poison = poison
         self.dtypes = dtypes
         self.collectives = collectives
         itemsize = min(dtypes.storage.itemsize, dtypes.compute.itemsize)
@@ -319,6 +325,8 @@ class Reduction:
         self._flat = self._out if storage == reduce else torch.empty(layout.shard_numel, dtype=storage, device=device)
 
     def start(self) -> Pending:
+        if not self._fulls:
+            return Pending()
         return self._group.collectives.reduce_scatter(self._outs, self._fulls, self._scale)
 
     def finish(self) -> None:

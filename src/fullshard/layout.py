@@ -108,7 +108,7 @@ class GroupLayout:
         stop = self.even_from if direct else self.shard_numel
         pieces = tuple(piece for bucket in self.buckets if bucket.offset < stop for piece in bucket.pieces)
         alone = tuple(i for i, place in enumerate(self.places) if place.direct and place.offset >= stop)
-        return (Bucket(False, 0, stop, pieces) if pieces else None), alone
+        return (Bucket(False, 0, stop, pieces) if stop else None), alone
 
 
 def plan_layout(shapes: Sequence[tuple[int, ...]], *, ranks: int, itemsize: int, direct_min_bytes: float) -> GroupLayout:

@@ -91,6 +91,9 @@ class CheckPolicy:
         not use a parameter learns whether any other did: used nowhere leaves `.grad` None, used somewhere gives every
         rank its part of the mean. Without it, a parameter that this rank did not use gets a gradient (of zeros, if no
         rank used it).
+    poison: fill the memory that parameters are gathered into with NaN first, so that whatever computes before the
+        gather was waited for cannot go unnoticed. For tests; costs a pass over the memory.
     """
 
     heartbeat: bool = True
+    poison: bool = False

@@ -91,6 +91,7 @@ class Unit:
                     dtypes=shared,
                     collectives=self.collectives,
                     direct_min_bytes=direct,
+                    poison=self.options.checks.poison,
                 )
                 for shared, members in group_parameters(self.parameters, values, dtypes)
             ]

@@ -1,0 +1,156 @@
+"""A lane that puts everything off finds missing waits and early frees on the CPU, without a GPU."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import World, ranks
+from models import Stack, assert_same_grads, assert_same_parameters, batch, shard_stack, square
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import CheckPolicy, CommPolicy, MixedPrecisionPolicy
+from fullshard.comm import HostLane, InFlight, Pending
+
+
+class Procrastinator:
+    """Runs what it was given only when somebody waits for it, or whenever `eager` says so; always in order.
+
+    Freed storages have no bytes (`resize_(0)`), so work that is done too late raises; memory that is not gathered yet is
+    poisoned with NaN (`CheckPolicy(poison=True)`), so compute that does not wait shows.
+    """
+
+    def __init__(self, eager: Callable[[], bool] = lambda: False) -> None:
+        self._queue: list[_Later] = []
+        self._eager = eager
+
+    def run(self, start: Callable[[], Pending], finish: Callable[[], None]) -> _Later:
+        ticket = _Later(self, start, finish)
+        self._queue.append(ticket)
+        self.maybe()
+        return ticket
+
+    def maybe(self) -> None:
+        while self._queue and self._eager():
+            self.until(self._queue[0])
+
+    def until(self, ticket: _Later) -> None:
+        while not ticket.ran:
+            first = self._queue.pop(0)
+            first.ran = True
+            HostLane().run(first.start, first.finish).wait()
+
+
+class _Later:
+    def __init__(self, lane: Procrastinator, start: Callable[[], Pending], finish: Callable[[], None]) -> None:
+        self.lane, self.start, self.finish, self.ran = lane, start, finish, False
+
+    def done(self) -> bool:
+        self.lane.maybe()
+        return self.ran
+
+    def wait(self) -> None:
+        self.lane.until(self)
+
+
+def train(world: World, comm: CommPolicy, *, steps: int = 3, mp: MixedPrecisionPolicy = MixedPrecisionPolicy(), kind: str = "plain") -> None:
+    model = Stack(3, 8, 24)
+    sharded = shard_stack(copy.deepcopy(model), world.mesh, comm_policy=comm, mp_policy=mp, check_policy=CheckPolicy(poison=True))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, model)]
+    tolerance = 1e-5 if mp.param_dtype is None else 5e-2
+    for step in range(steps):
+        for m, x in ((sharded, world.mine(batch(step))), (model, batch(step))):
+            if kind == "accumulate" and m is sharded:
+                with sharded.accumulate():
+                    square(m(x)).backward()
+            elif kind == "accumulate":
+                square(m(x)).backward()
+            if kind == "eval":
+                with torch.no_grad():
+                    m(x)
+            square(checkpoint(m, x.requires_grad_(), use_reentrant=False) if kind == "checkpoint" else m(x)).backward()
+        assert_same_grads(sharded, model, tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(sharded, model, tolerance)
+
+
+@pytest.mark.parametrize("kind", ["plain", "accumulate", "eval", "checkpoint"])
+@pytest.mark.parametrize("packed", [True, False])
+@ranks(1, 2)
+def test_work_done_at_the_last_moment_changes_nothing(world: World, packed: bool, kind: str) -> None:
+    comm = CommPolicy(direct_min_bytes=float("inf") if packed else 0, lanes=lambda device: Procrastinator())
+    for mp in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
+        train(world, comm, kind=kind, mp=mp)
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+@ranks(1, 2)
+def test_work_done_at_any_legal_moment_changes_nothing(world: World, limit: int) -> None:
+    for seed in range(12):
+        draw = random.Random(seed)  # the same on every rank: collectives are matched by order
+        comm = CommPolicy(
+            direct_min_bytes=draw.choice([0, 200, float("inf")]),
+            reductions_in_flight=limit,
+            lanes=lambda device, draw=draw: Procrastinator(lambda: draw.random() < 0.4),
+        )
+        train(world, comm, steps=2, kind=draw.choice(["plain", "accumulate", "eval", "checkpoint"]))
+
+
+@pytest.mark.parametrize("missing", ["gather", "reduction"])
+@ranks(1, 2)
+def test_the_procrastinator_finds_a_missing_wait(world: World, missing: str) -> None:
+    """The test double itself: lanes whose tickets nobody really waits for must not go unnoticed under it."""
+
+    class Forgetful(Procrastinator):
+        def until(self, ticket: _Later) -> None:
+            if (missing == "gather") != ticket.finish.__qualname__.startswith("FullSide"):
+                super().until(ticket)
+            elif ticket in self._queue:
+                self._queue.remove(ticket)
+
+    model = Stack()
+    sharded = shard_stack(
+        copy.deepcopy(model),
+        world.mesh,
+        comm_policy=CommPolicy(lanes=lambda device: Forgetful()),
+        check_policy=CheckPolicy(poison=True),
+    )
+    output = sharded(world.mine(batch(0)))
+    if missing == "gather":
+        assert output.isnan().all()
+        return
+    square(output).backward()
+    square(model(batch(0))).backward()
+    with pytest.raises(AssertionError, match="off by"):
+        assert_same_grads(sharded, model)
+
+
+def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:
+    events: list[str] = []
+
+    class Ticket:
+        def __init__(self, name: str, ready: bool) -> None:
+            self.name, self.ready = name, ready
+
+        def done(self) -> bool:
+            return self.ready
+
+        def wait(self) -> None:
+            events.append(f"wait {self.name}")
+
+    flight = InFlight()
+    for name, ready in (("a", False), ("b", True), ("c", False)):
+        flight.push(Ticket(name, ready), lambda name=name: events.append(f"land {name}"))
+    flight.poll()
+    assert events == [], "b is done, but a was first"
+    flight.make_room(3)
+    assert events == ["wait a", "land a"]
+    flight.poll()
+    assert events[2:] == ["wait b", "land b"]
+    flight.drain()
+    assert events[4:] == ["wait c", "land c"] and len(flight) == 0

@@ -1,0 +1,82 @@
+"""Extents follow torch.chunk; layouts never overlap, always align, and account for every element."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fullshard.group
+import fullshard.layout
+import fullshard.policies
+import fullshard.schedule
+from fullshard.layout import ALIGN_BYTES, Extent, plan_layout
+
+shapes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
+
+
+@given(length=st.integers(0, 200), ranks=st.integers(1, 17))
+def test_extents_are_torch_chunks(length: int, ranks: int) -> None:
+    chunks = list(torch.arange(length).chunk(ranks)) if length else []
+    for rank in range(ranks):
+        extent = Extent.cut(length, ranks=ranks, rank=rank)
+        expected = chunks[rank].tolist() if rank < len(chunks) else []
+        assert list(range(extent.start, extent.stop)) == expected
+        assert extent.rows + extent.padding == extent.chunk == math.ceil(length / ranks)
+
+
+@given(shapes=shapes, ranks=st.integers(1, 9), itemsize=st.sampled_from([1, 2, 4, 8]), threshold=st.sampled_from([0, 64, 500, math.inf]))
+def test_places_align_and_cover_the_shard_without_overlap(
+    shapes: list[tuple[int, ...]], ranks: int, itemsize: int, threshold: float
+) -> None:
+    layout = plan_layout(shapes, ranks=ranks, itemsize=itemsize, direct_min_bytes=threshold)
+    pieces = [piece for bucket in layout.buckets for piece in bucket.pieces]
+    assert sum(piece.size for piece in pieces) == layout.shard_numel
+    assert sum(piece.size for piece in pieces) * ranks == layout.full_numel
+    end = 0
+    for bucket in layout.buckets:
+        assert bucket.offset == end, "buckets follow each other without holes"
+        end += bucket.size
+        assert bucket.size == sum(piece.size for piece in bucket.pieces)
+    regions = sorted((piece.region, piece.region + ranks * piece.size) for piece in pieces if piece.size)
+    assert all(a[1] <= b[0] for a, b in zip(regions, regions[1:]))
+    assert len(layout.places) == len(shapes)
+    for shape, place in zip(shapes, layout.places):
+        assert place.shape == shape
+        assert place.offset * itemsize % ALIGN_BYTES == 0 and place.region * itemsize % ALIGN_BYTES == 0
+        assert place.size == math.ceil(shape[0] / ranks) * math.prod(shape[1:])
+        if place.direct:
+            assert place.size * itemsize >= threshold and place.size * itemsize % ALIGN_BYTES == 0
+    assert sorted(piece.parameter for piece in pieces if piece.parameter >= 0) == list(range(len(shapes)))
+
+
+@given(shapes=shapes, ranks=st.integers(1, 9), threshold=st.sampled_from([0, 64, math.inf]), direct=st.booleans())
+def test_a_reduction_covers_every_parameter_once(shapes: list[tuple[int, ...]], ranks: int, threshold: float, direct: bool) -> None:
+    layout = plan_layout(shapes, ranks=ranks, itemsize=4, direct_min_bytes=threshold)
+    packed, alone = layout.reduction(direct=direct)
+    inside = [piece.parameter for piece in packed.pieces if piece.parameter >= 0] if packed else []
+    covered_parameters = {i for i in (*inside, *alone) if layout.places[i].size}
+    assert covered_parameters == {i for i, place in enumerate(layout.places) if place.size}
+    assert len(set(inside) & set(alone)) == 0
+    assert all(layout.places[i].even(ranks) for i in alone)
+    assert not alone or direct
+    covered = (packed.size if packed else 0) + sum(layout.places[i].size for i in alone)
+    assert covered == layout.shard_numel
+
+
+def test_a_threshold_of_infinity_packs_everything_and_zero_nothing_that_can_be_avoided() -> None:
+    shapes = [(64, 64), (64,), (7, 3)]
+    assert len(plan_layout(shapes, ranks=2, itemsize=4, direct_min_bytes=math.inf).buckets) == 1
+    layout = plan_layout(shapes, ranks=2, itemsize=4, direct_min_bytes=0)
+    assert [p.direct for p in layout.places] == [True, True, True]
+    assert [p.even(2) for p in layout.places] == [True, True, False]
+
+
+@pytest.mark.parametrize("module", [fullshard.layout, fullshard.policies, fullshard.schedule])
+def test_examples_in_docstrings(module: object) -> None:
+    found = doctest.testmod(module, extraglobs={"torch": torch})  # type: ignore[arg-type]
+    assert found.attempted and not found.failed

@@ -1,0 +1,180 @@
+"""The planner without tensors: every sequence of events keeps the table of moves and frees what it gathered."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.schedule import (
+    MOVES,
+    Action,
+    Call,
+    InternalError,
+    Keep,
+    Planner,
+    Reduce,
+    Reshard,
+    Residency,
+    Unshard,
+    Wait,
+)
+
+
+class Ledger:
+    """Executes actions on nothing, and checks that each is legal where it comes."""
+
+    def __init__(self, keeps: list[Keep]) -> None:
+        self.planner = Planner()
+        self.data = {unit: Residency.SHARDED for unit in range(len(keeps))}
+        self.log: list[tuple[str, int]] = []
+        self.most_full = 0
+        for unit, keep in enumerate(keeps):
+            self.planner.admit(unit, keep=keep)
+
+    def run(self, actions: list[Action]) -> None:
+        for action in actions:
+            unit, now = action.unit, self.data[action.unit]
+            target = {
+                Unshard: Residency.GATHERING,
+                Wait: Residency.FULL,
+                Reshard: Residency.SHARDED,
+                Reduce: now,
+            }[type(action)]
+            if not isinstance(action, Reduce):
+                assert (now, target) in MOVES, f"{action} while {now}"
+            self.data[unit] = target
+            self.log.append((type(action).__name__, unit))
+            self.most_full = max(self.most_full, sum(r is not Residency.SHARDED for r in self.data.values()))
+
+    def forward(self, tree: list, calls: list[Call], grad: bool = True) -> None:
+        """`tree` is [unit, [child tree], ...]."""
+        unit, *children = tree
+        self.run(self.planner.before_forward(unit))
+        assert self.data[unit] is Residency.FULL
+        for child in children:
+            self.forward(child, calls, grad)
+        assert self.data[unit] is Residency.FULL, "nothing frees a unit while it runs"
+        call, actions = self.planner.after_forward(unit, grad=grad)
+        if grad:
+            self.planner.expect_backward(call)
+            calls.append(call)
+        self.run(actions)
+
+    def backward(self, calls: list[Call]) -> None:
+        for call in sorted(calls, key=lambda c: -c.end):
+            self.run(self.planner.before_backward(call))
+            assert self.data[call.unit] is Residency.FULL
+        self.run(self.planner.after_backward())
+
+
+def trees(units: int) -> st.SearchStrategy[list]:
+    """A root 0 whose descendants are the other units, each at least once, some repeated."""
+
+    def build(parents: list[int], repeats: list[int]) -> list:
+        nodes: list[list] = [[0]]
+        for unit in [*range(1, units), *repeats]:
+            parent = nodes[parents[unit % len(parents)] % len(nodes)]
+            node = [unit]
+            if unit not in _inside(nodes[0], parent):
+                parent.append(node)
+                nodes.append(node)
+        return nodes[0]
+
+    return st.builds(build, st.lists(st.integers(0, 20), min_size=1, max_size=6), st.lists(st.integers(1, units - 1), max_size=3))
+
+
+def _inside(root: list, target: list, path: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Units on the way from the root to `target`."""
+    path = (*path, root[0])
+    if root is target:
+        return path
+    for child in root[1:]:
+        found = _inside(child, target, path)
+        if found:
+            return found
+    return ()
+
+
+programs = st.lists(st.sampled_from(["train", "eval", "two", "forget", "raise"]), min_size=1, max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), program=programs, keeps=st.lists(st.sampled_from(list(Keep)), min_size=5, max_size=5))
+def test_every_program_keeps_the_moves_and_ends_sharded(data: st.DataObject, program: list[str], keeps: list[Keep]) -> None:
+    ledger = Ledger(keeps)
+    tree = data.draw(trees(5))
+    for step in program:
+        calls: list[Call] = []
+        if step == "eval":
+            ledger.forward(tree, calls, grad=False)
+        elif step == "train":
+            ledger.forward(tree, calls)
+            ledger.backward(calls)
+        elif step == "two":
+            ledger.forward(tree, calls)
+            ledger.forward(tree, calls)
+            ledger.backward(calls)
+        elif step == "forget":  # the graph is dropped without a backward
+            ledger.forward(tree, calls)
+            for call in calls:
+                ledger.planner.forget(call)
+        else:
+            ledger.run(ledger.planner.before_forward(0))
+            ledger.run(ledger.planner.abandon())
+    calls = []
+    ledger.forward(tree, calls)
+    ledger.backward(calls)
+    assert set(ledger.data.values()) == {Residency.SHARDED}
+    used = {unit for unit, *_ in _walk(tree)}
+    reduced = [unit for name, unit in ledger.log if name == "Reduce"]
+    assert set(reduced[-len(used) :]) == used, "each unit is reduced in every backward"
+
+
+def _walk(tree: list) -> list[list]:
+    return [tree, *(node for child in tree[1:] for node in _walk(child))]
+
+
+def test_at_most_two_units_are_full_in_a_chain() -> None:
+    ledger = Ledger([Keep.NEVER] * 6)
+    for _ in range(3):
+        calls: list[Call] = []
+        for unit in range(6):
+            ledger.forward([unit], calls)
+        ledger.backward(calls)
+    assert ledger.most_full == 2
+
+
+def test_a_unit_is_reduced_before_the_next_but_one_is_gathered() -> None:
+    ledger = Ledger([Keep.OUTERMOST] * 4)
+    for _ in range(2):
+        ledger.log.clear()
+        calls: list[Call] = []
+        ledger.forward([0, [1], [2], [3]], calls)
+        forward, ledger.log = ledger.log, []
+        ledger.backward(calls)
+    assert forward == [
+        *[("Unshard", 0), ("Wait", 0), ("Unshard", 1), ("Wait", 1), ("Unshard", 2), ("Reshard", 1), ("Wait", 2)],
+        *[("Unshard", 3), ("Reshard", 2), ("Wait", 3), ("Reshard", 3)],
+    ]
+    assert ledger.log == [
+        *[("Unshard", 3), ("Wait", 3), ("Unshard", 2), ("Reshard", 3), ("Reduce", 3), ("Wait", 2), ("Unshard", 1)],
+        *[("Reshard", 2), ("Reduce", 2), ("Wait", 1), ("Reshard", 0), ("Reduce", 0), ("Reshard", 1), ("Reduce", 1)],
+    ]
+
+
+def test_an_illegal_move_is_an_internal_error() -> None:
+    planner = Planner()
+    planner.admit(0, keep=Keep.NEVER)
+    with pytest.raises(InternalError, match="cannot go from sharded to full"):
+        planner.move(0, Residency.FULL)
+
+
+def test_a_wrong_guess_costs_one_unused_gather_and_is_counted() -> None:
+    ledger = Ledger([Keep.NEVER] * 3)
+    ledger.forward([0, [1]], [], grad=False)
+    ledger.forward([0, [1]], [], grad=False)
+    ledger.forward([0, [2]], [], grad=False)  # 1 was expected
+    ledger.forward([0, [2]], [], grad=False)
+    assert ledger.planner.stats.unused == 1
+    assert ledger.data[1] is Residency.SHARDED
