@@ -8,6 +8,8 @@ the figures are exact and repeatable. Activations are a few kilobytes. The basel
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable
 
 import torch
@@ -61,6 +63,10 @@ def peaks(shard: Callable[[nn.Module], object], dtype: torch.dtype, dim: int = 2
 
 
 def main() -> dict[str, dict[str, float]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
     mesh = init_device_mesh("cpu", (64,))
@@ -76,10 +82,12 @@ def main() -> dict[str, dict[str, float]]:
             ("all packed", lambda m, p=ours: fullshard.fully_shard(m, mesh=mesh, mp_policy=p, comm_policy=packed)),
             ("FSDP2", lambda m, p=theirs: torch_fully_shard(m, mesh=mesh, mp_policy=p)),
         ):
-            found = peaks(shard, dtype)
+            found = peaks(shard, dtype, options.dim)
             results[f"{label} {name}"] = found
             print(f"peak above baseline, {label:20s} {name:10s}: forward {found['forward']:.2f} U   backward {found['backward']:.2f} U")
     dist.destroy_process_group()
+    if options.json:
+        print(json.dumps(results))
     return results
 
 

@@ -15,7 +15,7 @@ from fullshard.comm import Message
 from fullshard.group import is_plain
 from fullshard.mesh import ShardAxis, resolve_mesh
 from fullshard.modules import Holdings, collect, roots_of
-from fullshard.parameter import ShardedParameter, successor
+from fullshard.parameter import ShardedParameter, is_sharded, successor
 from fullshard.policies import CheckPolicy, CommPolicy, MixedPrecisionPolicy
 from fullshard.runtime import Unit, UnitOptions, attach, unit_of
 from fullshard.schedule import Keep, Residency, StateError, Stats
@@ -135,26 +135,28 @@ def _keep(reshard_after_forward: bool | None) -> Keep:
 
 def _check_parameters(holdings: Holdings, axis: ShardAxis) -> None:
     for claim in holdings.claims:
-        parameter, name = claim.parameter, claim.name
-        sharded = successor(parameter)
-        if sharded is not None or isinstance(parameter, DTensor):
-            reason = (
-                "it is tied to a parameter of a unit that was sharded earlier: shard the modules that share it in one call, fully_shard([a, b])"
-                if sharded is not None or _is_ours(parameter)
-                else f"it is a DTensor on {parameter.device_mesh}; composing with tensor parallelism is not there yet"
-            )
-            raise ValueError(f"parameter '{name}' cannot be sharded: {reason}")
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter '{name}' is not initialized yet: run one forward of the lazy module, then fully_shard")
-        if parameter.ndim == 0:
-            raise ValueError(f"parameter '{name}' is a scalar, which has no dim 0 to shard: give it shape (1,)")
-        if not is_plain(parameter):
-            raise ValueError(f"parameter '{name}' must be a dense torch.Tensor, got {type(parameter.data).__name__} with layout {parameter.layout}")
-        _check_device(f"parameter '{name}'", parameter, axis)
+        reason = _refusal(claim.parameter)
+        if reason is not None:
+            raise ValueError(f"parameter '{claim.name}' cannot be sharded: {reason}")
+        _check_device(f"parameter '{claim.name}'", claim.parameter, axis)
 
 
-def _is_ours(parameter: nn.Parameter) -> bool:
-    return "_fullshard_unit_parameter" in parameter.__dict__
+def _refusal(parameter: nn.Parameter) -> str | None:
+    """Why a parameter cannot be sharded, and what to do; None if it can."""
+    if successor(parameter) is not None or is_sharded(parameter):
+        return (
+            "it is tied to a parameter of a unit that was sharded earlier: "
+            "shard the modules that share it in one call, fully_shard([a, b])"
+        )
+    if isinstance(parameter, DTensor):
+        return f"it is a DTensor on {parameter.device_mesh}; fullshard takes plain tensors so far, not ones under tensor parallelism"
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        return "it is not initialized yet: run one forward of the lazy module, then fully_shard"
+    if parameter.ndim == 0:
+        return "it is a scalar, which has no dim 0: give it shape (1,)"
+    if not is_plain(parameter):
+        return f"it must be a dense torch.Tensor, got {type(parameter.data).__name__} with layout {parameter.layout}"
+    return None
 
 
 def _check_buffers(holdings: Holdings, axis: ShardAxis) -> None:

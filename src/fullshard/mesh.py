@@ -42,9 +42,9 @@ def resolve_mesh(mesh: DeviceMesh | None) -> ShardAxis:
         )
     if mesh.device_type == "meta":
         raise ValueError("mesh must lie on a real device, got 'meta': parameters may be on meta, the mesh says where they will live")
-    group = mesh.get_group()
     if mesh.get_coordinate() is None:
-        raise ValueError(f"this rank ({dist.get_rank()}) is not on the mesh {mesh}: call fully_shard only on the ranks that are")
+        raise ValueError(f"this rank ({dist.get_rank()}) is not on the mesh of ranks {mesh.mesh.tolist()}: call fully_shard only on the ranks that are")
+    group = mesh.get_group()
     device = torch.device("cpu")
     if mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -56,32 +56,35 @@ def collect(
     and buffers come once; a shared parameter's claim lists every slot.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
+    root_ids = {id(root) for root in roots}
     modules: list[nn.Module] = []
     claims: dict[int, Claim] = {}
     buffers: dict[int, tuple[str, Slot, Tensor]] = {}
     seen: set[int] = set()
-    root_ids = {id(root) for root in roots}
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        if (id(module) not in root_ids and is_unit(module)) or _torch.is_non_composable(module):
-            return
-        for name, child in module.named_children():
-            visit(child, f"{prefix}{name}.")
-        if id(module) in root_ids or not _holds_only_ignored(module, ignored_ids):
-            modules.append(module)
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in ignored_ids:
-                claim = claims.setdefault(id(parameter), Claim(prefix + name, parameter))
-                claim.slots.append(Slot(module, name))
-        for name, buffer in module.named_buffers(recurse=False):
-            buffers.setdefault(id(buffer), (prefix + name, Slot(module, name), buffer))
-
     for index, root in enumerate(roots):
-        visit(root, f"{index}." if len(roots) > 1 else "")
+        for prefix, module in _post_order(root, f"{index}." if len(roots) > 1 else "", seen, root_ids, is_unit):
+            if id(module) in root_ids or not _holds_only_ignored(module, ignored_ids):
+                modules.append(module)
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if id(parameter) not in ignored_ids:
+                    claims.setdefault(id(parameter), Claim(prefix + name, parameter)).slots.append(Slot(module, name))
+            for name, buffer in module.named_buffers(recurse=False):
+                buffers.setdefault(id(buffer), (prefix + name, Slot(module, name), buffer))
     return Holdings(modules, list(claims.values()), list(buffers.values()))
+
+
+def _post_order(
+    module: nn.Module, prefix: str, seen: set[int], root_ids: set[int], is_unit: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """(prefix, module) for `module` and all below it that are its own, children first, each once."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if (id(module) not in root_ids and is_unit(module)) or _torch.is_non_composable(module):
+        return
+    for name, child in module.named_children():
+        yield from _post_order(child, f"{prefix}{name}.", seen, root_ids, is_unit)
+    yield prefix, module
 
 
 def _holds_only_ignored(module: nn.Module, ignored_ids: set[int]) -> bool:

@@ -44,6 +44,11 @@ def successor(tensor: Tensor) -> nn.Parameter | None:
     return tensor.__dict__.get(_SUCCESSOR)
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether `tensor` is the sharded face of a parameter of a unit."""
+    return _WRITES in tensor.__dict__
+
+
 class Installation:
     """One slot a parameter is installed in. Holds the module's parameter dict, not the module, so that nothing forms a cycle."""
 

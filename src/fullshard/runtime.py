@@ -250,7 +250,13 @@ class Runtime:
 
     def collectives(self, axis: ShardAxis, comm: CommPolicy) -> Collectives:
         if comm.collectives is not None:
-            return Journaled(comm.collectives(axis.group), self.journal)
+            given = comm.collectives(axis.group)
+            if (given.ranks, given.rank) != (axis.ranks, axis.rank):
+                raise ValueError(
+                    f"CommPolicy.collectives must give collectives of rank {axis.rank} of {axis.ranks}, as the mesh has it, "
+                    f"got rank {given.rank} of {given.ranks}"
+                )
+            return Journaled(given, self.journal)
         found = self._collectives.get(id(axis.group))  # as long as it lives, so does the group
         if found is None:
             found = Journaled(collectives_for(axis.group, axis.device), self.journal)

@@ -1,0 +1,86 @@
+"""Collectives by themselves: every implementation gives what the definition says, for every dtype that travels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, ranks
+
+from fullshard.comm import CoalescedCollectives, GlooCollectives, OneRank, collectives_for
+
+
+def finish(pending: object) -> None:
+    for work in pending.works:  # type: ignore[attr-defined]
+        work.wait()
+    if pending.then is not None:  # type: ignore[attr-defined]
+        pending.then()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+@ranks(1, 2, 3, 4)
+def test_a_gather_puts_every_rank_in_order_again_and_again(world: World, dtype: torch.dtype) -> None:
+    group = dist.group.WORLD
+    kinds = [OneRank()] if world.size == 1 else [GlooCollectives(group)]
+    for collectives in kinds:
+        sizes = (3, 0, 64, 1)
+        outs = [torch.zeros(world.size * size, dtype=dtype) for size in sizes]
+        apart = [torch.full((size,), world.rank + 1).to(dtype) for size in sizes]
+        own = [out[world.rank * size :][:size] for out, size in zip(outs, sizes)]
+        for shards in (apart, own):
+            gather = collectives.gatherer(outs, shards)
+            for _ in range(3):
+                for out in outs:
+                    out.zero_()
+                for slot in own:
+                    slot.fill_(world.rank + 1)
+                finish(gather())
+                for out, size in zip(outs, sizes):
+                    expected = torch.arange(1, world.size + 1).repeat_interleave(size).to(dtype)
+                    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@ranks(1, 2, 3, 4)
+def test_a_reduction_sums_and_scales(world: World, dtype: torch.dtype) -> None:
+    group = dist.group.WORLD
+    kinds = [OneRank()] if world.size == 1 else [GlooCollectives(group), CoalescedCollectives(group)]
+    for collectives in kinds:
+        for scale in (1.0, 1.0 / world.size, 0.25):
+            if isinstance(collectives, CoalescedCollectives):
+                sizes: tuple[int, ...] = (8,)  # gloo coalesces no reduce-scatters
+            else:
+                sizes = (4, 8)
+            fulls = [torch.arange(world.size * size).to(dtype) + world.rank for size in sizes]
+            kept = [full.clone() for full in fulls]
+            outs = [torch.empty(size, dtype=dtype) for size in sizes]
+            finish(collectives.reduce_scatter(outs, fulls, scale))
+            for out, full, size in zip(outs, kept, sizes):
+                base = torch.arange(world.size * size)[world.rank * size :][:size].float()
+                expected = (base * world.size + sum(range(world.size))) * scale
+                assert torch.allclose(out.float(), expected, rtol=1e-2 if dtype != torch.float32 else 1e-6)
+            assert all(torch.equal(a, b) for a, b in zip(kept, fulls)), "gradients are left as they were"
+
+
+@ranks(1, 2, 3)
+def test_the_maximum_over_ranks(world: World) -> None:
+    collectives = collectives_for(dist.group.WORLD, torch.device("cpu"))
+    message = torch.tensor([world.rank == 0, world.rank == world.size - 1, False], dtype=torch.uint8)
+    finish(collectives.all_reduce_max(message))
+    assert message.tolist() == [1, 1, 0]
+
+
+@ranks(2)
+def test_gathers_and_reductions_may_be_under_way_together_in_any_order(world: World) -> None:
+    collectives = GlooCollectives(dist.group.WORLD)
+    out, shard = torch.zeros(20), torch.full((10,), float(world.rank))
+    full, part = torch.full((20,), float(world.rank)), torch.zeros(10)
+    gather = collectives.gatherer([out], [shard])
+    for _ in range(20):
+        if world.rank == 0:
+            a, b = gather(), collectives.reduce_scatter([part], [full], 0.5)
+        else:
+            b, a = collectives.reduce_scatter([part], [full], 0.5), gather()
+        finish(b)
+        finish(a)
+        assert part.tolist() == [0.5] * 10 and out.tolist() == [0.0] * 10 + [1.0] * 10

@@ -1,0 +1,131 @@
+"""Bad input raises before anything has changed, and says who, what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from harness import World, ranks
+from models import Stack, batch, shard_stack, square
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, fully_shard
+
+
+class Texts(expecttest.TestCase):
+    def runTest(self) -> None: ...
+
+
+def refused(expected: str, module: Any, error: type[Exception] = ValueError, **options: Any) -> None:
+    """`fully_shard` raises, and the module is as it was."""
+    modules = module if isinstance(module, list) else [module]
+    before = [(type(m), list(m.named_parameters()), len(m._forward_hooks)) for m in modules if isinstance(m, nn.Module)]
+    with pytest.raises(error) as caught:
+        fully_shard(module, **options)
+    Texts().assertExpectedInline(str(caught.value), expected)
+    after = [(type(m), list(m.named_parameters()), len(m._forward_hooks)) for m in modules if isinstance(m, nn.Module)]
+    for (cls, parameters, hooks), (new_cls, new_parameters, new_hooks) in zip(before, after):
+        assert cls is new_cls and hooks == new_hooks
+        assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(parameters, new_parameters))
+
+
+@ranks(2)
+def test_what_fully_shard_refuses(world: World) -> None:
+    mesh = world.mesh
+    refused(
+        "ModuleList has no forward, so fully_shard would never know when to gather it: call fully_shard on each of its items",
+        nn.ModuleList([nn.Linear(2, 2)]),
+        mesh=mesh,
+    )
+    refused("fully_shard takes an nn.Module or a non-empty list of them, got list", [], mesh=mesh)
+    refused("fully_shard takes an nn.Module or a non-empty list of them, got int", 3, mesh=mesh)
+    unit = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    refused("fully_shard was already called on this FSDPLinear: call it once per module", unit, mesh=mesh)
+    scalar = nn.Sequential(nn.Linear(2, 2))
+    scalar[0].temperature = nn.Parameter(torch.tensor(1.0))
+    refused("parameter '0.temperature' cannot be sharded: it is a scalar, which has no dim 0: give it shape (1,)", scalar, mesh=mesh)
+    refused(
+        "mesh must be a 1-D DeviceMesh or None, got int: build one with init_device_mesh()", nn.Linear(2, 2), mesh=4
+    )
+    refused(
+        "mesh must have one axis, the one to shard over, got 2 axes of sizes (1, 2): take one axis of it with mesh['name']",
+        nn.Linear(2, 2),
+        mesh=init_device_mesh("cpu", (1, 2)),
+    )
+    refused("reshard_after_forward must be True, False or None, got 2", nn.Linear(2, 2), mesh=mesh, reshard_after_forward=2)
+    refused("mp_policy must be a MixedPrecisionPolicy, got str", nn.Linear(2, 2), mesh=mesh, mp_policy="bf16")
+    parallel = nn.Linear(2, 2)
+    parallel.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Replicate()]))
+    refused(
+        "parameter 'weight' cannot be sharded: it is a DTensor on DeviceMesh((shard=2), 'cpu', stride=(1,)); fullshard takes plain tensors so far, not ones under tensor parallelism",
+        parallel,
+        mesh=mesh,
+    )
+    refused("parameter 'weight' cannot be sharded: it is not initialized yet: run one forward of the lazy module, then fully_shard", nn.LazyLinear(2), mesh=mesh)
+    sparse = nn.Module()
+    sparse.forward = lambda x: x
+    sparse.table = nn.Parameter(torch.eye(3).to_sparse())
+    refused("parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo", sparse, mesh=mesh)
+
+
+@ranks(2)
+def test_a_tie_across_units_is_refused_by_name(world: World) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    fully_shard(model[0], mesh=world.mesh)
+    refused(
+        "parameter 'weight' cannot be sharded: it is tied to a parameter of a unit that was sharded earlier: shard the modules that share it in one call, fully_shard([a, b])",
+        model[1],
+        mesh=world.mesh,
+    )
+
+
+@ranks(2)
+def test_a_rank_that_is_not_on_the_mesh(world: World) -> None:
+    mesh = DeviceMesh("cpu", [1])
+    if world.rank == 0:
+        refused("this rank (0) is not on the mesh of ranks [1]: call fully_shard only on the ranks that are", nn.Linear(2, 2), mesh=mesh)
+
+
+def test_policies_refuse_wrong_values() -> None:
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: MixedPrecisionPolicy(param_dtype=torch.int32), "MixedPrecisionPolicy.param_dtype must be a floating-point torch.dtype or None, got torch.int32"),
+        (lambda: MixedPrecisionPolicy(reduce_dtype="bf16"), "MixedPrecisionPolicy.reduce_dtype must be a floating-point torch.dtype or None, got 'bf16'"),
+        (lambda: CommPolicy(direct_min_bytes=-1), "CommPolicy.direct_min_bytes must be None or a number >= 0, got -1"),
+        (lambda: CommPolicy(reductions_in_flight=0), "CommPolicy.reductions_in_flight must be an int >= 1, got 0"),
+    ]
+    for make, text in cases:
+        with pytest.raises(ValueError) as caught:
+            make()
+        assert str(caught.value) == text
+
+
+@ranks(2)
+def test_calls_at_a_wrong_moment(world: World) -> None:
+    class Resharding(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.reshard()
+            return super().forward(x)
+
+    model = shard_stack(Resharding(), world.mesh)
+    with pytest.raises(StateError, match="cannot be resharded while its forward runs"):
+        model(batch(0))
+
+    class Moving(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.double()
+            return super().forward(x)
+
+    model = shard_stack(Moving(), world.mesh)
+    with pytest.raises(StateError, match="cannot be moved or cast inside its forward"):
+        model(batch(0))
+    model = shard_stack(Stack(), world.mesh)
+    loss = square(model(batch(0)))
+    with pytest.raises(StateError, match="changed dtype or device between its forward and its backward"):
+        model.blocks[0].double()
+    del loss

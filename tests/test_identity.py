@@ -1,0 +1,204 @@
+"""What hangs on a caller's parameter moves with it: attributes, hooks, gradients, ties, and the optimizer that holds it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness import World, ranks
+from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, full, shard_stack, square
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import StateError, fully_shard
+
+
+@ranks(2)
+def test_attributes_gradients_and_requires_grad_carry_over(world: World) -> None:
+    model = nn.Linear(5, 3)
+    model.weight.my_tag = "kept"
+    model.bias.requires_grad_(False)
+    model.weight.grad = torch.arange(15.0).view(3, 5)
+    fully_shard(model, mesh=world.mesh)
+    assert model.weight.my_tag == "kept"
+    assert model.weight.requires_grad and not model.bias.requires_grad
+    assert torch.equal(full(model.weight.grad), torch.arange(15.0).view(3, 5))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@ranks(1, 2)
+def test_hooks_on_parameters_fire_with_the_reduced_gradient(world: World, when: str) -> None:
+    model = Stack(1)
+    sharded = copy.deepcopy(model)
+    seen: list[Any] = []
+
+    def register(m: nn.Module) -> Any:
+        handle = m.head.weight.register_hook(lambda grad: grad * 2)
+        m.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+        return handle
+
+    if when == "before":
+        handles = [register(sharded)]
+        shard_stack(sharded, world.mesh)
+    else:
+        shard_stack(sharded, world.mesh)
+        handles = [register(sharded)]
+    handles.append(register(model))
+    square(sharded(world.mine(batch(0)))).backward()
+    square(model(batch(0))).backward()
+    assert_same_grads(sharded, model)
+    assert seen == [torch.Size([3, 7])] * 2
+    for handle in handles:
+        handle.remove()
+    for m, x in ((sharded, world.mine(batch(1))), (model, batch(1))):
+        m.zero_grad()
+        square(m(x)).backward()
+    assert_same_grads(sharded, model)
+
+
+@ranks(2)
+def test_an_optimizer_step_inside_backward(world: World) -> None:
+    def step_in_backward(m: nn.Module) -> None:
+        for parameter in m.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+            def step(p: nn.Parameter, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                p.grad = None
+
+            parameter.register_post_accumulate_grad_hook(step)
+
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    step_in_backward(sharded)
+    step_in_backward(model)
+    for step in range(3):
+        square(sharded(world.mine(batch(step)))).backward()
+        square(model(batch(step))).backward()
+    assert_same_parameters(sharded, model)
+
+
+@pytest.mark.parametrize("when", ["before sharding", "before sharding, stepped", "between forward and backward", "inside forward"])
+@ranks(1, 2)
+def test_an_optimizer_built_at_any_time_trains_the_shards(world: World, when: str) -> None:
+    def build(m: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(m.parameters(), lr=1e-2)
+
+    model = Stack()
+    theirs = build(model)
+    if when == "before sharding, stepped":
+        square(model(batch(9))).backward()
+        theirs.step()
+        theirs.zero_grad()
+    sharded = copy.deepcopy(model)
+    ours: list[torch.optim.Optimizer] = []
+    if when.startswith("before"):
+        ours.append(build(sharded))
+        if when.endswith("stepped"):
+            ours[0].load_state_dict(copy.deepcopy(theirs.state_dict()))
+    if when == "inside forward":
+        sharded.head.register_forward_hook(lambda m, a, o: ours.append(build(sharded)) if not ours else None)
+    shard_stack(sharded, world.mesh)
+    for step in range(4):
+        loss = square(sharded(world.mine(batch(step))))
+        if not ours:
+            ours.append(build(sharded))
+        loss.backward()
+        ours[0].step()
+        ours[0].zero_grad()
+        square(model(batch(step))).backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert_same_parameters(sharded, model)
+    assert all(isinstance(p, DTensor) for p in ours[0].param_groups[0]["params"])
+
+
+@ranks(2)
+def test_a_parameter_assigned_after_sharding_is_taken_over(world: World) -> None:
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    square(sharded(world.mine(batch(0)))).backward()
+    sharded.zero_grad()
+    kept = sharded.head.weight
+    value = torch.randn(3, 7)
+    for m in (sharded, model):
+        m.head.weight = nn.Parameter(value.clone())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, model)]
+    for step in range(2):
+        square(sharded(world.mine(batch(step)))).backward()
+        square(model(batch(step))).backward()
+        assert sharded.head.weight is kept
+        assert_same_grads(sharded, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(sharded, model)
+
+
+@ranks(2)
+def test_removing_a_parameter_after_sharding_is_refused_by_name(world: World) -> None:
+    model = shard_stack(Stack(), world.mesh)
+    model.head.bias = None
+    with pytest.raises(StateError, match=r"parameter 'head.bias' was removed"):
+        model(batch(0))
+
+
+@ranks(2)
+def test_a_parameter_of_another_shape_is_refused_by_name(world: World) -> None:
+    model = shard_stack(Stack(), world.mesh)
+    model.head.bias = nn.Parameter(torch.zeros(5))
+    with pytest.raises(StateError, match=r"parameter 'head.bias' of shape \(3,\) was assigned a tensor of shape \(5,\)"):
+        model(batch(0))
+
+
+@ranks(2)
+def test_weights_changed_between_forward_and_backward_are_an_error_as_without_sharding(world: World) -> None:
+    for reshard in (True, False):
+        model = shard_stack(Stack(), world.mesh, reshard_after_forward=reshard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        square(model(batch(0))).backward()
+        loss = square(model(batch(1)))
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+
+
+@ranks(2)
+def test_a_step_of_another_model_between_forward_and_backward_is_none_of_our_business(world: World) -> None:
+    generator, critic = (shard_stack(Stack(), world.mesh) for _ in range(2))
+    plain = [copy.deepcopy(Stack()) for _ in range(2)]
+    for m, source in zip(plain, (generator, critic)):
+        m.load_state_dict({name: full(p) for name, p in source.named_parameters()})
+        m.out = None
+
+    def train(g: nn.Module, c: nn.Module, part: Any) -> None:
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (g, c)]
+        for step in range(3):
+            fake = g(part(batch(step)))
+            padded = torch.cat([fake, fake[:, :2]], 1)
+            square(c(padded.detach()) - 1).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            square(c(padded)).backward()
+            optimizers[0].step()
+            for o in optimizers:
+                o.zero_grad()
+
+    train(generator, critic, world.mine)
+    train(*plain, lambda x: x)
+    assert_same_parameters(generator, plain[0])
+    assert_same_parameters(critic, plain[1])
+
+
+@ranks(2)
+def test_parameters_are_the_sharded_ones_outside_forward(world: World) -> None:
+    model = shard_stack(Stack(), world.mesh, reshard_after_forward=False)
+    before = list(model.parameters())
+    loss = square(model(batch(0)))
+    assert all(a is b for a, b in zip(before, model.parameters()))
+    loss.backward()
+    assert all(a is b for a, b in zip(before, model.parameters()))
+    assert_near(model.head.weight, full(before[-2]), "head")

@@ -1,0 +1,61 @@
+"""Bytes are counted: peaks above the sharded baseline, and memory that comes back when a model is deleted."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import torch
+from harness import World, ranks
+from models import Stack, batch, shard_stack, square
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_forward_needs_two_units_and_backward_three() -> None:
+    """On a fake group of 64 ranks, so that shards are small; U is what one unit's full parameters take."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), "--json", "--dim", "192"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    peaks = json.loads(done.stdout.strip().splitlines()[-1])
+    # The unit's own shard and gradient shard are 1/64 U each. A bf16 product on the CPU takes up to a quarter for itself.
+    for precision, forward, backward in (("fp32", 2.1, 3.2), ("bf16, fp32 reduction", 2.1 + 0.3, 4.2 + 0.3)):
+        direct, packed = peaks[f"{precision} fullshard"], peaks[f"{precision} all packed"]
+        assert direct["forward"] <= forward and direct["backward"] <= backward, direct
+        assert packed["forward"] <= forward + 1 and packed["backward"] <= backward + 1, packed
+
+
+@ranks(2)
+def test_deleting_a_model_frees_its_memory_with_the_collector_off(world: World) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for reshard in (True, False):
+            model = shard_stack(Stack(), world.mesh, reshard_after_forward=reshard)
+            loss = square(model(world.mine(batch(0))))
+            loss.backward()
+            with torch.no_grad():
+                model(batch(0))
+            unit = model._fullshard_unit
+            watched = [weakref.ref(model), weakref.ref(unit), *(weakref.ref(g) for g in unit.groups)]
+            watched += [weakref.ref(p.local) for p in unit.parameters] + [weakref.ref(g.shard) for g in unit.groups]
+            runtime, number = unit.runtime, unit.number
+            del model, loss, unit
+            assert [ref() for ref in watched] == [None] * len(watched)
+            assert number not in runtime._units and number not in runtime.planner._seats
+    finally:
+        gc.enable()
+
+
+@ranks(2)
+def test_a_forward_whose_output_is_dropped_leaves_nothing_behind(world: World) -> None:
+    model = shard_stack(Stack(), world.mesh, reshard_after_forward=False)
+    for _ in range(3):
+        model(batch(0))
+    planner = model._fullshard_unit.runtime.planner
+    assert not planner._calls and all(seat.waiting == 0 for seat in planner._seats.values())
