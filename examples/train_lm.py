@@ -1,0 +1,396 @@
+"""Train a byte-level decoder language model on Python's own standard library, sharded over every process.
+
+    torchrun --nproc-per-node 2 examples/train_lm.py                    # about three minutes on two cores
+    torchrun --nproc-per-node 3 examples/train_lm.py --resume --steps 600   # go on, on another number of ranks
+    torchrun --nproc-per-node 2 examples/train_lm.py --compare --steps 50   # beside the unsharded model
+
+The text is what every machine has: the source files of the standard library. The model is built on meta, sharded block
+by block, and only then given memory. Batches depend on the step alone, and each rank takes its rows of them, so a run
+gives the same losses on any number of ranks that divides the batch. `--out` receives checkpoints (torch.distributed.checkpoint), a picture of
+the curves and a JSON of figures. With GPUs, the same command uses nccl and one process per GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+import fullshard
+
+BYTES = 256
+
+
+# --- the model ---------------------------------------------------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (Su et al., arXiv 2104.09864). Its tables are computed, not loaded."""
+
+    def __init__(self, dim: int, length: int) -> None:
+        super().__init__()
+        self.dim, self.length = dim, length
+        self.register_buffer("cos", torch.empty(length, dim // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(length, dim // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        frequency = 10000.0 ** (-torch.arange(0, self.dim, 2, device=self.cos.device) / self.dim)
+        angle = torch.outer(torch.arange(self.length, device=self.cos.device), frequency)
+        with torch.no_grad():
+            self.cos.copy_(angle.cos())
+            self.sin.copy_(angle.sin())
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, heads, length, dim)
+        even, odd = x[..., 0::2], x[..., 1::2]
+        cos, sin = self.cos[: x.shape[-2]].to(x.dtype), self.sin[: x.shape[-2]].to(x.dtype)
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+class Block(nn.Module):
+    """RMSNorm, causal attention with rotary positions, RMSNorm, SwiGLU."""
+
+    def __init__(self, dim: int, heads: int, length: int) -> None:
+        super().__init__()
+        hidden = 8 * dim // 3 // 16 * 16
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+        self.rotary = Rotary(dim // heads, length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, dim))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Decoder(nn.Module):
+    def __init__(self, dim: int, depth: int, heads: int, length: int, recompute: bool) -> None:
+        super().__init__()
+        self.recompute, self.length = recompute, length
+        self.embed = nn.Embedding(BYTES, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads, length) for _ in range(depth))
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, BYTES, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute and self.training else block(x)
+        return self.head(self.norm(x))
+
+
+def initialise(model: nn.Module) -> None:
+    """Each module's own initialisation; embeddings small, so that the first loss is that of guessing."""
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    with torch.no_grad():
+        model.embed.weight.mul_(0.02)
+
+
+# --- the data ----------------------------------------------------------------------------------------------------------
+
+
+def corpus(limit: int) -> tuple[Tensor, Tensor]:
+    """(training bytes, validation bytes): standard library modules in order of name; every tenth file is for validation."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for folder in (root, root / "json", root / "asyncio", root / "email", root / "unittest") for path in folder.glob("*.py"))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for index, path in enumerate(files):
+        parts[index % 10 == 0].append(path.read_bytes())
+    train, valid = (torch.frombuffer(bytearray(b"\n".join(part)[:limit]), dtype=torch.uint8) for part in parts)
+    return train, valid[: limit // 10]
+
+
+def entropy(text: Tensor) -> float:
+    """Of byte frequencies, in nats: what a model that ignores context reaches at best."""
+    p = torch.bincount(text.long(), minlength=BYTES).double() / len(text)
+    return float(-(p[p > 0] * p[p > 0].log()).sum())
+
+
+def rows(text: Tensor, *, seed: int, count: int, length: int, mine: slice) -> tuple[Tensor, Tensor]:
+    """This rank's rows of the global batch `seed`: inputs and targets (rows, length)."""
+    starts = torch.randint(0, len(text) - length - 1, (count,), generator=torch.Generator().manual_seed(seed))[mine]
+    windows = torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+# --- the run -----------------------------------------------------------------------------------------------------------
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--schedule", type=int, help="steps of the learning-rate schedule (default: --steps)")
+    parser.add_argument("--batch", type=int, default=24, help="rows of the global batch; the number of ranks must divide it")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step, communicating only in the last")
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--dim", type=int, default=192)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, reduce in float32")
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing of every block")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--compare", action="store_true", help="train the same steps unsharded too, and compare the losses")
+    parser.add_argument("--corpus", type=int, default=4_000_000, help="bytes of text to use at most")
+    parser.add_argument("--sample", type=int, default=200, help="bytes of code to generate at the end")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/lm"))
+    return parser.parse_args()
+
+
+def start() -> tuple[torch.device, int, int]:
+    """(device, rank, ranks) of this process."""
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    for name, value in (("RANK", rank), ("WORLD_SIZE", ranks), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", 29500)):
+        os.environ.setdefault(name, str(value))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+        dist.init_process_group("gloo")
+    return device, rank, ranks
+
+
+def build(o: argparse.Namespace, device: torch.device, ranks: int, rank: int) -> nn.Module:
+    """On meta, sharded, then materialized: no rank ever holds the whole model."""
+    with torch.device("meta"):
+        model = Decoder(o.dim, o.depth, o.heads, o.length, o.recompute)
+    mesh = init_device_mesh(device.type, (ranks,))
+    mp = fullshard.MixedPrecisionPolicy()
+    if o.bf16:
+        mp = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fullshard.fully_shard(block, mesh=mesh, mp_policy=mp)
+    fullshard.fully_shard(model, mesh=mesh, mp_policy=mp)
+    model.to_empty(device=device)
+    torch.manual_seed(o.seed * 1000 + rank)  # each rank draws its own shard
+    initialise(model)
+    return model
+
+
+def learning_rate(step: int, o: argparse.Namespace) -> float:
+    """Linear warmup over a twentieth of the schedule, then cosine to a tenth."""
+    total = o.schedule or o.steps
+    warmup = max(1, total // 20)
+    if step < warmup:
+        return o.lr * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    return o.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).float().flatten(0, 1), targets.flatten())
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, step: int, o: argparse.Namespace, mine: slice, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(mean loss of this rank's rows, gradient norm)."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, o)
+    total = torch.zeros((), device=device)
+    for micro in range(o.accumulate):
+        ids, targets = rows(text, seed=step * o.accumulate + micro, count=o.batch, length=o.length, mine=mine)
+        last = micro == o.accumulate - 1
+        with nullcontext() if last or not isinstance(model, fullshard.FSDPModule) else model.accumulate():
+            loss = loss_of(model, ids.to(device), targets.to(device)) / o.accumulate
+            loss.backward()
+        total += loss.detach()
+    sharded = isinstance(model, fullshard.FSDPModule)
+    norm = (fullshard.clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_)(model.parameters(), o.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, norm
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    value = value.clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+@torch.no_grad()
+def validate(model: nn.Module, text: Tensor, o: argparse.Namespace, mine: slice, device: torch.device) -> float:
+    model.eval()
+    total = torch.zeros((), device=device)
+    for index in range(4):
+        ids, targets = rows(text, seed=10_000_000 + index, count=o.batch, length=o.length, mine=mine)
+        total += loss_of(model, ids.to(device), targets.to(device)) / 4
+    model.train()
+    return mean_over_ranks(total)
+
+
+@torch.no_grad()
+def sample(model: nn.Module, prompt: bytes, count: int, device: torch.device, seed: int) -> str:
+    """Every rank generates the same bytes, since each forward gathers parameters from all of them."""
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(prompt)
+    for _ in range(count):
+        logits = model(torch.tensor([ids[-model.length :]], device=device))[0, -1].float().cpu() / 0.7
+        ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
+    model.train()
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes this rank held: of device memory, or of the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Checkpoints:
+    """One folder per saved step, readable on any number of ranks."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+
+    def _state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        dcp.save(self._state(model, optimizer), checkpoint_id=self._out / f"step-{step:06d}")
+
+    def last(self) -> int | None:
+        found = sorted(int(p.parent.name.split("-")[1]) for p in self._out.glob("step-*/.metadata"))
+        return found[-1] if found else None
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        step = self.last()
+        if step is None:
+            raise SystemExit(f"--resume: no checkpoint in {self._out}")
+        state = self._state(model, optimizer)
+        dcp.load(state, checkpoint_id=self._out / f"step-{step:06d}")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        return step
+
+
+def adamw(model: nn.Module, o: argparse.Namespace) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=o.lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def plain_copy(model: nn.Module, o: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The unsharded model with the same weights."""
+    plain = Decoder(o.dim, o.depth, o.heads, o.length, o.recompute)
+    plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    return plain.to(device)
+
+
+def draw(path: Path, curves: dict[str, list[float]], valid: dict[int, float], floor: float) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, losses in curves.items():
+        axes.plot(losses, label=name, linewidth=1)
+    axes.plot(list(valid), list(valid.values()), "o-", label="validation")
+    axes.axhline(floor, linestyle="--", color="grey", label="byte frequencies")
+    axes.set(xlabel="step", ylabel="loss, nats per byte")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    o = options()
+    device, rank, ranks = start()
+    if o.batch % ranks:
+        raise SystemExit(f"--batch {o.batch} does not divide among {ranks} ranks")
+    share = o.batch // ranks
+    mine = slice(rank * share, (rank + 1) * share)
+    train, valid = corpus(o.corpus)
+    floor = entropy(valid)
+    model = build(o, device, ranks, rank)
+    optimizer = adamw(model, o)
+    checkpoints = Checkpoints(o.out)
+    first = checkpoints.load(model, optimizer) if o.resume else 0
+    curves: dict[str, list[float]] = {"sharded": []}
+    plain = plain_copy(model, o, device) if o.compare else None
+    plain_optimizer = adamw(plain, o) if plain is not None else None
+    if plain is not None:
+        curves["unsharded"] = []
+    if rank == 0:
+        o.out.mkdir(parents=True, exist_ok=True)
+        numel = sum(p.numel() for p in model.parameters())
+        print(f"{numel:,} parameters on {ranks} ranks ({device.type}), {len(train):,} bytes of Python to learn from; byte frequencies alone give a loss of {floor:.3f}")
+    bar: Iterator[int] | Any = tqdm(range(first, o.steps), initial=first, total=o.steps, disable=rank != 0, file=sys.stdout, mininterval=1.0, dynamic_ncols=True)
+    history: dict[int, float] = {}
+    begin, seen = time.perf_counter(), 0
+    for step in bar:
+        loss, norm = train_step(model, optimizer, train, step, o, mine, device)
+        curves["sharded"].append(mean_over_ranks(loss))
+        if plain is not None and plain_optimizer is not None:
+            other, _ = train_step(plain, plain_optimizer, train, step, o, slice(None), device)
+            curves["unsharded"].append(other.item())
+        seen += o.batch * o.length * o.accumulate
+        if rank == 0:
+            speed = seen / (time.perf_counter() - begin)
+            bar.set_postfix_str(f"loss {curves['sharded'][-1]:.3f}, norm {norm.item():.2f}, {speed:,.0f} tokens/s, {peak_bytes(device) / 2**20:,.0f} MiB", refresh=False)
+        if (step + 1) % o.save_every == 0 or step + 1 == o.steps:
+            checkpoints.save(model, optimizer, step + 1)
+            history[step + 1] = validate(model, valid, o, mine, device)
+    figures = {
+        "ranks": ranks,
+        "steps": o.steps,
+        "first_step": first,
+        "byte_frequency_entropy": floor,
+        "validation_loss": history[max(history)] if history else None,
+        "losses": curves["sharded"],
+        "validation": history,
+        "tokens_per_second": seen / (time.perf_counter() - begin),
+        "peak_bytes": peak_bytes(device),
+    }
+    if o.compare:
+        figures["largest_difference"] = max(abs(a - b) for a, b in zip(curves["sharded"], curves["unsharded"]))
+    generated = sample(model, b"def ", o.sample, device, o.seed) if o.sample else ""
+    if rank == 0:
+        (o.out / "figures.json").write_text(json.dumps(figures, indent=1))
+        draw(o.out / "curves.png", curves, history, floor)
+        if history:
+            print(f"validation loss {figures['validation_loss']:.4f}; byte frequencies alone give {floor:.4f}")
+        if o.compare:
+            print(f"largest difference between the sharded and the unsharded loss over {len(curves['sharded'])} steps: {figures['largest_difference']:.2e}")
+        if generated:
+            print(f"--- a sample ---\n{generated}\n---")
+        print(f"figures, curves and checkpoints are in {o.out}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The main job, small: it learns, resumes to the same losses on any number of ranks, and equals the unsharded run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SMALL = "--dim 32 --depth 2 --heads 2 --length 32 --batch 12 --save-every 5 --corpus 200000 --sample 8".split()
+
+
+def run(ranks: int, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    environment["OMP_NUM_THREADS"] = "1"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*launch, str(ROOT / "examples" / "train_lm.py"), *SMALL, "--out", str(out), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads((out / "figures.json").read_text()), done.stdout
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    out = tmp_path_factory.mktemp("lm") / "whole"
+    figures, said = run(2, out, "--steps", "10", "--compare")
+    return out, figures, said
+
+
+def test_it_learns_and_equals_the_unsharded_run(uninterrupted: tuple[Path, dict[str, Any], str]) -> None:
+    out, figures, said = uninterrupted
+    losses = figures["losses"]
+    assert len(losses) == 10 and losses[-1] < losses[0] - 0.2
+    assert figures["largest_difference"] < 1e-4
+    assert "largest difference between the sharded and the unsharded loss over 10 steps" in said
+    assert (out / "curves.png").stat().st_size > 5000 and "--- a sample ---" in said
+    assert set(figures["validation"]) == {"5", "10"}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_resumes_to_the_same_losses_on_another_number_of_ranks(
+    uninterrupted: tuple[Path, dict[str, Any], str], tmp_path: Path, ranks: int
+) -> None:
+    whole, figures, _ = uninterrupted
+    shutil.copytree(whole / "step-000005", tmp_path / "step-000005")
+    resumed, _ = run(ranks, tmp_path, "--steps", "10", "--resume")
+    assert resumed["first_step"] == 5 and resumed["ranks"] == ranks
+    assert resumed["losses"] == pytest.approx(figures["losses"][5:], abs=2e-5)
+    assert resumed["validation_loss"] == pytest.approx(figures["validation_loss"], abs=2e-5)
+
+
+def test_every_flag_at_once(tmp_path: Path) -> None:
+    figures, _ = run(2, tmp_path, "--steps", "6", "--bf16", "--recompute", "--accumulate", "2", "--sample", "0")
+    assert figures["losses"][-1] < figures["losses"][0]
