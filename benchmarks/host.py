@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import time
 from statistics import median
 
@@ -41,18 +42,19 @@ class Unit(nn.Module):
         return x
 
 
-def main() -> dict[str, float]:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--units", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=options.world, store=FakeStore())
     mesh = init_device_mesh("cpu", (options.world,))
     base = nn.Sequential(*[Unit() for _ in range(options.units)])
     x = torch.randn(2, 16)
-    ratios: dict[str, float] = {}
+    found: dict[str, dict[str, float]] = {}
     for label, param, reduce in (("fp32", None, None), ("bf16", torch.bfloat16, torch.float32)):
         plain, ours, theirs = copy.deepcopy(base), copy.deepcopy(base), copy.deepcopy(base)
         plain = plain.to(param) if param else plain
@@ -75,13 +77,14 @@ def main() -> dict[str, float]:
                     parameter.grad = None
         per_unit = {name: median(values) / options.units * 1e6 for name, values in times.items()}
         above = {name: per_unit[name] - per_unit["plain"] for name in ("fullshard", "FSDP2")}
-        ratios[label] = above["fullshard"] / above["FSDP2"]
+        found[label] = above
         print(
             f"host time per unit, {label}: plain {per_unit['plain']:7.0f} us   above it: fullshard {above['fullshard']:7.0f} us   "
-            f"FSDP2 {above['FSDP2']:7.0f} us   ratio {ratios[label]:.2f}"
+            f"FSDP2 {above['FSDP2']:7.0f} us   ratio {above['fullshard'] / above['FSDP2']:.2f}"
         )
     dist.destroy_process_group()
-    return ratios
+    if options.json:
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def peaks(shard: Callable[[nn.Module], object], dtype: torch.dtype, dim: int = 2
     return {name: peak / unit_bytes for name, peak in measured.peaks.items()}
 
 
-def main() -> dict[str, dict[str, float]]:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -84,11 +84,12 @@ def main() -> dict[str, dict[str, float]]:
         ):
             found = peaks(shard, dtype, options.dim)
             results[f"{label} {name}"] = found
-            print(f"peak above baseline, {label:20s} {name:10s}: forward {found['forward']:.2f} U   backward {found['backward']:.2f} U")
+            print(
+                f"peak above baseline, {label:20s} {name:10s}: forward {found['forward']:.2f} U   backward {found['backward']:.2f} U"
+            )
     dist.destroy_process_group()
     if options.json:
         print(json.dumps(results))
-    return results
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import time
 from statistics import median
@@ -50,6 +51,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.port))
     dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
     mesh = init_device_mesh("cpu", (options.ranks,))
+    found: dict[str, dict[str, float]] = {}
     for dim in options.dims:
         torch.manual_seed(0)
         base = nn.Sequential(*[Block(dim) for _ in range(options.depth)])
@@ -70,13 +72,15 @@ def worker(rank: int, options: argparse.Namespace) -> None:
                     times[name].append(time.perf_counter() - start)
                 model.zero_grad()
         if rank == 0:
-            ms = {name: median(values) * 1e3 for name, values in times.items()}
+            ms = found[f"dim {dim}"] = {name: median(values) * 1e3 for name, values in times.items()}
             print(
                 f"two gloo ranks, dim {dim:5d}: fullshard {ms['fullshard']:7.0f} ms   FSDP2 {ms['FSDP2']:7.0f} ms   DDP {ms['DDP']:7.0f} ms   "
                 f"of FSDP2 {ms['fullshard'] / ms['FSDP2']:.2f}   of DDP {ms['fullshard'] / ms['DDP']:.2f}",
                 flush=True,
             )
     dist.destroy_process_group()
+    if rank == 0 and options.json:
+        print(json.dumps(found), flush=True)
 
 
 def main() -> None:
@@ -88,6 +92,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--port", type=int, default=29531)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     mp.spawn(worker, (options,), nprocs=options.ranks)
 

@@ -6,8 +6,9 @@
 
 The text is what every machine has: the source files of the standard library. The model is built on meta, sharded block
 by block, and only then given memory. Batches depend on the step alone, and each rank takes its rows of them, so a run
-gives the same losses on any number of ranks that divides the batch. `--out` receives checkpoints (torch.distributed.checkpoint), a picture of
-the curves and a JSON of figures. With GPUs, the same command uses nccl and one process per GPU.
+gives the same losses on any number of ranks that divides the batch. `--out` receives checkpoints
+(torch.distributed.checkpoint), a picture of the curves and a JSON of figures. With GPUs, the same command uses nccl and
+one process per GPU.
 """
 
 from __future__ import annotations
@@ -119,7 +120,11 @@ def initialise(model: nn.Module) -> None:
 def corpus(limit: int) -> tuple[Tensor, Tensor]:
     """(training bytes, validation bytes): standard library modules in order of name; every tenth file is for validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for folder in (root, root / "json", root / "asyncio", root / "email", root / "unittest") for path in folder.glob("*.py"))
+    files = sorted(
+        path
+        for folder in (root, root / "json", root / "asyncio", root / "email", root / "unittest")
+        for path in folder.glob("*.py")
+    )
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for index, path in enumerate(files):
         parts[index % 10 == 0].append(path.read_bytes())
@@ -215,7 +220,13 @@ def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, step: int, o: argparse.Namespace, mine: slice, device: torch.device
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+    step: int,
+    o: argparse.Namespace,
+    mine: slice,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """(mean loss of this rank's rows, gradient norm)."""
     for group in optimizer.param_groups:
@@ -348,8 +359,18 @@ def main() -> None:
     if rank == 0:
         o.out.mkdir(parents=True, exist_ok=True)
         numel = sum(p.numel() for p in model.parameters())
-        print(f"{numel:,} parameters on {ranks} ranks ({device.type}), {len(train):,} bytes of Python to learn from; byte frequencies alone give a loss of {floor:.3f}")
-    bar: Iterator[int] | Any = tqdm(range(first, o.steps), initial=first, total=o.steps, disable=rank != 0, file=sys.stdout, mininterval=1.0, dynamic_ncols=True)
+        print(
+            f"{numel:,} parameters on {ranks} ranks ({device.type}), {len(train):,} bytes of Python to learn from; byte frequencies alone give a loss of {floor:.3f}"
+        )
+    bar: Iterator[int] | Any = tqdm(
+        range(first, o.steps),
+        initial=first,
+        total=o.steps,
+        disable=rank != 0,
+        file=sys.stdout,
+        mininterval=1.0,
+        dynamic_ncols=True,
+    )
     history: dict[int, float] = {}
     begin, seen = time.perf_counter(), 0
     for step in bar:
@@ -361,7 +382,10 @@ def main() -> None:
         seen += o.batch * o.length * o.accumulate
         if rank == 0:
             speed = seen / (time.perf_counter() - begin)
-            bar.set_postfix_str(f"loss {curves['sharded'][-1]:.3f}, norm {norm.item():.2f}, {speed:,.0f} tokens/s, {peak_bytes(device) / 2**20:,.0f} MiB", refresh=False)
+            bar.set_postfix_str(
+                f"loss {curves['sharded'][-1]:.3f}, norm {norm.item():.2f}, {speed:,.0f} tokens/s, {peak_bytes(device) / 2**20:,.0f} MiB",
+                refresh=False,
+            )
         if (step + 1) % o.save_every == 0 or step + 1 == o.steps:
             checkpoints.save(model, optimizer, step + 1)
             history[step + 1] = validate(model, valid, o, mine, device)
@@ -385,7 +409,9 @@ def main() -> None:
         if history:
             print(f"validation loss {figures['validation_loss']:.4f}; byte frequencies alone give {floor:.4f}")
         if o.compare:
-            print(f"largest difference between the sharded and the unsharded loss over {len(curves['sharded'])} steps: {figures['largest_difference']:.2e}")
+            print(
+                f"largest difference between the sharded and the unsharded loss over {len(curves['sharded'])} steps: {figures['largest_difference']:.2e}"
+            )
         if generated:
             print(f"--- a sample ---\n{generated}\n---")
         print(f"figures, curves and checkpoints are in {o.out}")

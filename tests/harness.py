@@ -118,7 +118,9 @@ class Pool:
         failed = {rank: reply for rank, reply in enumerate(replies) if reply is not None}
         if failed:
             self.close()
-            pytest.fail("\n".join(f"--- rank {rank} of {len(replies)} ---\n{reply}" for rank, reply in failed.items()), pytrace=False)
+            pytest.fail(
+                "\n".join(f"--- rank {rank} of {len(replies)} ---\n{reply}" for rank, reply in failed.items()), pytrace=False
+            )
 
     def close(self) -> None:
         self.alive = False
@@ -157,7 +159,7 @@ def ranks(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
         def test(size: int, **arguments: Any) -> None:
             pool(size).run(body.__module__, body.__name__, arguments)
 
-        others = [p for p in inspect.signature(body).parameters.values()][1:]
+        others = list(inspect.signature(body).parameters.values())[1:]
         size = inspect.Parameter("size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([size, *others])  # type: ignore[attr-defined]
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__

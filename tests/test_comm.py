@@ -55,7 +55,7 @@ def test_a_reduction_sums_and_scales(world: World, dtype: torch.dtype) -> None:
             kept = [full.clone() for full in fulls]
             outs = [torch.empty(size, dtype=dtype) for size in sizes]
             finish(collectives.reduce_scatter(outs, fulls, scale))
-            for out, full, size in zip(outs, kept, sizes):
+            for out, _full, size in zip(outs, kept, sizes):
                 base = torch.arange(world.size * size)[world.rank * size :][:size].float()
                 expected = (base * world.size + sum(range(world.size))) * scale
                 assert torch.allclose(out.float(), expected, rtol=1e-2 if dtype != torch.float32 else 1e-6)

@@ -48,10 +48,10 @@ def test_what_fully_shard_refuses(world: World) -> None:
     refused("fully_shard was already called on this FSDPLinear: call it once per module", unit, mesh=mesh)
     scalar = nn.Sequential(nn.Linear(2, 2))
     scalar[0].temperature = nn.Parameter(torch.tensor(1.0))
-    refused("parameter '0.temperature' cannot be sharded: it is a scalar, which has no dim 0: give it shape (1,)", scalar, mesh=mesh)
     refused(
-        "mesh must be a 1-D DeviceMesh or None, got int: build one with init_device_mesh()", nn.Linear(2, 2), mesh=4
+        "parameter '0.temperature' cannot be sharded: it is a scalar, which has no dim 0: give it shape (1,)", scalar, mesh=mesh
     )
+    refused("mesh must be a 1-D DeviceMesh or None, got int: build one with init_device_mesh()", nn.Linear(2, 2), mesh=4)
     refused(
         "mesh must have one axis, the one to shard over, got 2 axes of sizes (1, 2): take one axis of it with mesh['name']",
         nn.Linear(2, 2),
@@ -62,15 +62,23 @@ def test_what_fully_shard_refuses(world: World) -> None:
     parallel = nn.Linear(2, 2)
     parallel.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Replicate()]))
     refused(
-        "parameter 'weight' cannot be sharded: it is a DTensor on DeviceMesh((shard=2), 'cpu', stride=(1,)); fullshard takes plain tensors so far, not ones under tensor parallelism",
+        "parameter 'weight' cannot be sharded: it is a DTensor on DeviceMesh((shard=2), 'cpu', stride=(1,)); plain tensors are taken so far, not ones under tensor parallelism",
         parallel,
         mesh=mesh,
     )
-    refused("parameter 'weight' cannot be sharded: it is not initialized yet: run one forward of the lazy module, then fully_shard", nn.LazyLinear(2), mesh=mesh)
+    refused(
+        "parameter 'weight' cannot be sharded: it is not initialized yet: run one forward of the lazy module, then fully_shard",
+        nn.LazyLinear(2),
+        mesh=mesh,
+    )
     sparse = nn.Module()
     sparse.forward = lambda x: x
     sparse.table = nn.Parameter(torch.eye(3).to_sparse())
-    refused("parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo", sparse, mesh=mesh)
+    refused(
+        "parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo",
+        sparse,
+        mesh=mesh,
+    )
 
 
 @ranks(2)
@@ -89,13 +97,23 @@ def test_a_tie_across_units_is_refused_by_name(world: World) -> None:
 def test_a_rank_that_is_not_on_the_mesh(world: World) -> None:
     mesh = DeviceMesh("cpu", [1])
     if world.rank == 0:
-        refused("this rank (0) is not on the mesh of ranks [1]: call fully_shard only on the ranks that are", nn.Linear(2, 2), mesh=mesh)
+        refused(
+            "this rank (0) is not on the mesh of ranks [1]: call fully_shard only on the ranks that are",
+            nn.Linear(2, 2),
+            mesh=mesh,
+        )
 
 
 def test_policies_refuse_wrong_values() -> None:
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: MixedPrecisionPolicy(param_dtype=torch.int32), "MixedPrecisionPolicy.param_dtype must be a floating-point torch.dtype or None, got torch.int32"),
-        (lambda: MixedPrecisionPolicy(reduce_dtype="bf16"), "MixedPrecisionPolicy.reduce_dtype must be a floating-point torch.dtype or None, got 'bf16'"),
+        (
+            lambda: MixedPrecisionPolicy(param_dtype=torch.int32),
+            "MixedPrecisionPolicy.param_dtype must be a floating-point torch.dtype or None, got torch.int32",
+        ),
+        (
+            lambda: MixedPrecisionPolicy(reduce_dtype="bf16"),
+            "MixedPrecisionPolicy.reduce_dtype must be a floating-point torch.dtype or None, got 'bf16'",
+        ),
         (lambda: CommPolicy(direct_min_bytes=-1), "CommPolicy.direct_min_bytes must be None or a number >= 0, got -1"),
         (lambda: CommPolicy(reductions_in_flight=0), "CommPolicy.reductions_in_flight must be an int >= 1, got 0"),
     ]

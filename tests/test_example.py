@@ -13,7 +13,24 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SMALL = "--dim 32 --depth 2 --heads 2 --length 32 --batch 12 --save-every 5 --corpus 200000 --sample 8".split()
+SMALL = [
+    "--dim",
+    "32",
+    "--depth",
+    "2",
+    "--heads",
+    "2",
+    "--length",
+    "32",
+    "--batch",
+    "12",
+    "--save-every",
+    "5",
+    "--corpus",
+    "200000",
+    "--sample",
+    "8",
+]
 
 
 def run(ranks: int, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:

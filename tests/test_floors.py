@@ -50,7 +50,11 @@ def test_every_file_opens_with_one_sentence(path: Path) -> None:
 @pytest.mark.parametrize("path", [path for path in FILES if path.stem != "_torch"], ids=lambda path: path.stem)
 def test_private_names_of_torch_stay_in_the_basement(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+    own = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    }
     allowed = {"_foreach_norm", "_foreach_mul_", "_foreach_copy_", "_fields", "_apply", "_version"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):

@@ -80,7 +80,9 @@ def test_an_optimizer_step_inside_backward(world: World) -> None:
     assert_same_parameters(sharded, model)
 
 
-@pytest.mark.parametrize("when", ["before sharding", "before sharding, stepped", "between forward and backward", "inside forward"])
+@pytest.mark.parametrize(
+    "when", ["before sharding", "before sharding, stepped", "between forward and backward", "inside forward"]
+)
 @ranks(1, 2)
 def test_an_optimizer_built_at_any_time_trains_the_shards(world: World, when: str) -> None:
     def build(m: nn.Module) -> torch.optim.Optimizer:

@@ -56,9 +56,13 @@ class _Later:
         self.lane.until(self)
 
 
-def train(world: World, comm: CommPolicy, *, steps: int = 3, mp: MixedPrecisionPolicy = MixedPrecisionPolicy(), kind: str = "plain") -> None:
+def train(
+    world: World, comm: CommPolicy, *, steps: int = 3, mp: MixedPrecisionPolicy = MixedPrecisionPolicy(), kind: str = "plain"
+) -> None:
     model = Stack(3, 8, 24)
-    sharded = shard_stack(copy.deepcopy(model), world.mesh, comm_policy=comm, mp_policy=mp, check_policy=CheckPolicy(poison=True))
+    sharded = shard_stack(
+        copy.deepcopy(model), world.mesh, comm_policy=comm, mp_policy=mp, check_policy=CheckPolicy(poison=True)
+    )
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, model)]
     tolerance = 1e-5 if mp.param_dtype is None else 5e-2
     for step in range(steps):

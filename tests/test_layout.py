@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import math
 
 import pytest
@@ -29,7 +30,12 @@ def test_extents_are_torch_chunks(length: int, ranks: int) -> None:
         assert extent.rows + extent.padding == extent.chunk == math.ceil(length / ranks)
 
 
-@given(shapes=shapes, ranks=st.integers(1, 9), itemsize=st.sampled_from([1, 2, 4, 8]), threshold=st.sampled_from([0, 64, 500, math.inf]))
+@given(
+    shapes=shapes,
+    ranks=st.integers(1, 9),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+    threshold=st.sampled_from([0, 64, 500, math.inf]),
+)
 def test_places_align_and_cover_the_shard_without_overlap(
     shapes: list[tuple[int, ...]], ranks: int, itemsize: int, threshold: float
 ) -> None:
@@ -43,7 +49,7 @@ def test_places_align_and_cover_the_shard_without_overlap(
         end += bucket.size
         assert bucket.size == sum(piece.size for piece in bucket.pieces)
     regions = sorted((piece.region, piece.region + ranks * piece.size) for piece in pieces if piece.size)
-    assert all(a[1] <= b[0] for a, b in zip(regions, regions[1:]))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(regions))
     assert len(layout.places) == len(shapes)
     for shape, place in zip(shapes, layout.places):
         assert place.shape == shape
@@ -55,7 +61,9 @@ def test_places_align_and_cover_the_shard_without_overlap(
 
 
 @given(shapes=shapes, ranks=st.integers(1, 9), threshold=st.sampled_from([0, 64, math.inf]), direct=st.booleans())
-def test_a_reduction_covers_every_parameter_once(shapes: list[tuple[int, ...]], ranks: int, threshold: float, direct: bool) -> None:
+def test_a_reduction_covers_every_parameter_once(
+    shapes: list[tuple[int, ...]], ranks: int, threshold: float, direct: bool
+) -> None:
     layout = plan_layout(shapes, ranks=ranks, itemsize=4, direct_min_bytes=threshold)
     packed, alone = layout.reduction(direct=direct)
     inside = [piece.parameter for piece in packed.pieces if piece.parameter >= 0] if packed else []

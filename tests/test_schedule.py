@@ -26,7 +26,7 @@ class Ledger:
 
     def __init__(self, keeps: list[Keep]) -> None:
         self.planner = Planner()
-        self.data = {unit: Residency.SHARDED for unit in range(len(keeps))}
+        self.data = dict.fromkeys(range(len(keeps)), Residency.SHARDED)
         self.log: list[tuple[str, int]] = []
         self.most_full = 0
         for unit, keep in enumerate(keeps):
@@ -81,7 +81,9 @@ def trees(units: int) -> st.SearchStrategy[list]:
                 nodes.append(node)
         return nodes[0]
 
-    return st.builds(build, st.lists(st.integers(0, 20), min_size=1, max_size=6), st.lists(st.integers(1, units - 1), max_size=3))
+    return st.builds(
+        build, st.lists(st.integers(0, 20), min_size=1, max_size=6), st.lists(st.integers(1, units - 1), max_size=3)
+    )
 
 
 def _inside(root: list, target: list, path: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -1,22 +1,22 @@
 """fullshard: composable, per-parameter fully-sharded data parallelism on DTensor.
 
-    --- what a caller meets
-    api.py          fully_shard(), FSDPModule (class swap), UnshardHandle, counting(), stats()
-    policies.py     MixedPrecisionPolicy, CommPolicy, CheckPolicy, each resolving to a value without None
-    optim.py        clip_grad_norm_, optimizers built before sharding
-    --- what moves (data plane)
-    mesh.py         the shard axis
-    modules.py      DFS over modules: who owns which parameter and buffer
-    layout.py       integers only: Extent, Bucket, GroupLayout, padding, alignment
-    parameter.py    ShardedParameter: two faces, the slots it is installed in
-    comm.py         Collectives and the torch.distributed ones, Journal, Lane, InFlight
-    group.py        flat shard, full storage, gather and reduction of parameters that move together
-    --- when it moves (control plane)
-    schedule.py     Residency, MOVES, actions, the pure Planner; StateError, InternalError
-    runtime.py      Unit, Runtime: runs actions on lanes, heartbeat, recovery
-    hooks.py        translates torch's callbacks into runtime events
-    --- the basement
-    _torch.py       every private torch name we lean on
+--- what a caller meets
+api.py          fully_shard(), FSDPModule (class swap), UnshardHandle, counting(), stats()
+policies.py     MixedPrecisionPolicy, CommPolicy, CheckPolicy, each resolving to a value without None
+optim.py        clip_grad_norm_, optimizers built before sharding
+--- what moves (data plane)
+mesh.py         the shard axis
+modules.py      DFS over modules: who owns which parameter and buffer
+layout.py       integers only: Extent, Bucket, GroupLayout, padding, alignment
+parameter.py    ShardedParameter: two faces, the slots it is installed in
+comm.py         Collectives and the torch.distributed ones, Journal, Lane, InFlight
+group.py        flat shard, full storage, gather and reduction of parameters that move together
+--- when it moves (control plane)
+schedule.py     Residency, MOVES, actions, the pure Planner; StateError, InternalError
+runtime.py      Unit, Runtime: runs actions on lanes, heartbeat, recovery
+hooks.py        translates torch's callbacks into runtime events
+--- the basement
+_torch.py       every private torch name we lean on
 """
 
 from fullshard.api import FSDPModule, UnshardHandle, counting, fully_shard, stats

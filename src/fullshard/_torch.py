@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -115,7 +116,7 @@ def is_non_composable(module: nn.Module) -> bool:
     from torch.distributed._composable.contract import _get_registry
 
     registry = _get_registry(module)
-    return bool(registry) and "replicate" in registry
+    return registry is not None and "replicate" in registry
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
@@ -139,7 +140,7 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def disable_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make dynamo break its graph at `fn`, marked once. Importing dynamo costs seconds, so only its mark is set until it is there."""
+    """Make dynamo break its graph at `fn`, marked once. Until dynamo is imported, which costs seconds, its mark is enough."""
     if "torch._dynamo" in sys.modules:
         return torch.compiler.disable(fn)
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -161,9 +162,9 @@ def profiling() -> bool:
 
 
 _SUM = dist.ReduceScatterOptions()
-_SUM.reduceOp = dist.ReduceOp.SUM
+_SUM.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
 _MAX = dist.AllreduceOptions()
-_MAX.reduceOp = dist.ReduceOp.MAX
+_MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
 
 def has_backend(device: torch.device) -> bool:
@@ -180,7 +181,7 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
 
 
 def is_done(work: dist.Work) -> bool:
-    """Whether a collective is over. Not every backend keeps `is_completed` up to date; its future is right where there is one."""
+    """Whether a collective is over. Not every backend keeps `is_completed` up to date; its future, where there is one, is."""
     if work.is_completed():
         return True
     try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch, hooks
 from fullshard.comm import Message
@@ -149,7 +151,7 @@ def _refusal(parameter: nn.Parameter) -> str | None:
             "shard the modules that share it in one call, fully_shard([a, b])"
         )
     if isinstance(parameter, DTensor):
-        return f"it is a DTensor on {parameter.device_mesh}; fullshard takes plain tensors so far, not ones under tensor parallelism"
+        return f"it is a DTensor on {parameter.device_mesh}; plain tensors are taken so far, not ones under tensor parallelism"
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "it is not initialized yet: run one forward of the lazy module, then fully_shard"
     if parameter.ndim == 0:
@@ -167,7 +169,10 @@ def _check_buffers(holdings: Holdings, axis: ShardAxis) -> None:
 def _check_device(what: str, tensor: torch.Tensor, axis: ShardAxis) -> None:
     kind = tensor.device.type
     if kind not in ("meta", "cpu", axis.device.type) or (kind == axis.device.type != "cpu" and tensor.device != axis.device):
-        raise ValueError(f"{what} is on {tensor.device}, expected {axis.device} (this rank of the mesh), the CPU or meta: move the module first")
+        raise ValueError(
+            f"{what} is on {tensor.device}, expected {axis.device} (this rank of the mesh), the CPU or meta: "
+            "move the module first"
+        )
 
 
 def _move(holdings: Holdings, axis: ShardAxis) -> None:
@@ -177,7 +182,7 @@ def _move(holdings: Holdings, axis: ShardAxis) -> None:
             claim.parameter.data = claim.parameter.data.to(axis.device)
             if claim.parameter.grad is not None:
                 claim.parameter.grad = claim.parameter.grad.to(axis.device)
-    for _, slot, buffer in holdings.buffers:
+    for _, _slot, buffer in holdings.buffers:
         if buffer.device.type not in ("meta", axis.device.type):
             buffer.data = buffer.data.to(axis.device)
 
@@ -261,10 +266,10 @@ class FSDPModule:
     def accumulate(self) -> Iterator[None]:
         """Backwards inside keep their gradients on each rank; the first one after it reduces the sum of all.
 
-            with model.accumulate():
-                for batch in batches[:-1]:
-                    model(batch).backward()
-            model(batches[-1]).backward()
+        with model.accumulate():
+            for batch in batches[:-1]:
+                model(batch).backward()
+        model(batches[-1]).backward()
         """
         units = list(_units(self, True))
         before = [unit.options.sync_gradients for unit in units]
@@ -332,8 +337,10 @@ def counting(module: nn.Module) -> Iterator[list[Message]]:
 
 
 def stats(module: nn.Module) -> Stats:
-    """Counts since the start: gathers, gathers issued ahead, and those of them that nobody used."""
-    return _any_unit(module).runtime.stats
+    """A snapshot of what the runtime of `module` counted so far, for all its units: gathers, gathers issued ahead, and those
+    of them that nobody used.
+    """
+    return replace(_any_unit(module).runtime.planner.stats)
 
 
 def _any_unit(module: nn.Module) -> Unit:

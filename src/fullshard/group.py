@@ -1,8 +1,9 @@
-"""Parameters that move together: their flat shard, their full storage, and what gathers and reduces them, on whatever lane is current."""
+"""Parameters that move together: flat shard, full storage, what gathers and reduces them, on whatever lane is current."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +164,7 @@ class Group:
     # --- gathering ---
 
     def grow(self, device: torch.device) -> FullSide:
-        """Memory for the full parameters, on the compute lane. Raises StateError if the shards are not where they can be gathered."""
+        """Memory for the full parameters, on the compute lane. Raises StateError if the shards cannot be gathered."""
         full = self._full
         if full is None:
             self._check_device(device)
@@ -263,14 +264,10 @@ class Group:
 
     def _accumulate_flat(self, flat: Tensor) -> bool:
         """Add to all gradients in one call, if they are still the views of one flat tensor that we gave."""
-        first = self.parameters[0].sharded.grad
-        before = None if first is None else first.__dict__.get(_FLAT)
-        if before is None:
+        grads = [parameter.sharded.grad for parameter in self.parameters]
+        before: Any = None if grads[0] is None else grads[0].__dict__.get(_FLAT)
+        if before is None or any(grad is None or grad.__dict__.get(_FLAT) is not before for grad in grads):
             return False
-        for parameter in self.parameters:
-            grad = parameter.sharded.grad
-            if grad is None or grad.__dict__.get(_FLAT) is not before:
-                return False
         before.add_(flat)
         return True
 
@@ -310,9 +307,7 @@ class Reduction:
         if bucket is not None:
             message = torch.empty(ranks, bucket.size, dtype=reduce, device=device)
             pieces = [piece for piece in bucket.pieces if piece.size]
-            _torch.chunk_cat(
-                [gradient(p.parameter) if p.parameter >= 0 else group.gap(p.size, dtype) for p in pieces], message
-            )
+            _torch.chunk_cat([gradient(p.parameter) if p.parameter >= 0 else group.gap(p.size, dtype) for p in pieces], message)
             self._fulls.append(message.view(-1))
             self._outs.append(self._out[: bucket.size])
         for index in alone:

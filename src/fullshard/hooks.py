@@ -21,7 +21,7 @@ _OPAQUE = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType)
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH) -> Any:
-    """`value` with `fn` applied to tensors in nested lists, tuples, dicts and dataclasses; the same object if nothing changed."""
+    """`value` with `fn` on the tensors in nested lists, tuples, dicts and dataclasses; the same object if nothing changed."""
     if isinstance(value, Tensor):
         return fn(value)
     if depth == 0 or value is None or isinstance(value, (str, int, float)):
@@ -35,7 +35,7 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH)
         changed = {key: map_tensors(item, fn, depth - 1) for key, item in value.items()}
         if all(changed[key] is value[key] for key in value):
             return value
-        result = copy.copy(value)
+        result: Any = copy.copy(value)
         result.update(changed)
         return result
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -43,10 +43,10 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH)
         changed = {name: map_tensors(item, fn, depth - 1) for name, item in fields.items()}
         if all(changed[name] is item for name, item in fields.items()):
             return value
-        result = copy.copy(value)
+        made: Any = copy.copy(value)
         for name, item in changed.items():
-            object.__setattr__(result, name, item)
-        return result
+            object.__setattr__(made, name, item)
+        return made
     return value
 
 
@@ -135,7 +135,9 @@ class StateHooks:
                         device = value.device if parameter.local.device.type == "meta" else parameter.local.device
                         local = parameter.slice(value.detach()).to(device=device, dtype=parameter.local.dtype, copy=True)
                         loaded = parameter.face(local)
-                        state_dict[key] = nn.Parameter(loaded, parameter.requires_grad) if isinstance(value, nn.Parameter) else loaded
+                        state_dict[key] = (
+                            nn.Parameter(loaded, parameter.requires_grad) if isinstance(value, nn.Parameter) else loaded
+                        )
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
         self._unit.refresh()

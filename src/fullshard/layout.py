@@ -42,8 +42,8 @@ class Extent:
 class Place:
     """Where one parameter lies, in elements.
 
-        shard of this rank   ...[offset, offset + size)...          size = chunk rows, padding included
-        full storage         ...[region, region + ranks * size)...  the parameter is its first `numel` elements
+    shard of this rank   ...[offset, offset + size)...          size = chunk rows, padding included
+    full storage         ...[region, region + ranks * size)...  the parameter is its first `numel` elements
     """
 
     shape: tuple[int, ...]
@@ -87,9 +87,9 @@ class Bucket:
 class GroupLayout:
     """Everything static about a group's memory. group 1 - n buckets, bucket 1 - n parameters.
 
-        shard  | packed small ones | large, uneven | large, even |
-        gather | one packed bucket | direct        | direct      |
-        reduce | one packed message                | direct      |   (all of it packed where gradients must be cast)
+    shard  | packed small ones | large, uneven | large, even |
+    gather | one packed bucket | direct        | direct      |
+    reduce | one packed message                | direct      |   (all of it packed where gradients must be cast)
     """
 
     ranks: int

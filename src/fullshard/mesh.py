@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
 
@@ -41,12 +41,16 @@ def resolve_mesh(mesh: DeviceMesh | None) -> ShardAxis:
             "take one axis of it with mesh['name']"
         )
     if mesh.device_type == "meta":
-        raise ValueError("mesh must lie on a real device, got 'meta': parameters may be on meta, the mesh says where they will live")
+        raise ValueError(
+            "mesh must lie on a real device, got 'meta': parameters may be on meta, the mesh says where they will live"
+        )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"this rank ({dist.get_rank()}) is not on the mesh of ranks {mesh.mesh.tolist()}: call fully_shard only on the ranks that are")
+        raise ValueError(
+            f"this rank ({dist.get_rank()}) is not on the mesh of ranks {mesh.mesh.tolist()}: "
+            "call fully_shard only on the ranks that are"
+        )
     group = mesh.get_group()
     device = torch.device("cpu")
     if mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
     return ShardAxis(mesh, group, mesh.size(), mesh.get_local_rank(), device)
-

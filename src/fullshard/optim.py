@@ -102,6 +102,8 @@ def clip_grad_norm_(
         parts.append(part.to(device))
     total = torch.stack(parts).max() if power == torch.inf else torch.stack(parts).sum().pow(1.0 / power)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"the gradients have a norm of {total.item()} over all ranks, so they cannot be clipped to {max_norm}")
+        raise RuntimeError(
+            f"the gradients have a norm of {total.item()} over all ranks, so they cannot be clipped to {max_norm}"
+        )
     torch._foreach_mul_(locals_, torch.clamp(max_norm / (total + 1e-6), max=1.0).to(locals_[0].dtype))
     return total

@@ -50,7 +50,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 class Installation:
-    """One slot a parameter is installed in. Holds the module's parameter dict, not the module, so that nothing forms a cycle."""
+    """One slot a parameter is installed in. Holds the module's dict of parameters, not the module: no cycle."""
 
     __slots__ = ("_module", "name", "parameters")
 
@@ -174,7 +174,9 @@ class ShardedParameter:
     def take(self, value: Tensor, *, what: str) -> Tensor:
         """This rank's rows of `value`, a full tensor or a DTensor sharded like this parameter."""
         if tuple(value.shape) != tuple(self.shape):
-            raise StateError(f"parameter '{self.name}' of shape {tuple(self.shape)} {what} a tensor of shape {tuple(value.shape)}")
+            raise StateError(
+                f"parameter '{self.name}' of shape {tuple(self.shape)} {what} a tensor of shape {tuple(value.shape)}"
+            )
         if not isinstance(value, DTensor):
             return self.slice(value)
         if value.device_mesh != self.axis.mesh or value.placements != self.spec.placements:

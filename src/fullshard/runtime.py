@@ -1,4 +1,4 @@
-"""Runs actions on lanes and remembers what is in flight: one runtime per device and per thread that shards, shared by all units."""
+"""Runs actions on lanes and remembers what is in flight: one runtime per device and per thread that shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,19 @@ from fullshard.group import Group, Reduction, group_parameters
 from fullshard.mesh import ShardAxis
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import CheckPolicy, CommPolicy, MixedPrecisionPolicy
-from fullshard.schedule import Action, Call, InternalError, Keep, Planner, Reduce, Reshard, Residency, StateError, Stats, Unshard, Wait
+from fullshard.schedule import (
+    Action,
+    Call,
+    InternalError,
+    Keep,
+    Planner,
+    Reduce,
+    Reshard,
+    Residency,
+    StateError,
+    Unshard,
+    Wait,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +274,6 @@ class Runtime:
             found = Journaled(collectives_for(axis.group, axis.device), self.journal)
             self._collectives[id(axis.group)] = found
         return found
-
-    @property
-    def stats(self) -> Stats:
-        return self.planner.stats
 
     # --- events ---
 

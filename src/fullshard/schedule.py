@@ -1,4 +1,4 @@
-"""When it moves: phases of a unit, the legal moves of its data, actions as values, and the planner, without a tensor in sight."""
+"""When it moves: the legal moves of a unit's data, actions as values, and the planner, without a tensor in sight."""
 
 from __future__ import annotations
 

@@ -1,0 +1,49 @@
+# Two commands on a fresh machine: `make train` runs the main job, `make test` the tests. Both set everything up first.
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+TRAIN ?=
+
+.PHONY: help setup train test check format bench clean
+
+help:  ## show what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
+
+setup: $(READY)  ## make .venv with everything
+
+$(READY): pyproject.toml constraints.txt
+	@echo "== setting up $(VENV) (once; a minute or two, most of it torch)"
+	@if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+		echo "== using the CUDA build of torch that is installed"; \
+		python3 -m venv --system-site-packages $(VENV) && \
+		$(PYTHON) -m pip --disable-pip-version-check install --quiet --editable '.[test,examples,dev]'; \
+	else \
+		python3 -m venv $(VENV) && $(PIP) torch && $(PIP) --editable '.[test,examples,dev]'; \
+	fi
+	@touch $(READY)
+
+train: $(READY)  ## train a small language model on two processes (one per GPU if there are any); TRAIN='--steps 50 ...' passes options
+	@ranks=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)'); \
+	echo "== training a byte-level language model on $$ranks processes; about three minutes on two cores"; \
+	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/train_lm.py $(TRAIN)
+
+test: $(READY)  ## run all tests
+	@echo "== running the tests; rank processes are started once per world size"
+	@$(PYTHON) -m pytest
+
+check: $(READY)  ## formatting, lint and types
+	@echo "== checking format, lint and types"
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+
+format: $(READY)  ## rewrite the code in its format
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/ruff check --fix .
+
+bench: $(READY)  ## host time, memory and two-rank speed beside torch's FSDP2 and DDP, in one table
+	@$(PYTHON) benchmarks/run.py
+
+clean:  ## remove what was set up and produced
+	rm -rf $(VENV) runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,54 @@
+"""All benchmarks, one after the other, and their ratios in one table.
+
+python benchmarks/run.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+
+
+def run(script: str, *arguments: str) -> dict[str, dict[str, float]]:
+    """The JSON a benchmark ends with; what it prints before is passed on."""
+    print(f"== {script}", flush=True)
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, str(HERE / script), "--json", *arguments]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    *said, last = done.stdout.strip().splitlines()
+    print("\n".join(said), flush=True)
+    return json.loads(last)
+
+
+def main() -> None:
+    host, memory, speed = run("host.py"), run("memory.py"), run("train_cpu.py")
+    rows: list[tuple[str, float, float, str]] = []
+    for label, found in host.items():
+        rows.append((f"host time per unit, {label} (us)", found["fullshard"], found["FSDP2"], "0.40"))
+    for label in dict.fromkeys(name.rsplit(" ", 1)[0] for name in memory if name.endswith("fullshard")):
+        for phase in ("forward", "backward"):
+            ours, theirs = memory[f"{label} fullshard"][phase], memory[f"{label} FSDP2"][phase]
+            rows.append((f"peak in {phase}, {label} (U)", ours, theirs, ""))
+    for label, found in speed.items():
+        rows.append((f"two gloo ranks, {label} (ms)", found["fullshard"], found["FSDP2"], "0.70"))
+    print(f"\ntorch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores\n")
+    print(f"| {'':44s} | fullshard |   FSDP2 | ratio | at most |")
+    print(f"|{'-' * 46}|----------:|--------:|------:|--------:|")
+    for name, ours, theirs, limit in rows:
+        print(f"| {name:44s} | {ours:9.2f} | {theirs:7.2f} | {ours / theirs:5.2f} | {limit:>7s} |")
+    for label, found in speed.items():
+        print(
+            f"fullshard of DDP, {label}: {found['fullshard'] / found['DDP']:.2f} (FSDP2 of DDP {found['FSDP2'] / found['DDP']:.2f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
