@@ -137,6 +137,11 @@ class Group:
         return any(parameter.requires_grad for parameter in self.parameters)
 
     @property
+    def hooked(self) -> bool:
+        """Whether callers put hooks on a parameter, which want its gradient as soon as it is there."""
+        return any(_torch.has_reduction_hooks(parameter.sharded) for parameter in self.parameters)
+
+    @property
     def full_nbytes(self) -> int:
         """Bytes of the gathered parameters, padding included."""
         return self.layout.full_numel * self.dtypes.compute.itemsize
@@ -249,7 +254,7 @@ class Group:
     def receive(self, flat: Tensor, used: Sequence[bool]) -> None:
         """Reduced gradients, (shard_numel,) in the storage dtype, go to the `.grad` of parameters that are `used`."""
         parameters = self.parameters
-        plain = all(used) and not any(_torch.has_reduction_hooks(p.sharded) for p in parameters)
+        plain = all(used) and not self.hooked
         if plain and self._accumulate_flat(flat):
             return
         for parameter, place, is_used in zip(parameters, self.layout.places, used):
@@ -292,6 +297,7 @@ class Reduction:
         before = 1.0 / ranks if reduce is torch.float16 else 1.0  # a sum of halves overflows early
         self._scale = 1.0 / (ranks * before)
         self._group = group
+        self._landed = False
         self.used = [grad is not None for grad in grads]
         bucket, alone = layout.reduction(direct=dtype == reduce)
         self._out = torch.empty(layout.shard_numel, dtype=reduce, device=device)
@@ -328,10 +334,19 @@ class Reduction:
         if self._flat is not self._out:
             self._flat.copy_(self._out)
 
-    def land(self) -> None:
-        """Give the parameters that this rank used their gradient, and let the messages go."""
+    def settle(self) -> None:
+        """The compute lane is ordered behind the reduction: let the messages go. Callers' hooks do not wait any longer."""
         self._fulls, self._outs, self._out = [], [], self._flat
-        self._group.receive(self._flat, self.used)
+        if self._group.hooked:
+            self.land()
+
+    def land(self) -> None:
+        """Give the parameters that this rank used their gradient, once. The runtime waits with it for the end of
+        backward, so that of a step that raises either all gradients arrive or none.
+        """
+        if not self._landed:
+            self._landed = True
+            self._group.receive(self._flat, self.used)
 
     @property
     def undecided(self) -> bool:

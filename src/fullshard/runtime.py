@@ -331,9 +331,7 @@ class Runtime:
                 self._reduce_late(unit)
             self._touched.clear()
             if self.is_last_backward:
-                heartbeats = self._start_heartbeats()
-                self._in_flight.drain()
-                self._read_heartbeats(heartbeats)
+                self._collect()
 
     # --- what callers ask for ---
 
@@ -427,22 +425,29 @@ class Runtime:
         reduction = Reduction(group, group.with_accumulated(grads))
         grads.clear()
         ticket = self._reduce_lane.run(reduction.start, reduction.finish)
-        self._in_flight.push(ticket, reduction.land)
+        self._in_flight.push(ticket, reduction.settle)
         self._reduced.append((unit, reduction))
 
     # --- heartbeat ---
 
-    def _start_heartbeats(self) -> list[tuple[list[Reduction], Tensor, Ticket]]:
+    def _collect(self) -> None:
+        """Wait for what is in flight and hand out the gradients."""
+        reduced, self._reduced = self._reduced, []
+        heartbeats = self._start_heartbeats(reduced)
+        self._in_flight.drain()
+        for unit, reduction in reduced:
+            reduction.land()
+            if not unit.options.checks.heartbeat:
+                reduction.decide([True] * len(reduction.used))
+        self._read_heartbeats(heartbeats)
+
+    def _start_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[tuple[list[Reduction], Tensor, Ticket]]:
         """One message per process group: which parameters of the reductions since the last one this rank used."""
         heartbeats: list[tuple[list[Reduction], Tensor, Ticket]] = []
-        reduced, self._reduced = self._reduced, []
         axes: dict[int, tuple[Unit, list[Reduction]]] = {}
         for unit, reduction in reduced:
             if unit.options.checks.heartbeat:
                 axes.setdefault(id(unit.axis.group), (unit, []))[1].append(reduction)
-            else:
-                self._in_flight.drain()
-                reduction.decide([True] * len(reduction.used))
         for unit, reductions in axes.values():
             flags = [used for reduction in reductions for used in reduction.used]
             message = torch.tensor(flags, dtype=torch.uint8).to(self.device, non_blocking=True)
@@ -476,7 +481,7 @@ class Runtime:
         self._backward = None
         names = ", ".join(f"'{unit.name}'" for unit in self._touched.values()) or "no unit"
         warnings.warn(
-            f"the last backward raised after it had reached {names}: its gradients that were not reduced yet are discarded",
+            f"the last backward raised after it had reached {names}: the gradients of that backward are discarded",
             stacklevel=2,
         )
         self._in_flight.drain()
