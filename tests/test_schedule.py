@@ -55,11 +55,11 @@ class Ledger:
         for child in children:
             self.forward(child, calls, grad)
         assert self.data[unit] is Residency.FULL, "nothing frees a unit while it runs"
-        call, actions = self.planner.after_forward(unit, grad=grad)
+        ended = self.planner.after_forward(unit, grad=grad)
         if grad:
-            self.planner.expect_backward(call)
-            calls.append(call)
-        self.run(actions)
+            self.planner.expect_backward(ended.call)
+            calls.append(ended.call)
+        self.run(ended.actions)
 
     def backward(self, calls: list[Call]) -> None:
         for call in sorted(calls, key=lambda c: -c.end):

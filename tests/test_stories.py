@@ -228,3 +228,334 @@ def test_a_mesh_of_one_rank_computes_in_the_same_dtypes(world: World) -> None:
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert model.weight.grad.dtype == torch.float32
+
+
+# --- found by a reader who set out to break things ---------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_graph_that_only_one_rank_keeps_alive_changes_nothing(world: World) -> None:
+    """Rank 0 kept an output for its log; the planner waited for a backward that would never come, on that rank only,
+    and the two ranks' collectives met in different orders: wrong gradients, silently."""
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh, reshard_after_forward=True)
+    for step in range(3):
+        out = sharded(world.mine(batch(9)))
+        if world.rank:
+            out = None
+        square(sharded(world.mine(batch(step)))).backward()
+        square(model(batch(step))).backward()
+        assert_same_grads(sharded, model)
+        sharded.zero_grad(), model.zero_grad()
+        del out
+
+
+@ranks(1, 2)
+def test_zero_grad_and_freezing_right_after_a_backward_that_raised(world: World) -> None:
+    """The slots still held full parameters then, and both were lost on them."""
+    model = Unlucky()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    square(sharded(world.mine(batch(0)))).backward()
+    sharded.where = "backward 1"
+    with pytest.raises(RuntimeError):
+        square(sharded(world.mine(batch(1)))).backward()
+    sharded.where = ""
+    for m in (sharded, model):
+        m.zero_grad()
+        m.head.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        square(sharded(world.mine(batch(2)))).backward()
+    square(model(batch(2))).backward()
+    assert_same_grads(sharded, model)
+
+
+@ranks(2)
+def test_zero_grad_and_freezing_while_gathered_by_hand(world: World) -> None:
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    square(sharded(world.mine(batch(0)))).backward()
+    sharded.unshard()
+    for m in (sharded, model):
+        m.zero_grad()
+        m.head.bias.requires_grad_(False)
+    sharded.reshard()
+    square(sharded(world.mine(batch(1)))).backward()
+    square(model(batch(1))).backward()
+    assert_same_grads(sharded, model)
+
+
+@ranks(2)
+def test_what_one_model_is_told_of_its_last_backward_is_not_told_to_another(world: World) -> None:
+    one, two = (shard_stack(Stack(), world.mesh) for _ in range(2))
+    one.set_is_last_backward(False)
+    square(one(world.mine(batch(0)))).backward()
+    square(two(world.mine(batch(0)))).backward()
+    assert all(p.grad is not None for p in two.parameters())
+    one.set_is_last_backward(True)
+    square(one(world.mine(batch(0)))).backward()
+    assert all(p.grad is not None for p in one.parameters())
+
+
+@pytest.mark.parametrize("between", ["freeze", "double", "zero_grad"])
+@ranks(2)
+def test_what_accumulate_kept_survives_regrouping_and_goes_with_zero_grad(world: World, between: str) -> None:
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    with sharded.accumulate():
+        square(sharded(world.mine(batch(0)))).backward()
+    square(model(batch(0))).backward()
+    for m in (sharded, model):
+        if between == "freeze":
+            m.head.bias.requires_grad_(False)
+        elif between == "double":
+            m.double()
+        else:
+            m.zero_grad()
+    dtype = torch.float64 if between == "double" else torch.float32
+    square(sharded(world.mine(batch(1)).to(dtype))).backward()
+    square(model(batch(1).to(dtype))).backward()
+    if between == "freeze":  # what it had before it was frozen
+        model.head.bias.grad = None
+        sharded.head.bias.grad = None
+    assert_same_grads(sharded, model)
+
+
+@ranks(2)
+def test_assigning_and_freezing_at_once_while_a_graph_is_alive(world: World) -> None:
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    kept = sharded(batch(0))
+    for m in (sharded, model):
+        m.head.weight = nn.Parameter(torch.full((3, 7), 2.0), requires_grad=False)
+    assert_near(sharded(batch(1)), model(batch(1)), "output")
+    del kept
+
+
+@ranks(2)
+def test_a_gather_by_hand_that_was_overtaken_is_done_again(world: World) -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=world.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(2, 4)).sum().backward()
+    handle = model.unshard(async_op=True)
+    optimizer.step()
+    handle.wait()
+    by_hand = model.weight.detach().clone()
+    model.reshard()
+    assert torch.equal(by_hand, model.weight.full_tensor())
+    stack, other = shard_stack(Stack(), world.mesh), shard_stack(Stack(), world.mesh)
+    for _ in range(2):
+        square(stack(batch(0))).backward()
+    handle = stack.blocks[1].unshard(async_op=True)
+    other(batch(0))
+    handle.wait()
+    assert type(stack.blocks[1].up.weight) is nn.Parameter
+    stack.blocks[1].reshard()
+
+
+@pytest.mark.parametrize("which", ["head.bias", "blocks.2.norm.weight", "inp.weight"])
+@ranks(1, 2)
+def test_freezing_between_forward_and_backward(world: World, which: str) -> None:
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh, reshard_after_forward=True)
+    for step in range(2):
+        losses = square(sharded(world.mine(batch(step)))), square(model(batch(step)))
+        for m in (sharded, model):
+            m.get_parameter(which).requires_grad_(step == 1)
+        for loss in losses:
+            loss.backward()
+        assert_same_grads(sharded, model)
+        sharded.zero_grad(), model.zero_grad()
+
+
+@ranks(2)
+def test_freezing_without_zero_grad(world: World) -> None:
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    for step in range(3):
+        square(sharded(world.mine(batch(step)))).backward()
+        square(model(batch(step))).backward()
+        for m in (sharded, model):
+            m.head.bias.requires_grad_(False)
+    assert_same_grads(sharded, model)
+
+
+@pytest.mark.parametrize("which", ["head", "blocks.1.up"])
+@pytest.mark.parametrize("warm", [True, False])
+@ranks(1, 2)
+def test_a_refused_parameter_can_be_put_right(world: World, which: str, warm: bool) -> None:
+    """The error was right, but the unit stayed half gathered for ever after."""
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    if warm:
+        square(sharded(world.mine(batch(9)))).backward()
+        sharded.zero_grad()
+    owner = sharded.get_submodule(which)
+    good, owner.weight = owner.weight, nn.Parameter(torch.zeros(50, 4))
+    for _ in range(2):
+        with pytest.raises(fullshard.StateError, match="was assigned a tensor of shape"):
+            sharded(batch(0))
+    owner.weight = good
+    for step in range(2):
+        square(sharded(world.mine(batch(step)))).backward()
+        square(model(batch(step))).backward()
+        assert_same_grads(sharded, model)
+        sharded.zero_grad(), model.zero_grad()
+
+
+@ranks(1)
+def test_asking_for_the_state_dict_in_the_midst_of_backward_is_refused_by_name(world: World) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), mesh=world.mesh)
+    refused: list[str] = []
+
+    def ask(grad: Tensor) -> None:
+        for call in (model.state_dict, model.reshard, model.double):
+            with pytest.raises(fullshard.StateError) as caught:
+                call()
+            refused.append(str(caught.value))
+
+    model[1].register_forward_hook(lambda m, a, out: (out.register_hook(ask), None)[1])
+    model(torch.ones(2, 4)).sum().backward()
+    assert [text.split(" was ")[0] for text in refused] == ["state_dict()", "reshard()", "moving or casting"]
+    assert all("inside the backward of unit 'Sequential'" in text for text in refused)
+
+
+@ranks(2)
+def test_a_rank_that_brings_only_accumulated_gradients_sends_the_same_message(world: World) -> None:
+    mp = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    comm = fullshard.CommPolicy(direct_min_bytes=0)
+
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.expert = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, use: bool) -> Tensor:
+            x = self.always(x)
+            return self.expert(x) if use else x
+
+    model = fully_shard(Expert(), mesh=world.mesh, mp_policy=mp, comm_policy=comm)
+    with model.accumulate():
+        model(torch.ones(2, 8), world.rank == 0).sum().backward()
+    model(torch.ones(2, 8), False).sum().backward()
+    assert torch.isfinite(model.expert.weight.grad.full_tensor()).all()
+
+
+@ranks(1, 2)
+def test_an_interrupt_in_forward_leaves_nothing_running(world: World) -> None:
+    """KeyboardInterrupt passes by torch's forward hooks."""
+    model = shard_stack(Stack(), world.mesh)
+    reference = copy.deepcopy(Stack())
+    reference.load_state_dict({name: p.full_tensor() for name, p in model.named_parameters()})
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for then in ("state_dict", "reshard", "forward"):
+        handle = model.head.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch(0))
+        handle.remove()
+        getattr(model, then)() if then != "forward" else model(batch(0))
+        assert all(hasattr(p, "device_mesh") for p in model.parameters())
+    square(model(world.mine(batch(1)))).backward()
+    square(reference(batch(1))).backward()
+    assert_same_grads(model, reference)
+
+
+@ranks(2)
+def test_a_move_that_moves_nothing_keeps_the_graph_and_the_attributes(world: World) -> None:
+    model = shard_stack(Stack(), world.mesh)
+    model.head.weight.tag = "kept"
+    loss = square(model(batch(0)))
+    model.to("cpu")
+    loss.backward()
+    model.double()
+    assert model.head.weight.tag == "kept"
+
+
+@ranks(2)
+def test_two_optimizers_on_two_halves_of_a_unit(world: World) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return square(self.a(x)), square(self.b(x))
+
+    model = Halves()
+    sharded = fully_shard(copy.deepcopy(model), mesh=world.mesh, reshard_after_forward=True)
+    for m, part in ((sharded, world.mine), (model, lambda x: x)):
+        optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in (m.a, m.b)]
+        for step in range(3):
+            for loss, optimizer in zip(m(part(batch(step))), optimizers):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same_parameters(sharded, model)
+
+
+@ranks(2)
+def test_tied_weights_load_by_assignment(world: World) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    source = copy.deepcopy(model)
+    with torch.no_grad():
+        source[0].weight.fill_(3.0)
+    fully_shard(model, mesh=world.mesh)
+    for state in (source.state_dict(), model.state_dict()):
+        model.load_state_dict(state, assign=True)
+        assert model[0].weight is model[1].weight
+        assert model[0].weight.full_tensor().eq(3.0).all()
+
+
+@ranks(2)
+def test_a_list_unit_of_which_only_a_part_ran(world: World) -> None:
+    for reshard in (True, False, None):
+        model = Stack()
+        sharded = copy.deepcopy(model)
+        fully_shard([sharded.blocks[0], sharded.head], mesh=world.mesh, reshard_after_forward=reshard)
+        fully_shard(sharded, mesh=world.mesh)
+        sharded.head.forward = sharded.head.forward  # its hooks stay, its call is skipped below
+        for m, part in ((sharded, world.mine), (model, lambda x: x)):
+            m.forward = lambda x, m=m: m.blocks[0](m.inp(x))
+            square(m(part(batch(0)))).backward()
+        assert all(hasattr(p, "device_mesh") for p in sharded.parameters())
+        assert_same_grads(sharded, model)
+
+
+@ranks(2)
+def test_a_unit_that_returns_its_own_parameter_returns_a_copy(world: World) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(8.0).view(4, 2))
+
+        def forward(self) -> dict[str, Tensor]:
+            return {"all": self.weight, "row": self.weight[1]}
+
+    model = Table()
+    sharded = fully_shard(copy.deepcopy(model), mesh=world.mesh, reshard_after_forward=True)
+    for m in (sharded, model):
+        out = m()
+        assert out["row"].tolist() == [2.0, 3.0]
+        (out["all"].square().sum() + out["row"].sum()).backward()
+    assert_same_grads(sharded, model)
+
+
+@ranks(2)
+def test_deleting_a_model_while_it_is_being_gathered(world: World) -> None:
+    model = shard_stack(Stack(), world.mesh)
+    runtime = model._fullshard_unit.runtime
+    model.blocks[0].unshard(async_op=True)
+    del model
+    assert not runtime._gathering
+    other = shard_stack(Stack(), world.mesh)
+    square(other(batch(0))).backward()
+
+
+@ranks(2)
+def test_copying_a_sharded_module_is_refused_with_a_reason(world: World) -> None:
+    with pytest.raises(fullshard.StateError, match="cannot be copied yet: copy the module before fully_shard"):
+        copy.deepcopy(shard_stack(Stack(), world.mesh))

@@ -29,7 +29,9 @@ __all__ = [
     "has_backend",
     "has_reduction_hooks",
     "is_done",
+    "is_in_forward",
     "is_non_composable",
+    "is_over",
     "local_tensor",
     "mark_managed",
     "on_backward_end",
@@ -119,6 +121,17 @@ def is_non_composable(module: nn.Module) -> bool:
     return registry is not None and "replicate" in registry
 
 
+def is_in_forward(module: nn.Module, *, outer: bool = False) -> bool:
+    """Whether a call of `module` is on this thread's stack; with `outer`, one around the call that asks."""
+    frame, found = sys._getframe(1), 0
+    code = nn.Module._call_impl.__code__
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is module:
+            found += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return found > (1 if outer else 0)
+
+
 def view_base(tensor: Tensor) -> Tensor | None:
     return tensor._base if tensor._is_view() else None
 
@@ -174,6 +187,11 @@ def has_backend(device: torch.device) -> bool:
         return world is not None and world._get_backend(device) is not None
     except RuntimeError:
         return False
+
+
+def is_over(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a plain tensor lies in `storage`."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.untyped_storage()._cdata == storage._cdata
 
 
 def same_storage(one: Tensor, other: Tensor) -> bool:

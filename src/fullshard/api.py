@@ -20,7 +20,7 @@ from fullshard.modules import Holdings, collect, roots_of
 from fullshard.parameter import ShardedParameter, is_sharded, successor
 from fullshard.policies import CheckPolicy, CommPolicy, MixedPrecisionPolicy
 from fullshard.runtime import Unit, UnitOptions, attach, unit_of
-from fullshard.schedule import Keep, Residency, StateError, Stats
+from fullshard.schedule import Keep, StateError, Stats
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -238,13 +238,17 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free this unit's full parameters. Raises StateError while its forward runs."""
+        """Free this unit's full parameters. Raises StateError while its forward or backward runs."""
         unit = _unit(self)
         unit.runtime.release(unit)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of the step. If not, it does not wait for its reductions."""
-        _unit(self).runtime.is_last_backward = bool(is_last_backward)
+        """Whether the next backward of the units at and below is the last of the step.
+
+        If not, it does not wait for its reductions, and gradients arrive with the last one.
+        """
+        for unit in _units(self, True):
+            unit.configure(last_backward=bool(is_last_backward))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, each rank keeps its own, in the reduce dtype, until one that does."""
@@ -266,6 +270,8 @@ class FSDPModule:
     def accumulate(self) -> Iterator[None]:
         """Backwards inside keep their gradients on each rank; the first one after it reduces the sum of all.
 
+        `model.zero_grad()` discards what was kept; an optimizer's `zero_grad()` does not see it.
+
         with model.accumulate():
             for batch in batches[:-1]:
                 model(batch).backward()
@@ -284,13 +290,29 @@ class FSDPModule:
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`to`, `half`, `to_empty` and the like: on the shards, which then go back into flat memory."""
         unit = _unit(self)
-        if unit.residency is not Residency.SHARDED:
-            if unit.runtime.planner.running(unit.number):
-                raise StateError(f"unit '{unit.name}' cannot be moved or cast inside its forward")
-            unit.runtime.rest(unit)
+        unit.runtime.rest(unit, doing="moving or casting")
+        attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
         super()._apply(fn, recurse)  # type: ignore[misc]
+        for parameter, had in zip(unit.parameters, attributes):  # torch swaps the insides of a DTensor, attributes included
+            for key, value in had.items():
+                parameter.sharded.__dict__.setdefault(key, value)
         unit.refresh()
         return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, for the sharded parameters, also while full ones are installed; discards what `accumulate()` kept."""
+        for unit in _units(self, True):
+            for parameter in unit.parameters:
+                parameter.kept = None
+                if parameter.sharded.grad is not None:
+                    if set_to_none:
+                        parameter.sharded.grad = None
+                    else:
+                        parameter.sharded.grad.detach_().zero_()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise StateError(f"a sharded {type(self).__name__} cannot be copied yet: copy the module before fully_shard")
 
     def extra_repr(self) -> str:
         unit = _unit(self)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.comm import Collectives, Pending
 from fullshard.layout import GroupLayout, plan_layout
-from fullshard.parameter import ShardedParameter, Writes
+from fullshard.parameter import ShardedParameter
 from fullshard.policies import Dtypes
 from fullshard.schedule import StateError
 
@@ -58,13 +58,16 @@ class FullSide:
         self._packed_view = self._staging.view(layout.ranks, -1) if self._sizes else None
         for parameter, place in zip(group.parameters, layout.places):
             parameter.materialize(self._apart(place.region, place.shape))
-        self.version = -1
+        self.versions: list[int] = []  # of what was gathered last
         self.shrink()
 
     def _apart(self, offset: int, shape: Sequence[int]) -> Tensor:
         """A tensor over the full storage that is no view of another, so that its version counter is its own."""
         empty = torch.empty(0, dtype=self._flat.dtype, device=self._flat.device)
         return empty.set_(self._storage, offset, tuple(shape))  # type: ignore[call-overload]
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self._nbytes > 0 and _torch.is_over(tensor, self._storage)
 
     def grow(self) -> None:
         self._storage.resize_(self._nbytes)
@@ -119,15 +122,14 @@ class Group:
             itemsize=itemsize,
             direct_min_bytes=direct_min_bytes,
         )
-        self._writes = Writes()
         self.shard = torch.zeros(self.layout.shard_numel, dtype=dtypes.storage, device=values[0].device)
         for parameter, place, value in zip(parameters, self.layout.places, values):
             numel = value.numel()
             local = self.shard[place.offset : place.offset + numel].view(parameter.local_shape)
             local.copy_(value)
-            parameter.settle(local, self._writes)
+            parameter.settle(local)
         self._full: FullSide | None = None
-        self._accumulated: list[Tensor | None] = [None] * len(parameters)
+        self._token = object()  # on a gradient it says that its flat tensor is laid out like this group
         self._gaps: dict[tuple[int, torch.dtype], Tensor] = {}
 
     # --- what the group is ---
@@ -149,19 +151,20 @@ class Group:
     @property
     def stale(self) -> bool:
         """Whether the shards were written since they were last gathered."""
-        return self._full is not None and self._full.version != self._version
+        return self._full is not None and self._full.versions != self._versions()
 
-    @property
-    def _version(self) -> int:
-        """Grows whenever the shards are written: through the flat shard, through a DTensor, or by an optimizer."""
-        return self._writes.count + self.shard._version + sum(p.sharded._version for p in self.parameters)
+    def _versions(self) -> list[int]:
+        """One number per parameter that grows when its shard is written: directly, through its DTensor, or by an optimizer."""
+        flat = self.shard._version
+        return [flat + parameter.version for parameter in self.parameters]
 
     def absorb(self, values: Sequence[Tensor]) -> None:
         """Take over `values` (one local shard per parameter) in place."""
         for parameter, value in zip(self.parameters, values):
             if value is not parameter.local:
-                parameter.local.copy_(value)
-                parameter.settle(parameter.local, self._writes)
+                if value.data_ptr() != parameter.local.data_ptr():
+                    parameter.local.copy_(value)
+                parameter.settle(parameter.local)
 
     def is_current(self) -> bool:
         return all(parameter.is_current() for parameter in self.parameters)
@@ -176,11 +179,12 @@ class Group:
             with torch.inference_mode(False), torch.no_grad():
                 full = self._full = FullSide(self, device)
         full.grow()
-        version = self._version
-        if version != full.version:
-            if full.version >= 0:  # let autograd find graphs that saved the old values
-                torch.autograd.graph.increment_version([p.full for p in self.parameters])  # type: ignore[misc]
-            full.version = version
+        versions = self._versions()
+        if versions != full.versions:
+            if full.versions:  # let autograd find graphs that saved the old values
+                changed = [p.full for p, old, new in zip(self.parameters, full.versions, versions) if old != new]
+                torch.autograd.graph.increment_version(changed)  # type: ignore[arg-type]
+            full.versions = versions
         return full
 
     def _check_device(self, device: torch.device) -> None:
@@ -195,6 +199,10 @@ class Group:
                 f"parameter '{self.parameters[0].name}' is on {self.shard.device}, but its mesh computes on {device}: "
                 f"move the model with .to('{device}')"
             )
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the full storage."""
+        return self._full is not None and self._full.holds(tensor)
 
     def settle(self) -> None:
         """The compute lane is ordered behind the gather: what only the gather needed can go."""
@@ -230,18 +238,18 @@ class Group:
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Keep gradients of a backward that does not communicate, in the reduce dtype."""
-        kept = self._accumulated
-        for index, grad in enumerate(grads):
+        for parameter, grad in zip(self.parameters, grads):
             if grad is not None:
-                previous = kept[index]
-                kept[index] = grad.to(self.dtypes.reduce) if previous is None else previous.add_(grad)
+                parameter.kept = grad.to(self.dtypes.reduce) if parameter.kept is None else parameter.kept.add_(grad)
 
     def with_accumulated(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """`grads` and what earlier backwards kept."""
-        if all(kept is None for kept in self._accumulated):
+        if all(parameter.kept is None for parameter in self.parameters):
             return grads
         self.accumulate(grads)
-        grads, self._accumulated = self._accumulated, [None] * len(self.parameters)
+        grads = [parameter.kept for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.kept = None
         return grads
 
     def gap(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -257,12 +265,13 @@ class Group:
         plain = all(used) and not self.hooked
         if plain and self._accumulate_flat(flat):
             return
+        mark = (self._token, flat)
         for parameter, place, is_used in zip(parameters, self.layout.places, used):
             if is_used:
                 local = flat[place.offset : place.offset + parameter.local.numel()].view(parameter.local_shape)
                 if plain and parameter.sharded.grad is None:
                     gradient = parameter.face(local)
-                    gradient.__dict__[_FLAT] = flat
+                    gradient.__dict__[_FLAT] = mark
                     parameter.sharded.grad = gradient
                 else:
                     parameter.receive(local)
@@ -273,7 +282,10 @@ class Group:
         before: Any = None if grads[0] is None else grads[0].__dict__.get(_FLAT)
         if before is None or any(grad is None or grad.__dict__.get(_FLAT) is not before for grad in grads):
             return False
-        before.add_(flat)
+        token, total = before
+        if token is not self._token:
+            return False
+        total.add_(flat)
         return True
 
 
@@ -289,9 +301,8 @@ class Reduction:
     def __init__(self, group: Group, grads: Sequence[Tensor | None]) -> None:
         layout, reduce = group.layout, group.dtypes.reduce
         device = group.shard.device
-        present = [grad for grad in grads if grad is not None]
-        dtype = present[0].dtype if present else group.dtypes.compute
-        if any(grad.dtype != dtype for grad in present):
+        dtype = group.dtypes.compute
+        if any(grad is not None and grad.dtype != dtype for grad in grads):
             grads, dtype = [None if grad is None else grad.to(reduce) for grad in grads], reduce
         ranks = layout.ranks
         before = 1.0 / ranks if reduce is torch.float16 else 1.0  # a sum of halves overflows early
@@ -299,7 +310,7 @@ class Reduction:
         self._group = group
         self._landed = False
         self.used = [grad is not None for grad in grads]
-        bucket, alone = layout.reduction(direct=dtype == reduce)
+        bucket, alone = layout.reduction(direct=group.dtypes.compute == reduce)
         self._out = torch.empty(layout.shard_numel, dtype=reduce, device=device)
         self._fulls: list[Tensor] = []
         self._outs: list[Tensor] = []
@@ -320,7 +331,7 @@ class Reduction:
             place = layout.places[index]
             self._fulls.append(gradient(index).view(-1))
             self._outs.append(self._out[place.offset : place.offset + place.size])
-        if before != 1.0:
+        if before != 1.0 and self._fulls:
             torch._foreach_mul_(self._fulls, before)
         storage = group.dtypes.storage
         self._flat = self._out if storage == reduce else torch.empty(layout.shard_numel, dtype=storage, device=device)

@@ -93,6 +93,7 @@ class ForwardHooks:
     @_torch.disable_tracing
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
+        output = self._own(module, output)
         call = unit.runtime.leave_forward(unit, module)
         if call is not None:
             hook: BackwardHook | None = None
@@ -104,7 +105,22 @@ class ForwardHooks:
                     base = _torch.view_base(tensor)
                     if base is not None and base.grad_fn is not None:
                         base.grad_fn.register_prehook(hook)
-        return None if self._output_dtype is None else _cast(output, self._output_dtype)
+        return output if self._output_dtype is None else _cast(output, self._output_dtype)
+
+    def _own(self, module: nn.Module, output: Any) -> Any:
+        """A unit that returns one of its parameters, or a view of it, returns a copy: the parameter itself is about to go."""
+        unit = self._unit
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.clone() if unit.lends(tensor) else tensor
+
+        output = map_tensors(output, copied)
+        if not isinstance(output, Tensor) and any(unit.lends(tensor) for tensor in tensors_in(output)):
+            raise StateError(
+                f"unit '{unit.name}' returns a {type(output).__name__} that holds one of its gathered parameters, whose memory "
+                "goes when its forward ends: return a clone() of it"
+            )
+        return output
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -119,12 +135,12 @@ class StateHooks:
 
     def before_save(self, module: nn.Module, *_: Any) -> None:
         if self._unit.residency is not Residency.SHARDED:
-            self._rest("state_dict")
+            self._unit.runtime.rest(self._unit, doing="state_dict()")
 
     def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Runs for each module that holds parameters of the unit."""
         if self._unit.residency is not Residency.SHARDED:
-            self._rest("load_state_dict")
+            self._unit.runtime.rest(self._unit, doing="load_state_dict()")
         held = _torch.parameters_of(module)
         for parameter in self._unit.parameters:
             for installation in parameter.installations:
@@ -141,12 +157,6 @@ class StateHooks:
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
         self._unit.refresh()
-
-    def _rest(self, what: str) -> None:
-        unit = self._unit
-        if unit.runtime.planner.running(unit.number):
-            raise StateError(f"{what}() was called inside the forward of unit '{unit.name}': call it before or after")
-        unit.runtime.rest(unit)
 
 
 def install(unit: Unit) -> None:

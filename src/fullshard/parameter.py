@@ -19,11 +19,11 @@ from fullshard.schedule import StateError
 _SUCCESSOR = "_fullshard_sharded"  # on a plain parameter: the sharded one that took its place
 
 
-_WRITES = "_fullshard_writes"  # on a sharded parameter: the counter it shares with its group
+_WRITES = "_fullshard_writes"  # on a sharded parameter
 
 
 class Writes:
-    """How often optimizers wrote the shards of a group. DTensor's foreach and fused operations move no version counter."""
+    """How often optimizers wrote a shard. DTensor's foreach and fused operations move no version counter."""
 
     __slots__ = ("count",)
 
@@ -75,9 +75,10 @@ class ShardedParameter:
     name: qualified within its unit.        shape: of the full tensor.      extent: the rows of this rank.
     sharded: the DTensor Parameter callers see, over `local` (rows, *shape[1:]), a view of the group's flat shard.
     full: the Parameter modules compute with, over the group's full storage; None until first gathered.
+    kept: the full gradient of backwards that did not communicate, in the reduce dtype.
     """
 
-    __slots__ = ("axis", "extent", "full", "installations", "local", "name", "shape", "sharded", "spec")
+    __slots__ = ("axis", "extent", "full", "installations", "kept", "local", "name", "shape", "sharded", "spec", "writes")
 
     def __init__(self, claim: Claim, axis: ShardAxis) -> None:
         original = claim.parameter
@@ -86,6 +87,8 @@ class ShardedParameter:
         self.installations = [Installation(slot) for slot in claim.slots]
         self.spec = _torch.shard_spec(axis.mesh, self.shape, original.dtype)
         self.full: nn.Parameter | None = None
+        self.kept: Tensor | None = None
+        self.writes = Writes()
         self.local: Tensor = self.slice(original.detach())
         self.sharded = nn.Parameter(_torch.dtensor(self.local, self.spec), requires_grad=original.requires_grad)
         self._inherit(original)
@@ -106,6 +109,11 @@ class ShardedParameter:
         return self.sharded.requires_grad
 
     @property
+    def version(self) -> int:
+        """Grows when the shard is written through its DTensor or by an optimizer."""
+        return self.writes.count + self.sharded._version
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         return (self.extent.rows, *self.shape[1:])
 
@@ -117,7 +125,7 @@ class ShardedParameter:
         """A DTensor like the sharded parameter over other local data, for gradients and optimizer states."""
         return _torch.dtensor(local, self.spec)
 
-    def settle(self, local: Tensor, writes: Writes) -> None:
+    def settle(self, local: Tensor) -> None:
         """The shard lives in `local` from now on, a view of a group's flat shard that holds its values already."""
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = _torch.shard_spec(self.axis.mesh, self.shape, local.dtype)
@@ -130,7 +138,7 @@ class ShardedParameter:
             torch.utils.swap_tensors(self.sharded, fresh)
             self.sharded.__dict__.update(extras)
         _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
-        self.sharded.__dict__[_WRITES] = writes
+        self.sharded.__dict__[_WRITES] = self.writes
 
     def materialize(self, view: Tensor) -> None:
         """`view` (the full shape, over the full storage) becomes the full face."""
@@ -164,12 +172,13 @@ class ShardedParameter:
                 found.append(current)
         if not found:
             return _torch.local_tensor(self.sharded)  # type: ignore[arg-type]
-        if len(found) > 1:
-            raise StateError(f"parameter '{self.name}' is tied, but its slots were assigned {len(found)} different Parameters")
-        value = self.take(found[0].detach(), what="was assigned")
+        values = [self.take(parameter.detach(), what="was assigned") for parameter in found]
+        if not all(value.device.type == "meta" or torch.equal(value, values[0]) for value in values[1:]):
+            raise StateError(f"parameter '{self.name}' is tied, but its slots were assigned {len(found)} different values")
         self.sharded.requires_grad_(found[0].requires_grad)
-        found[0].__dict__[_SUCCESSOR] = self.sharded
-        return value
+        for parameter in found:
+            parameter.__dict__[_SUCCESSOR] = self.sharded
+        return values[0]
 
     def take(self, value: Tensor, *, what: str) -> Tensor:
         """This rank's rows of `value`, a full tensor or a DTensor sharded like this parameter."""
@@ -189,15 +198,21 @@ class ShardedParameter:
     def install_full(self) -> None:
         full = self.full
         assert full is not None
+        if full.requires_grad is not self.sharded.requires_grad:
+            full.requires_grad_(self.sharded.requires_grad)
         for installation in self.installations:
             installation.put(full)
 
     def install_sharded(self) -> None:
         """Give the slots back their sharded face; a Parameter assigned meanwhile stays and is seen at the next gather."""
         full, sharded = self.full, self.sharded
+        if full is None:
+            return
         for installation in self.installations:
             if installation.parameters.get(installation.name) is full:
                 installation.put(sharded)
+                if full.requires_grad is not sharded.requires_grad:
+                    sharded.requires_grad_(full.requires_grad)
 
     def restore_sharded(self) -> None:
         """As `install_sharded`, whatever the slots hold."""

@@ -44,6 +44,7 @@ class UnitOptions:
     comm: CommPolicy
     checks: CheckPolicy
     sync_gradients: bool = True
+    last_backward: bool = True
     keep_after_backward: bool = False
 
 
@@ -126,23 +127,27 @@ class Unit:
             value.dtype == parameter.local.dtype and value.device == parameter.local.device
             for parameter, value in zip(self.parameters, values)
         )
-        if not fits and self.runtime.planner.awaits_backward(self.number):
+        awaited = _torch.current_graph_task() != -1 or self.runtime.planner.awaits_backward(self.number)
+        if not fits and awaited:
             raise StateError(
                 f"the parameters of unit '{self.name}' changed dtype or device between its forward and its backward: "
                 "finish the step first"
             )
+        if fits and awaited:  # an autograd graph holds the full parameters: keep them
+            for parameter in self.parameters:
+                if parameter.full is not None:
+                    parameter.full.requires_grad_(parameter.requires_grad)
         if fits and all(p.full is None or p.full.requires_grad is p.requires_grad for p in self.parameters):
             found = dict(zip(map(id, self.parameters), values))
             with torch.no_grad():
                 for group in self.groups:
                     group.absorb([found[id(parameter)] for parameter in group.parameters])
             return
-        if fits and self.runtime.planner.awaits_backward(self.number):
-            for parameter in self.parameters:  # an autograd graph holds the full parameters: keep them
-                if parameter.full is not None:
-                    parameter.full.requires_grad_(parameter.requires_grad)
-            return self.refresh()
         self.regroup(values)
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in memory that goes with the full parameters."""
+        return any(group.lends(tensor) for group in self.groups)
 
     @property
     def is_list(self) -> bool:
@@ -188,10 +193,10 @@ def attach(unit: Unit) -> None:
 class BackwardHook:
     """Rides on the graph of one call: tells the runtime when its backward begins, and that it never will when it is deleted."""
 
-    __slots__ = ("__weakref__", "_call", "_task", "_unit")
+    __slots__ = ("__weakref__", "_call", "_reached", "_task", "_unit")
 
     def __init__(self, unit: Unit, call: Call) -> None:
-        self._unit, self._call, self._task = unit, call, -1
+        self._unit, self._call, self._task, self._reached = unit, call, -1, False
         unit.runtime.planner.expect_backward(call)
 
     def __call__(self, *_: object) -> None:
@@ -199,9 +204,15 @@ class BackwardHook:
         if task != self._task:
             self._task = task
             self._unit.runtime.enter_backward(self._unit, self._call)
+            self._forget()
 
     def __del__(self) -> None:
-        self._unit.runtime.planner.forget(self._call)
+        self._forget()
+
+    def _forget(self) -> None:
+        if not self._reached:
+            self._reached = True
+            self._unit.runtime.planner.forget(self._call)
 
 
 class BackwardEnd:
@@ -234,7 +245,6 @@ class Runtime:
         self.device = device
         self.planner = Planner()
         self.journal = Journal()
-        self.is_last_backward = True
         self._gather_lane, self._reduce_lane = lanes(device), lanes(device)
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
@@ -257,8 +267,14 @@ class Runtime:
         number = next(self._numbers)
         self._units[number] = unit
         self.planner.admit(number, keep=unit.options.keep)
-        weakref.finalize(unit, self.planner.dismiss, number)
+        weakref.finalize(unit, self._dismiss, number)
         return number
+
+    def _dismiss(self, number: int) -> None:
+        """A unit was deleted; what is still arriving for it keeps its memory until then."""
+        self.planner.dismiss(number)
+        for group, ticket in self._gathering.pop(number, ()):
+            self._in_flight.push(ticket, group.shrink)
 
     def collectives(self, axis: ShardAxis, comm: CommPolicy) -> Collectives:
         if comm.collectives is not None:
@@ -280,6 +296,8 @@ class Runtime:
     def enter_forward(self, unit: Unit, module: nn.Module) -> None:
         self._recover_if_stale()
         planner, number = self.planner, unit.number
+        if planner.outermost() == number and not _torch.is_in_forward(module, outer=True) and not unit.is_list:
+            self._abandon()  # the forward before this one was interrupted in a way that runs no hooks
         if _torch.current_graph_task() != -1:
             self._begin_backward()
             self._touched[number] = unit
@@ -304,12 +322,14 @@ class Runtime:
             return None  # it raised before it began
         if unit.is_list and not unit.ran(module) and planner.outermost() != number:
             return planner.interim(number)
-        call, actions = planner.after_forward(number, grad=grad)
+        ended = planner.after_forward(number, grad=grad)
+        for inner in ended.closed:
+            self._uninstall(self._units[inner])
         if not planner.running(number):
             self._uninstall(unit)
-        self._execute(actions)
+        self._execute(ended.actions)
         self._in_flight.poll()
-        return call if grad else None
+        return ended.call if grad else None
 
     def enter_backward(self, unit: Unit, call: Call) -> None:
         self._recover_if_stale()
@@ -330,8 +350,7 @@ class Runtime:
                 self._uninstall(unit)
                 self._reduce_late(unit)
             self._touched.clear()
-            if self.is_last_backward:
-                self._collect()
+            self._collect()
 
     # --- what callers ask for ---
 
@@ -341,37 +360,65 @@ class Runtime:
         self._execute(self.planner.hold(unit.number, stale=unit.stale))
 
     def fulfil(self, unit: Unit) -> None:
-        """Have the full parameters installed for the caller."""
+        """Have the full parameters installed for the caller, gathered anew if they were freed or written since."""
+        self.hold(unit)
         self._execute(self.planner.ready(unit.number))
-        if unit.residency is Residency.FULL:
-            for group in unit.groups:
-                group.install()
+        for group in unit.groups:
+            group.install()
 
-    def release(self, unit: Unit) -> None:
-        """Free the full parameters. Raises StateError while the unit's forward runs."""
-        if self.planner.running(unit.number):
-            raise StateError(f"unit '{unit.name}' cannot be resharded while its forward runs")
+    def release(self, unit: Unit, *, doing: str = "reshard()") -> None:
+        """Free the full parameters. Raises StateError while the unit's forward or backward needs them."""
+        self.check_idle(unit, doing=doing)
         self._uninstall(unit)
         self._execute(self.planner.release(unit.number))
 
-    def rest(self, unit: Unit) -> None:
+    def rest(self, unit: Unit, *, doing: str) -> None:
         """Let the slots show the sharded parameters, and free the full ones unless a backward needs them."""
+        self.check_idle(unit, doing=doing)
         self._uninstall(unit)
         if not self.planner.awaits_backward(unit.number):
             self._execute(self.planner.release(unit.number))
 
+    def check_idle(self, unit: Unit, *, doing: str) -> None:
+        """Raises StateError if the unit's forward or backward is under way."""
+        self._recover_if_stale()
+        if self.planner.running(unit.number) and not any(_torch.is_in_forward(module) for module in unit.modules):
+            self._abandon()  # the forward was interrupted in a way that runs no hooks
+        if self.planner.running(unit.number):
+            raise StateError(f"{doing} was called inside the forward of unit '{unit.name}': call it before or after")
+        if self.planner.in_backward(unit.number):
+            raise StateError(f"{doing} was called inside the backward of unit '{unit.name}': call it before or after")
+
     # --- actions ---
 
     def _execute(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            unit = self._units.get(action.unit)
-            if unit is None:
-                raise InternalError(f"unit {action.unit} was deleted, but {type(action).__name__} was planned for it")
-            if _torch.profiling():
-                with record_function(f"fullshard::{type(action).__name__.lower()} {unit.name}"):
-                    self._run[type(action)](unit)
-            else:
+        for index, action in enumerate(actions):
+            try:
+                self._act(action)
+            except BaseException:
+                self._void(actions[index:])
+                raise
+
+    def _void(self, actions: Sequence[Action]) -> None:
+        """An action raised: it and those planned behind it did not happen, so their units hold nothing."""
+        for number in dict.fromkeys(action.unit for action in actions):
+            unit = self._units.get(number)
+            if unit is not None:
+                for group, ticket in self._gathering.pop(number, ()):
+                    self._in_flight.push(ticket, group.shrink)
+                self._in_flight.drain()
+                self._reshard(unit)
+                self.planner.void(number)
+
+    def _act(self, action: Action) -> None:
+        unit = self._units.get(action.unit)
+        if unit is None:
+            raise InternalError(f"unit {action.unit} was deleted, but {type(action).__name__} was planned for it")
+        if _torch.profiling():
+            with record_function(f"fullshard::{type(action).__name__.lower()} {unit.name}"):
                 self._run[type(action)](unit)
+        else:
+            self._run[type(action)](unit)
 
     def _refresh(self, unit: Unit) -> None:
         """What a caller changed since the unit was gathered makes the gathered data void; `_unshard` looks once more."""
@@ -384,10 +431,10 @@ class Runtime:
     def _unshard(self, unit: Unit) -> None:
         unit.refresh()
         tickets: list[tuple[Group, Ticket]] = []
+        self._gathering[unit.number] = tickets
         for group in unit.groups:
             full = group.grow(self.device)
             tickets.append((group, self._gather_lane.run(full.start, full.finish)))
-        self._gathering[unit.number] = tickets
 
     def _wait(self, unit: Unit) -> None:
         for group, ticket in self._gathering.pop(unit.number):
@@ -431,8 +478,11 @@ class Runtime:
     # --- heartbeat ---
 
     def _collect(self) -> None:
-        """Wait for what is in flight and hand out the gradients."""
-        reduced, self._reduced = self._reduced, []
+        """Wait for what is in flight and hand out the gradients of units whose step this backward ends."""
+        reduced = [entry for entry in self._reduced if entry[0].options.last_backward]
+        if not reduced:
+            return
+        self._reduced = [entry for entry in self._reduced if not entry[0].options.last_backward]
         heartbeats = self._start_heartbeats(reduced)
         self._in_flight.drain()
         for unit, reduction in reduced:
@@ -471,20 +521,31 @@ class Runtime:
     def _begin_backward(self) -> None:
         if self._backward is None:
             end = BackwardEnd(self)
-            self._backward = weakref.ref(end)
+            self._backward = weakref.ref(end, self._backward_died)
             _torch.on_backward_end(end)
+
+    def _backward_died(self, _: object) -> None:
+        """At once, and touching nothing that another rank takes part in: callers find their sharded parameters in place."""
+        for unit in self._touched.values():
+            self._uninstall(unit)
 
     def _recover_if_stale(self) -> None:
         """A backward that raised never told us; its engine dropped our callback, which is how we know."""
         if self._backward is None or self._backward() is not None:
             return
-        self._backward = None
         names = ", ".join(f"'{unit.name}'" for unit in self._touched.values()) or "no unit"
         warnings.warn(
             f"the last backward raised after it had reached {names}: the gradients of that backward are discarded",
             stacklevel=2,
         )
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Forget a forward or backward that died half way, and free what it held."""
+        self._backward = None
         self._in_flight.drain()
+        for number in self.planner.underway():
+            self._uninstall(self._units[number])
         self._execute(self.planner.abandon())
         for unit in self._touched.values():
             for group in unit.groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 
 
@@ -70,6 +71,15 @@ class Call:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What the end of a forward brings: the call, the units inside that end with it, and what to do."""
+
+    call: Call
+    closed: list[int]
+    actions: list[Action]
+
+
 @dataclass(slots=True)
 class Seat:
     """What the planner knows of one unit."""
@@ -77,7 +87,8 @@ class Seat:
     keep: Keep
     keep_after_backward: bool = False
     residency: Residency = Residency.SHARDED
-    waiting: int = 0  # calls whose backward may still come
+    waiting: int = 0  # calls whose backward may still come, by the order of events alone: every rank agrees
+    alive: int = 0  # calls whose graph exists on this rank and waits: says what is legal, never what is sent
     last: Call | None = None  # the last forward outside backward; a recomputation takes its place in time from it
     hooked: bool = False  # whether that forward, or a recomputation of it, had grad, so that its backward announces itself
     held: bool = False  # unsharded by the caller
@@ -129,6 +140,9 @@ class Stats:
     unused: int = 0
 
 
+_RUNS = 64  # how many outermost forwards may lie before the backward that reaches the first of them
+
+
 class Planner:
     """Events in, actions out. planner 1 - n units, known by number.
 
@@ -146,8 +160,10 @@ class Planner:
         self.stats = Stats()
         self._seats: dict[int, Seat] = {}
         self._running: list[Call] = []  # forwards under way, outermost first (their `end` is not known yet)
-        self._calls: dict[int, Call] = {}  # by end: forwards whose graph lives and whose backward has not begun
+        self._calls: dict[int, Call] = {}  # by end: forwards with grad whose backward has not begun
+        self._runs: deque[int] = deque(maxlen=_RUNS)  # when the last outermost forwards began
         self._entered: dict[int, int] = {}  # unit -> start of its earliest call whose backward has begun
+        self._latest = -1  # start of the latest call that the running backward reached
         self._ahead: int | None = None  # gathered in expectation, not yet used
         self._forward_order = Order()
         self._backward_order = Order()
@@ -190,7 +206,16 @@ class Planner:
         return self._running[0].unit if self._running else None
 
     def awaits_backward(self, unit: int) -> bool:
-        return self._seats[unit].waiting > 0
+        """Whether a graph on this rank may still need the unit's full parameters."""
+        seat = self._seats[unit]
+        return seat.alive > 0 or unit in self._entered
+
+    def underway(self) -> list[int]:
+        """Units whose forward has begun and not ended."""
+        return [call.unit for call in self._running]
+
+    def in_backward(self, unit: int) -> bool:
+        return unit in self._entered
 
     def move(self, unit: int, to: Residency) -> None:
         seat = self._seats[unit]
@@ -208,19 +233,24 @@ class Planner:
                 self._forward_order.close()
             if self._ahead is not None and self._ahead != unit:
                 actions += self._discard()
+            if len(self._runs) == _RUNS:
+                self._expire(before=self._runs[0])
+            self._runs.append(self.clock)
         self.clock += 1
         self._running.append(Call(unit, self.clock, self.clock))
         return actions + self._need(unit, self._forward_order.expect(unit), stale)
 
-    def after_forward(self, unit: int, *, grad: bool) -> tuple[Call, list[Action]]:
+    def after_forward(self, unit: int, *, grad: bool) -> Ended:
         """The call that just ended, and what follows. A forward inside it that never ended (it raised, or
         belongs to a list of modules of which some did not run) ends with it."""
         if not self.running(unit):
             raise InternalError(f"unit {unit} ended a forward that it never began")
         self.clock += 1
         actions: list[Action] = []
+        closed: list[int] = []
         while self._running[-1].unit != unit:
             inner = self._running.pop()
+            closed.append(inner.unit)
             self._seats[inner.unit].last = Call(inner.unit, inner.start, self.clock)
             if not grad or self._seats[inner.unit].keep is not Keep.ALWAYS:
                 actions += self._free(inner.unit)
@@ -228,9 +258,9 @@ class Planner:
         seat = self._seats[unit]
         seat.last, seat.hooked = call, grad
         if self.running(unit):  # a module that calls itself
-            return call, actions
+            return Ended(call, closed, actions)
         keep = grad and (seat.keep is Keep.ALWAYS or (seat.keep is Keep.OUTERMOST and not self._running))
-        return call, actions if keep else actions + self._free(unit)
+        return Ended(call, closed, actions if keep else actions + self._free(unit))
 
     def interim(self, unit: int) -> Call:
         """A module of a unit of several ended its forward, and others are still to come."""
@@ -240,14 +270,24 @@ class Planner:
 
     def expect_backward(self, call: Call) -> None:
         """An output of `call` requires grad."""
+        self._seats[call.unit].alive += 1
         if call.end not in self._calls:  # a recomputation may repeat a call that still waits
             self._calls[call.end] = call
             self._seats[call.unit].waiting += 1
 
     def forget(self, call: Call) -> None:
-        """The graph of `call` is gone."""
-        if self._calls.pop(call.end, None) is not None and call.unit in self._seats:
+        """The graph of `call` is gone, or its backward has begun. When that happens differs from rank to rank, so nothing that is sent depends on it."""
+        if call.unit in self._seats:
+            self._seats[call.unit].alive -= 1
+
+    def _reached(self, call: Call) -> None:
+        """Nobody waits for the backward of `call` any longer."""
+        if self._calls.pop(call.end, None) is not None:
             self._seats[call.unit].waiting -= 1
+
+    def _expire(self, *, before: int) -> None:
+        for call in [call for call in self._calls.values() if call.start < before]:
+            self._reached(call)
 
     def before_recompute(self, unit: int, *, stale: bool = False) -> list[Action]:
         """A forward inside backward (activation checkpointing): the unit stays full until its own gradients are done.
@@ -275,12 +315,15 @@ class Planner:
     def before_backward(self, call: Call, *, stale: bool = False) -> list[Action]:
         actions = self._finish(beyond=call.end)
         self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
-        self.forget(call)
+        self._latest = max(self._latest, call.start)
+        self._reached(call)
         return actions + self._need(call.unit, self._expect_in_backward(call.unit), stale)
 
     def after_backward(self) -> list[Action]:
-        """Backward is over: reduce what is left, free what nobody will use."""
+        """Backward is over: reduce what is left, free what nobody will use. Calls older than what it reached will not come."""
         actions = self._finish(beyond=-1, even_if_waiting=True)
+        self._expire(before=self._latest)
+        self._latest = -1
         if self._ahead is not None:
             actions += self._discard()
         for unit, seat in self._seats.items():
@@ -298,6 +341,8 @@ class Planner:
         self._entered.clear()
         self._running.clear()
         self._ahead = None
+        self._latest = -1
+        self._expire(before=self.clock + 1)
         self._forward_order.now, self._forward_order.at = [], 0
         self._backward_order.now, self._backward_order.at = [], 0
         for unit, seat in self._seats.items():
@@ -311,13 +356,14 @@ class Planner:
     def hold(self, unit: int, *, stale: bool = False) -> list[Action]:
         """The caller asked for the full parameters; started, not waited for."""
         seat = self._seats[unit]
-        seat.held = True
         actions: list[Action] = []
-        if seat.residency is Residency.FULL and stale:
-            actions += self._free(unit)
-            seat.held = True
+        if stale:
+            actions += self.ready(unit) + self._free(unit)
         if seat.residency is Residency.SHARDED:
             actions += self._gather(unit)
+        if self._ahead == unit:
+            self._ahead = None
+        seat.held = True
         return actions
 
     def ready(self, unit: int) -> list[Action]:
@@ -328,6 +374,13 @@ class Planner:
             self._ahead = None
         self.move(unit, Residency.FULL)
         return [Wait(unit)]
+
+    def void(self, unit: int) -> None:
+        """An action on the unit raised: its data is gone, whatever was planned."""
+        seat = self._seats[unit]
+        seat.residency, seat.held = Residency.SHARDED, False
+        if self._ahead == unit:
+            self._ahead = None
 
     def release(self, unit: int) -> list[Action]:
         """The caller gives the full parameters back."""
