@@ -559,3 +559,22 @@ def test_deleting_a_model_while_it_is_being_gathered(world: World) -> None:
 def test_copying_a_sharded_module_is_refused_with_a_reason(world: World) -> None:
     with pytest.raises(fullshard.StateError, match="cannot be copied yet: copy the module before fully_shard"):
         copy.deepcopy(shard_stack(Stack(), world.mesh))
+
+
+@ranks(2)
+def test_freezing_while_only_one_rank_holds_a_graph(world: World) -> None:
+    """Regrouping parameters by trainability depended on whether a graph was alive, so ranks could disagree on messages."""
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    for step in range(3):
+        out = sharded(world.mine(batch(9)))
+        if world.rank:
+            out = None
+        for m in (sharded, model):
+            m.head.bias.requires_grad_(step == 1)
+            m.blocks[0].up.requires_grad_(step != 1)
+        square(sharded(world.mine(batch(step)))).backward()
+        square(model(batch(step))).backward()
+        assert_same_grads(sharded, model)
+        sharded.zero_grad(), model.zero_grad()
+        del out

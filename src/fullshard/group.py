@@ -161,6 +161,7 @@ class Group:
     def absorb(self, values: Sequence[Tensor]) -> None:
         """Take over `values` (one local shard per parameter) in place."""
         for parameter, value in zip(self.parameters, values):
+            parameter.match_trainability()
             if value is not parameter.local:
                 if value.data_ptr() != parameter.local.data_ptr():
                     parameter.local.copy_(value)

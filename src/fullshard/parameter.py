@@ -195,11 +195,15 @@ class ShardedParameter:
             )
         return _torch.local_tensor(value)
 
+    def match_trainability(self) -> None:
+        """Let the full face require grad as the sharded one does."""
+        if self.full is not None and self.full.requires_grad is not self.sharded.requires_grad:
+            self.full.requires_grad_(self.sharded.requires_grad)
+
     def install_full(self) -> None:
         full = self.full
         assert full is not None
-        if full.requires_grad is not self.sharded.requires_grad:
-            full.requires_grad_(self.sharded.requires_grad)
+        self.match_trainability()
         for installation in self.installations:
             installation.put(full)
 

@@ -121,29 +121,24 @@ class Unit:
         if self.is_current():
             return
         values = [parameter.incoming() for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.restore_sharded()
         fits = all(
             value.dtype == parameter.local.dtype and value.device == parameter.local.device
             for parameter, value in zip(self.parameters, values)
         )
-        awaited = _torch.current_graph_task() != -1 or self.runtime.planner.awaits_backward(self.number)
-        if not fits and awaited:
+        if not fits and (_torch.current_graph_task() != -1 or self.runtime.planner.awaits_backward(self.number)):
             raise StateError(
                 f"the parameters of unit '{self.name}' changed dtype or device between its forward and its backward: "
                 "finish the step first"
             )
-        if fits and awaited:  # an autograd graph holds the full parameters: keep them
-            for parameter in self.parameters:
-                if parameter.full is not None:
-                    parameter.full.requires_grad_(parameter.requires_grad)
-        if fits and all(p.full is None or p.full.requires_grad is p.requires_grad for p in self.parameters):
-            found = dict(zip(map(id, self.parameters), values))
-            with torch.no_grad():
-                for group in self.groups:
-                    group.absorb([found[id(parameter)] for parameter in group.parameters])
-            return
-        self.regroup(values)
+        for parameter in self.parameters:
+            parameter.restore_sharded()
+        if not fits:
+            return self.regroup(values)
+        # Groups stay as they are when trainability changes: what travels must not depend on what one rank still holds.
+        found = dict(zip(map(id, self.parameters), values))
+        with torch.no_grad():
+            for group in self.groups:
+                group.absorb([found[id(parameter)] for parameter in group.parameters])
 
     def lends(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in memory that goes with the full parameters."""
@@ -376,7 +371,7 @@ class Runtime:
         """Let the slots show the sharded parameters, and free the full ones unless a backward needs them."""
         self.check_idle(unit, doing=doing)
         self._uninstall(unit)
-        if not self.planner.awaits_backward(unit.number):
+        if not self.planner.expects_backward(unit.number):
             self._execute(self.planner.release(unit.number))
 
     def check_idle(self, unit: Unit, *, doing: str) -> None:

@@ -214,6 +214,10 @@ class Planner:
         """Units whose forward has begun and not ended."""
         return [call.unit for call in self._running]
 
+    def expects_backward(self, unit: int) -> bool:
+        """Whether a backward of the unit may come, or is under way, by the order of events alone."""
+        return self._seats[unit].waiting > 0 or unit in self._entered
+
     def in_backward(self, unit: int) -> bool:
         return unit in self._entered
 
@@ -276,7 +280,10 @@ class Planner:
             self._seats[call.unit].waiting += 1
 
     def forget(self, call: Call) -> None:
-        """The graph of `call` is gone, or its backward has begun. When that happens differs from rank to rank, so nothing that is sent depends on it."""
+        """The graph of `call` is gone, or its backward has begun.
+
+        When that happens differs from rank to rank, so nothing that is sent depends on it.
+        """
         if call.unit in self._seats:
             self._seats[call.unit].alive -= 1
 
