@@ -67,8 +67,11 @@ def shard_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DTens
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor over `local` without any check or copy (about 2 us; `DTensor.from_local` costs 7 times that)."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    """A DTensor over `local` without any check or copy, in 2 us.
+
+    `DTensor.from_local` costs 7 times that; calling the class runs an `__init__` that does nothing, wrapped for dynamo.
+    """
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

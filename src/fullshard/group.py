@@ -129,6 +129,9 @@ class Group:
             local.copy_(value)
             parameter.settle(local)
         self._full: FullSide | None = None
+        self._installed = False
+        # Of each parameter's gradient in a flat one: local shape, its strides, offset.
+        self._views = [(p.local_shape, p.local.stride(), place.offset) for p, place in zip(parameters, self.layout.places)]
         self._token = object()  # on a gradient it says that its flat tensor is laid out like this group
         self._gaps: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -211,12 +214,18 @@ class Group:
             self._full.drop_staging()
 
     def install(self) -> None:
-        for parameter in self.parameters:
-            parameter.install_full()
+        """Have the slots hold the full parameters."""
+        if not self._installed:
+            self._installed = True
+            for parameter in self.parameters:
+                parameter.install_full()
 
     def uninstall(self) -> None:
-        for parameter in self.parameters:
-            parameter.install_sharded()
+        """Have the slots hold the sharded parameters."""
+        if self._installed:
+            self._installed = False
+            for parameter in self.parameters:
+                parameter.install_sharded()
 
     def shrink(self) -> None:
         if self._full is not None:
@@ -260,16 +269,16 @@ class Group:
             self._gaps[size, dtype] = zeros
         return zeros
 
-    def receive(self, flat: Tensor, used: Sequence[bool]) -> None:
+    def receive(self, flat: Tensor, used: Sequence[bool], *, hooked: bool) -> None:
         """Reduced gradients, (shard_numel,) in the storage dtype, go to the `.grad` of parameters that are `used`."""
         parameters = self.parameters
-        plain = all(used) and not self.hooked
+        plain = not hooked and all(used)
         if plain and self._accumulate_flat(flat):
             return
         mark = (self._token, flat)
-        for parameter, place, is_used in zip(parameters, self.layout.places, used):
+        for parameter, view, is_used in zip(parameters, self._views, used):
             if is_used:
-                local = flat[place.offset : place.offset + parameter.local.numel()].view(parameter.local_shape)
+                local = flat.as_strided(*view)
                 if plain and parameter.sharded.grad is None:
                     gradient = parameter.face(local)
                     gradient.__dict__[_FLAT] = mark
@@ -309,7 +318,7 @@ class Reduction:
         before = 1.0 / ranks if reduce is torch.float16 else 1.0  # a sum of halves overflows early
         self._scale = 1.0 / (ranks * before)
         self._group = group
-        self._landed = False
+        self._landed = self._hooked = False
         self.used = [grad is not None for grad in grads]
         bucket, alone = layout.reduction(direct=group.dtypes.compute == reduce)
         self._out = torch.empty(layout.shard_numel, dtype=reduce, device=device)
@@ -349,7 +358,8 @@ class Reduction:
     def settle(self) -> None:
         """The compute lane is ordered behind the reduction: let the messages go. Callers' hooks do not wait any longer."""
         self._fulls, self._outs, self._out = [], [], self._flat
-        if self._group.hooked:
+        self._hooked = self._group.hooked
+        if self._hooked:
             self.land()
 
     def land(self) -> None:
@@ -358,7 +368,7 @@ class Reduction:
         """
         if not self._landed:
             self._landed = True
-            self._group.receive(self._flat, self.used)
+            self._group.receive(self._flat, self.used, hooked=self._hooked)
 
     @property
     def undecided(self) -> bool:
@@ -376,7 +386,7 @@ class Reduction:
             for here, anywhere, p in zip(self.used, used_somewhere, self._group.parameters)
         ]
         if any(late):
-            self._group.receive(self._flat, late)
+            self._group.receive(self._flat, late, hooked=True)
 
 
 def group_parameters(

@@ -294,15 +294,17 @@ class Runtime:
         if planner.outermost() == number and not _torch.is_in_forward(module, outer=True) and not unit.is_list:
             self._abandon()  # the forward before this one was interrupted in a way that runs no hooks
         if _torch.current_graph_task() != -1:
-            self._begin_backward()
+            first = self._begin_backward()
             self._touched[number] = unit
-            self._execute(planner.before_recompute(number, stale=unit.stale))
+            self._execute(planner.before_recompute(number, stale=self._is_stale(unit, first)))
         elif not (unit.is_list and planner.running(number)):
-            self._refresh(unit)
+            first = planner.outermost() is None
+            if first or unit.residency is Residency.FULL:
+                self._refresh(unit)
             unit.begin_round()
-            if planner.outermost() is None:
+            if first:
                 unit.name_below(module)
-            self._execute(planner.before_forward(number, stale=unit.stale))
+            self._execute(planner.before_forward(number, stale=self._is_stale(unit, first)))
         for group in unit.groups:
             group.install()
 
@@ -328,11 +330,11 @@ class Runtime:
 
     def enter_backward(self, unit: Unit, call: Call) -> None:
         self._recover_if_stale()
-        self._begin_backward()
+        first = self._begin_backward()
         self._touched[unit.number] = unit
         self._in_flight.poll()
         with torch.no_grad():
-            self._execute(self.planner.before_backward(call, stale=unit.stale))
+            self._execute(self.planner.before_backward(call, stale=self._is_stale(unit, first)))
         for group in unit.groups:  # what is recomputed inside the unit runs without its hooks
             group.install()
 
@@ -422,6 +424,11 @@ class Runtime:
             if not unit.is_current():
                 self._execute(self.planner.release(unit.number))
                 unit.refresh()
+
+    def _is_stale(self, unit: Unit, first: bool) -> bool:
+        """Whether what was gathered is out of date. What was issued ahead within a forward or backward cannot be."""
+        residency = unit.residency
+        return (residency is Residency.FULL or (first and residency is Residency.GATHERING)) and unit.stale
 
     def _unshard(self, unit: Unit) -> None:
         unit.refresh()
@@ -513,11 +520,14 @@ class Runtime:
 
     # --- backward's end, and what to do when it never comes ---
 
-    def _begin_backward(self) -> None:
-        if self._backward is None:
-            end = BackwardEnd(self)
-            self._backward = weakref.ref(end, self._backward_died)
-            _torch.on_backward_end(end)
+    def _begin_backward(self) -> bool:
+        """True for the first event of a backward."""
+        if self._backward is not None:
+            return False
+        end = BackwardEnd(self)
+        self._backward = weakref.ref(end, self._backward_died)
+        _torch.on_backward_end(end)
+        return True
 
     def _backward_died(self, _: object) -> None:
         """At once, and touching nothing that another rank takes part in: callers find their sharded parameters in place."""
