@@ -147,3 +147,39 @@ def test_calls_at_a_wrong_moment(world: World) -> None:
     with pytest.raises(StateError, match="changed dtype or device between its forward and its backward"):
         model.blocks[0].double()
     del loss
+
+
+@ranks(2)
+def test_an_optimizer_at_a_wrong_moment(world: World) -> None:
+    steps: list[torch.optim.Optimizer] = []
+
+    class Stepping(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            steps[0].step()
+            return super().forward(x)
+
+    model = shard_stack(Stepping(), world.mesh)
+    steps.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(StateError, match=r"optimizer.step\(\) was called inside the forward of unit 'Stepping'"):
+        model(batch(0))
+    model = shard_stack(Stack(), world.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.accumulate():
+        square(model(batch(0))).backward()
+    with pytest.raises(StateError, match=r"while the gradient of 'inp.weight' in unit 'Stack' is only kept on each rank"):
+        optimizer.step()
+    model.zero_grad()
+    optimizer.step()
+    model.set_is_last_backward(False)
+    square(model(batch(0))).backward()
+    with pytest.raises(StateError, match=r"before the gradients of unit 'Stack' arrived: call set_is_last_backward\(True\)"):
+        optimizer.step()
+    model.set_is_last_backward(True)
+    square(model(batch(0))).backward()
+    optimizer.step()
+
+
+@ranks(2)
+def test_the_default_mesh_is_all_ranks(world: World) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    assert model.weight.device_mesh.size() == world.size and model.weight.to_local().shape == (2, 4)

@@ -303,12 +303,7 @@ class FSDPModule:
         """As torch's, for the sharded parameters, also while full ones are installed; discards what `accumulate()` kept."""
         for unit in _units(self, True):
             for parameter in unit.parameters:
-                parameter.kept = None
-                if parameter.sharded.grad is not None:
-                    if set_to_none:
-                        parameter.sharded.grad = None
-                    else:
-                        parameter.sharded.grad.detach_().zero_()
+                parameter.discard_gradient(set_to_none=set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -66,6 +66,10 @@ class FullSide:
         empty = torch.empty(0, dtype=self._flat.dtype, device=self._flat.device)
         return empty.set_(self._storage, offset, tuple(shape))  # type: ignore[call-overload]
 
+    def gathered(self, versions: list[int]) -> None:
+        """These are the versions of the shards that this storage shows."""
+        self.versions = versions
+
     def holds(self, tensor: Tensor) -> bool:
         return self._nbytes > 0 and _torch.is_over(tensor, self._storage)
 
@@ -188,7 +192,7 @@ class Group:
             if full.versions:  # let autograd find graphs that saved the old values
                 changed = [p.full for p, old, new in zip(self.parameters, full.versions, versions) if old != new]
                 torch.autograd.graph.increment_version(changed)  # type: ignore[arg-type]
-            full.versions = versions
+            full.gathered(versions)
         return full
 
     def _check_device(self, device: torch.device) -> None:
@@ -235,32 +239,21 @@ class Group:
 
     def take_gradients(self) -> list[Tensor | None] | None:
         """What autograd left at the full parameters; None if it left nothing."""
-        grads: list[Tensor | None] = []
-        found = False
-        for parameter in self.parameters:
-            full = parameter.full
-            grad = full.grad if full is not None else None
-            if grad is not None:
-                full.grad = None  # type: ignore[union-attr]
-                found = True
-            grads.append(grad)
-        return grads if found else None
+        grads = [parameter.take_gradient() for parameter in self.parameters]
+        return None if all(grad is None for grad in grads) else grads
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Keep gradients of a backward that does not communicate, in the reduce dtype."""
         for parameter, grad in zip(self.parameters, grads):
             if grad is not None:
-                parameter.kept = grad.to(self.dtypes.reduce) if parameter.kept is None else parameter.kept.add_(grad)
+                parameter.keep(grad, self.dtypes.reduce)
 
     def with_accumulated(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """`grads` and what earlier backwards kept."""
         if all(parameter.kept is None for parameter in self.parameters):
             return grads
         self.accumulate(grads)
-        grads = [parameter.kept for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.kept = None
-        return grads
+        return [parameter.take_kept() for parameter in self.parameters]
 
     def gap(self, size: int, dtype: torch.dtype) -> Tensor:
         zeros = self._gaps.get((size, dtype))
@@ -282,7 +275,7 @@ class Group:
                 if plain and parameter.sharded.grad is None:
                     gradient = parameter.face(local)
                     gradient.__dict__[_FLAT] = mark
-                    parameter.sharded.grad = gradient
+                    parameter.deliver(gradient)
                 else:
                     parameter.receive(local)
 
@@ -369,6 +362,10 @@ class Reduction:
         if not self._landed:
             self._landed = True
             self._group.receive(self._flat, self.used, hooked=self._hooked)
+
+    @property
+    def landed(self) -> bool:
+        return self._landed
 
     @property
     def undecided(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.parameter import successor, wrote
+from fullshard.parameter import logical_parameters, successor
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
@@ -48,11 +48,16 @@ def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     rebind(optimizer)
+    for group in optimizer.param_groups:
+        for check in dict.fromkeys(parameter.before_step for parameter in logical_parameters(group["params"])):
+            if check is not None:
+                check()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
-        wrote(group["params"])
+        for parameter in logical_parameters(tensor for tensor in group["params"] if tensor.grad is not None):
+            parameter.wrote()
 
 
 _torch.register_optimizer_step_pre_hook(_before_step)

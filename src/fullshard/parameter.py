@@ -19,24 +19,7 @@ from fullshard.schedule import StateError
 _SUCCESSOR = "_fullshard_sharded"  # on a plain parameter: the sharded one that took its place
 
 
-_WRITES = "_fullshard_writes"  # on a sharded parameter
-
-
-class Writes:
-    """How often optimizers wrote a shard. DTensor's foreach and fused operations move no version counter."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-def wrote(parameters: Iterable[Tensor]) -> None:
-    """An optimizer stepped: those of `parameters` with a gradient were written."""
-    for parameter in parameters:
-        writes = parameter.__dict__.get(_WRITES)
-        if writes is not None and parameter.grad is not None:
-            writes.count += 1
+_LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to the ShardedParameter it is the face of
 
 
 def successor(tensor: Tensor) -> nn.Parameter | None:
@@ -46,7 +29,13 @@ def successor(tensor: Tensor) -> nn.Parameter | None:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether `tensor` is the sharded face of a parameter of a unit."""
-    return _WRITES in tensor.__dict__
+    return _LOGICAL in tensor.__dict__
+
+
+def logical_parameters(tensors: Iterable[Tensor]) -> list[ShardedParameter]:
+    """The sharded parameters among `tensors`."""
+    references = [tensor.__dict__.get(_LOGICAL) for tensor in tensors]
+    return [found for reference in references if reference is not None and (found := reference()) is not None]
 
 
 class Installation:
@@ -76,9 +65,24 @@ class ShardedParameter:
     sharded: the DTensor Parameter callers see, over `local` (rows, *shape[1:]), a view of the group's flat shard.
     full: the Parameter modules compute with, over the group's full storage; None until first gathered.
     kept: the full gradient of backwards that did not communicate, in the reduce dtype.
+    before_step: raises StateError if this is no moment for an optimizer to write the shard.
     """
 
-    __slots__ = ("axis", "extent", "full", "installations", "kept", "local", "name", "shape", "sharded", "spec", "writes")
+    __slots__ = (
+        "__weakref__",
+        "_writes",
+        "axis",
+        "before_step",
+        "extent",
+        "full",
+        "installations",
+        "kept",
+        "local",
+        "name",
+        "shape",
+        "sharded",
+        "spec",
+    )
 
     def __init__(self, claim: Claim, axis: ShardAxis) -> None:
         original = claim.parameter
@@ -88,7 +92,8 @@ class ShardedParameter:
         self.spec = _torch.shard_spec(axis.mesh, self.shape, original.dtype)
         self.full: nn.Parameter | None = None
         self.kept: Tensor | None = None
-        self.writes = Writes()
+        self._writes = 0
+        self.before_step: Callable[[], None] | None = None
         self.local: Tensor = self.slice(original.detach())
         self.sharded = nn.Parameter(_torch.dtensor(self.local, self.spec), requires_grad=original.requires_grad)
         self._inherit(original)
@@ -111,7 +116,40 @@ class ShardedParameter:
     @property
     def version(self) -> int:
         """Grows when the shard is written through its DTensor or by an optimizer."""
-        return self.writes.count + self.sharded._version
+        return self._writes + self.sharded._version
+
+    def wrote(self) -> None:
+        """An optimizer wrote the shard. DTensor's foreach and fused operations move no version counter."""
+        self._writes += 1
+
+    def take_gradient(self) -> Tensor | None:
+        """What autograd left at the full face."""
+        full = self.full
+        grad = None if full is None else full.grad
+        if grad is not None:
+            full.grad = None  # type: ignore[union-attr]
+        return grad
+
+    def keep(self, grad: Tensor, dtype: torch.dtype) -> None:
+        """Add to what backwards without communication kept."""
+        self.kept = grad.to(dtype) if self.kept is None else self.kept.add_(grad)
+
+    def take_kept(self) -> Tensor | None:
+        kept, self.kept = self.kept, None
+        return kept
+
+    def discard_gradient(self, *, set_to_none: bool) -> None:
+        """As `zero_grad`, including what was kept."""
+        self.kept = None
+        if self.sharded.grad is not None:
+            if set_to_none:
+                self.sharded.grad = None
+            else:
+                self.sharded.grad.detach_().zero_()
+
+    def deliver(self, gradient: DTensor) -> None:
+        """Set the first gradient of a step."""
+        self.sharded.grad = gradient
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -138,7 +176,7 @@ class ShardedParameter:
             torch.utils.swap_tensors(self.sharded, fresh)
             self.sharded.__dict__.update(extras)
         _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
-        self.sharded.__dict__[_WRITES] = self.writes
+        self.sharded.__dict__[_LOGICAL] = weakref.ref(self)
 
     def materialize(self, view: Tensor) -> None:
         """`view` (the full shape, over the full storage) becomes the full face."""

@@ -69,6 +69,9 @@ class Unit:
         self.collectives = self.runtime.collectives(axis, options.comm)
         self.number = self.runtime.admit(self)
         self.regroup([parameter.local for parameter in parameters])
+        check = StepCheck(self)
+        for parameter in parameters:
+            parameter.before_step = check
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -183,6 +186,20 @@ def attach(unit: Unit) -> None:
     """Hand the modules of a unit their strong reference to it."""
     for module in unit.modules:
         module.__dict__[_UNIT] = unit
+
+
+class StepCheck:
+    """Asked by optimizers before they step: one per unit, shared by its parameters, which it does not keep alive."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self) -> None:
+        unit = self._unit()
+        if unit is not None:
+            unit.runtime.check_step(unit)
 
 
 class BackwardHook:
@@ -385,6 +402,23 @@ class Runtime:
             raise StateError(f"{doing} was called inside the forward of unit '{unit.name}': call it before or after")
         if self.planner.in_backward(unit.number):
             raise StateError(f"{doing} was called inside the backward of unit '{unit.name}': call it before or after")
+
+    def check_step(self, unit: Unit) -> None:
+        """Raises StateError if an optimizer may not write the unit's shards now."""
+        if self.planner.running(unit.number) and any(_torch.is_in_forward(module) for module in unit.modules):
+            raise StateError(f"optimizer.step() was called inside the forward of unit '{unit.name}': call it after backward")
+        for parameter in unit.parameters:
+            if parameter.kept is not None and parameter.sharded.grad is None:
+                raise StateError(
+                    f"optimizer.step() was called while the gradient of '{parameter.name}' in unit '{unit.name}' is only kept "
+                    "on each rank: run the last backward of the step outside of accumulate(), or after "
+                    "set_requires_gradient_sync(True)"
+                )
+        if any(held is unit and not reduction.landed for held, reduction in self._reduced):
+            raise StateError(
+                f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived: "
+                "call set_is_last_backward(True) before the last backward of the step"
+            )
 
     # --- actions ---
 

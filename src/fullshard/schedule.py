@@ -93,6 +93,37 @@ class Seat:
     hooked: bool = False  # whether that forward, or a recomputation of it, had grad, so that its backward announces itself
     held: bool = False  # unsharded by the caller
 
+    def move(self, unit: int, to: Residency) -> None:
+        if (self.residency, to) not in MOVES:
+            raise InternalError(f"unit {unit} cannot go from {self.residency.value} to {to.value}")
+        self.residency = to
+
+    def expect(self) -> None:
+        self.waiting += 1
+
+    def reached(self) -> None:
+        self.waiting -= 1
+
+    def bind(self) -> None:
+        """A graph on this rank needs the unit."""
+        self.alive += 1
+
+    def unbind(self) -> None:
+        self.alive -= 1
+
+    def ended(self, call: Call, *, hooked: bool) -> None:
+        self.last, self.hooked = call, hooked
+
+    def hold(self, held: bool) -> None:
+        self.held = held
+
+    def set(self, keep: Keep, keep_after_backward: bool) -> None:
+        self.keep, self.keep_after_backward = keep, keep_after_backward
+
+    def void(self) -> None:
+        """The data is gone, whatever was planned."""
+        self.residency, self.held = Residency.SHARDED, False
+
 
 @dataclass(slots=True)
 class Order:
@@ -128,7 +159,16 @@ class Order:
         """This run is over; the next one may be like it."""
         if self.now:
             self.runs[self.now[0]] = self.now
+        self.restart()
+
+    def restart(self) -> None:
+        """This run came to nothing."""
         self.now, self.at = [], 0
+
+    def drop(self, unit: int) -> None:
+        """The unit is no more."""
+        self.runs = {first: run for first, run in self.runs.items() if unit not in run}
+        self.now = [other for other in self.now if other != unit]
 
 
 @dataclass(slots=True)
@@ -182,18 +222,10 @@ class Planner:
         if self._ahead == unit:
             self._ahead = None
         for order in (self._forward_order, self._backward_order):
-            order.runs = {first: run for first, run in order.runs.items() if unit not in run}
-            order.now = [other for other in order.now if other != unit]
+            order.drop(unit)
 
-    def configure(self, unit: int, *, keep: Keep | None = None, keep_after_backward: bool | None = None) -> None:
-        seat = self._seats[unit]
-        if keep is not None:
-            seat.keep = keep
-        if keep_after_backward is not None:
-            seat.keep_after_backward = keep_after_backward
-
-    def keep_of(self, unit: int) -> Keep:
-        return self._seats[unit].keep
+    def configure(self, unit: int, *, keep: Keep, keep_after_backward: bool) -> None:
+        self._seats[unit].set(keep, keep_after_backward)
 
     def residency(self, unit: int) -> Residency:
         return self._seats[unit].residency
@@ -222,10 +254,8 @@ class Planner:
         return unit in self._entered
 
     def move(self, unit: int, to: Residency) -> None:
-        seat = self._seats[unit]
-        if (seat.residency, to) not in MOVES:
-            raise InternalError(f"unit {unit} cannot go from {seat.residency.value} to {to.value}")
-        seat.residency = to
+        """Raises InternalError for a move that is not in the table."""
+        self._seats[unit].move(unit, to)
 
     # --- events ---
 
@@ -255,12 +285,12 @@ class Planner:
         while self._running[-1].unit != unit:
             inner = self._running.pop()
             closed.append(inner.unit)
-            self._seats[inner.unit].last = Call(inner.unit, inner.start, self.clock)
+            self._seats[inner.unit].ended(Call(inner.unit, inner.start, self.clock), hooked=grad)
             if not grad or self._seats[inner.unit].keep is not Keep.ALWAYS:
                 actions += self._free(inner.unit)
         call = Call(unit, self._running.pop().start, self.clock)
         seat = self._seats[unit]
-        seat.last, seat.hooked = call, grad
+        seat.ended(call, hooked=grad)
         if self.running(unit):  # a module that calls itself
             return Ended(call, closed, actions)
         keep = grad and (seat.keep is Keep.ALWAYS or (seat.keep is Keep.OUTERMOST and not self._running))
@@ -274,10 +304,10 @@ class Planner:
 
     def expect_backward(self, call: Call) -> None:
         """An output of `call` requires grad."""
-        self._seats[call.unit].alive += 1
+        self._seats[call.unit].bind()
         if call.end not in self._calls:  # a recomputation may repeat a call that still waits
             self._calls[call.end] = call
-            self._seats[call.unit].waiting += 1
+            self._seats[call.unit].expect()
 
     def forget(self, call: Call) -> None:
         """The graph of `call` is gone, or its backward has begun.
@@ -285,12 +315,12 @@ class Planner:
         When that happens differs from rank to rank, so nothing that is sent depends on it.
         """
         if call.unit in self._seats:
-            self._seats[call.unit].alive -= 1
+            self._seats[call.unit].unbind()
 
     def _reached(self, call: Call) -> None:
         """Nobody waits for the backward of `call` any longer."""
         if self._calls.pop(call.end, None) is not None:
-            self._seats[call.unit].waiting -= 1
+            self._seats[call.unit].reached()
 
     def _expire(self, *, before: int) -> None:
         for call in [call for call in self._calls.values() if call.start < before]:
@@ -306,7 +336,7 @@ class Planner:
         actions: list[Action] = []
         if seat.last is None:
             self.clock += 2
-            seat.last = Call(unit, self.clock - 1, self.clock)
+            seat.ended(Call(unit, self.clock - 1, self.clock), hooked=False)
         elif not seat.hooked:
             actions = self._finish(beyond=seat.last.end)
         return actions + self._need(unit, self._expect_in_backward(unit), stale)
@@ -316,7 +346,7 @@ class Planner:
         seat = self._seats[unit]
         if seat.last is None:
             raise InternalError(f"unit {unit} was recomputed before it was computed")
-        seat.hooked = seat.hooked or grad
+        seat.ended(seat.last, hooked=seat.hooked or grad)
         return seat.last
 
     def before_backward(self, call: Call, *, stale: bool = False) -> list[Action]:
@@ -350,8 +380,8 @@ class Planner:
         self._ahead = None
         self._latest = -1
         self._expire(before=self.clock + 1)
-        self._forward_order.now, self._forward_order.at = [], 0
-        self._backward_order.now, self._backward_order.at = [], 0
+        self._forward_order.restart()
+        self._backward_order.restart()
         for unit, seat in self._seats.items():
             if seat.residency is Residency.GATHERING:
                 actions += [Wait(unit)]
@@ -370,7 +400,7 @@ class Planner:
             actions += self._gather(unit)
         if self._ahead == unit:
             self._ahead = None
-        seat.held = True
+        seat.hold(True)
         return actions
 
     def ready(self, unit: int) -> list[Action]:
@@ -384,15 +414,14 @@ class Planner:
 
     def void(self, unit: int) -> None:
         """An action on the unit raised: its data is gone, whatever was planned."""
-        seat = self._seats[unit]
-        seat.residency, seat.held = Residency.SHARDED, False
+        self._seats[unit].void()
         if self._ahead == unit:
             self._ahead = None
 
     def release(self, unit: int) -> list[Action]:
         """The caller gives the full parameters back."""
         seat = self._seats[unit]
-        seat.held = False
+        seat.hold(False)
         actions = self.ready(unit)
         return actions + (self._free(unit) if seat.residency is Residency.FULL else [])
 
@@ -405,7 +434,7 @@ class Planner:
 
     def _free(self, unit: int) -> list[Action]:
         seat = self._seats[unit]
-        seat.held = False
+        seat.hold(False)
         if seat.residency is not Residency.FULL:
             return []
         self.move(unit, Residency.SHARDED)
@@ -428,7 +457,7 @@ class Planner:
         if stale and seat.residency is Residency.FULL:
             held = seat.held
             actions += self._free(unit)
-            seat.held = held
+            seat.hold(held)
         if seat.residency is Residency.SHARDED:
             actions += self._gather(unit)
         actions += self.ready(unit)
