@@ -21,6 +21,7 @@ import resource
 import sys
 import sysconfig
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -107,6 +108,8 @@ class Decoder(nn.Module):
 
 def initialise(model: nn.Module) -> None:
     """Each module's own initialisation; embeddings small, so that the first loss is that of guessing."""
+    # DTensor warns that on the CPU ranks draw independently: that is what is wanted here, each rank from its own seed.
+    warnings.filterwarnings("ignore", message="DTensor random operators")
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()

@@ -30,7 +30,7 @@ def resolve_mesh(mesh: DeviceMesh | None) -> ShardAxis:
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         kind = "cpu" if accelerator is None or not _torch.has_backend(accelerator) else accelerator.type
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
