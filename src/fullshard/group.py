@@ -262,10 +262,10 @@ class Group:
             self._gaps[size, dtype] = zeros
         return zeros
 
-    def receive(self, flat: Tensor, used: Sequence[bool], *, hooked: bool) -> None:
+    def receive(self, flat: Tensor, used: Sequence[bool]) -> None:
         """Reduced gradients, (shard_numel,) in the storage dtype, go to the `.grad` of parameters that are `used`."""
         parameters = self.parameters
-        plain = not hooked and all(used)
+        plain = all(used) and not self.hooked
         if plain and self._accumulate_flat(flat):
             return
         mark = (self._token, flat)
@@ -311,7 +311,7 @@ class Reduction:
         before = 1.0 / ranks if reduce is torch.float16 else 1.0  # a sum of halves overflows early
         self._scale = 1.0 / (ranks * before)
         self._group = group
-        self._landed = self._hooked = False
+        self._landed = False
         self.used = [grad is not None for grad in grads]
         bucket, alone = layout.reduction(direct=group.dtypes.compute == reduce)
         self._out = torch.empty(layout.shard_numel, dtype=reduce, device=device)
@@ -349,19 +349,16 @@ class Reduction:
             self._flat.copy_(self._out)
 
     def settle(self) -> None:
-        """The compute lane is ordered behind the reduction: let the messages go. Callers' hooks do not wait any longer."""
+        """The compute lane is ordered behind the reduction: let the messages go."""
         self._fulls, self._outs, self._out = [], [], self._flat
-        self._hooked = self._group.hooked
-        if self._hooked:
-            self.land()
 
     def land(self) -> None:
         """Give the parameters that this rank used their gradient, once. The runtime waits with it for the end of
-        backward, so that of a step that raises either all gradients arrive or none.
+        backward, so that of a step that raises either all gradients arrive or none; only hooks do not wait so long.
         """
         if not self._landed:
             self._landed = True
-            self._group.receive(self._flat, self.used, hooked=self._hooked)
+            self._group.receive(self._flat, self.used)
 
     @property
     def landed(self) -> bool:
@@ -383,7 +380,7 @@ class Reduction:
             for here, anywhere, p in zip(self.used, used_somewhere, self._group.parameters)
         ]
         if any(late):
-            self._group.receive(self._flat, late, hooked=True)
+            self._group.receive(self._flat, late)
 
 
 def group_parameters(

@@ -6,6 +6,7 @@ import itertools
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -264,6 +265,8 @@ class Runtime:
         self._gathering: dict[int, list[tuple[Group, Ticket]]] = {}
         self._backward: weakref.ref[BackwardEnd] | None = None
         self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
+        # Those whose parameters have hooks land early, but never by polling: a hook may talk to other ranks.
+        self._hooked: deque[Reduction] = deque()
         self._touched: dict[int, Unit] = {}  # units that entered the running backward
         self._collectives: weakref.WeakValueDictionary[int, Journaled] = weakref.WeakValueDictionary()
         self._run: dict[type[Action], Callable[[Unit], None]] = {
@@ -504,12 +507,17 @@ class Runtime:
         if not unit.options.sync_gradients:
             group.accumulate(grads)
             return
-        self._in_flight.make_room(unit.options.comm.reductions_in_flight)
+        limit = unit.options.comm.reductions_in_flight
+        self._in_flight.make_room(limit)
+        while len(self._hooked) >= limit:
+            self._hooked.popleft().land()
         reduction = Reduction(group, group.with_accumulated(grads))
         grads.clear()
         ticket = self._reduce_lane.run(reduction.start, reduction.finish)
         self._in_flight.push(ticket, reduction.settle)
         self._reduced.append((unit, reduction))
+        if group.hooked:
+            self._hooked.append(reduction)
 
     # --- heartbeat ---
 
@@ -521,6 +529,7 @@ class Runtime:
         self._reduced = [entry for entry in self._reduced if not entry[0].options.last_backward]
         heartbeats = self._start_heartbeats(reduced)
         self._in_flight.drain()
+        self._hooked.clear()
         for unit, reduction in reduced:
             reduction.land()
             if not unit.options.checks.heartbeat:
@@ -589,5 +598,6 @@ class Runtime:
         for unit in self._touched.values():
             for group in unit.groups:
                 group.take_gradients()
+        self._reduced = [entry for entry in self._reduced if entry[0].number not in self._touched]
+        self._hooked.clear()
         self._touched.clear()
-        self._reduced.clear()
