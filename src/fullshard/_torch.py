@@ -156,11 +156,8 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def disable_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make dynamo break its graph at `fn`, marked once. Until dynamo is imported, which costs seconds, its mark is enough."""
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.disable(fn)
-    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return fn
+    """`fn`, and all it calls, opaque to dynamo: it breaks the graph there. Wrap once, not per call (0.5 us against 6)."""
+    return torch.compiler.disable(fn)
 
 
 def mark_managed(module: nn.Module) -> None:

@@ -82,7 +82,6 @@ class ForwardHooks:
         mp = unit.options.mp
         self._input_dtype, self._output_dtype = mp.input_dtype, mp.output_dtype
 
-    @_torch.disable_tracing
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         unit = self._unit
         unit.runtime.enter_forward(unit, module)
@@ -90,7 +89,6 @@ class ForwardHooks:
             return None
         return _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)
 
-    @_torch.disable_tracing
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
         output = self._own(module, output)
@@ -162,10 +160,11 @@ class StateHooks:
 def install(unit: Unit) -> None:
     """Install every hook of a unit, once, for life."""
     forward, state = ForwardHooks(unit), StateHooks(unit)
+    before, after = _torch.disable_tracing(forward.before), _torch.disable_tracing(forward.after)
     holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.installations}
     for root in unit.modules:
-        root.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True)
-        root.register_forward_hook(forward.after, always_call=True)
+        root.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        root.register_forward_hook(after, always_call=True)
         root.register_state_dict_pre_hook(state.before_save)
         root.register_load_state_dict_post_hook(state.after_load)
         for module in root.modules():
