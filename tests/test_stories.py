@@ -578,3 +578,71 @@ def test_freezing_while_only_one_rank_holds_a_graph(world: World) -> None:
         assert_same_grads(sharded, model)
         sharded.zero_grad(), model.zero_grad()
         del out
+
+
+@ranks(1, 2)
+def test_an_inner_unit_gathered_by_hand_before_the_optimizer_stepped(world: World) -> None:
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (sharded, model)]
+    square(sharded(world.mine(batch(0)))).backward()
+    square(model(batch(0))).backward()
+    sharded.blocks[1].unshard(async_op=True)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_near(sharded(batch(1)), model(batch(1)), "output")
+
+
+@ranks(1, 2)
+def test_casting_a_unit_that_stayed_gathered_after_a_forward_that_nobody_used(world: World) -> None:
+    for handle in (False, True):
+        model = fully_shard(nn.Linear(4, 4), mesh=world.mesh)
+        model(torch.ones(2, 4))
+        if handle:
+            model.reshard()
+            model.unshard(async_op=True)
+        model.double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0)
+        out = model(torch.ones(2, 4).double())
+        assert out.dtype == torch.float64 and out.abs().max() == 0
+        out.sum().backward()
+        assert model.weight.grad.full_tensor().eq(2.0).all()
+
+
+@ranks(2)
+def test_hooks_do_not_fire_for_a_backward_that_raised(world: World) -> None:
+    """The gradient that had been called discarded arrived in the next forward, after zero_grad()."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    for layer in model:
+        fully_shard(layer, mesh=world.mesh)
+    fired: list[int] = []
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: fired.append(1))
+
+    def boom(grad: Tensor) -> None:
+        raise ValueError
+
+    x = torch.randn(4, 512, requires_grad=True) * 1
+    x.register_hook(boom)
+    with pytest.raises(ValueError):
+        model(x).sum().backward()
+    model.zero_grad()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model(torch.randn(4, 512))
+    assert model[1].weight.grad is None and not fired
+
+
+@ranks(2)
+def test_skipping_a_batch_whose_backward_raised(world: World) -> None:
+    model = Unlucky()
+    sharded = shard_stack(model, world.mesh)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
+    before = [p.full_tensor().clone() for p in sharded.parameters()]
+    sharded.where = "backward 0"
+    with pytest.raises(RuntimeError):
+        square(sharded(batch(0))).backward()
+    with pytest.warns(UserWarning, match="the last backward raised after it had reached"):
+        optimizer.step()
+    assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, sharded.parameters()))

@@ -300,27 +300,27 @@ class HostLane:
 
 
 class _StreamTicket:
-    __slots__ = ("_event", "_module")
+    __slots__ = ("_device", "_event", "_module")
 
-    def __init__(self, event: Any, module: Any) -> None:
-        self._event, self._module = event, module
+    def __init__(self, event: Any, module: Any, device: torch.device) -> None:
+        self._event, self._module, self._device = event, module, device
 
     def done(self) -> bool:
         return self._event.query()
 
     def wait(self) -> None:
-        self._module.current_stream().wait_event(self._event)
+        self._module.current_stream(self._device).wait_event(self._event)
 
 
 class StreamLane:
     """A stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device)
+        self._device, self._module = device, torch.get_device_module(device)
         self._stream = self._module.Stream(device=device, priority=-1)
 
     def run(self, start: Callable[[], Pending], finish: Callable[[], None]) -> Ticket:
-        self._stream.wait_stream(self._module.current_stream())
+        self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             pending = start()
             for work in pending.works:
@@ -328,7 +328,7 @@ class StreamLane:
             if pending.then is not None:
                 pending.then()
             finish()
-            return _StreamTicket(self._stream.record_event(), self._module)
+            return _StreamTicket(self._stream.record_event(), self._module, self._device)
 
 
 def lane_for(device: torch.device) -> Lane:

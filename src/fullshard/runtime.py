@@ -24,7 +24,6 @@ from fullshard.policies import CheckPolicy, CommPolicy, MixedPrecisionPolicy
 from fullshard.schedule import (
     Action,
     Call,
-    InternalError,
     Keep,
     Planner,
     Reduce,
@@ -137,6 +136,7 @@ class Unit:
         for parameter in self.parameters:
             parameter.restore_sharded()
         if not fits:
+            self.runtime.renounce(self)
             return self.regroup(values)
         # Groups stay as they are when trainability changes: what travels must not depend on what one rank still holds.
         found = dict(zip(map(id, self.parameters), values))
@@ -341,7 +341,7 @@ class Runtime:
             return planner.interim(number)
         ended = planner.after_forward(number, grad=grad)
         for inner in ended.closed:
-            self._uninstall(self._units[inner])
+            self._uninstall_number(inner)
         if not planner.running(number):
             self._uninstall(unit)
         self._execute(ended.actions)
@@ -396,6 +396,12 @@ class Runtime:
         if not self.planner.expects_backward(unit.number):
             self._execute(self.planner.release(unit.number))
 
+    def renounce(self, unit: Unit) -> None:
+        """What the unit gathered is void: its parameters become others."""
+        if unit.number in self._gathering or unit.residency is Residency.FULL:
+            self._uninstall(unit)
+            self._execute(self.planner.release(unit.number))
+
     def check_idle(self, unit: Unit, *, doing: str) -> None:
         """Raises StateError if the unit's forward or backward is under way."""
         self._recover_if_stale()
@@ -408,6 +414,7 @@ class Runtime:
 
     def check_step(self, unit: Unit) -> None:
         """Raises StateError if an optimizer may not write the unit's shards now."""
+        self._recover_if_stale()
         if self.planner.running(unit.number) and any(_torch.is_in_forward(module) for module in unit.modules):
             raise StateError(f"optimizer.step() was called inside the forward of unit '{unit.name}': call it after backward")
         for parameter in unit.parameters:
@@ -447,7 +454,7 @@ class Runtime:
     def _act(self, action: Action) -> None:
         unit = self._units.get(action.unit)
         if unit is None:
-            raise InternalError(f"unit {action.unit} was deleted, but {type(action).__name__} was planned for it")
+            return  # deleted since this was planned
         if _torch.profiling():
             with record_function(f"fullshard::{type(action).__name__.lower()} {unit.name}"):
                 self._run[type(action)](unit)
@@ -463,9 +470,13 @@ class Runtime:
                 unit.refresh()
 
     def _is_stale(self, unit: Unit, first: bool) -> bool:
-        """Whether what was gathered is out of date. What was issued ahead within a forward or backward cannot be."""
+        """Whether what was gathered is out of date. What the planner issued ahead within a forward or backward cannot be."""
         residency = unit.residency
-        return (residency is Residency.FULL or (first and residency is Residency.GATHERING)) and unit.stale
+        if residency is Residency.SHARDED or (
+            residency is Residency.GATHERING and not first and self.planner.is_ahead(unit.number)
+        ):
+            return False
+        return unit.stale
 
     def _unshard(self, unit: Unit) -> None:
         unit.refresh()
@@ -484,6 +495,11 @@ class Runtime:
         self._uninstall(unit)
         for group in unit.groups:
             group.shrink()
+
+    def _uninstall_number(self, number: int) -> None:
+        unit = self._units.get(number)
+        if unit is not None:
+            self._uninstall(unit)
 
     def _uninstall(self, unit: Unit) -> None:
         for group in unit.groups:
@@ -593,7 +609,7 @@ class Runtime:
         self._backward = None
         self._in_flight.drain()
         for number in self.planner.underway():
-            self._uninstall(self._units[number])
+            self._uninstall_number(number)
         self._execute(self.planner.abandon())
         for unit in self._touched.values():
             for group in unit.groups:

@@ -250,6 +250,10 @@ class Planner:
         """Whether a backward of the unit may come, or is under way, by the order of events alone."""
         return self._seats[unit].waiting > 0 or unit in self._entered
 
+    def is_ahead(self, unit: int) -> bool:
+        """Whether the unit was gathered in expectation, by the planner itself."""
+        return self._ahead == unit
+
     def in_backward(self, unit: int) -> bool:
         return unit in self._entered
 
@@ -363,7 +367,7 @@ class Planner:
         self._latest = -1
         if self._ahead is not None:
             actions += self._discard()
-        for unit, seat in self._seats.items():
+        for unit, seat in list(self._seats.items()):
             if seat.residency is not Residency.FULL or seat.held or seat.keep_after_backward or self.running(unit):
                 continue
             if seat.waiting == 0 or seat.keep is Keep.NEVER:
@@ -382,7 +386,7 @@ class Planner:
         self._expire(before=self.clock + 1)
         self._forward_order.restart()
         self._backward_order.restart()
-        for unit, seat in self._seats.items():
+        for unit, seat in list(self._seats.items()):
             if seat.residency is Residency.GATHERING:
                 actions += [Wait(unit)]
                 self.move(unit, Residency.FULL)
