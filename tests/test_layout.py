@@ -70,7 +70,7 @@ def test_a_reduction_covers_every_parameter_once(
     covered_parameters = {i for i in (*inside, *alone) if layout.places[i].size}
     assert covered_parameters == {i for i, place in enumerate(layout.places) if place.size}
     assert len(set(inside) & set(alone)) == 0
-    assert all(layout.places[i].even(ranks) for i in alone)
+    assert all(layout.places[i].size * ranks == math.prod(layout.places[i].shape) for i in alone)
     assert not alone or direct
     covered = (packed.size if packed else 0) + sum(layout.places[i].size for i in alone)
     assert covered == layout.shard_numel
@@ -81,7 +81,7 @@ def test_a_threshold_of_infinity_packs_everything_and_zero_nothing_that_can_be_a
     assert len(plan_layout(shapes, ranks=2, itemsize=4, direct_min_bytes=math.inf).buckets) == 1
     layout = plan_layout(shapes, ranks=2, itemsize=4, direct_min_bytes=0)
     assert [p.direct for p in layout.places] == [True, True, True]
-    assert [p.even(2) for p in layout.places] == [True, True, False]
+    assert [p.size * 2 == math.prod(p.shape) for p in layout.places] == [True, True, False]
 
 
 @pytest.mark.parametrize("module", [fullshard.layout, fullshard.policies, fullshard.schedule])

@@ -151,11 +151,6 @@ class Group:
         return any(_torch.has_reduction_hooks(parameter.sharded) for parameter in self.parameters)
 
     @property
-    def full_nbytes(self) -> int:
-        """Bytes of the gathered parameters, padding included."""
-        return self.layout.full_numel * self.dtypes.compute.itemsize
-
-    @property
     def stale(self) -> bool:
         """Whether the shards were written since they were last gathered."""
         return self._full is not None and self._full.versions != self._versions()

@@ -52,14 +52,6 @@ class Place:
     region: int
     direct: bool
 
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    def even(self, ranks: int) -> bool:
-        """Whether no rank pads: the full tensor, flattened, is already the message of a reduce-scatter."""
-        return self.size * ranks == self.numel
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
