@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, fully_shard
+from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, clip_grad_norm_, fully_shard
+from fullshard.comm import OneRank
 
 
 class Texts(expecttest.TestCase):
@@ -183,3 +184,42 @@ def test_an_optimizer_at_a_wrong_moment(world: World) -> None:
 def test_the_default_mesh_is_all_ranks(world: World) -> None:
     model = fully_shard(nn.Linear(4, 4))
     assert model.weight.device_mesh.size() == world.size and model.weight.to_local().shape == (2, 4)
+
+
+@ranks(2)
+def test_collectives_of_another_size_are_refused_and_nothing_has_changed(world: World) -> None:
+    refused(
+        "CommPolicy.collectives must give collectives of rank RANK of 2, as the mesh has it, got rank 0 of 1".replace(
+            "RANK", str(world.rank)
+        ),
+        model := nn.Linear(4, 4),
+        mesh=world.mesh,
+        comm_policy=CommPolicy(collectives=lambda group: OneRank()),
+    )
+    fully_shard(model, mesh=world.mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad is not None
+
+
+@ranks(2)
+def test_untying_after_sharding_is_refused_by_name(world: World) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    fully_shard(model, mesh=world.mesh)
+    kept = model[0].weight
+    model[1].weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    with pytest.raises(
+        StateError, match=r"parameter '0.weight' is installed in 2 slots \(it is tied\), which now hold different"
+    ):
+        model(torch.ones(2, 4))
+    assert kept.requires_grad
+    model[1].weight = kept
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@ranks(2)
+def test_clipping_refuses_gradients_that_every_rank_holds_whole(world: World) -> None:
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4), world.mesh, [Replicate()]))
+    parameter.grad = distribute_tensor(torch.ones(4), world.mesh, [Replicate()])
+    with pytest.raises(ValueError, match="its norm would be counted more than once"):
+        clip_grad_norm_([parameter], 1.0)

@@ -362,7 +362,7 @@ def test_low_precision_accumulates_in_the_reduce_dtype(world: World) -> None:
 
 @pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["packed", "direct"])
-@ranks(1, 2, 3)
+@ranks(1, 2, 3, 4)
 def test_bf16_training_follows_fsdp2(world: World, reduce: Any, layout: str) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
     from torch.distributed.fsdp import fully_shard as torch_fully_shard

@@ -95,9 +95,8 @@ def fully_shard(  # type: ignore[misc]
     with torch.no_grad():
         parameters = [ShardedParameter(claim, axis) for claim in holdings.claims]
         unit = Unit(modules, parameters, axis, UnitOptions(keep=keep, mp=mp_policy, comm=comm_policy, checks=check_policy))
-        for parameter in parameters:
-            for installation in parameter.installations:
-                installation.put(parameter.sharded)
+        for parameter, claim in zip(parameters, holdings.claims):
+            parameter.succeed(claim.parameter)
     attach(unit)
     hooks.install(unit)
     for managed in holdings.modules:

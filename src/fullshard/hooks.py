@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.runtime import BackwardHook, Unit, unit_of
+from fullshard.runtime import BackwardHook, Unit
 from fullshard.schedule import Residency, StateError
 
 _DEPTH = 16  # how deep nested outputs are searched
@@ -172,4 +172,4 @@ def install(unit: Unit) -> None:
                 module.register_load_state_dict_pre_hook(state.before_load)
 
 
-__all__ = ["ForwardHooks", "StateHooks", "install", "map_tensors", "tensors_in", "unit_of"]
+__all__ = ["ForwardHooks", "StateHooks", "install", "map_tensors", "tensors_in"]

@@ -87,6 +87,12 @@ def clip_grad_norm_(
     grads = [p.grad for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)
+    for grad in grads:
+        if isinstance(grad, DTensor) and not all(placement.is_shard() for placement in grad.placements):
+            raise ValueError(
+                f"clip_grad_norm_ takes gradients that are sharded or plain, got a DTensor of shape {tuple(grad.shape)} with "
+                f"placements {grad.placements}: its norm would be counted more than once"
+            )
     power = float(norm_type)
     by_mesh: dict[Any, list[Tensor]] = {}
     locals_: list[Tensor] = []
@@ -98,7 +104,7 @@ def clip_grad_norm_(
     parts = []
     for mesh, shards in by_mesh.items():
         shards = [shard for shard in shards if shard.numel()]
-        # float64 on the CPU costs nothing; float32 elsewhere, so that a sum over many shards keeps its digits
+        # Squares of bfloat16 norms would lose their digits when summed.
         norms = torch.stack(torch._foreach_norm(shards, power)).float() if shards else torch.zeros(1, device=device)
         part = norms.max() if power == torch.inf else norms.pow(power).sum()
         if mesh is not None and mesh.size() > 1:

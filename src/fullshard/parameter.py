@@ -96,10 +96,9 @@ class ShardedParameter:
         self.before_step: Callable[[], None] | None = None
         self.local: Tensor = self.slice(original.detach())
         self.sharded = nn.Parameter(_torch.dtensor(self.local, self.spec), requires_grad=original.requires_grad)
-        self._inherit(original)
 
-    def _inherit(self, original: nn.Parameter) -> None:
-        """Attributes, hooks, gradient and identity of the caller's parameter go to the sharded one."""
+    def succeed(self, original: nn.Parameter) -> None:
+        """Take the place of the caller's parameter: its slots, attributes, hooks, gradient and identity."""
         taken = self.sharded.__dict__
         for key, value in original.__dict__.items():
             if key not in taken:
@@ -108,6 +107,8 @@ class ShardedParameter:
         if original.grad is not None:
             self.sharded.grad = self.face(self.slice(original.grad).clone())
         original.__dict__[_SUCCESSOR] = self.sharded
+        for installation in self.installations:
+            installation.put(self.sharded)
 
     @property
     def requires_grad(self) -> bool:
@@ -195,10 +196,12 @@ class ShardedParameter:
     def incoming(self) -> Tensor:
         """The values the slots say this rank's shard has now, (rows, *shape[1:]); the caller may have put others there.
 
-        A Parameter that was assigned is honoured if it is a full tensor or a DTensor like ours: its values and
-        trainability are taken over, the identity of the sharded parameter stays. Raises StateError otherwise.
+        A Parameter that was assigned is honoured if it is a full tensor or a DTensor like ours: its values and (by
+        `restore_sharded`) its trainability are taken over, the identity of the sharded parameter stays. Changes nothing
+        itself. Raises StateError for what cannot be honoured.
         """
         found: list[nn.Parameter] = []
+        kept = False
         for installation in self.installations:
             current = installation.parameters.get(installation.name)
             if current is None:
@@ -206,16 +209,20 @@ class ShardedParameter:
                     f"parameter '{self.name}' was removed from its module after fully_shard: "
                     "remove it before sharding, or set requires_grad_(False) on it"
                 )
-            if current is not self.sharded and current is not self.full and all(current is not other for other in found):
+            if current is self.sharded or current is self.full:
+                kept = True
+            elif all(current is not other for other in found):
                 found.append(current)
+        ours = _torch.local_tensor(self.sharded)  # type: ignore[arg-type]
         if not found:
-            return _torch.local_tensor(self.sharded)  # type: ignore[arg-type]
+            return ours
         values = [self.take(parameter.detach(), what="was assigned") for parameter in found]
-        if not all(value.device.type == "meta" or torch.equal(value, values[0]) for value in values[1:]):
-            raise StateError(f"parameter '{self.name}' is tied, but its slots were assigned {len(found)} different values")
-        self.sharded.requires_grad_(found[0].requires_grad)
-        for parameter in found:
-            parameter.__dict__[_SUCCESSOR] = self.sharded
+        others = [*values[1:], ours] if kept else values[1:]
+        if not all(value.device.type == "meta" or torch.equal(value, values[0]) for value in others):
+            raise StateError(
+                f"parameter '{self.name}' is installed in {len(self.installations)} slots (it is tied), which now hold "
+                "different values: assign the same Parameter to all of them, or untie them before fully_shard"
+            )
         return values[0]
 
     def take(self, value: Tensor, *, what: str) -> Tensor:
@@ -257,9 +264,13 @@ class ShardedParameter:
                     sharded.requires_grad_(full.requires_grad)
 
     def restore_sharded(self) -> None:
-        """As `install_sharded`, whatever the slots hold."""
+        """As `install_sharded`, whatever the slots hold: the trainability of a Parameter assigned there is taken over."""
         for installation in self.installations:
-            if installation.parameters.get(installation.name) is not self.sharded:
+            current = installation.parameters.get(installation.name)
+            if current is not self.sharded:
+                if current is not None and current is not self.full:
+                    self.sharded.requires_grad_(current.requires_grad)
+                    current.__dict__[_SUCCESSOR] = self.sharded
                 installation.put(self.sharded)
 
     def receive(self, local: Tensor) -> None:
