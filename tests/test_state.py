@@ -240,3 +240,14 @@ def test_slicing_a_sharded_sequential_gives_a_plain_one_and_repr_says_what_a_uni
     assert type(model).__name__ == "FSDPSequential" and isinstance(model, (fullshard.FSDPModule, nn.Sequential))
     assert type(model[:2]) is nn.Sequential
     assert "unit of 4 parameters (30 elements) in 1 groups, rank" in repr(model)
+
+
+@ranks(2)
+def test_assigning_keeps_the_dtype_that_is_loaded_and_copying_does_not(world: World) -> None:
+    source = Stack().double()
+    for assign, dtype in ((True, torch.float64), (False, torch.float32)):
+        model = shard_stack(Stack(), world.mesh)
+        model(batch(0))
+        model.load_state_dict(source.state_dict(), assign=assign)
+        assert {p.dtype for p in model.parameters()} == {p.to_local().dtype for p in model.parameters()} == {dtype}
+        assert_near(model(batch(0).to(dtype)), source(batch(0).double()), "output")

@@ -135,20 +135,21 @@ class StateHooks:
         if self._unit.residency is not Residency.SHARDED:
             self._unit.runtime.rest(self._unit, doing="state_dict()")
 
-    def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Runs for each module that holds parameters of the unit."""
+    def before_load(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        """Runs for each module that holds parameters of the unit. With `assign=True` the dtype of what is loaded stays."""
         if self._unit.residency is not Residency.SHARDED:
             self._unit.runtime.rest(self._unit, doing="load_state_dict()")
         held = _torch.parameters_of(module)
+        assign = bool(metadata.get("assign_to_params_buffers", False))
         for parameter in self._unit.parameters:
             for installation in parameter.installations:
                 if installation.parameters is held:
                     key = prefix + installation.name
                     value = state_dict.get(key)
                     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
-                        device = value.device if parameter.local.device.type == "meta" else parameter.local.device
-                        local = parameter.slice(value.detach()).to(device=device, dtype=parameter.local.dtype, copy=True)
-                        loaded = parameter.face(local)
+                        loaded = parameter.shard_of(value.detach(), dtype=value.dtype if assign else parameter.local.dtype)
                         state_dict[key] = (
                             nn.Parameter(loaded, parameter.requires_grad) if isinstance(value, nn.Parameter) else loaded
                         )

@@ -164,6 +164,12 @@ class ShardedParameter:
         """A DTensor like the sharded parameter over other local data, for gradients and optimizer states."""
         return _torch.dtensor(local, self.spec)
 
+    def shard_of(self, full: Tensor, *, dtype: torch.dtype) -> DTensor:
+        """A DTensor like the sharded parameter with this rank's rows of `full`, where the shard is (or will be, if on meta)."""
+        device = full.device if self.local.device.type == "meta" else self.local.device
+        local = self.slice(full).to(device=device, dtype=dtype, copy=True)
+        return _torch.dtensor(local, _torch.shard_spec(self.axis.mesh, self.shape, dtype))
+
     def settle(self, local: Tensor) -> None:
         """The shard lives in `local` from now on, a view of a group's flat shard that holds its values already."""
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
