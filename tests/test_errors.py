@@ -12,7 +12,7 @@ from harness import World, ranks
 from models import Stack, batch, shard_stack, square
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, clip_grad_norm_, fully_shard
 from fullshard.comm import OneRank
@@ -52,21 +52,44 @@ def test_what_fully_shard_refuses(world: World) -> None:
     refused(
         "parameter '0.temperature' cannot be sharded: it is a scalar, which has no dim 0: give it shape (1,)", scalar, mesh=mesh
     )
-    refused("mesh must be a 1-D DeviceMesh or None, got int: build one with init_device_mesh()", nn.Linear(2, 2), mesh=4)
+    refused("mesh must be a DeviceMesh or None, got int: build one with init_device_mesh()", nn.Linear(2, 2), mesh=4)
     refused(
-        "mesh must have one axis, the one to shard over, got 2 axes of sizes (1, 2): take one axis of it with mesh['name']",
+        "mesh must have one axis (shard) or two (replicate, shard), got 3 axes of sizes (1, 1, 2): take axes of it with mesh['name'], or name them with dp_mesh_dims=",
         nn.Linear(2, 2),
-        mesh=init_device_mesh("cpu", (1, 2)),
+        mesh=init_device_mesh("cpu", (1, 1, 2)),
     )
-    refused("reshard_after_forward must be True, False or None, got 2", nn.Linear(2, 2), mesh=mesh, reshard_after_forward=2)
+    refused(
+        "reshard_after_forward must be True, False, an int or None, got 'no'",
+        nn.Linear(2, 2),
+        mesh=mesh,
+        reshard_after_forward="no",
+    )
+    refused(
+        "reshard_after_forward=3 must divide the 2 ranks that parameters are sharded over: take one of [1, 2]",
+        nn.Linear(2, 2),
+        mesh=mesh,
+        reshard_after_forward=3,
+    )
+    refused(
+        "shard_placement_fn wants parameter 'weight' of shape (2, 2) cut along dim 2: it has the dims 0 to 1",
+        nn.Linear(2, 2),
+        mesh=mesh,
+        shard_placement_fn=lambda parameter: Shard(2),
+    )
+    refused(
+        "shard_placement_fn must return None, Shard(dim) or a ShardPlacementResult, got 1 for parameter 'weight'",
+        nn.Linear(2, 2),
+        mesh=mesh,
+        shard_placement_fn=lambda parameter: 1,
+    )
+    refused("offload_policy must be a OffloadPolicy, got bool", nn.Linear(2, 2), mesh=mesh, offload_policy=True)
     refused("mp_policy must be a MixedPrecisionPolicy, got str", nn.Linear(2, 2), mesh=mesh, mp_policy="bf16")
     parallel = nn.Linear(2, 2)
     parallel.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Replicate()]))
-    refused(
-        "parameter 'weight' cannot be sharded: it is a DTensor on DeviceMesh((shard=2), 'cpu', stride=(1,)); plain tensors are taken so far, not ones under tensor parallelism",
-        parallel,
-        mesh=mesh,
-    )
+    with pytest.raises(
+        ValueError, match="parameter 'weight' is a DTensor on .* which cannot be combined with .* take both from"
+    ):
+        fully_shard(parallel, mesh=mesh)
     refused(
         "parameter 'weight' cannot be sharded: it is not initialized yet: run one forward of the lazy module, then fully_shard",
         nn.LazyLinear(2),

@@ -11,7 +11,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 FLOORS = [
     {"_torch", "policies", "layout"},
     {"mesh", "modules", "comm", "schedule"},
+    {"cut"},
     {"parameter"},
+    {"extension"},
     {"group"},
     {"runtime"},
     {"hooks"},

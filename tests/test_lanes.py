@@ -29,7 +29,7 @@ class Procrastinator:
         self._queue: list[_Later] = []
         self._eager = eager
 
-    def run(self, start: Callable[[], Pending], finish: Callable[[], None]) -> _Later:
+    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: object = None) -> _Later:
         ticket = _Later(self, start, finish)
         self._queue.append(ticket)
         self.maybe()

@@ -16,6 +16,7 @@ from fullshard.schedule import (
     Reduce,
     Reshard,
     Residency,
+    Retain,
     Unshard,
     Wait,
 )
@@ -40,8 +41,11 @@ class Ledger:
                 Wait: Residency.FULL,
                 Reshard: Residency.SHARDED,
                 Reduce: now,
+                Retain: now,
             }[type(action)]
-            if not isinstance(action, Reduce):
+            if isinstance(action, Retain):
+                assert now is Residency.FULL
+            elif not isinstance(action, Reduce):
                 assert (now, target) in MOVES, f"{action} while {now}"
             self.data[unit] = target
             self.log.append((type(action).__name__, unit))

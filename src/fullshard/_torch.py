@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = [
@@ -20,21 +22,28 @@ __all__ = [
     "all_gather_base",
     "all_gather_coalesced",
     "all_reduce_max",
+    "all_reduce_sum",
     "all_to_all",
+    "axis_of",
     "carry_hooks",
     "chunk_cat",
+    "contiguous_strides",
     "current_graph_task",
     "disable_tracing",
     "dtensor",
+    "flat_axis",
     "has_backend",
     "has_reduction_hooks",
+    "is_cut",
     "is_done",
     "is_in_forward",
     "is_non_composable",
     "is_over",
+    "join_meshes",
     "local_tensor",
     "mark_managed",
     "on_backward_end",
+    "on_stream",
     "parameter_hooks",
     "parameters_of",
     "point_at",
@@ -44,26 +53,59 @@ __all__ = [
     "reduce_scatter_coalesced",
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
+    "same_memory",
     "same_storage",
     "send",
-    "shard_spec",
+    "spec",
     "spec_of",
     "split_copy",
+    "strided_shard",
     "view_base",
+    "wait_for_event",
+    "waited",
 ]
 
 
 # --- DTensor ---------------------------------------------------------------------------------------------------------
 
 
-def shard_spec(mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """The spec of a contiguous tensor of global `shape`, cut along dim 0 over the one axis of `mesh`."""
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1
     for length in reversed(shape):
         strides.insert(0, step)
         step *= max(length, 1)
-    return DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(shape, tuple(strides), dtype))
+    return tuple(strides)
+
+
+def spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """The spec of a contiguous tensor of global `shape`."""
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, contiguous_strides(shape), dtype))
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """The placement of a cut made before another axis to its right cut the same `dim` into `split_factor` parts."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_cut(placement: Placement, dim: int | None = None) -> bool:
+    """Whether a placement shards (`dim`, if given), strided or not."""
+    return isinstance(placement, (Shard, _StridedShard)) and (dim is None or placement.dim == dim)
+
+
+def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The axis `names` of `mesh`, several flattened into one (which makes a process group the first time)."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of several that were taken from the same mesh. Raises RuntimeError if they were not."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """`tensor`, or what it stands for once a functional collective that makes it is waited for."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
@@ -176,6 +218,8 @@ def profiling() -> bool:
 
 _SUM = dist.ReduceScatterOptions()
 _SUM.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
+_SUM_ALL = dist.AllreduceOptions()
+_SUM_ALL.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
 _MAX = dist.AllreduceOptions()
 _MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
@@ -192,6 +236,33 @@ def has_backend(device: torch.device) -> bool:
 def is_over(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a plain tensor lies in `storage`."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.untyped_storage()._cdata == storage._cdata
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """As `same_storage`, False for tensors that have none (wrapper subclasses)."""
+    return not isinstance(one, DTensor) and type(one) in (Tensor, nn.Parameter) and same_storage(one, other)
+
+
+def on_stream(stream: Any, fn: Callable[..., Any], *args: Any) -> None:
+    """Call `fn` on `stream`, ordered behind the current stream, which is ordered behind it."""
+    module = torch.get_device_module(stream.device)
+    current = module.current_stream(stream.device)
+    stream.wait_stream(current)
+    with module.stream(stream):
+        fn(*args)
+    current.wait_stream(stream)
+
+
+def wait_for_event(device: torch.device, event: Any) -> None:
+    """Order the current stream behind `event`."""
+    torch.get_device_module(device).current_stream(device).wait_event(event)
+
+
+def axis_of(mesh: DeviceMesh, axis: int) -> DeviceMesh:
+    """One axis of `mesh`, which need not have names."""
+    if mesh.mesh_dim_names is not None:
+        return mesh[mesh.mesh_dim_names[axis]]
+    return DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
 
 
 def same_storage(one: Tensor, other: Tensor) -> bool:
@@ -226,6 +297,10 @@ def reduce_scatter_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], f
 
 def all_to_all(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work:
     return group.alltoall_base(out, full, [], [])
+
+
+def all_reduce_sum(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
+    return group.allreduce([tensor], _SUM_ALL)
 
 
 def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:

@@ -10,16 +10,17 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fullshard import _torch, hooks
 from fullshard.comm import Message
+from fullshard.cut import Cut, PlacementFn, cut
+from fullshard.extension import extends, half_extends
 from fullshard.group import is_plain
-from fullshard.mesh import ShardAxis, resolve_mesh
-from fullshard.modules import Holdings, collect, roots_of
-from fullshard.parameter import ShardedParameter, is_sharded, successor
-from fullshard.policies import CheckPolicy, CommPolicy, MixedPrecisionPolicy
-from fullshard.runtime import Unit, UnitOptions, attach, unit_of
+from fullshard.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh
+from fullshard.modules import Claim, Holdings, collect, roots_of
+from fullshard.parameter import ShardedParameter, inside, is_sharded, move_data, successor
+from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.runtime import Unit, UnitOptions, attach, say_once, unit_of
 from fullshard.schedule import Keep, StateError, Stats
 
 M = TypeVar("M", bound=nn.Module)
@@ -35,9 +36,12 @@ def fully_shard(  # type: ignore[misc]
     module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     comm_policy: CommPolicy = CommPolicy(),
     check_policy: CheckPolicy = CheckPolicy(),
 ) -> nn.Module | list[nn.Module]:
@@ -51,14 +55,24 @@ def fully_shard(  # type: ignore[misc]
     Args:
         module: a module with a forward, or a list of modules that form one unit (their parameters are gathered when the
             first of them runs, freed when the last has).
-        mesh: 1-D DeviceMesh to shard over; None takes all ranks of the default process group.
+        mesh: DeviceMesh of one axis, to shard over, or of two: hybrid sharding, which replicates over the first and shards
+            over the second. None takes all ranks of the default process group.
         reshard_after_forward: True frees the parameters after forward and gathers them again for backward; False keeps
-            them (more memory, one gather less); None is True, but False for the outermost unit of a forward. A forward
-            without grad always frees them.
+            them (more memory, one gather less); None is True, but False for the outermost unit of a forward. An int k,
+            which must divide the ranks of the shard axis, has each k neighbours keep one copy together (a k-th each),
+            which backward gathers among them only. A forward without grad always frees them.
+        shard_placement_fn: called with each parameter, says along which dim it is cut: None or `Shard(d)`, negative and
+            uneven `d` included, or a `ShardPlacementResult` with a mesh of its own.
         mp_policy: dtypes to compute, communicate and return in.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states in the host's memory.
         ignored_params: parameters left alone: not sharded, not moved, their gradients not reduced.
+        dp_mesh_dims: `mesh` is the full mesh of the program, all parameters are DTensors on it, and these of its axes are
+            data parallel.
         comm_policy: how messages are cut and carried.
         check_policy: what is checked while training.
+
+    Parameters that are DTensors already (tensor or expert parallelism) are sharded further, along any dim; their mesh and
+    `mesh` must be axes of one DeviceMesh with names.
 
     Returns:
         `module`, the same object, whose class is now a subclass of `FSDPModule` and its former class.
@@ -66,7 +80,7 @@ def fully_shard(  # type: ignore[misc]
     Raises:
         ValueError: before anything has changed, naming the module or parameter, for a container without forward, a
             module that is a unit already, a scalar parameter, a parameter on another device type or tied to one of
-            another unit, a mesh of more than one axis, or options of the wrong type.
+            another unit, a mesh of more than two axes, a placement that is impossible, or options of the wrong type.
 
     Example:
         >>> for block in model.blocks:                                                        # doctest: +SKIP
@@ -78,23 +92,27 @@ def fully_shard(  # type: ignore[misc]
     Zhao et al., PyTorch FSDP (arXiv 2304.11277).
     """
     modules = _check_modules(module)
-    keep = _keep(reshard_after_forward)
     for name, value, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
         ("comm_policy", comm_policy, CommPolicy),
         ("check_policy", check_policy, CheckPolicy),
     ):
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
-    axis = resolve_mesh(mesh)
+    axis = resolve_mesh(mesh, dp_mesh_dims)
+    keep, retain = _keep(reshard_after_forward, axis)
+    home = axis.device if not isinstance(offload_policy, CPUOffloadPolicy) else torch.device("cpu")
     holdings = collect(modules, ignored=ignored_params or (), is_unit=lambda inner: unit_of(inner) is not None)
     _check_parameters(holdings, axis)
     _check_buffers(holdings, axis)
+    cuts = [_cut(claim, axis, shard_placement_fn) for claim in holdings.claims]
+    options = UnitOptions(keep=keep, retain=retain, mp=mp_policy, offload=offload_policy, comm=comm_policy, checks=check_policy)
 
-    _move(holdings, axis)
+    _move(holdings, home, axis.device)
     with torch.no_grad():
-        parameters = [ShardedParameter(claim, axis) for claim in holdings.claims]
-        unit = Unit(modules, parameters, axis, UnitOptions(keep=keep, mp=mp_policy, comm=comm_policy, checks=check_policy))
+        parameters = [ShardedParameter(claim, how) for claim, how in zip(holdings.claims, cuts)]
+        unit = Unit(modules, parameters, axis, options)
         for parameter, claim in zip(parameters, holdings.claims):
             parameter.succeed(claim.parameter)
     attach(unit)
@@ -126,12 +144,34 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     return roots_of(given)
 
 
-def _keep(reshard_after_forward: bool | None) -> Keep:
+def _keep(reshard_after_forward: bool | int | None, axis: ShardAxis) -> tuple[Keep, int | None]:
+    """What stays after forward, and how many ranks keep one copy together if it is a part."""
     if reshard_after_forward is None:
-        return Keep.OUTERMOST
-    if not isinstance(reshard_after_forward, bool):
-        raise ValueError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
-    return Keep.NEVER if reshard_after_forward else Keep.ALWAYS
+        return Keep.OUTERMOST, None
+    if isinstance(reshard_after_forward, bool):
+        return (Keep.NEVER if reshard_after_forward else Keep.ALWAYS), None
+    if not isinstance(reshard_after_forward, int):
+        raise ValueError(f"reshard_after_forward must be True, False, an int or None, got {reshard_after_forward!r}")
+    if reshard_after_forward < 1 or axis.ranks % reshard_after_forward:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} must divide the {axis.ranks} ranks that parameters are sharded "
+            f"over: take one of {[k for k in range(1, axis.ranks + 1) if axis.ranks % k == 0]}"
+        )
+    if reshard_after_forward == axis.ranks:
+        return Keep.NEVER, None
+    if reshard_after_forward == 1:
+        say_once("reshard_after_forward=1 keeps all parameters after forward: it is taken as False, which says so")
+        return Keep.ALWAYS, None
+    return Keep.PARTLY, reshard_after_forward
+
+
+def _cut(claim: Claim, axis: ShardAxis, placement_fn: PlacementFn | None) -> Cut:
+    how = cut(claim.parameter, axis, placement_fn, name=claim.name)
+    if how.dim != 0 and extends(inside(claim.parameter.data)):
+        raise ValueError(
+            f"parameter '{claim.name}' gathers itself (fsdp_pre_all_gather), by rows: it cannot be cut along dim {how.dim}"
+        )
+    return how
 
 
 def _check_parameters(holdings: Holdings, axis: ShardAxis) -> None:
@@ -149,14 +189,19 @@ def _refusal(parameter: nn.Parameter) -> str | None:
             "it is tied to a parameter of a unit that was sharded earlier: "
             "shard the modules that share it in one call, fully_shard([a, b])"
         )
-    if isinstance(parameter, DTensor):
-        return f"it is a DTensor on {parameter.device_mesh}; plain tensors are taken so far, not ones under tensor parallelism"
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "it is not initialized yet: run one forward of the lazy module, then fully_shard"
     if parameter.ndim == 0:
         return "it is a scalar, which has no dim 0: give it shape (1,)"
-    if not is_plain(parameter):
-        return f"it must be a dense torch.Tensor, got {type(parameter.data).__name__} with layout {parameter.layout}"
+    tensor = inside(parameter.data)
+    missing = half_extends(tensor)
+    if missing is not None:
+        return f"its class {type(tensor).__name__} defines one half of the all-gather protocol: define {missing} as well"
+    if not extends(tensor) and not is_plain(tensor):
+        return (
+            f"it must be a dense torch.Tensor, got {type(tensor).__name__} with layout {tensor.layout}; a subclass can say how "
+            "it is gathered with fsdp_pre_all_gather and fsdp_post_all_gather"
+        )
     return None
 
 
@@ -174,16 +219,13 @@ def _check_device(what: str, tensor: torch.Tensor, axis: ShardAxis) -> None:
         )
 
 
-def _move(holdings: Holdings, axis: ShardAxis) -> None:
-    """States go to the device of the mesh; what is on meta stays there."""
+def _move(holdings: Holdings, home: torch.device, device: torch.device) -> None:
+    """Parameters go to where shards are kept, buffers to where they are computed with; what is on meta stays there."""
     for claim in holdings.claims:
-        if claim.parameter.device.type not in ("meta", axis.device.type):
-            claim.parameter.data = claim.parameter.data.to(axis.device)
-            if claim.parameter.grad is not None:
-                claim.parameter.grad = claim.parameter.grad.to(axis.device)
+        move_data(claim.parameter, home)
     for _, _slot, buffer in holdings.buffers:
-        if buffer.device.type not in ("meta", axis.device.type):
-            buffer.data = buffer.data.to(axis.device)
+        if buffer.device.type not in ("meta", device.type):
+            buffer.data = buffer.data.to(device)
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -254,16 +296,36 @@ class FSDPModule:
         for unit in _units(self, recurse):
             unit.configure(sync_gradients=bool(requires_gradient_sync))
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
         """As the argument of `fully_shard`, from the next forward on."""
-        keep = _keep(reshard_after_forward)
         for unit in _units(self, recurse):
-            unit.configure(keep=keep)
+            keep, retain = _keep(reshard_after_forward, unit.axis)
+            if retain == unit.options.retain:
+                unit.configure(keep=keep)
+            else:
+                unit.reconfigure(doing="set_reshard_after_forward()", keep=keep, retain=retain)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the full parameters. If not, they are gathered again only once the shards were written."""
         for unit in _units(self, recurse):
             unit.configure(keep_after_backward=not reshard_after_backward)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward sums gradients over the replicas of a hybrid mesh. If not, it only reduces them over shards and
+        keeps that, in the reduce dtype, until a backward that does. Without replicas there is nothing to put off.
+        """
+        for unit in _units(self, recurse):
+            unit.configure(reduce=replace(unit.options.reduce, all_reduce=bool(requires_all_reduce)))
+
+    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
+        """Divide summed gradients by `factor` instead of by the number of ranks they come from; None is that number again.
+
+        As in FSDP2, of this unit alone unless `recurse`.
+        """
+        if factor is not None and not (isinstance(factor, (int, float)) and factor > 0):
+            raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}")
+        for unit in _units(self, recurse):
+            unit.configure(reduce=replace(unit.options.reduce, divide=None if factor is None else float(factor)))
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

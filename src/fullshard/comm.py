@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,9 +48,16 @@ class Collectives(Protocol):
         """Sum chunk `rank` of `fulls[i]` (ranks * size,) over all ranks, times `scale`, into `outs[i]` (size,)."""
         ...
 
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Element-wise sum over all ranks, in place."""
+        ...
+
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         """Element-wise maximum over all ranks, in place."""
         ...
+
+
+Allocate = Callable[..., Tensor]  # (numel, *, dtype, device) -> 1-D tensor
 
 
 class OneRank:
@@ -71,6 +79,9 @@ class OneRank:
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
         for out, full in zip(outs, fulls):
             torch.mul(full, scale, out=out) if scale != 1.0 else out.copy_(full)
+        return Pending()
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
         return Pending()
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
@@ -99,6 +110,9 @@ class CoalescedCollectives:
         else:
             work = _torch.reduce_scatter_coalesced(self._group, outs, fulls)
         return Pending((work,), partial(torch._foreach_mul_, list(outs), scale) if scale != 1.0 else None)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return Pending((_torch.all_reduce_sum(self._group, tensor),))
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         return Pending((_torch.all_reduce_max(self._group, tensor),))
@@ -144,8 +158,8 @@ class GlooCollectives:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
-        if self.ranks == 2 and scale == 0.5:
-            return self._average_with_peer(outs, fulls)
+        if self.ranks == 2:
+            return self._add_peer(outs, fulls, scale)
         received = [torch.empty_like(full) for full in fulls]
         works = [_torch.all_to_all(self._group, parts, full) for parts, full in zip(received, fulls)]
 
@@ -158,7 +172,7 @@ class GlooCollectives:
 
         return Pending(works, add)
 
-    def _average_with_peer(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> Pending:
+    def _add_peer(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
         """Of two ranks: send the other's half, receive mine, and average in one pass over memory instead of four."""
         peer = 1 - self.rank
         halves = [full.view(2, -1) for full in fulls]
@@ -166,25 +180,118 @@ class GlooCollectives:
         works = [_torch.recv(self._group, theirs, peer, self._REDUCE_TAG) for theirs in received]
         works += [_torch.send(self._group, half[peer], peer, self._REDUCE_TAG) for half in halves]
 
-        def average() -> None:
+        def add() -> None:
             for half, theirs, out in zip(halves, received, outs):
-                torch.lerp(half[self.rank], theirs, 0.5, out=out)
+                if scale == 0.5:
+                    torch.lerp(half[self.rank], theirs, 0.5, out=out)
+                else:
+                    torch.add(half[self.rank], theirs, out=out)
+            if scale not in (0.5, 1.0):
+                torch._foreach_mul_(list(outs), scale)
             received.clear()
             halves.clear()
 
-        return Pending(works, average)
+        return Pending(works, add)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return Pending((_torch.all_reduce_sum(self._group, tensor),))
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         return Pending((_torch.all_reduce_max(self._group, tensor),))
 
 
-def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectives:
-    """torch's collectives on `group`, in the form that suits its backend."""
-    if group.size() == 1:
+def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
+    """torch's collectives on `group` (None: this rank alone), in the form that suits its backend."""
+    if group is None or group.size() == 1:
         return OneRank()
     if device.type == "cpu" and dist.get_backend(group) == "gloo":
         return GlooCollectives(group)
     return CoalescedCollectives(group)
+
+
+# --- the caller's own collectives ---------------------------------------------------------------------------------------
+
+
+class Comm(ABC):
+    """A collective of the caller's, and the memory it works on. Same interface as the class of this name in FSDP2."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of `size` (one dim) for messages."""
+
+
+class AllGather(Comm):
+    """An all-gather of the caller's, for `FSDPModule.set_custom_all_gather`."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather `input_tensor` (size,), this rank's slot of `output_tensor` (ranks * size,), from all ranks into it."""
+
+
+class ReduceScatter(Comm):
+    """A reduce-scatter of the caller's, for `FSDPModule.set_custom_reduce_scatter`."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce chunk `rank` of `input_tensor` (ranks * size,) over all ranks by `op` (a sum) into `output_tensor` (size,)."""
+
+
+class CustomCollectives:
+    """The caller's all-gather, reduce-scatter or both, in memory that they allocate; the rest as `inner` does it.
+
+    Everything is packed, so that each gather and each reduction is one message in memory of theirs.
+    """
+
+    def __init__(
+        self,
+        inner: Collectives,
+        group: dist.ProcessGroup,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+    ) -> None:
+        self._inner, self._group, self._gather, self._reduce = inner, group, all_gather, reduce_scatter
+        self.ranks, self.rank = inner.ranks, inner.rank
+        self.direct_min_bytes = float("inf")
+        self.gather_memory: Allocate | None = all_gather.allocate if all_gather is not None else None
+        self.reduce_memory: Allocate | None = reduce_scatter.allocate if reduce_scatter is not None else None
+
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
+        call = self._gather
+        if call is None:
+            return self._inner.gatherer(outs, shards)
+
+        def gather() -> Pending:
+            works = []
+            for out, shard in zip(outs, shards):
+                slot = out.view(self.ranks, -1)[self.rank]
+                if slot.data_ptr() != shard.data_ptr():
+                    slot.copy_(shard)
+                works.append(call(out, slot, self._group, async_op=True))
+            return Pending([work for work in works if work is not None])
+
+        return gather
+
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
+        if self._reduce is None:
+            return self._inner.reduce_scatter(outs, fulls, scale)
+        works = [self._reduce(out, full, self._group, dist.ReduceOp.SUM, async_op=True) for out, full in zip(outs, fulls)]
+        then = partial(torch._foreach_mul_, list(outs), scale) if scale != 1.0 else None
+        return Pending([work for work in works if work is not None], then)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return self._inner.all_reduce(tensor)
+
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        return self._inner.all_reduce_max(tensor)
 
 
 # --- counting --------------------------------------------------------------------------------------------------------
@@ -194,10 +301,11 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
 class Message:
     """One collective of one group: what kind, the dtype, and the bytes of its full side (all ranks' chunks together)."""
 
-    kind: str  # all_gather, reduce_scatter or heartbeat
+    kind: str  # all_gather, reduce_scatter, all_reduce, heartbeat; to_device, to_host (offload)
     dtype: torch.dtype
     nbytes: int
     buckets: int
+    ranks: int = 1
 
 
 @dataclass(slots=True)
@@ -215,9 +323,9 @@ class Journal:
         finally:
             self._open = [other for other in self._open if other is not messages]
 
-    def note(self, kind: str, fulls: Sequence[Tensor]) -> None:
+    def note(self, kind: str, fulls: Sequence[Tensor], ranks: int = 1) -> None:
         if self._open:
-            message = Message(kind, fulls[0].dtype, sum(full.numel() * full.itemsize for full in fulls), len(fulls))
+            message = Message(kind, fulls[0].dtype, sum(full.numel() * full.itemsize for full in fulls), len(fulls), ranks)
             for messages in self._open:
                 messages.append(message)
 
@@ -225,25 +333,35 @@ class Journal:
 class Journaled:
     """Collectives that write down what passes through them."""
 
-    def __init__(self, inner: Collectives, journal: Journal) -> None:
-        self._inner, self._journal = inner, journal
+    def __init__(self, inner: Collectives, journal: Journal, *, keeps: object = None) -> None:
+        self._inner, self._journal, self._keeps = inner, journal, keeps
         self.ranks, self.rank, self.direct_min_bytes = inner.ranks, inner.rank, inner.direct_min_bytes
+        self.gather_memory: Allocate | None = getattr(inner, "gather_memory", None)
+        self.reduce_memory: Allocate | None = getattr(inner, "reduce_memory", None)
+
+    @property
+    def inner(self) -> Collectives:
+        return self._inner
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
         gather, journal = self._inner.gatherer(outs, shards), self._journal
 
         def noted() -> Pending:
-            journal.note("all_gather", outs)
+            journal.note("all_gather", outs, self.ranks)
             return gather()
 
         return noted
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
-        self._journal.note("reduce_scatter", fulls)
+        self._journal.note("reduce_scatter", fulls, self.ranks)
         return self._inner.reduce_scatter(outs, fulls, scale)
 
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        self._journal.note("all_reduce", [tensor], self.ranks)
+        return self._inner.all_reduce(tensor)
+
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        self._journal.note("heartbeat", [tensor])
+        self._journal.note("heartbeat", [tensor], self.ranks)
         return self._inner.all_reduce_max(tensor)
 
 
@@ -261,21 +379,36 @@ class Ticket(Protocol):
         """Order what the caller does next behind the work. Waiting twice is allowed."""
         ...
 
+    def block(self) -> None:
+        """As `wait`, and have the host wait too, for memory that it reads."""
+        ...
+
 
 class Lane(Protocol):
     """An ordered queue of device work beside the caller's own, the compute lane."""
 
-    def run(self, start: Callable[[], Pending], finish: Callable[[], None]) -> Ticket:
-        """Queue `start` behind all that is on the compute lane now, and `finish` behind the collective it starts."""
+    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: Any = None) -> Ticket:
+        """Queue `start` behind all that is on the compute lane now, and `finish` behind the collective it starts.
+
+        after: a ticket of another lane, not waited for yet, that `start` is queued behind instead.
+        """
         ...
 
 
 class _HostTicket:
-    __slots__ = ("_finish", "_pending")
+    __slots__ = ("_finish", "_followers", "_pending")
 
     def __init__(self, pending: Pending, finish: Callable[[], None]) -> None:
         self._pending: Pending | None = pending
         self._finish: Callable[[], None] | None = finish
+        self._followers: list[_LaterTicket] = []
+
+    def follow(self, later: _LaterTicket) -> None:
+        """Begin `later` as soon as this is waited for."""
+        if self._pending is None:
+            later.begin()
+        else:
+            self._followers.append(later)
 
     def done(self) -> bool:
         return self._pending is None or all(_torch.is_done(work) for work in self._pending.works)
@@ -290,13 +423,47 @@ class _HostTicket:
         if pending.then is not None:
             pending.then()
         finish()
+        followers, self._followers = self._followers, []
+        for later in followers:
+            later.begin()
+
+    def block(self) -> None:
+        self.wait()
+
+
+class _LaterTicket:
+    """Work that begins when other work was waited for."""
+
+    __slots__ = ("_before", "_finish", "_start", "_ticket")
+
+    def __init__(self, before: Ticket, start: Callable[[], Pending], finish: Callable[[], None]) -> None:
+        self._before, self._start, self._finish = before, start, finish
+        self._ticket: _HostTicket | None = None
+
+    def begin(self) -> None:
+        self._ticket = _HostTicket(self._start(), self._finish)
+
+    def done(self) -> bool:
+        return self._ticket is not None and self._ticket.done()
+
+    def wait(self) -> None:
+        self._before.wait()
+        assert self._ticket is not None
+        self._ticket.wait()
+
+    def block(self) -> None:
+        self.wait()
 
 
 class HostLane:
     """The CPU: collectives run in the backend's threads from the start, their finish in whoever waits."""
 
-    def run(self, start: Callable[[], Pending], finish: Callable[[], None]) -> Ticket:
-        return _HostTicket(start(), finish)
+    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: Any = None) -> Ticket:
+        if after is None:
+            return _HostTicket(start(), finish)
+        later = _LaterTicket(after, start, finish)
+        after.follow(later)
+        return later
 
 
 class _StreamTicket:
@@ -305,11 +472,19 @@ class _StreamTicket:
     def __init__(self, event: Any, module: Any, device: torch.device) -> None:
         self._event, self._module, self._device = event, module, device
 
+    @property
+    def event(self) -> Any:
+        return self._event
+
     def done(self) -> bool:
         return self._event.query()
 
     def wait(self) -> None:
         self._module.current_stream(self._device).wait_event(self._event)
+
+    def block(self) -> None:
+        self.wait()
+        self._event.synchronize()
 
 
 class StreamLane:
@@ -319,8 +494,11 @@ class StreamLane:
         self._device, self._module = device, torch.get_device_module(device)
         self._stream = self._module.Stream(device=device, priority=-1)
 
-    def run(self, start: Callable[[], Pending], finish: Callable[[], None]) -> Ticket:
-        self._stream.wait_stream(self._module.current_stream(self._device))
+    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: Any = None) -> Ticket:
+        if after is None:
+            self._stream.wait_stream(self._module.current_stream(self._device))
+        else:
+            self._stream.wait_event(after.event)
         with self._module.stream(self._stream):
             pending = start()
             for work in pending.works:
@@ -342,7 +520,7 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[Ticket, Callable[[], None]]] = deque()
+        self._entries: deque[tuple[Ticket, Callable[[], None], bool]] = deque()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -352,19 +530,23 @@ class InFlight:
         while len(self._entries) >= limit:
             self._leave()
 
-    def push(self, ticket: Ticket, landed: Callable[[], None]) -> None:
-        """Keep what `landed` refers to alive until `ticket` was waited for, then call it."""
-        self._entries.append((ticket, landed))
+    def push(self, ticket: Ticket, landed: Callable[[], None], *, polled: bool = True) -> None:
+        """Keep what `landed` refers to alive until `ticket` was waited for, then call it.
+
+        polled: whether it may leave as soon as it is done. That moment differs from rank to rank, so not if its end
+            starts a collective.
+        """
+        self._entries.append((ticket, landed, polled))
 
     def poll(self) -> None:
         """Let go of what is finished already."""
-        while self._entries and self._entries[0][0].done():
+        while self._entries and self._entries[0][2] and self._entries[0][0].done():
             self._leave()
 
     def drain(self) -> None:
         self.make_room(1)
 
     def _leave(self) -> None:
-        ticket, landed = self._entries.popleft()
+        ticket, landed, _ = self._entries.popleft()
         ticket.wait()
         landed()

@@ -11,7 +11,7 @@ ALIGN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The rows one rank owns of a tensor cut along dim 0, by torch.chunk's rule.
+    """The rows one rank owns of a tensor cut along one dim (dim 0, if nothing else is said), by torch.chunk's rule.
 
         row     0   1 | 2   3 | 4   .       length=5, ranks=3, chunk=2
         rank      0   |   1   |   2         rank 2 owns [4, 5) and pads one row
@@ -44,13 +44,25 @@ class Place:
 
     shard of this rank   ...[offset, offset + size)...          size = chunk rows, padding included
     full storage         ...[region, region + ranks * size)...  the parameter is its first `numel` elements
+
+    Cut along `dim` 0, the shards in rank order are the parameter. Along another they are not: it is `folded`, travels
+    packed, and is permuted where it is copied out of the message or into it.
     """
 
     shape: tuple[int, ...]
+    dim: int
     offset: int
     size: int
     region: int
     direct: bool
+
+    @property
+    def folded(self) -> bool:
+        return self.dim != 0
+
+    def shard_shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of a shard of `rows` rows."""
+        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +91,9 @@ class Bucket:
 class GroupLayout:
     """Everything static about a group's memory. group 1 - n buckets, bucket 1 - n parameters.
 
-    shard  | packed small ones | large, uneven | large, even |
-    gather | one packed bucket | direct        | direct      |
-    reduce | one packed message                | direct      |   (all of it packed where gradients must be cast)
+    shard  | packed: small, folded | large, uneven | large, even |
+    gather | one packed bucket     | direct        | direct      |
+    reduce | one packed message                    | direct      |   (all of it packed where gradients must be cast)
     """
 
     ranks: int
@@ -103,9 +115,17 @@ class GroupLayout:
         return (Bucket(False, 0, stop, pieces) if stop else None), alone
 
 
-def plan_layout(shapes: Sequence[tuple[int, ...]], *, ranks: int, itemsize: int, direct_min_bytes: float) -> GroupLayout:
+def plan_layout(
+    shapes: Sequence[tuple[int, ...]],
+    dims: Sequence[int] | None = None,
+    *,
+    ranks: int,
+    itemsize: int,
+    direct_min_bytes: float,
+) -> GroupLayout:
     """Lay out parameters of `shapes` (each with at least one dim) for `ranks` ranks.
 
+    dims: along which dim each is cut, 0 if not given.
     itemsize: bytes of the smaller of storage and compute dtype; offsets are aligned to 16 of them.
     direct_min_bytes: chunks of at least this many bytes per rank travel directly; `inf` packs everything.
 
@@ -114,24 +134,25 @@ def plan_layout(shapes: Sequence[tuple[int, ...]], *, ranks: int, itemsize: int,
     ([(4, 16, True), (0, 2, False)], 20)
     """
     align = max(1, ALIGN_BYTES // itemsize)
-    chunks = [-(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes]
+    dims = [0] * len(shapes) if dims is None else dims
+    chunks = [-(-shape[dim] // ranks) * prod(shape[:dim]) * prod(shape[dim + 1 :]) for shape, dim in zip(shapes, dims)]
 
-    def is_direct(size: int) -> bool:
-        nbytes = size * itemsize
-        return nbytes >= direct_min_bytes and nbytes % ALIGN_BYTES == 0 and size > 0
+    def is_direct(index: int) -> bool:
+        nbytes = chunks[index] * itemsize
+        return dims[index] == 0 and nbytes >= direct_min_bytes and nbytes % ALIGN_BYTES == 0 and nbytes > 0
 
     def is_even(index: int) -> bool:
         return chunks[index] * ranks == prod(shapes[index])
 
-    order = sorted(range(len(shapes)), key=lambda i: (is_direct(chunks[i]), is_direct(chunks[i]) and is_even(i)))
+    order = sorted(range(len(shapes)), key=lambda i: (is_direct(i), dims[i] != 0, is_direct(i) and is_even(i)))
     places: list[Place | None] = [None] * len(shapes)
     packed: list[Piece] = []
     direct: list[Bucket] = []
     offset = region = 0
     even_from: int | None = None
     for index in order:
-        size, alone = chunks[index], is_direct(chunks[index])
-        places[index] = Place(tuple(shapes[index]), offset, size, region, alone)
+        size, alone = chunks[index], is_direct(index)
+        places[index] = Place(tuple(shapes[index]), dims[index], offset, size, region, alone)
         piece, gap = Piece(index, size, region), -size % align
         if alone:
             if even_from is None and is_even(index):

@@ -1,8 +1,9 @@
-"""The axis parameters are sharded over: its mesh, its process group, and this rank's place on it."""
+"""The axes parameters are sharded and replicated over: their meshes, process groups, and this rank's place on them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,34 +13,92 @@ from fullshard import _torch
 
 
 @dataclass(frozen=True)
-class ShardAxis:
-    """mesh 1 - 1 shard axis. `device` is where this rank computes."""
+class DataParallelMeshDims:
+    """Which axes of one full mesh are data parallel; each a name, several names, or None. At least one of both.
 
-    mesh: DeviceMesh
+    shard: parameters are sharded over them; several are flattened into one axis, in mesh order.
+    replicate: gradients are averaged over them too (hybrid sharding, or plain data parallelism without `shard`).
+
+    Source: `torch.distributed.fsdp.DataParallelMeshDims` (torch 2.13).
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("DataParallelMeshDims needs at least one of shard and replicate, got None for both")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicateAxis:
+    """The axis over which equal shards are held more than once."""
+
     group: dist.ProcessGroup
     ranks: int
     rank: int
+
+
+@dataclass(frozen=True, eq=False)
+class ShardAxis:
+    """Where shards lie. mesh 1 - 1 shard axis, shard axis 1 - 0..1 replicate axis.
+
+    mesh: what the DTensors of plain parameters live on, (shard), (replicate, shard) or (replicate).
+    group: None if nothing is sharded, only replicated; then `ranks` is 1.
+    device: where this rank computes.
+    dims: of a full mesh, which of its axes are data parallel; parameters then are DTensors on `full_mesh` already.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup | None
+    ranks: int
+    rank: int
     device: torch.device
+    replicas: ReplicateAxis | None = None
+    full_mesh: DeviceMesh | None = None
+    dims: DataParallelMeshDims | None = field(default=None, compare=False)
+
+    @property
+    def replicated(self) -> int:
+        """How many ranks hold each shard."""
+        return 1 if self.replicas is None else self.replicas.ranks
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Equal for axes that communicate over the same process groups."""
+        return id(self.group), id(self.replicas.group if self.replicas else None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return resolve_mesh, (self.mesh if self.full_mesh is None else self.full_mesh, self.dims)
 
 
-def resolve_mesh(mesh: DeviceMesh | None) -> ShardAxis:
-    """The shard axis of `mesh`; None makes one over the default process group (started if need be).
+def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardAxis:
+    """The axes of `mesh`; None makes a 1-D mesh over the default process group (started if need be).
 
-    Raises ValueError if `mesh` is no 1-D DeviceMesh, lies on meta, or this rank is not on it.
+    One axis: shard. Two: replicate, then shard. With `dims`, the named axes of a mesh of any size.
+
+    Raises ValueError if `mesh` is no such DeviceMesh, lies on meta, or this rank is not on it.
     """
     if mesh is None:
-        if not dist.is_initialized():
-            dist.init_process_group()
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        kind = "cpu" if accelerator is None or not _torch.has_backend(accelerator) else accelerator.type
-        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        if dims is not None:
+            raise ValueError("dp_mesh_dims names axes of mesh, but no mesh was given: pass the full mesh as well")
+        mesh = _default_mesh()
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh must be a 1-D DeviceMesh or None, got {type(mesh).__name__}: build one with init_device_mesh()")
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh must have one axis, the one to shard over, got {mesh.ndim} axes of sizes {tuple(mesh.mesh.shape)}: "
-            "take one axis of it with mesh['name']"
-        )
+        raise ValueError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}: build one with init_device_mesh()")
     if mesh.device_type == "meta":
         raise ValueError(
             "mesh must lie on a real device, got 'meta': parameters may be on meta, the mesh says where they will live"
@@ -49,8 +108,58 @@ def resolve_mesh(mesh: DeviceMesh | None) -> ShardAxis:
             f"this rank ({dist.get_rank()}) is not on the mesh of ranks {mesh.mesh.tolist()}: "
             "call fully_shard only on the ranks that are"
         )
-    group = mesh.get_group()
+    if dims is not None:
+        return _axes_of_names(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh must have one axis (shard) or two (replicate, shard), got {mesh.ndim} axes of sizes "
+            f"{tuple(mesh.mesh.shape)}: take axes of it with mesh['name'], or name them with dp_mesh_dims="
+        )
+    return _axes(mesh, shard=mesh.ndim - 1, replicate=0 if mesh.ndim == 2 else None)
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = "cpu" if accelerator is None or not _torch.has_backend(accelerator) else accelerator.type
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def _axes(mesh: DeviceMesh, *, shard: int | None, replicate: int | None, **full: Any) -> ShardAxis:
     device = torch.device("cpu")
     if mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-    return ShardAxis(mesh, group, mesh.size(), mesh.get_local_rank(), device)
+    replicas = None
+    if replicate is not None:
+        replicas = ReplicateAxis(mesh.get_group(replicate), mesh.size(replicate), mesh.get_local_rank(replicate))
+    if shard is None:
+        return ShardAxis(mesh, None, 1, 0, device, replicas, **full)
+    return ShardAxis(mesh, mesh.get_group(shard), mesh.size(shard), mesh.get_local_rank(shard), device, replicas, **full)
+
+
+def _axes_of_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardAxis:
+    known = mesh.mesh_dim_names
+    if known is None:
+        raise ValueError("dp_mesh_dims names axes, but the mesh has no names: give init_device_mesh() mesh_dim_names=")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in known:
+            raise ValueError(f"dp_mesh_dims names the axis '{name}', but the mesh has the axes {known}")
+    both = set(dims.shard_names) & set(dims.replicate_names)
+    if both:
+        raise ValueError(f"dp_mesh_dims names {sorted(both)} both as shard and as replicate: an axis is one or the other")
+    at = sorted(known.index(name) for name in dims.shard_names)
+    if at and at != list(range(at[0], at[0] + len(at))):
+        raise ValueError(
+            f"dp_mesh_dims shards over {dims.shard_names}, which do not lie side by side in the mesh axes {known}: "
+            "they are flattened into one axis, so build the mesh with them adjacent"
+        )
+    full = {"full_mesh": mesh, "dims": dims}
+    shard = _torch.flat_axis(mesh, tuple(known[i] for i in at)) if at else None
+    replicate = _torch.flat_axis(mesh, dims.replicate_names) if dims.replicate_names else None
+    if shard is None:
+        assert replicate is not None
+        return _axes(replicate, shard=None, replicate=0, **full)
+    if replicate is None:
+        return _axes(shard, shard=0, replicate=None, **full)
+    return _axes(_torch.join_meshes([replicate, shard]), shard=1, replicate=0, **full)

@@ -37,13 +37,12 @@ def rebind(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != original.shape:
+    if not isinstance(value, Tensor) or value.shape != original.shape or value.ndim == 0:
         return value
-    spec, local = _torch.spec_of(sharded), _torch.local_tensor(sharded)  # type: ignore[arg-type]
-    rank, ranks = spec.mesh.get_local_rank(), spec.mesh.size()
-    chunk = -(-value.shape[0] // ranks)
-    rows = value[min(value.shape[0], rank * chunk) :][: local.shape[0]]
-    return _torch.dtensor(rows.to(local.device, copy=True), _torch.shard_spec(spec.mesh, value.shape, value.dtype))
+    logical = logical_parameters([sharded])[0]
+    if isinstance(value, DTensor):
+        return logical.face(logical.take(value, what="has in its optimizer").clone())
+    return logical.shard_of(value, dtype=value.dtype)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -58,6 +57,15 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for group in optimizer.param_groups:
         for parameter in logical_parameters(tensor for tensor in group["params"] if tensor.grad is not None):
             parameter.wrote()
+
+
+def _cut_over(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over which the elements of a gradient are spread, each element once."""
+    if not isinstance(grad, DTensor):
+        return ()
+    mesh = grad.device_mesh
+    cut = [axis for axis, placement in enumerate(grad.placements) if _torch.is_cut(placement) and mesh.size(axis) > 1]
+    return tuple(mesh.get_group(axis) for axis in cut)
 
 
 _torch.register_optimizer_step_pre_hook(_before_step)
@@ -88,28 +96,28 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     for grad in grads:
-        if isinstance(grad, DTensor) and not all(placement.is_shard() for placement in grad.placements):
+        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
             raise ValueError(
-                f"clip_grad_norm_ takes gradients that are sharded or plain, got a DTensor of shape {tuple(grad.shape)} with "
-                f"placements {grad.placements}: its norm would be counted more than once"
+                f"clip_grad_norm_ takes gradients that are sharded, replicated or plain, got a DTensor of shape "
+                f"{tuple(grad.shape)} with placements {grad.placements}, which is not summed yet: redistribute() it first"
             )
     power = float(norm_type)
-    by_mesh: dict[Any, list[Tensor]] = {}
+    alike: dict[Any, list[Tensor]] = {}
     locals_: list[Tensor] = []
     for grad in grads:
         local = _torch.local_tensor(grad) if isinstance(grad, DTensor) else grad
-        by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(local)
+        alike.setdefault(_cut_over(grad), []).append(local)
         locals_.append(local)
     device = locals_[0].device
     parts = []
-    for mesh, shards in by_mesh.items():
+    for groups, shards in alike.items():
         shards = [shard for shard in shards if shard.numel()]
         # Squares of bfloat16 norms would lose their digits when summed.
         norms = torch.stack(torch._foreach_norm(shards, power)).float() if shards else torch.zeros(1, device=device)
         part = norms.max() if power == torch.inf else norms.pow(power).sum()
-        if mesh is not None and mesh.size() > 1:
+        for group in groups:
             op = dist.ReduceOp.MAX if power == torch.inf else dist.ReduceOp.SUM
-            dist.all_reduce(part, op, group=mesh.get_group())
+            dist.all_reduce(part, op, group=group)
         parts.append(part.to(device))
     total = torch.stack(parts).max() if power == torch.inf else torch.stack(parts).sum().pow(1.0 / power)
     if error_if_nonfinite and not torch.isfinite(total):

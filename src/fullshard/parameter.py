@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.layout import Extent
-from fullshard.mesh import ShardAxis
+from fullshard.cut import Cut
 from fullshard.modules import Claim, Slot
 from fullshard.schedule import StateError
 
@@ -38,20 +37,45 @@ def logical_parameters(tensors: Iterable[Tensor]) -> list[ShardedParameter]:
     return [found for reference in references if reference is not None and (found := reference()) is not None]
 
 
+def inside(tensor: Tensor) -> Tensor:
+    """What this rank computes with: a DTensor's own part."""
+    return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def move_data(parameter: nn.Parameter, device: torch.device) -> None:
+    """Move a parameter that is not sharded yet, and its gradient, in place; what is on meta stays there."""
+    if parameter.device.type in ("meta", device.type):
+        return
+    if isinstance(parameter, DTensor):
+        _torch.point_at(parameter, _torch.local_tensor(parameter).to(device))
+        if parameter.grad is not None:
+            _torch.point_at(parameter.grad, _torch.local_tensor(parameter.grad).to(device))
+    elif type(parameter.data) is Tensor:
+        parameter.data = parameter.data.to(device)
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(device)
+    else:  # `.data` of a wrapper subclass cannot go to another device
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(device), parameter.requires_grad))
+
+
 class Installation:
     """One slot a parameter is installed in. Holds the module's dict of parameters, not the module: no cycle."""
 
-    __slots__ = ("_module", "name", "parameters")
+    __slots__ = ("_custom", "_module", "name", "parameters")
 
     def __init__(self, slot: Slot) -> None:
         self.parameters = _torch.parameters_of(slot.module)
         self.name = slot.name
         # Modules that keep parameters elsewhere too (RNNs do) learn of a swap through their own __setattr__.
-        custom = type(slot.module).__setattr__ is not nn.Module.__setattr__
-        self._module = weakref.ref(slot.module) if custom else None
+        self._custom = type(slot.module).__setattr__ is not nn.Module.__setattr__
+        self._module = weakref.ref(slot.module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self._module()
 
     def put(self, parameter: nn.Parameter) -> None:
-        module = self._module() if self._module is not None else None
+        module = self._module() if self._custom else None
         if module is None:
             self.parameters[self.name] = parameter
         else:
@@ -61,8 +85,8 @@ class Installation:
 class ShardedParameter:
     """sharded parameter 1 - n slots; its two faces live as long as it does.
 
-    name: qualified within its unit.        shape: of the full tensor.      extent: the rows of this rank.
-    sharded: the DTensor Parameter callers see, over `local` (rows, *shape[1:]), a view of the group's flat shard.
+    name: qualified within its unit.        cut: its shapes, and which rows are this rank's.
+    sharded: the DTensor Parameter callers see, over `local` (cut.shard_shape), a view of the group's flat shard.
     full: the Parameter modules compute with, over the group's full storage; None until first gathered.
     kept: the full gradient of backwards that did not communicate, in the reduce dtype.
     before_step: raises StateError if this is no moment for an optimizer to write the shard.
@@ -71,31 +95,39 @@ class ShardedParameter:
     __slots__ = (
         "__weakref__",
         "_writes",
-        "axis",
         "before_step",
-        "extent",
+        "cut",
         "full",
         "installations",
         "kept",
         "local",
         "name",
-        "shape",
         "sharded",
         "spec",
     )
 
-    def __init__(self, claim: Claim, axis: ShardAxis) -> None:
+    def __init__(self, claim: Claim, cut: Cut, local: Tensor | None = None) -> None:
+        """`local`: this rank's shard, where the claimed parameter is not the full one."""
         original = claim.parameter
-        self.name, self.shape, self.axis = claim.name, original.shape, axis
-        self.extent = Extent.cut(self.shape[0], ranks=axis.ranks, rank=axis.rank)
+        self.name, self.cut = claim.name, cut
         self.installations = [Installation(slot) for slot in claim.slots]
-        self.spec = _torch.shard_spec(axis.mesh, self.shape, original.dtype)
+        self.spec = cut.spec(original.dtype)
         self.full: nn.Parameter | None = None
         self.kept: Tensor | None = None
         self._writes = 0
         self.before_step: Callable[[], None] | None = None
-        self.local: Tensor = self.slice(original.detach())
+        self.local: Tensor = cut.slice(inside(original.detach())) if local is None else local
         self.sharded = nn.Parameter(_torch.dtensor(self.local, self.spec), requires_grad=original.requires_grad)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The first module it is installed in."""
+        return self.installations[0].module
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the full tensor."""
+        return self.cut.shape
 
     def succeed(self, original: nn.Parameter) -> None:
         """Take the place of the caller's parameter: its slots, attributes, hooks, gradient and identity."""
@@ -105,7 +137,7 @@ class ShardedParameter:
                 taken[key] = value
         _torch.carry_hooks(original, self.sharded)
         if original.grad is not None:
-            self.sharded.grad = self.face(self.slice(original.grad).clone())
+            self.sharded.grad = self.face(self.cut.slice(self.cut.lower(original.grad, name=self.name)).contiguous().clone())
         original.__dict__[_SUCCESSOR] = self.sharded
         for installation in self.installations:
             installation.put(self.sharded)
@@ -124,11 +156,12 @@ class ShardedParameter:
         self._writes += 1
 
     def take_gradient(self) -> Tensor | None:
-        """What autograd left at the full face."""
+        """What autograd left at the full face, (cut.whole)."""
         full = self.full
         grad = None if full is None else full.grad
         if grad is not None:
             full.grad = None  # type: ignore[union-attr]
+            grad = self.cut.lower(grad, name=self.name)
         return grad
 
     def keep(self, grad: Tensor, dtype: torch.dtype) -> None:
@@ -152,28 +185,25 @@ class ShardedParameter:
         """Set the first gradient of a step."""
         self.sharded.grad = gradient
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return (self.extent.rows, *self.shape[1:])
-
     def slice(self, full: Tensor) -> Tensor:
-        """This rank's rows of a tensor of the full shape."""
-        return full[self.extent.start : self.extent.stop]
+        """This rank's rows of a plain tensor of the full shape."""
+        return self.cut.slice(self.cut.whole_of(full))
 
     def face(self, local: Tensor) -> DTensor:
         """A DTensor like the sharded parameter over other local data, for gradients and optimizer states."""
-        return _torch.dtensor(local, self.spec)
+        same = local.dtype == self.local.dtype
+        return _torch.dtensor(local, self.spec if same else self.cut.spec(local.dtype))
 
     def shard_of(self, full: Tensor, *, dtype: torch.dtype) -> DTensor:
         """A DTensor like the sharded parameter with this rank's rows of `full`, where the shard is (or will be, if on meta)."""
         device = full.device if self.local.device.type == "meta" else self.local.device
-        local = self.slice(full).to(device=device, dtype=dtype, copy=True)
-        return _torch.dtensor(local, _torch.shard_spec(self.axis.mesh, self.shape, dtype))
+        local = self.slice(full).to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+        return _torch.dtensor(local, self.cut.spec(dtype))
 
     def settle(self, local: Tensor) -> None:
         """The shard lives in `local` from now on, a view of a group's flat shard that holds its values already."""
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
-            self.spec = _torch.shard_spec(self.axis.mesh, self.shape, local.dtype)
+            self.spec = self.cut.spec(local.dtype)
         self.local = local
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device:
             # The wrapper's own dtype and device are fixed when it is made: give this object the inside of a fresh one.
@@ -186,8 +216,8 @@ class ShardedParameter:
         self.sharded.__dict__[_LOGICAL] = weakref.ref(self)
 
     def materialize(self, view: Tensor) -> None:
-        """`view` (the full shape, over the full storage) becomes the full face."""
-        self.full = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+        """`view` (cut.whole, over the full storage) becomes the full face."""
+        self.full = nn.Parameter(self.cut.lift(view), requires_grad=self.sharded.requires_grad)
         self.full.__dict__[_SUCCESSOR] = self.sharded
 
     def is_current(self) -> bool:
@@ -200,7 +230,7 @@ class ShardedParameter:
         return _torch.local_tensor(sharded) is self.local and (full is None or full.requires_grad is sharded.requires_grad)  # type: ignore[arg-type]
 
     def incoming(self) -> Tensor:
-        """The values the slots say this rank's shard has now, (rows, *shape[1:]); the caller may have put others there.
+        """The values the slots say this rank's shard has now, (cut.shard_shape); the caller may have put others there.
 
         A Parameter that was assigned is honoured if it is a full tensor or a DTensor like ours: its values and (by
         `restore_sharded`) its trainability are taken over, the identity of the sharded parameter stays. Changes nothing
@@ -232,19 +262,22 @@ class ShardedParameter:
         return values[0]
 
     def take(self, value: Tensor, *, what: str) -> Tensor:
-        """This rank's rows of `value`, a full tensor or a DTensor sharded like this parameter."""
-        if tuple(value.shape) != tuple(self.shape):
+        """This rank's rows of `value`: a full tensor, a DTensor sharded like this parameter, or one as modules compute with."""
+        if value.shape != self.shape:
             raise StateError(
                 f"parameter '{self.name}' of shape {tuple(self.shape)} {what} a tensor of shape {tuple(value.shape)}"
             )
         if not isinstance(value, DTensor):
             return self.slice(value)
-        if value.device_mesh != self.axis.mesh or value.placements != self.spec.placements:
-            raise StateError(
-                f"parameter '{self.name}' {what} a DTensor on {value.device_mesh} with {value.placements}; expected "
-                f"{self.axis.mesh} with {self.spec.placements}: redistribute() it first, or give the full tensor"
-            )
-        return _torch.local_tensor(value)
+        cut = self.cut
+        if value.device_mesh == cut.mesh and value.placements == cut.placements:
+            return _torch.local_tensor(value)
+        if cut.dense is not None and (value.device_mesh, value.placements) == (cut.dense.mesh, cut.dense.placements):
+            return cut.slice(_torch.local_tensor(value))
+        raise StateError(
+            f"parameter '{self.name}' {what} a DTensor on {value.device_mesh} with {value.placements}; expected "
+            f"{cut.mesh} with {cut.placements}: redistribute() it first, or give the full tensor"
+        )
 
     def match_trainability(self) -> None:
         """Let the full face require grad as the sharded one does."""

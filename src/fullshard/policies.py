@@ -60,6 +60,27 @@ class MixedPrecisionPolicy:
 
 
 @dataclass(frozen=True)
+class OffloadPolicy:
+    """Where shards are stored: this base class leaves them on the device of the mesh."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, gradients and so optimizer states live in the memory of the host.
+
+    Each gather begins with one copy of a group's flat shard to the device, each reduction ends with one copy of its
+    flat gradient to the host; both are queued on the lanes of the collectives and overlap with compute.
+
+    pin_memory: whether host memory is page-locked, so that copies do not hold the host up. Skipped, and said once, where
+        there is no accelerator to copy to.
+
+    Source: Ren et al., ZeRO-Offload (arXiv 2101.06840); the class of this name in FSDP2.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
 class CommPolicy:
     """How messages are cut and carried.
 
@@ -67,12 +88,15 @@ class CommPolicy:
         directly, without a copy; smaller ones share one packed message. None takes what was measured for the backend;
         `float("inf")` packs everything, 0 packs nothing that can be avoided.
     reductions_in_flight: how many groups' gradients may be on their way before backward waits for the oldest, at least 1.
+    prefetch_bytes: units are gathered ahead, in the order of the last run, as long as all that are ahead together have at
+        most this many bytes of full parameters; None gathers exactly one unit ahead, 0 none.
     collectives: called with the process group of the shard axis, returns the `comm.Collectives` to use instead of torch's.
     lanes: called with the device, returns a fresh `comm.Lane`; None takes CUDA streams or asynchronous CPU work.
     """
 
     direct_min_bytes: float | None = None
     reductions_in_flight: int = 1
+    prefetch_bytes: int | None = None
     collectives: Callable[[dist.ProcessGroup], Any] | None = None
     lanes: Callable[[torch.device], Any] | None = None
 
@@ -81,6 +105,8 @@ class CommPolicy:
             raise ValueError(f"CommPolicy.direct_min_bytes must be None or a number >= 0, got {self.direct_min_bytes!r}")
         if not isinstance(self.reductions_in_flight, int) or self.reductions_in_flight < 1:
             raise ValueError(f"CommPolicy.reductions_in_flight must be an int >= 1, got {self.reductions_in_flight!r}")
+        if self.prefetch_bytes is not None and not (isinstance(self.prefetch_bytes, int) and self.prefetch_bytes >= 0):
+            raise ValueError(f"CommPolicy.prefetch_bytes must be None or an int >= 0, got {self.prefetch_bytes!r}")
 
 
 @dataclass(frozen=True)

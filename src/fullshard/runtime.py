@@ -12,15 +12,27 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from fullshard import _torch
-from fullshard.comm import Collectives, InFlight, Journal, Journaled, Lane, Ticket, collectives_for, lane_for
-from fullshard.group import Group, Reduction, group_parameters
+from fullshard.comm import (
+    AllGather,
+    CustomCollectives,
+    InFlight,
+    Journal,
+    Journaled,
+    Lane,
+    ReduceScatter,
+    Ticket,
+    collectives_for,
+    lane_for,
+)
+from fullshard.group import Carriers, Group, ReduceOptions, Reduction, Storage, group_parameters
 from fullshard.mesh import ShardAxis
 from fullshard.parameter import ShardedParameter
-from fullshard.policies import CheckPolicy, CommPolicy, MixedPrecisionPolicy
+from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.schedule import (
     Action,
     Call,
@@ -29,10 +41,13 @@ from fullshard.schedule import (
     Reduce,
     Reshard,
     Residency,
+    Retain,
     StateError,
     Unshard,
     Wait,
 )
+
+_NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +58,13 @@ class UnitOptions:
     mp: MixedPrecisionPolicy
     comm: CommPolicy
     checks: CheckPolicy
+    offload: OffloadPolicy = _NO_OFFLOAD
+    retain: int | None = None  # ranks that keep one copy together between forward and backward
+    reduce: ReduceOptions = _REDUCE
+    separate_reduce: bool = False  # reductions have a process group of their own
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    in_backward: bool = True
     sync_gradients: bool = True
     last_backward: bool = True
     keep_after_backward: bool = False
@@ -66,12 +88,10 @@ class Unit:
         self._modules = [weakref.ref(module) for module in modules]
         self._left: set[int] = set()  # modules (by id) that this round of forwards has yet to run
         self._named_below = False
-        self.collectives = self.runtime.collectives(axis, options.comm)
+        self.runtime.carriers(axis, options)  # refuses what does not fit before anything else happens
         self.number = self.runtime.admit(self)
+        self.check = StepCheck(self)
         self.regroup([parameter.local for parameter in parameters])
-        check = StepCheck(self)
-        for parameter in parameters:
-            parameter.before_step = check
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -88,29 +108,64 @@ class Unit:
     def configure(self, **changes: object) -> None:
         """Change options from now on."""
         self.options = replace(self.options, **changes)  # type: ignore[arg-type]
+        self._inform()
+
+    def reconfigure(self, *, doing: str, **changes: object) -> None:
+        """As `configure`, for what groups are made of: they are made anew. Raises StateError during forward or backward."""
+        self.runtime.rest(self, doing=doing)
+        self.runtime.carriers(self.axis, replace(self.options, **changes))  # type: ignore[arg-type]
+        self.configure(**changes)
+        self.runtime.renounce(self)
+        self.regroup([parameter.local for parameter in self.parameters])
+
+    def _inform(self) -> None:
+        options = self.options
         self.runtime.planner.configure(
-            self.number, keep=self.options.keep, keep_after_backward=self.options.keep_after_backward
+            self.number,
+            keep=options.keep,
+            keep_after_backward=options.keep_after_backward,
+            in_backward=options.in_backward,
+            nbytes=sum(group.full_nbytes for group in self.groups),
+            budget=options.comm.prefetch_bytes,
         )
 
     def regroup(self, values: Sequence[Tensor]) -> None:
         """Put `values` (one local shard per parameter) into groups of their own kind."""
-        if not self.parameters:
-            return
-        direct = self.options.comm.direct_min_bytes
-        direct = self.collectives.direct_min_bytes if direct is None else direct
-        dtypes = [self.options.mp.resolve(value.dtype) for value in values]
+        options = self.options
+        offload = options.offload
+        host = isinstance(offload, CPUOffloadPolicy)
+        pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self._can_pin()
+        dtypes = [options.mp.resolve(value.dtype) for value in values]
+        groups: list[Group] = []
         with torch.inference_mode(False), torch.no_grad():
-            self.groups = [
-                Group(
-                    [self.parameters[i] for i in members],
-                    [values[i] for i in members],
-                    dtypes=shared,
-                    collectives=self.collectives,
+            for shared, members in group_parameters(self.parameters, values, dtypes):
+                carriers = self.runtime.carriers(self.parameters[members[0]].cut.axis, options)
+                direct = options.comm.direct_min_bytes
+                # Custom collectives work in memory of their own, so everything is packed there.
+                packed = max(carriers.gather.direct_min_bytes, carriers.reduce.direct_min_bytes)
+                direct = packed if direct is None or packed == float("inf") else direct
+                storage = Storage(
+                    device=self.axis.device,
+                    host=host,
+                    pinned=pinned,
                     direct_min_bytes=direct,
-                    poison=self.options.checks.poison,
+                    poison=options.checks.poison,
+                    mp=options.mp,
                 )
-                for shared, members in group_parameters(self.parameters, values, dtypes)
-            ]
+                parameters = [self.parameters[i] for i in members]
+                groups.append(
+                    Group(parameters, [values[i] for i in members], dtypes=shared, carriers=carriers, storage=storage)
+                )
+        self.groups = groups
+        for parameter in self.parameters:
+            parameter.before_step = self.check
+        self._inform()
+
+    def _can_pin(self) -> bool:
+        if self.axis.device.type != "cpu":
+            return True
+        say_once("CPUOffloadPolicy(pin_memory=True): host memory is not pinned, since the mesh computes on the CPU")
+        return False
 
     def is_current(self) -> bool:
         """Whether all slots hold what we put there."""
@@ -175,6 +230,15 @@ def _nothing() -> None:
     pass
 
 
+_SAID: set[str] = set()
+
+
+def say_once(text: str) -> None:
+    if text not in _SAID:
+        _SAID.add(text)
+        warnings.warn(text, stacklevel=2)
+
+
 _UNIT = "_fullshard_unit"
 
 
@@ -206,17 +270,17 @@ class StepCheck:
 class BackwardHook:
     """Rides on the graph of one call: tells the runtime when its backward begins, and that it never will when it is deleted."""
 
-    __slots__ = ("__weakref__", "_call", "_reached", "_task", "_unit")
+    __slots__ = ("__weakref__", "_call", "_glimpse", "_reached", "_task", "_unit")
 
-    def __init__(self, unit: Unit, call: Call) -> None:
-        self._unit, self._call, self._task, self._reached = unit, call, -1, False
+    def __init__(self, unit: Unit, call: Call, *, glimpse: bool = False) -> None:
+        self._unit, self._call, self._task, self._reached, self._glimpse = unit, call, -1, False, glimpse
         unit.runtime.planner.expect_backward(call)
 
     def __call__(self, *_: object) -> None:
         task = _torch.current_graph_task()
         if task != self._task:
             self._task = task
-            self._unit.runtime.enter_backward(self._unit, self._call)
+            self._unit.runtime.enter_backward(self._unit, self._call, glimpse=self._glimpse)
             self._forget()
 
     def __del__(self) -> None:
@@ -241,7 +305,9 @@ class BackwardEnd:
 
 
 class Runtime:
-    """runtime 1 - n units (held weakly), 1 - 1 planner, 1 - 1 journal; a lane for gathers and one for reductions."""
+    """runtime 1 - n units (held weakly), 1 - 1 planner, 1 - 1 journal; a lane for gathers, for reductions over shards, and
+    for those over replicas.
+    """
 
     _of_thread = threading.local()
 
@@ -258,20 +324,23 @@ class Runtime:
         self.device = device
         self.planner = Planner()
         self.journal = Journal()
-        self._gather_lane, self._reduce_lane = lanes(device), lanes(device)
+        self._gather_lane, self._reduce_lane, self._replicate_lane = lanes(device), lanes(device), lanes(device)
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._in_flight = InFlight()
+        self._replicating = InFlight()
+        self._event: object = None  # of the caller, that the next forward is ordered behind
         self._gathering: dict[int, list[tuple[Group, Ticket]]] = {}
         self._backward: weakref.ref[BackwardEnd] | None = None
         self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
         # Those whose parameters have hooks land early, but never by polling: a hook may talk to other ranks.
         self._hooked: deque[Reduction] = deque()
         self._touched: dict[int, Unit] = {}  # units that entered the running backward
-        self._collectives: weakref.WeakValueDictionary[int, Journaled] = weakref.WeakValueDictionary()
+        self._collectives: weakref.WeakValueDictionary[tuple[int, str], Journaled] = weakref.WeakValueDictionary()
         self._run: dict[type[Action], Callable[[Unit], None]] = {
             Unshard: self._unshard,
             Wait: self._wait,
+            Retain: self._retain,
             Reshard: self._reshard,
             Reduce: self._reduce,
         }
@@ -291,19 +360,52 @@ class Runtime:
         for group, ticket in self._gathering.pop(number, ()):
             self._in_flight.push(ticket, group.shrink)
 
-    def collectives(self, axis: ShardAxis, comm: CommPolicy) -> Collectives:
-        if comm.collectives is not None:
-            given = comm.collectives(axis.group)
-            if (given.ranks, given.rank) != (axis.ranks, axis.rank):
-                raise ValueError(
-                    f"CommPolicy.collectives must give collectives of rank {axis.rank} of {axis.ranks}, as the mesh has it, "
-                    f"got rank {given.rank} of {given.ranks}"
-                )
-            return Journaled(given, self.journal)
-        found = self._collectives.get(id(axis.group))  # as long as it lives, so does the group
+    def carriers(self, axis: ShardAxis, options: UnitOptions) -> Carriers:
+        """Who carries the messages of groups on `axis`. May make process groups, so it is collective over the axis.
+
+        Raises ValueError for collectives of the caller's that do not fit.
+        """
+        gather = reduce = self._main_collectives(axis, options.comm)
+        if options.separate_reduce and axis.group is not None and axis.ranks > 1:
+            reduce = self._known(axis, "reduce", dist.get_process_group_ranks(axis.group))
+        if axis.group is not None:
+            if options.all_gather is not None:
+                custom = CustomCollectives(gather.inner, axis.group, options.all_gather)
+                gather = Journaled(custom, self.journal, keeps=gather)
+            if options.reduce_scatter is not None:
+                custom = CustomCollectives(reduce.inner, axis.group, None, options.reduce_scatter)
+                reduce = Journaled(custom, self.journal, keeps=reduce)
+        replicate = retain = None
+        if axis.replicas is not None:
+            replicate = self._known(axis, "replicate", axis.replicas.group)
+        if options.retain is not None and axis.group is not None and axis.ranks % options.retain == 0:
+            first = axis.rank - axis.rank % options.retain
+            ranks = dist.get_process_group_ranks(axis.group)[first : first + options.retain]
+            if len(ranks) < axis.ranks:
+                retain = self._known(axis, f"retain {options.retain}", ranks)
+        return Carriers(gather, reduce, replicate, retain, self.journal)
+
+    def _main_collectives(self, axis: ShardAxis, comm: CommPolicy) -> Journaled:
+        if comm.collectives is None or axis.group is None:
+            return self._known(axis, "shard" if axis.group is not None else "alone", axis.group)
+        given = comm.collectives(axis.group)
+        if (given.ranks, given.rank) != (axis.ranks, axis.rank):
+            raise ValueError(
+                f"CommPolicy.collectives must give collectives of rank {axis.rank} of {axis.ranks}, as the mesh has it, "
+                f"got rank {given.rank} of {given.ranks}"
+            )
+        return Journaled(given, self.journal)
+
+    def _known(self, axis: ShardAxis, role: str, group: dist.ProcessGroup | list[int] | None) -> Journaled:
+        """Collectives of one process group of `axis` (or of a new one of these ranks), one object as long as it is used."""
+        owner = axis.group if axis.group is not None or axis.replicas is None else axis.replicas.group
+        key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.group)}")
+        found = self._collectives.get(key)
         if found is None:
-            found = Journaled(collectives_for(axis.group, axis.device), self.journal)
-            self._collectives[id(axis.group)] = found
+            if isinstance(group, list):
+                group = dist.new_group(group, use_local_synchronization=True)
+            found = Journaled(collectives_for(group, axis.device), self.journal, keeps=owner)
+            self._collectives[key] = found
         return found
 
     # --- events ---
@@ -319,6 +421,9 @@ class Runtime:
             self._execute(planner.before_recompute(number, stale=self._is_stale(unit, first)))
         elif not (unit.is_list and planner.running(number)):
             first = planner.outermost() is None
+            if first and self._event is not None:
+                _torch.wait_for_event(self.device, self._event)
+                self._event = None
             if first or unit.residency is Residency.FULL:
                 self._refresh(unit)
             unit.begin_round()
@@ -345,18 +450,24 @@ class Runtime:
         if not planner.running(number):
             self._uninstall(unit)
         self._execute(ended.actions)
-        self._in_flight.poll()
+        if grad and not unit.options.in_backward and unit.residency is Residency.SHARDED:
+            for group in unit.groups:
+                group.guard()
+        self._poll()
         return ended.call if grad else None
 
-    def enter_backward(self, unit: Unit, call: Call) -> None:
+    def enter_backward(self, unit: Unit, call: Call, *, glimpse: bool = False) -> None:
+        """`glimpse`: of a call that used a copy of the parameters (`glimpse` made it)."""
         self._recover_if_stale()
         first = self._begin_backward()
         self._touched[unit.number] = unit
-        self._in_flight.poll()
+        self._poll()
+        stale = not glimpse and self._is_stale(unit, first)
         with torch.no_grad():
-            self._execute(self.planner.before_backward(call, stale=self._is_stale(unit, first)))
-        for group in unit.groups:  # what is recomputed inside the unit runs without its hooks
-            group.install()
+            self._execute(self.planner.before_backward(call, stale=stale, glimpse=glimpse))
+        if unit.residency is Residency.FULL:
+            for group in unit.groups:  # what is recomputed inside the unit runs without its hooks
+                group.install()
 
     def leave_backward(self) -> None:
         """The outermost backward that touched a unit is over."""
@@ -388,6 +499,29 @@ class Runtime:
         self.check_idle(unit, doing=doing)
         self._uninstall(unit)
         self._execute(self.planner.release(unit.number))
+        for group in unit.groups:
+            group.forget()
+
+    def reside(self, unit: Unit, resident: bool) -> None:
+        """Have the unit full until told otherwise, whatever forwards and backwards end."""
+        if resident:
+            self.check_idle(unit, doing="resident()")
+            self.planner.reside(unit.number, True)
+            self.fulfil(unit)
+            self._uninstall(unit)
+        else:
+            self.planner.reside(unit.number, False)
+            self.release(unit, doing="the end of resident()")
+
+    def wait_for(self, event: object) -> None:
+        """Order the next forward behind an event of the caller's."""
+        self._event = event
+
+    def reset(self, unit: Unit) -> None:
+        """Forget a step that was interrupted, as the next forward would."""
+        self._recover_if_stale()
+        if self.planner.running(unit.number) and not any(_torch.is_in_forward(module) for module in unit.modules):
+            self._abandon()
 
     def rest(self, unit: Unit, *, doing: str) -> None:
         """Let the slots show the sharded parameters, and free the full ones unless a backward needs them."""
@@ -401,6 +535,8 @@ class Runtime:
         if unit.number in self._gathering or unit.residency is Residency.FULL:
             self._uninstall(unit)
             self._execute(self.planner.release(unit.number))
+        for group in unit.groups:
+            group.forget()
 
     def check_idle(self, unit: Unit, *, doing: str) -> None:
         """Raises StateError if the unit's forward or backward is under way."""
@@ -424,6 +560,11 @@ class Runtime:
                     "on each rank: run the last backward of the step outside of accumulate(), or after "
                     "set_requires_gradient_sync(True)"
                 )
+        if any(group.partial is not None for group in unit.groups):
+            raise StateError(
+                f"optimizer.step() was called while gradients of unit '{unit.name}' are reduced over shards, but not over "
+                "replicas: call set_requires_all_reduce(True) before the last backward of the step"
+            )
         if any(held is unit and not reduction.landed for held, reduction in self._reduced):
             raise StateError(
                 f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived: "
@@ -447,7 +588,7 @@ class Runtime:
             if unit is not None:
                 for group, ticket in self._gathering.pop(number, ()):
                     self._in_flight.push(ticket, group.shrink)
-                self._in_flight.drain()
+                self._drain()
                 self._reshard(unit)
                 self.planner.void(number)
 
@@ -483,13 +624,17 @@ class Runtime:
         tickets: list[tuple[Group, Ticket]] = []
         self._gathering[unit.number] = tickets
         for group in unit.groups:
-            full = group.grow(self.device)
+            full = group.grow()
             tickets.append((group, self._gather_lane.run(full.start, full.finish)))
 
     def _wait(self, unit: Unit) -> None:
         for group, ticket in self._gathering.pop(unit.number):
             ticket.wait()
             group.settle()
+
+    def _retain(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.retain()
 
     def _reshard(self, unit: Unit) -> None:
         self._uninstall(unit)
@@ -510,7 +655,7 @@ class Runtime:
         for group in unit.groups:
             if group.trainable:
                 self._reduce_group(unit, group, group.take_gradients() or [None] * len(group.parameters))
-        self._in_flight.poll()
+        self._poll()
 
     def _reduce_late(self, unit: Unit) -> None:
         """Gradients that came after their unit was reduced, from a second graph for example."""
@@ -527,13 +672,28 @@ class Runtime:
         self._in_flight.make_room(limit)
         while len(self._hooked) >= limit:
             self._hooked.popleft().land()
-        reduction = Reduction(group, group.with_accumulated(grads))
+        reduction = Reduction(group, group.with_accumulated(grads), unit.options.reduce)
         grads.clear()
         ticket = self._reduce_lane.run(reduction.start, reduction.finish)
         self._in_flight.push(ticket, reduction.settle)
+        if reduction.replicated:
+            ticket = self._replicate_lane.run(reduction.replicate, reduction.finish_replicated, after=ticket)
+            self._replicating.push(ticket, reduction.end, polled=reduction.polled)
+        reduction.follow(ticket)
+        if reduction.deferred:
+            return
         self._reduced.append((unit, reduction))
         if group.hooked:
             self._hooked.append(reduction)
+
+    def _poll(self) -> None:
+        """Let go of what is finished already."""
+        self._in_flight.poll()
+        self._replicating.poll()
+
+    def _drain(self) -> None:
+        self._in_flight.drain()
+        self._replicating.drain()
 
     # --- heartbeat ---
 
@@ -543,8 +703,10 @@ class Runtime:
         if not reduced:
             return
         self._reduced = [entry for entry in self._reduced if not entry[0].options.last_backward]
+        if len(self._replicating):  # on the replicas, too, sums begin before the heartbeat on every rank
+            self._in_flight.drain()
         heartbeats = self._start_heartbeats(reduced)
-        self._in_flight.drain()
+        self._drain()
         self._hooked.clear()
         for unit, reduction in reduced:
             reduction.land()
@@ -555,14 +717,18 @@ class Runtime:
     def _start_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[tuple[list[Reduction], Tensor, Ticket]]:
         """One message per process group: which parameters of the reductions since the last one this rank used."""
         heartbeats: list[tuple[list[Reduction], Tensor, Ticket]] = []
-        axes: dict[int, tuple[Unit, list[Reduction]]] = {}
+        axes: dict[tuple[int, int], list[Reduction]] = {}
         for unit, reduction in reduced:
             if unit.options.checks.heartbeat:
-                axes.setdefault(id(unit.axis.group), (unit, []))[1].append(reduction)
-        for unit, reductions in axes.values():
+                axes.setdefault(reduction.parameters[0].cut.axis.key, []).append(reduction)
+        for reductions in axes.values():
+            carriers = reductions[0].carriers
             flags = [used for reduction in reductions for used in reduction.used]
             message = torch.tensor(flags, dtype=torch.uint8).to(self.device, non_blocking=True)
-            ticket = self._reduce_lane.run(partial(unit.collectives.all_reduce_max, message), _nothing)
+            ticket = self._reduce_lane.run(partial(carriers.reduce.all_reduce_max, message), _nothing)
+            if carriers.replicate is not None:
+                start = partial(carriers.replicate.all_reduce_max, message)
+                ticket = self._replicate_lane.run(start, _nothing, after=ticket)
             heartbeats.append((reductions, message, ticket))
         return heartbeats
 
@@ -607,7 +773,7 @@ class Runtime:
     def _abandon(self) -> None:
         """Forget a forward or backward that died half way, and free what it held."""
         self._backward = None
-        self._in_flight.drain()
+        self._drain()
         for number in self.planner.underway():
             self._uninstall_number(number)
         self._execute(self.planner.abandon())

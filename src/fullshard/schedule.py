@@ -37,6 +37,7 @@ class Keep(enum.Enum):
     NEVER = "never"  # reshard_after_forward=True
     ALWAYS = "always"  # reshard_after_forward=False
     OUTERMOST = "outermost"  # reshard_after_forward=None: keep them if nothing else was running around the unit
+    PARTLY = "partly"  # reshard_after_forward=int: a smaller group keeps one copy together
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class Unshard(Action):
 
 class Wait(Action):
     """Have the unit's gathered parameters ready for what is computed next."""
+
+
+class Retain(Action):
+    """Before the unit's gathered parameters go, keep this rank's part of a smaller group's copy."""
 
 
 class Reshard(Action):
@@ -86,6 +91,12 @@ class Seat:
 
     keep: Keep
     keep_after_backward: bool = False
+    in_backward: bool = True  # whether its backward needs the parameters
+    nbytes: int = 0  # of its full parameters
+    budget: int | None = None  # bytes that may be gathered ahead while it computes; None: one unit
+    next_forward: tuple[int, ...] | None = None  # what to gather ahead instead of what the last run needed next
+    next_backward: tuple[int, ...] | None = None
+    resident: bool = False  # stays full whatever ends
     residency: Residency = Residency.SHARDED
     waiting: int = 0  # calls whose backward may still come, by the order of events alone: every rank agrees
     alive: int = 0  # calls whose graph exists on this rank and waits: says what is legal, never what is sent
@@ -117,8 +128,16 @@ class Seat:
     def hold(self, held: bool) -> None:
         self.held = held
 
-    def set(self, keep: Keep, keep_after_backward: bool) -> None:
-        self.keep, self.keep_after_backward = keep, keep_after_backward
+    def set(self, *, keep: Keep, keep_after_backward: bool, in_backward: bool, nbytes: int, budget: int | None) -> None:
+        self.keep, self.keep_after_backward, self.in_backward = keep, keep_after_backward, in_backward
+        self.nbytes, self.budget = nbytes, budget
+
+    def follow(self, *, forward: tuple[int, ...] | None, backward: tuple[int, ...] | None) -> None:
+        """What to gather ahead while it computes."""
+        self.next_forward, self.next_backward = forward, backward
+
+    def reside(self, resident: bool) -> None:
+        self.resident = resident
 
     def void(self) -> None:
         """The data is gone, whatever was planned."""
@@ -131,29 +150,29 @@ class Order:
 
     >>> order = Order()
     >>> [order.expect(unit) for unit in (7, 3, 5)]
-    [None, None, None]
+    [[], [], []]
     >>> order.close()
-    >>> [order.expect(unit) for unit in (7, 3, 5)]
-    [3, 5, None]
+    >>> [order.expect(unit, 2) for unit in (7, 3, 5)]
+    [[3, 5], [5], []]
     """
 
     runs: dict[int, list[int]] = field(default_factory=dict)
     now: list[int] = field(default_factory=list)
     at: int = 0
 
-    def expect(self, unit: int) -> int | None:
-        """Note that `unit` is needed now; the unit expected after it, None if unknown."""
+    def expect(self, unit: int, count: int = 1) -> list[int]:
+        """Note that `unit` is needed now; up to `count` units expected after it, soonest first."""
         self.now.append(unit)
         run = self.runs.get(self.now[0])
         if run is None:
-            return None
+            return []
         if self.at >= len(run) or run[self.at] != unit:
             try:
                 self.at = run.index(unit, self.at)
             except ValueError:
-                return None
+                return []
         self.at += 1
-        return run[self.at] if self.at < len(run) else None
+        return run[self.at : self.at + count]
 
     def close(self) -> None:
         """This run is over; the next one may be like it."""
@@ -180,6 +199,7 @@ class Stats:
     unused: int = 0
 
 
+_AHEAD = 64  # how many units may be gathered ahead, whatever the budget
 _RUNS = 64  # how many outermost forwards may lie before the backward that reaches the first of them
 
 
@@ -204,7 +224,7 @@ class Planner:
         self._runs: deque[int] = deque(maxlen=_RUNS)  # when the last outermost forwards began
         self._entered: dict[int, int] = {}  # unit -> start of its earliest call whose backward has begun
         self._latest = -1  # start of the latest call that the running backward reached
-        self._ahead: int | None = None  # gathered in expectation, not yet used
+        self._ahead: dict[int, None] = {}  # gathered in expectation, not yet used, oldest first
         self._forward_order = Order()
         self._backward_order = Order()
 
@@ -219,13 +239,27 @@ class Planner:
         self._entered.pop(unit, None)
         self._running = [call for call in self._running if call.unit != unit]
         self._calls = {end: call for end, call in self._calls.items() if call.unit != unit}
-        if self._ahead == unit:
-            self._ahead = None
+        self._ahead.pop(unit, None)
+        for seat in self._seats.values():
+            if seat.next_forward or seat.next_backward:
+                forward, backward = (
+                    None if listed is None else tuple(other for other in listed if other != unit)
+                    for listed in (seat.next_forward, seat.next_backward)
+                )
+                seat.follow(forward=forward, backward=backward)
         for order in (self._forward_order, self._backward_order):
             order.drop(unit)
 
-    def configure(self, unit: int, *, keep: Keep, keep_after_backward: bool) -> None:
-        self._seats[unit].set(keep, keep_after_backward)
+    def configure(
+        self, unit: int, *, keep: Keep, keep_after_backward: bool, in_backward: bool, nbytes: int, budget: int | None
+    ) -> None:
+        self._seats[unit].set(
+            keep=keep, keep_after_backward=keep_after_backward, in_backward=in_backward, nbytes=nbytes, budget=budget
+        )
+
+    def follow(self, unit: int, *, forward: tuple[int, ...] | None, backward: tuple[int, ...] | None) -> None:
+        """Units to gather ahead while `unit` computes, instead of what the last run needed next (None)."""
+        self._seats[unit].follow(forward=forward, backward=backward)
 
     def residency(self, unit: int) -> Residency:
         return self._seats[unit].residency
@@ -252,7 +286,7 @@ class Planner:
 
     def is_ahead(self, unit: int) -> bool:
         """Whether the unit was gathered in expectation, by the planner itself."""
-        return self._ahead == unit
+        return unit in self._ahead
 
     def in_backward(self, unit: int) -> bool:
         return unit in self._entered
@@ -269,14 +303,16 @@ class Planner:
         if not self._running:
             if self._forward_order.now[:1] == [unit] or len(self._forward_order.now) > 8 * len(self._seats):
                 self._forward_order.close()
-            if self._ahead is not None and self._ahead != unit:
+            if unit not in self._ahead:
                 actions += self._discard()
             if len(self._runs) == _RUNS:
                 self._expire(before=self._runs[0])
             self._runs.append(self.clock)
         self.clock += 1
         self._running.append(Call(unit, self.clock, self.clock))
-        return actions + self._need(unit, self._forward_order.expect(unit), stale)
+        seat = self._seats[unit]
+        expected = self._forward_order.expect(unit, 1 if seat.budget is None else _AHEAD)
+        return actions + self._need(unit, expected, seat.next_forward, stale)
 
     def after_forward(self, unit: int, *, grad: bool) -> Ended:
         """The call that just ended, and what follows. A forward inside it that never ended (it raised, or
@@ -298,7 +334,16 @@ class Planner:
         if self.running(unit):  # a module that calls itself
             return Ended(call, closed, actions)
         keep = grad and (seat.keep is Keep.ALWAYS or (seat.keep is Keep.OUTERMOST and not self._running))
-        return Ended(call, closed, actions if keep else actions + self._free(unit))
+        if keep:
+            return Ended(call, closed, actions)
+        if grad and seat.keep is Keep.PARTLY and seat.residency is Residency.FULL and not seat.resident:
+            actions.append(Retain(unit))
+        return Ended(call, closed, actions + self._free(unit))
+
+    def glimpse(self, unit: int) -> Call:
+        """The unit's parameters were used outside of a forward, in a copy of their own: a call that gathers nothing."""
+        self.clock += 2
+        return Call(unit, self.clock - 1, self.clock)
 
     def interim(self, unit: int) -> Call:
         """A module of a unit of several ended its forward, and others are still to come."""
@@ -343,7 +388,7 @@ class Planner:
             seat.ended(Call(unit, self.clock - 1, self.clock), hooked=False)
         elif not seat.hooked:
             actions = self._finish(beyond=seat.last.end)
-        return actions + self._need(unit, self._expect_in_backward(unit), stale)
+        return actions + self._need(unit, self._expect_in_backward(unit), seat.next_backward, stale)
 
     def after_recompute(self, unit: int, *, grad: bool) -> Call:
         """The call that a recomputation repeats, if the graph of the recomputation gets a backward of its own."""
@@ -353,20 +398,24 @@ class Planner:
         seat.ended(seat.last, hooked=seat.hooked or grad)
         return seat.last
 
-    def before_backward(self, call: Call, *, stale: bool = False) -> list[Action]:
+    def before_backward(self, call: Call, *, stale: bool = False, glimpse: bool = False) -> list[Action]:
+        """`glimpse`: of a call that `glimpse` made, whose backward needs no parameters."""
         actions = self._finish(beyond=call.end)
         self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
         self._latest = max(self._latest, call.start)
         self._reached(call)
-        return actions + self._need(call.unit, self._expect_in_backward(call.unit), stale)
+        if glimpse:
+            return actions
+        seat = self._seats[call.unit]
+        expected = self._expect_in_backward(call.unit)
+        return actions + self._need(call.unit, expected, seat.next_backward, stale, itself=seat.in_backward)
 
     def after_backward(self) -> list[Action]:
         """Backward is over: reduce what is left, free what nobody will use. Calls older than what it reached will not come."""
         actions = self._finish(beyond=-1, even_if_waiting=True)
         self._expire(before=self._latest)
         self._latest = -1
-        if self._ahead is not None:
-            actions += self._discard()
+        actions += self._discard()
         for unit, seat in list(self._seats.items()):
             if seat.residency is not Residency.FULL or seat.held or seat.keep_after_backward or self.running(unit):
                 continue
@@ -381,7 +430,7 @@ class Planner:
         actions: list[Action] = []
         self._entered.clear()
         self._running.clear()
-        self._ahead = None
+        self._ahead.clear()
         self._latest = -1
         self._expire(before=self.clock + 1)
         self._forward_order.restart()
@@ -399,11 +448,10 @@ class Planner:
         seat = self._seats[unit]
         actions: list[Action] = []
         if stale:
-            actions += self.ready(unit) + self._free(unit)
+            actions += self.ready(unit) + self._free(unit, even_resident=True)
         if seat.residency is Residency.SHARDED:
             actions += self._gather(unit)
-        if self._ahead == unit:
-            self._ahead = None
+        self._ahead.pop(unit, None)
         seat.hold(True)
         return actions
 
@@ -411,23 +459,25 @@ class Planner:
         """Finish the gather of a unit that is being gathered."""
         if self._seats[unit].residency is not Residency.GATHERING:
             return []
-        if self._ahead == unit:
-            self._ahead = None
+        self._ahead.pop(unit, None)
         self.move(unit, Residency.FULL)
         return [Wait(unit)]
 
     def void(self, unit: int) -> None:
         """An action on the unit raised: its data is gone, whatever was planned."""
         self._seats[unit].void()
-        if self._ahead == unit:
-            self._ahead = None
+        self._ahead.pop(unit, None)
+
+    def reside(self, unit: int, resident: bool) -> None:
+        """Whether the unit stays full, whatever ends."""
+        self._seats[unit].reside(resident)
 
     def release(self, unit: int) -> list[Action]:
         """The caller gives the full parameters back."""
         seat = self._seats[unit]
         seat.hold(False)
         actions = self.ready(unit)
-        return actions + (self._free(unit) if seat.residency is Residency.FULL else [])
+        return actions + (self._free(unit, even_resident=True) if seat.residency is Residency.FULL else [])
 
     # --- parts of events ---
 
@@ -436,46 +486,61 @@ class Planner:
         self.stats.gathers += 1
         return [Unshard(unit)]
 
-    def _free(self, unit: int) -> list[Action]:
+    def _free(self, unit: int, *, even_resident: bool = False) -> list[Action]:
         seat = self._seats[unit]
         seat.hold(False)
-        if seat.residency is not Residency.FULL:
+        if seat.residency is not Residency.FULL or (seat.resident and not even_resident):
             return []
         self.move(unit, Residency.SHARDED)
         return [Reshard(unit)]
 
     def _discard(self) -> list[Action]:
-        unit, self._ahead = self._ahead, None
-        if unit is None or self._seats[unit].residency is not Residency.GATHERING:
-            return []
-        self.stats.unused += 1
-        self.move(unit, Residency.SHARDED)
-        return [Wait(unit), Reshard(unit)]
+        actions: list[Action] = []
+        for unit in self._ahead:
+            if self._seats[unit].residency is Residency.GATHERING:
+                self.stats.unused += 1
+                self.move(unit, Residency.SHARDED)
+                actions += [Wait(unit), Reshard(unit)]
+        self._ahead.clear()
+        return actions
 
-    def _need(self, unit: int, expected: int | None, stale: bool) -> list[Action]:
-        """`unit` is computed next; start `expected` behind it, so that it arrives meanwhile."""
+    def _need(
+        self, unit: int, expected: list[int], listed: tuple[int, ...] | None, stale: bool, *, itself: bool = True
+    ) -> list[Action]:
+        """`unit` is computed next; start what is `expected` behind it, or `listed` by the caller: it arrives meanwhile."""
         seat = self._seats[unit]
         actions: list[Action] = []
         if stale and seat.residency is Residency.GATHERING:
             actions += self.ready(unit)
         if stale and seat.residency is Residency.FULL:
             held = seat.held
-            actions += self._free(unit)
+            actions += self._free(unit, even_resident=True)
             seat.hold(held)
-        if seat.residency is Residency.SHARDED:
+        if seat.residency is Residency.SHARDED and itself:
             actions += self._gather(unit)
         actions += self.ready(unit)
-        if expected is not None and self._ahead is None and self._seats[expected].residency is Residency.SHARDED:
-            actions += self._gather(expected)
-            self._ahead = expected
-            self.stats.prefetched += 1
+        for other in expected if listed is None else listed:
+            ahead = self._seats[other]
+            if listed is None and not self._affords(seat.budget, ahead.nbytes):
+                break
+            if ahead.residency is Residency.SHARDED and (ahead.in_backward or not self._entered):
+                actions += self._gather(other)
+                self._ahead[other] = None
+                self.stats.prefetched += 1
         return actions
 
-    def _expect_in_backward(self, unit: int) -> int | None:
+    def _affords(self, budget: int | None, nbytes: int) -> bool:
+        """Whether one more unit, of `nbytes`, may be gathered ahead."""
+        if budget is None:
+            return not self._ahead
+        return nbytes + sum(self._seats[other].nbytes for other in self._ahead) <= budget
+
+    def _expect_in_backward(self, unit: int) -> list[int]:
         """What the last backward needed next; in the first one, the latest forward whose backward is still to come."""
-        expected = self._backward_order.expect(unit)
-        if expected is None and self._calls:
-            expected = self._calls[next(reversed(self._calls))].unit
+        budget = self._seats[unit].budget
+        expected = self._backward_order.expect(unit, 1 if budget is None else _AHEAD)
+        if not expected and self._calls:
+            expected = [self._calls[next(reversed(self._calls))].unit]
         return expected
 
     def _finish(self, *, beyond: int, even_if_waiting: bool = False) -> list[Action]:
