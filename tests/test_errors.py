@@ -12,7 +12,7 @@ from harness import World, ranks
 from models import Stack, batch, shard_stack, square
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, clip_grad_norm_, fully_shard
 from fullshard.comm import OneRank
@@ -99,21 +99,22 @@ def test_what_fully_shard_refuses(world: World) -> None:
     sparse.forward = lambda x: x
     sparse.table = nn.Parameter(torch.eye(3).to_sparse())
     refused(
-        "parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo",
+        "parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo; a subclass can say how it is gathered with fsdp_pre_all_gather and fsdp_post_all_gather",
         sparse,
         mesh=mesh,
     )
 
 
 @ranks(2)
-def test_a_tie_across_units_is_refused_by_name(world: World) -> None:
+def test_a_tie_between_units_of_different_options_is_refused_by_name(world: World) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     fully_shard(model[0], mesh=world.mesh)
     refused(
-        "parameter 'weight' cannot be sharded: it is tied to a parameter of a unit that was sharded earlier: shard the modules that share it in one call, fully_shard([a, b])",
+        "parameter 'weight' is tied to 'weight' of unit 'Linear', so both units must become one, but their options differ: shard their modules in one call, fully_shard([a, b])",
         model[1],
         mesh=world.mesh,
+        reshard_after_forward=False,
     )
 
 
@@ -241,8 +242,10 @@ def test_untying_after_sharding_is_refused_by_name(world: World) -> None:
 
 
 @ranks(2)
-def test_clipping_refuses_gradients_that_every_rank_holds_whole(world: World) -> None:
+def test_clipping_refuses_gradients_that_are_not_summed(world: World) -> None:
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), world.mesh, [Replicate()]))
     parameter.grad = distribute_tensor(torch.ones(4), world.mesh, [Replicate()])
-    with pytest.raises(ValueError, match="its norm would be counted more than once"):
+    assert clip_grad_norm_([parameter], 1.0) == 2.0, "each element counts once"
+    parameter.grad = DTensor.from_local(torch.ones(4), world.mesh, [Partial()])
+    with pytest.raises(ValueError, match="which is not summed yet"):
         clip_grad_norm_([parameter], 1.0)

@@ -555,12 +555,6 @@ def test_deleting_a_model_while_it_is_being_gathered(world: World) -> None:
 
 
 @ranks(2)
-def test_copying_a_sharded_module_is_refused_with_a_reason(world: World) -> None:
-    with pytest.raises(fullshard.StateError, match="cannot be copied yet: copy the module before fully_shard"):
-        copy.deepcopy(shard_stack(Stack(), world.mesh))
-
-
-@ranks(2)
 def test_freezing_while_only_one_rank_holds_a_graph(world: World) -> None:
     """Regrouping parameters by trainability depended on whether a graph was alive, so ranks could disagree on messages."""
     model = Stack()

@@ -1,8 +1,13 @@
 """fullshard: composable, per-parameter fully-sharded data parallelism on DTensor.
 
 --- what a caller meets
-api.py          fully_shard(), FSDPModule (class swap), UnshardHandle, counting(), stats()
+api.py          fully_shard()
+module.py       FSDPModule (the class that is mixed in), UnshardHandle, counting(), stats(), undo()
 policies.py     MixedPrecisionPolicy, CommPolicy, CheckPolicy, each resolving to a value without None
+scopes.py       full_params(), gathered(): full parameters for the length of a block
+materialize.py  materialize(): memory and first values for a model built on meta
+install.py      install(): fullshard in place of torch's FSDP2
+__main__.py     python -m fullshard run script.py
 optim.py        clip_grad_norm_, optimizers built before sharding
 --- what moves (data plane)
 mesh.py         the axes parameters are sharded and replicated over
@@ -13,21 +18,38 @@ parameter.py    ShardedParameter: two faces, the slots it is installed in
 extension.py    tensor subclasses that say themselves what is gathered of them
 comm.py         Collectives and the torch.distributed ones, Journal, Lane, InFlight
 group.py        flat shard, full storage, gather and reduction of parameters that move together
+unwritten.py    memory that nobody has written yet
 --- when it moves (control plane)
 schedule.py     Residency, MOVES, actions, the pure Planner; StateError, InternalError
 runtime.py      Unit, Runtime: runs actions on lanes, heartbeat, recovery
 hooks.py        translates torch's callbacks into runtime events
+ties.py         parameters that an earlier unit owns already
+views.py        FSDP2's state objects, as views on units
+assembly.py     putting units on modules and taking them off: copies, pickles, plain modules again
 --- the basement
 _torch.py       every private torch name we lean on
 """
 
-from fullshard.api import FSDPModule, UnshardHandle, counting, fully_shard, stats
+from fullshard.api import fully_shard
 from fullshard.comm import AllGather, Collectives, Comm, Lane, Message, ReduceScatter
 from fullshard.cut import ShardPlacementResult
+from fullshard.install import install, installed, uninstall
+from fullshard.materialize import materialize
 from fullshard.mesh import DataParallelMeshDims
+from fullshard.module import (
+    FSDPModule,
+    UnshardHandle,
+    counting,
+    register_fsdp_forward_method,
+    resident,
+    share_comm_ctx,
+    stats,
+    undo,
+)
 from fullshard.optim import clip_grad_norm_
 from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.schedule import InternalError, StateError
+from fullshard.scopes import full_params, gathered
 
 __version__ = "0.1.0"
 
@@ -51,6 +73,16 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "counting",
+    "full_params",
     "fully_shard",
+    "gathered",
+    "install",
+    "installed",
+    "materialize",
+    "register_fsdp_forward_method",
+    "resident",
+    "share_comm_ctx",
     "stats",
+    "undo",
+    "uninstall",
 ]

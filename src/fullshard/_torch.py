@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -19,16 +22,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 __all__ = [
     "DTensorSpec",
+    "TorchFSDPModule",
     "all_gather_base",
     "all_gather_coalesced",
     "all_reduce_max",
     "all_reduce_sum",
     "all_to_all",
+    "allocates",
+    "attach_state",
     "axis_of",
+    "buffers_of",
     "carry_hooks",
     "chunk_cat",
     "contiguous_strides",
     "current_graph_task",
+    "detach_state",
     "disable_tracing",
     "dtensor",
     "flat_axis",
@@ -47,6 +55,7 @@ __all__ = [
     "parameter_hooks",
     "parameters_of",
     "point_at",
+    "process_group_memory",
     "profiling",
     "recv",
     "reduce_scatter_base",
@@ -60,10 +69,15 @@ __all__ = [
     "spec_of",
     "split_copy",
     "strided_shard",
+    "symmetric_memory",
     "view_base",
     "wait_for_event",
     "waited",
 ]
+
+
+TorchFSDPModule: Any = torch_fsdp.FSDPModule  # only for `isinstance`: its methods are all our own
+_TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
 
 
 # --- DTensor ---------------------------------------------------------------------------------------------------------
@@ -138,6 +152,16 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def allocates(fn: Callable[..., Any]) -> bool:
+    """Whether `fn`, given to `_apply`, is what `Module.to_empty` gives: memory without values."""
+    return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dict that a buffer's `module.name` reads."""
+    return module._buffers
+
+
 def carry_hooks(source: Tensor, target: Tensor) -> None:
     """Let the hooks registered on `source` be those of `target`; handles already given out keep removing them."""
     if source._backward_hooks:
@@ -164,6 +188,25 @@ def is_non_composable(module: nn.Module) -> bool:
 
     registry = _get_registry(module)
     return registry is not None and "replicate" in registry
+
+
+def attach_state(module: nn.Module, view: object) -> None:
+    """Have torch's own `fully_shard.state(module)` return `view`, and its `replicate()` refuse the module."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+
+    module.__dict__.setdefault(STATE_KEY, OrderedDict())[_TORCH_FULLY_SHARD] = view
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict()).setdefault("fully_shard", RegistryItem())
+
+
+def detach_state(module: nn.Module) -> None:
+    """The opposite of `attach_state`."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    for key, entry in ((STATE_KEY, _TORCH_FULLY_SHARD), (REGISTRY_KEY, "fully_shard")):
+        held = module.__dict__.get(key, {})
+        held.pop(entry, None)
+        if not held:
+            module.__dict__.pop(key, None)
 
 
 def is_in_forward(module: nn.Module, *, outer: bool = False) -> bool:
@@ -305,6 +348,38 @@ def all_reduce_sum(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
 
 def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
     return group.allreduce([tensor], _MAX)
+
+
+def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor]:
+    """What allocates message memory of the backend of `group`. Raises ValueError if it has none."""
+    backend = group._get_backend(device)
+    supports = getattr(backend, "supports_tensor_alloc", None)
+    if supports is None or not supports(device):
+        raise ValueError(f"the {backend.name()} backend allocates no memory for messages: use nccl, or leave this setting off")
+
+    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return backend.allocate_tensor(prod(size), dtype=dtype, device=device)
+
+    return allocate
+
+
+def symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: str) -> Callable[..., Tensor]:
+    """What allocates symmetric memory of `backend` for `group`. Raises ValueError if there is none."""
+    if device.type != "cuda":
+        raise ValueError(f"symmetric memory needs CUDA devices, the mesh computes on {device.type}: leave this setting off")
+    import torch.distributed._symmetric_memory as symmetric
+
+    symmetric.set_backend(backend)  # type: ignore[arg-type]
+    pool = symmetric.get_mem_pool(device)
+
+    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with torch.cuda.use_mem_pool(pool):
+            tensor = torch.empty(tuple(size), dtype=dtype, device=device)
+        if tensor.numel():
+            symmetric.rendezvous(tensor, group)
+        return tensor
+
+    return allocate
 
 
 def send(group: dist.ProcessGroup, tensor: Tensor, to: int, tag: int) -> dist.Work:

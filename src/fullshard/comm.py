@@ -245,6 +245,41 @@ class ReduceScatter(Comm):
         """Reduce chunk `rank` of `input_tensor` (ranks * size,) over all ranks by `op` (a sum) into `output_tensor` (size,)."""
 
 
+class GatherInMemory(AllGather):
+    """torch's all-gather, in memory that `memory` allocates."""
+
+    def __init__(self, memory: Allocate) -> None:
+        self._memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._memory(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        return _torch.all_gather_base(group, output_tensor, input_tensor)
+
+
+class ReduceInMemory(ReduceScatter):
+    """torch's reduce-scatter, in memory that `memory` allocates."""
+
+    def __init__(self, memory: Allocate) -> None:
+        self._memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._memory(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return _torch.reduce_scatter_base(group, output_tensor, input_tensor)
+
+
 class CustomCollectives:
     """The caller's all-gather, reduce-scatter or both, in memory that they allocate; the rest as `inner` does it.
 

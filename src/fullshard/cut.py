@@ -207,7 +207,7 @@ def _cut_on_full_mesh(parameter: nn.Parameter, axis: ShardAxis, dim: int, *, nam
     placements: list[Placement] = list(parameter.placements)
     sharded_on = mesh
     if len(shards) == 1:
-        placements[shards[0]] = ours  # type: ignore[call-overload]
+        placements[shards[0]] = ours  # type: ignore[assignment]
     elif shards:  # several axes are one in the sharded DTensor
         flat = _torch.flat_axis(mesh, tuple(names[i] for i in shards))
         parts = [mesh[names[i]] for i in range(shards[0])] + [flat] + [mesh[n] for n in names[shards[-1] + 1 :]]

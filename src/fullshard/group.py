@@ -142,8 +142,7 @@ class FullSide:
                 self._regions.append(self._apart(piece.region, (layout.ranks, piece.size)))
             column += piece.size
         self._views(self._staging)
-        for parameter, place in zip(group.parameters, layout.places):
-            parameter.materialize(self._apart(place.region, place.shape))
+        self.views = [self._apart(place.region, place.shape) for place in layout.places]
         self._nbytes = {id(tensor): tensor.untyped_storage().size() for tensor in (*self._buffers, *self._temporary)}
         self.versions: list[int] = []  # of what was gathered last
         self._retained: Tensor | None = None
@@ -340,6 +339,8 @@ class Group:
                     full = ExtensionSide(self.parameters[0], self.carriers.gather, self.dtypes.compute, self.storage.mp)
                 else:
                     full = FullSide(self)
+                    for parameter, view in zip(self.parameters, full.views):
+                        parameter.materialize(view)
                 self._full = full
         versions = self._versions()
         if versions != full.versions:
@@ -349,6 +350,26 @@ class Group:
             full.gathered(versions)
         full.grow()
         return full
+
+    def gather_copy(self) -> list[Tensor]:
+        """What modules compute with, gathered into memory of its own: one tensor per parameter (collective)."""
+        self._check_device()
+        if self.extension:
+            raise StateError(
+                f"parameter '{self.parameters[0].name}' gathers itself (fsdp_pre_all_gather) in one memory only: read it in "
+                "a forward, or between unshard() and reshard()"
+            )
+        with torch.no_grad():
+            side = FullSide(self)
+            side.grow()
+            pending = side.start()
+            for work in pending.works:
+                work.wait()
+            if pending.then is not None:
+                pending.then()
+            side.finish()
+            side.settle()
+        return [parameter.cut.lift(view) for parameter, view in zip(self.parameters, side.views)]
 
     def _check_device(self) -> None:
         shard = self.parameters[0].local if self.extension else self.shard
@@ -402,7 +423,7 @@ class Group:
     def guard(self) -> None:
         """Let a backward that reads the full parameters, which are about to go for good, raise instead."""
         if self._full is not None:
-            torch.autograd.graph.increment_version([p.full for p in self.parameters])  # type: ignore[arg-type]
+            torch.autograd.graph.increment_version([p.full for p in self.parameters if p.full is not None])
 
     def shrink(self) -> None:
         if self._full is not None:

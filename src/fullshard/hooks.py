@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from functools import update_wrapper
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.runtime import BackwardHook, Unit
+from fullshard.runtime import BackwardHook, Unit, unit_of
 from fullshard.schedule import Residency, StateError
 
 _DEPTH = 16  # how deep nested outputs are searched
@@ -158,19 +159,75 @@ class StateHooks:
         self._unit.refresh()
 
 
+_REGISTRIES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def remove(unit: Unit) -> None:
+    """Remove every hook that `install` installed."""
+    for _, handle in unit.take_handles():
+        handle.remove()
+
+
+def purge(unit: Unit, copies: dict[int, Any]) -> None:
+    """Remove from copies of modules (by the id of what they are copies of) the copies of the unit's hooks."""
+    for ref, handle in unit.handles:
+        module = ref()
+        copied = None if module is None else copies.get(id(module))
+        for name in _REGISTRIES if copied is not None else ():
+            getattr(copied, name).pop(handle.id, None)
+
+
 def install(unit: Unit) -> None:
-    """Install every hook of a unit, once, for life."""
+    """Install every hook of a unit, once."""
     forward, state = ForwardHooks(unit), StateHooks(unit)
     before, after = _torch.disable_tracing(forward.before), _torch.disable_tracing(forward.after)
     holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.installations}
     for root in unit.modules:
-        root.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        root.register_forward_hook(after, always_call=True)
-        root.register_state_dict_pre_hook(state.before_save)
-        root.register_load_state_dict_post_hook(state.after_load)
+        unit.handle(root, root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        unit.handle(root, root.register_forward_hook(after, always_call=True))
+        unit.handle(root, root.register_state_dict_pre_hook(state.before_save))
+        unit.handle(root, root.register_load_state_dict_post_hook(state.after_load))
         for module in root.modules():
             if id(_torch.parameters_of(module)) in holders:
-                module.register_load_state_dict_pre_hook(state.before_load)
+                unit.handle(module, module.register_load_state_dict_pre_hook(state.before_load))
 
 
-__all__ = ["ForwardHooks", "StateHooks", "install", "map_tensors", "tensors_in"]
+class Method:
+    """A method of a unit's module, with what the unit does around its forward. Copies and pickles with its module."""
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        self._module, self._method = module, method
+        update_wrapper(self, method, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        unit = unit_of(module)
+        if unit is None:  # plain again
+            return self._method(*args, **kwargs)
+        hooks = ForwardHooks(unit)
+        with unit.in_method():
+            changed = hooks.before(module, args, kwargs)
+            args, kwargs = (args, kwargs) if changed is None else changed
+            try:
+                output = self._method(*args, **kwargs)
+            except BaseException:
+                hooks.after(module, args, None)
+                raise
+            return hooks.after(module, args, output)
+
+
+def wrap_method(module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` of `module` with what its unit does around its forward."""
+    return method if isinstance(method, Method) else Method(module, method)
+
+
+__all__ = ["ForwardHooks", "StateHooks", "install", "map_tensors", "purge", "remove", "tensors_in", "wrap_method"]

@@ -21,6 +21,11 @@ _SUCCESSOR = "_fullshard_sharded"  # on a plain parameter: the sharded one that 
 _LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to the ShardedParameter it is the face of
 
 
+def is_ours(key: str) -> bool:
+    """Whether an attribute of a parameter is fullshard's own."""
+    return key.startswith("_fullshard")
+
+
 def successor(tensor: Tensor) -> nn.Parameter | None:
     """The sharded parameter that stands for `tensor` now, None if `tensor` never was a parameter of a unit."""
     return tensor.__dict__.get(_SUCCESSOR)
@@ -47,9 +52,9 @@ def move_data(parameter: nn.Parameter, device: torch.device) -> None:
     if parameter.device.type in ("meta", device.type):
         return
     if isinstance(parameter, DTensor):
-        _torch.point_at(parameter, _torch.local_tensor(parameter).to(device))
-        if parameter.grad is not None:
-            _torch.point_at(parameter.grad, _torch.local_tensor(parameter.grad).to(device))
+        for tensor in (parameter, parameter.grad):
+            if isinstance(tensor, DTensor):
+                _torch.point_at(tensor, _torch.local_tensor(tensor).to(device))
     elif type(parameter.data) is Tensor:
         parameter.data = parameter.data.to(device)
         if parameter.grad is not None:
@@ -171,6 +176,12 @@ class ShardedParameter:
     def take_kept(self) -> Tensor | None:
         kept, self.kept = self.kept, None
         return kept
+
+    def discard_kept(self) -> None:
+        """Forget what only this rank holds: what backwards without communication kept, and what lies at the full face."""
+        self.kept = None
+        if self.full is not None:
+            self.full.grad = None
 
     def discard_gradient(self, *, set_to_none: bool) -> None:
         """As `zero_grad`, including what was kept."""
@@ -302,12 +313,73 @@ class ShardedParameter:
                 if full.requires_grad is not sharded.requires_grad:
                     sharded.requires_grad_(full.requires_grad)
 
-    def restore_sharded(self) -> None:
-        """As `install_sharded`, whatever the slots hold: the trainability of a Parameter assigned there is taken over."""
+    def install_in(self, slots: Iterable[Slot]) -> None:
+        """Also be installed in these slots, if it is not yet."""
+        known = {(id(installation.parameters), installation.name) for installation in self.installations}
+        for slot in slots:
+            if (id(_torch.parameters_of(slot.module)), slot.name) not in known:
+                self.installations.append(Installation(slot))
+                self.installations[-1].put(self.sharded)
+
+    def whole(self, sharded: Any) -> Tensor:
+        """A full plain tensor of a DTensor that is sharded as this parameter is (collective)."""
+        return sharded.detach().full_tensor().clone()
+
+    def show(self, plain: nn.Parameter) -> None:
+        """Have the slots hold `plain` for a while."""
+        plain.__dict__[_SUCCESSOR] = self.sharded
+        for installation in self.installations:
+            installation.put(plain)
+
+    def hide(self, plain: nn.Parameter) -> None:
+        """The end of `show`. A Parameter assigned meanwhile stays, and is honoured at the next gather."""
+        self.sharded.requires_grad_(plain.requires_grad)
+        for installation in self.installations:
+            if installation.parameters.get(installation.name) is plain:
+                installation.put(self.sharded)
+
+    def write(self, full: Tensor, *, grad: bool) -> None:
+        """Take this rank's rows of a full plain tensor, and with `grad` of its gradient."""
+        self.replace(self.slice(full.detach()))
+        if grad:
+            rows = None if full.grad is None else self.slice(full.grad).to(self.local.device, self.local.dtype, copy=True)
+            self.sharded.grad = None if rows is None else self.face(rows.contiguous())
+
+    def replace(self, rows: Tensor) -> None:
+        """Make `rows` the values of the shard; one that is on meta gets memory where they are."""
+        if self.local.device.type == "meta":
+            local = self.face(rows.to(self.local.dtype, copy=True).contiguous())
+            fresh = nn.Parameter(local, requires_grad=self.sharded.requires_grad)
+            for installation in self.installations:
+                installation.put(fresh)
+        else:
+            self.local.copy_(rows)
+            self.wrote()
+
+    def become_plain(self) -> nn.Parameter:
+        """Put one ordinary Parameter with the full value into every slot (collective); gradients, attributes and hooks too."""
+        whole: Any = self.sharded
+        plain = nn.Parameter(self.cut.lift(self._whole(whole)), requires_grad=self.requires_grad)
+        plain.__dict__.update({key: value for key, value in self.sharded.__dict__.items() if not is_ours(key)})
+        _torch.carry_hooks(self.sharded, plain)
+        if self.sharded.grad is not None:
+            plain.grad = self.cut.lift(self._whole(self.sharded.grad))
+        for installation in self.installations:
+            installation.put(plain)
+        return plain
+
+    def _whole(self, sharded: Any) -> Tensor:
+        """What this rank computes with, of a DTensor sharded as this parameter is (collective)."""
+        return self.cut.whole_of(self.whole(sharded)).clone()
+
+    def restore_sharded(self, *, forget: bool = False) -> None:
+        """As `install_sharded`, whatever the slots hold: the trainability of a Parameter assigned there is taken over, unless
+        what they hold is to be forgotten.
+        """
         for installation in self.installations:
             current = installation.parameters.get(installation.name)
             if current is not self.sharded:
-                if current is not None and current is not self.full:
+                if current is not None and current is not self.full and not forget:
                     self.sharded.requires_grad_(current.requires_grad)
                     current.__dict__[_SUCCESSOR] = self.sharded
                 installation.put(self.sharded)

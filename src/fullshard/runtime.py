@@ -7,9 +7,11 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,7 @@ from fullshard.schedule import (
     Unshard,
     Wait,
 )
+from fullshard.unwritten import is_marked, mark
 
 _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 
@@ -86,7 +89,12 @@ class Unit:
         self.parameters = parameters
         self.groups: list[Group] = []
         self._modules = [weakref.ref(module) for module in modules]
+        self.handles: list[tuple[weakref.ref[nn.Module], Any]] = []  # of the hooks, and the modules that have them
         self._left: set[int] = set()  # modules (by id) that this round of forwards has yet to run
+        self._round = Round()
+        self.unwritten: Unwritten | None = None
+        self._listed: dict[str, tuple[int, ...]] = {}
+        self._methods = 0  # calls of registered methods under way
         self._named_below = False
         self.runtime.carriers(axis, options)  # refuses what does not fit before anything else happens
         self.number = self.runtime.admit(self)
@@ -211,10 +219,84 @@ class Unit:
         """The first module of the unit begins its forward; the round ends when every module has run."""
         self._left = {id(module) for module in self.modules}
 
-    def ran(self, module: nn.Module) -> bool:
-        """A module of the unit ended its forward; True if it was the last of the round."""
+    def ran(self, module: nn.Module, run: int) -> bool:
+        """A module of the unit ended its forward; True if it was the last of the round.
+
+        Of a module that is called once per chunk, the round lasts as many calls as the last run (an outermost forward) had.
+        """
         self._left.discard(id(module))
-        return not self._left
+        return self._round.is_last(run) and not self._left
+
+    def handle(self, module: nn.Module, handle: Any) -> None:
+        """Remember a hook that was put on `module`."""
+        self.handles.append((weakref.ref(module), handle))
+
+    def take_handles(self) -> list[tuple[weakref.ref[nn.Module], Any]]:
+        handles, self.handles = self.handles, []
+        return handles
+
+    @property
+    def runs_method(self) -> bool:
+        """Whether a method that was registered beside forward is on the stack."""
+        return self._methods > 0
+
+    @contextmanager
+    def in_method(self) -> Iterator[None]:
+        self._methods += 1
+        try:
+            yield
+        finally:
+            self._methods -= 1
+
+    def follow(self, **listed: tuple[int, ...]) -> None:
+        """`forward=`, `backward=`: the numbers of units to gather ahead while this one computes."""
+        self._listed = {**self._listed, **listed}
+        self.runtime.planner.follow(self.number, forward=self._listed.get("forward"), backward=self._listed.get("backward"))
+
+    def rename(self, name: str) -> None:
+        self.name = name
+
+    # --- memory that nobody has written yet ---
+
+    def on_meta(self) -> Unwritten:
+        """What of the unit has no memory yet."""
+        own = [inner for module in self.modules for inner in own_modules(module)]
+        return Unwritten(
+            [parameter for parameter in self.parameters if parameter.local.device.type == "meta"],
+            [
+                (weakref.ref(module), name)
+                for module in own
+                for name, buffer in module.named_buffers(recurse=False)
+                if buffer.device.type == "meta"
+            ],
+        )
+
+    def mark_unwritten(self, fresh: Unwritten) -> None:
+        """These have memory now, and no values: the next forward raises if that is still so."""
+        with torch.no_grad():
+            for tensor in fresh.tensors().values():
+                if tensor.device.type != "meta":
+                    mark(tensor)
+        self.unwritten = fresh
+
+    def check_written(self) -> None:
+        """Raises StateError if what `to_empty` allocated was never written, naming it."""
+        if self.unwritten is None:
+            return
+        left = [name for name, tensor in self.unwritten.tensors().items() if is_marked(tensor)]
+        if left:
+            raise StateError(
+                f"unit '{self.name}': {', '.join(left)} were allocated by to_empty() and never written: give them values with "
+                "reset_parameters(), load_state_dict() (which has no non-persistent buffers) or fullshard.materialize()"
+            )
+        self.unwritten = None
+
+    def give_up(self, gone: Sequence[ShardedParameter]) -> None:
+        """Let other units have these parameters."""
+        ids = {id(parameter) for parameter in gone}
+        self.runtime.renounce(self)
+        self.parameters = [parameter for parameter in self.parameters if id(parameter) not in ids]
+        self.regroup([parameter.local for parameter in self.parameters])
 
     def name_below(self, module: nn.Module) -> None:
         """Units learn their qualified names when the module above them first runs."""
@@ -247,10 +329,70 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get(_UNIT)
 
 
+def owner_of(parameter: ShardedParameter) -> Unit | None:
+    """The unit that gathers a parameter."""
+    check = parameter.before_step
+    return check.unit if isinstance(check, StepCheck) else None
+
+
 def attach(unit: Unit) -> None:
     """Hand the modules of a unit their strong reference to it."""
     for module in unit.modules:
         module.__dict__[_UNIT] = unit
+
+
+def detach(module: nn.Module) -> None:
+    """The opposite, for one module."""
+    module.__dict__.pop(_UNIT, None)
+
+
+def own_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """`root` and the modules below it, without other units."""
+    yield root
+    for child in root.children():
+        if unit_of(child) is None:
+            yield from own_modules(child)
+
+
+@dataclass(frozen=True, eq=False)
+class Unwritten:
+    """Parameters and buffers (module, name) of a unit that have no values yet."""
+
+    parameters: list[ShardedParameter]
+    buffers: list[tuple[weakref.ref[nn.Module], str]]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is there now, by what to call it."""
+        found = {f"parameter '{parameter.name}'": parameter.local for parameter in self.parameters}
+        for ref, name in self.buffers:
+            module = ref()
+            buffer = None if module is None else getattr(module, name, None)
+            if isinstance(buffer, Tensor):
+                found[f"buffer '{name}' of {type(module).__name__}"] = buffer
+        return found
+
+
+@dataclass(slots=True)
+class Round:
+    """How often the modules of a unit of several run within one outermost forward, and did in the one before.
+
+    >>> calls = Round()
+    >>> [calls.is_last(1), calls.is_last(1), calls.is_last(1)]
+    [True, True, True]
+    >>> [calls.is_last(2), calls.is_last(2), calls.is_last(2)]
+    [False, False, True]
+    """
+
+    run: int = -1
+    now: int = 0
+    before: int = 0
+
+    def is_last(self, run: int) -> bool:
+        """Note a call within `run`; whether the run before had no more."""
+        if run != self.run:
+            self.run, self.now, self.before = run, 0, self.now
+        self.now += 1
+        return self.now >= self.before
 
 
 class StepCheck:
@@ -260,6 +402,10 @@ class StepCheck:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)
+
+    @property
+    def unit(self) -> Unit | None:
+        return self._unit()
 
     def __call__(self) -> None:
         unit = self._unit()
@@ -329,6 +475,7 @@ class Runtime:
         self._numbers = itertools.count()
         self._in_flight = InFlight()
         self._replicating = InFlight()
+        self._forwards = 0  # outermost ones so far
         self._event: object = None  # of the caller, that the next forward is ordered behind
         self._gathering: dict[int, list[tuple[Group, Ticket]]] = {}
         self._backward: weakref.ref[BackwardEnd] | None = None
@@ -402,9 +549,8 @@ class Runtime:
         key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.group)}")
         found = self._collectives.get(key)
         if found is None:
-            if isinstance(group, list):
-                group = dist.new_group(group, use_local_synchronization=True)
-            found = Journaled(collectives_for(group, axis.device), self.journal, keeps=owner)
+            made = dist.new_group(group, use_local_synchronization=True) if isinstance(group, list) else group
+            found = Journaled(collectives_for(made, axis.device), self.journal, keeps=owner)
             self._collectives[key] = found
         return found
 
@@ -413,7 +559,12 @@ class Runtime:
     def enter_forward(self, unit: Unit, module: nn.Module) -> None:
         self._recover_if_stale()
         planner, number = self.planner, unit.number
-        if planner.outermost() == number and not _torch.is_in_forward(module, outer=True) and not unit.is_list:
+        if (
+            planner.outermost() == number
+            and not unit.is_list
+            and not unit.runs_method
+            and not _torch.is_in_forward(module, outer=True)
+        ):
             self._abandon()  # the forward before this one was interrupted in a way that runs no hooks
         if _torch.current_graph_task() != -1:
             first = self._begin_backward()
@@ -421,6 +572,9 @@ class Runtime:
             self._execute(planner.before_recompute(number, stale=self._is_stale(unit, first)))
         elif not (unit.is_list and planner.running(number)):
             first = planner.outermost() is None
+            self._forwards += first
+            if unit.unwritten is not None:
+                unit.check_written()
             if first and self._event is not None:
                 _torch.wait_for_event(self.device, self._event)
                 self._event = None
@@ -442,12 +596,12 @@ class Runtime:
             return call if grad else None
         if not planner.running(number):
             return None  # it raised before it began
-        if unit.is_list and not unit.ran(module) and planner.outermost() != number:
+        if unit.is_list and not unit.ran(module, self._forwards) and planner.outermost() != number:
             return planner.interim(number)
         ended = planner.after_forward(number, grad=grad)
         for inner in ended.closed:
             self._uninstall_number(inner)
-        if not planner.running(number):
+        if not planner.running(number) and not planner.is_held(number):
             self._uninstall(unit)
         self._execute(ended.actions)
         if grad and not unit.options.in_backward and unit.residency is Residency.SHARDED:
@@ -475,7 +629,8 @@ class Runtime:
         with torch.no_grad():
             self._execute(self.planner.after_backward())
             for unit in self._touched.values():
-                self._uninstall(unit)
+                if not self.planner.is_held(unit.number):
+                    self._uninstall(unit)
                 self._reduce_late(unit)
             self._touched.clear()
             self._collect()
@@ -512,6 +667,24 @@ class Runtime:
         else:
             self.planner.reside(unit.number, False)
             self.release(unit, doing="the end of resident()")
+
+    def reduce_now(self, unit: Unit, group: Group) -> None:
+        """Reduce what a group's parameters were given so far, for a caller that runs backwards piece by piece."""
+        self.check_idle(unit, doing="post_backward()")
+        if group.trainable:
+            with torch.no_grad():
+                self._reduce_group(unit, group, group.take_gradients() or [None] * len(group.parameters))
+        if not unit.options.keep_after_backward:
+            self.release(unit)
+
+    def collect_now(self) -> None:
+        """Wait for what is in flight and hand out gradients, for a caller that runs backwards piece by piece."""
+        with torch.no_grad():
+            self._collect()
+
+    def glimpse(self, unit: Unit) -> BackwardHook:
+        """The unit's parameters are used in a copy of their own; what is returned tells of its backward."""
+        return BackwardHook(unit, self.planner.glimpse(unit.number), glimpse=True)
 
     def wait_for(self, event: object) -> None:
         """Order the next forward behind an event of the caller's."""

@@ -288,6 +288,11 @@ class Planner:
         """Whether the unit was gathered in expectation, by the planner itself."""
         return unit in self._ahead
 
+    def is_held(self, unit: int) -> bool:
+        """Whether the caller unsharded the unit, and nothing freed it since."""
+        seat = self._seats[unit]
+        return seat.held and seat.residency is Residency.FULL
+
     def in_backward(self, unit: int) -> bool:
         return unit in self._entered
 
@@ -333,6 +338,7 @@ class Planner:
         seat.ended(call, hooked=grad)
         if self.running(unit):  # a module that calls itself
             return Ended(call, closed, actions)
+        seat.hold(seat.held and not seat.resident)
         keep = grad and (seat.keep is Keep.ALWAYS or (seat.keep is Keep.OUTERMOST and not self._running))
         if keep:
             return Ended(call, closed, actions)

@@ -1,0 +1,173 @@
+"""Putting units on modules and taking them off; carrying a sharded model elsewhere: copies, pickles, plain modules again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard import _torch, hooks
+from fullshard.cut import Cut
+from fullshard.mesh import ShardAxis
+from fullshard.modules import Claim, Slot
+from fullshard.parameter import ShardedParameter, is_ours
+from fullshard.runtime import Unit, UnitOptions, attach, detach, unit_of
+from fullshard.schedule import StateError
+from fullshard.views import UnitView
+
+Dress = Callable[[type[nn.Module]], "type[nn.Module]"]  # the class of a unit's module, from the class it had
+
+
+def assemble(unit: Unit, dress: Dress, managed: Iterable[nn.Module]) -> None:
+    """Put a new unit on its modules: strong references to it, hooks, marks, and their class."""
+    attach(unit)
+    hooks.install(unit)
+    view = UnitView(unit)
+    for module in managed:
+        _torch.mark_managed(module)
+    for root in unit.modules:
+        _torch.attach_state(root, view)
+        root.__class__ = dress(type(root))
+
+
+def disassemble(unit: Unit, undress: Dress) -> None:
+    """The opposite of `assemble`. The parameters stay as they are."""
+    for module in unit.modules:
+        module.__class__ = undress(type(module))
+        _torch.detach_state(module)
+        detach(module)
+    hooks.remove(unit)
+
+
+# --- copies and pickles --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PartOfParameter:
+    """One sharded parameter, as a value: where it is installed, how it is cut, and this rank's shard of it."""
+
+    name: str
+    slots: list[tuple[nn.Module, str]]
+    cut: Cut
+    shard: nn.Parameter
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PartOfUnit:
+    """One unit, as a value."""
+
+    modules: list[nn.Module]
+    name: str
+    axis: ShardAxis
+    options: UnitOptions
+    parameters: list[PartOfParameter]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A sharded model taken apart: plain modules that hold plain local shards, and what makes units of them again."""
+
+    root: nn.Module
+    units: list[PartOfUnit]
+
+
+def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = None) -> Parts:
+    """A copy of `root` in parts. Raises StateError while a unit's forward or backward runs, or if one reaches outside.
+
+    memo: as of copy.deepcopy; afterwards it knows which copy stands for which module.
+    """
+    memo = {} if memo is None else memo
+    modules = list(root.modules())
+    inside = {id(module) for module in modules}
+    units = list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
+    for unit in units:
+        unit.runtime.rest(unit, doing="copying or pickling")
+        unit.refresh()
+        for module in (*unit.modules, *(i.module for p in unit.parameters for i in p.installations)):
+            if module is None or id(module) not in inside:
+                raise StateError(
+                    f"unit '{unit.name}' also manages modules outside of the {type(root).__name__} that is copied or pickled: "
+                    "copy or pickle a module that contains all of them"
+                )
+        memo[id(unit)] = None
+        for parameter in unit.parameters:
+            shard = nn.Parameter(parameter.local.detach().clone(), requires_grad=parameter.sharded.requires_grad)
+            memo[id(parameter.sharded)] = shard
+    with _undressed(units, undress):
+        plain = copy.deepcopy(root, memo)
+    parts: list[PartOfUnit] = []
+    for unit in units:
+        copies = [memo[id(module)] for module in unit.modules]
+        hooks.purge(unit, memo)
+        for module in copies:
+            detach(module)
+            _torch.detach_state(module)
+        parameters = [
+            PartOfParameter(
+                parameter.name,
+                [(memo[id(i.module)], i.name) for i in parameter.installations],
+                parameter.cut,
+                memo[id(parameter.sharded)],
+                {key: copy.deepcopy(v, memo) for key, v in vars(parameter.sharded).items() if not is_ours(key)},
+            )
+            for parameter in unit.parameters
+        ]
+        parts.append(PartOfUnit(copies, unit.name, unit.axis, unit.options, parameters))
+    return Parts(plain, parts)
+
+
+def put_together(parts: Parts, dress: Dress) -> nn.Module:
+    """Make units of the parts, in place; the opposite of `take_apart`."""
+    for part in parts.units:
+        rebuilt: list[ShardedParameter] = []
+        with torch.no_grad():
+            for piece in part.parameters:
+                claim = Claim(piece.name, piece.shard, [Slot(module, name) for module, name in piece.slots])
+                parameter = ShardedParameter(claim, piece.cut, piece.shard.detach())
+                parameter.sharded.__dict__.update(piece.attributes)
+                rebuilt.append(parameter)
+            unit = Unit(part.modules, rebuilt, part.axis, part.options)
+            unit.rename(part.name)
+            for parameter in rebuilt:
+                parameter.restore_sharded(forget=True)
+        assemble(unit, dress, ())
+    return parts.root
+
+
+@contextmanager
+def _undressed(units: Sequence[Unit], undress: Dress) -> Iterator[None]:
+    """Sharded modules have the class they had before, for as long as they are copied."""
+    dressed = [(module, type(module)) for unit in units for module in unit.modules]
+    for module, cls in dressed:
+        module.__class__ = undress(cls)
+    try:
+        yield
+    finally:
+        for module, cls in dressed:
+            module.__class__ = cls
+
+
+# --- plain modules again -------------------------------------------------------------------------------------------------
+
+
+def undo(root: nn.Module, undress: Dress) -> None:
+    """Make ordinary modules with full parameters of all units at and below `root`, in place.
+
+    Raises StateError, before anything has changed, while a forward or backward runs.
+    """
+    units = list(dict.fromkeys(unit for module in root.modules() if (unit := unit_of(module)) is not None))
+    for unit in units:
+        unit.runtime.check_idle(unit, doing="undo()")
+    for unit in units:
+        unit.runtime.release(unit, doing="undo()")
+        unit.refresh()
+        for parameter in unit.parameters:
+            parameter.become_plain()
+    for unit in units:
+        disassemble(unit, undress)

@@ -1,0 +1,23 @@
+"""Memory that nobody has written yet: marking it when it is allocated, and finding what still has the mark."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_MARK = -(2**7)  # fits in every signed integer dtype
+
+
+def mark(tensor: Tensor) -> Tensor:
+    """Fill `tensor` with what no initialisation leaves: NaN, or one odd integer. Unsigned and boolean ones become zero."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(_MARK) if tensor.dtype.is_signed else tensor.zero_()
+
+
+def is_marked(tensor: Tensor | None) -> bool:
+    """Whether nobody wrote any element since. Of unsigned and boolean tensors that cannot be told."""
+    if tensor is None or not tensor.numel() or tensor.device.type == "meta":
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().all())
+    return bool((tensor == _MARK).all()) if tensor.dtype.is_signed else False
