@@ -82,7 +82,7 @@ def test_what_fully_shard_refuses(world: World) -> None:
         mesh=mesh,
         shard_placement_fn=lambda parameter: 1,
     )
-    refused("offload_policy must be a OffloadPolicy, got bool", nn.Linear(2, 2), mesh=mesh, offload_policy=True)
+    refused("offload_policy must be an OffloadPolicy, got bool", nn.Linear(2, 2), mesh=mesh, offload_policy=True)
     refused("mp_policy must be a MixedPrecisionPolicy, got str", nn.Linear(2, 2), mesh=mesh, mp_policy="bf16")
     parallel = nn.Linear(2, 2)
     parallel.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Replicate()]))

@@ -17,9 +17,18 @@ from fullshard.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh
 from fullshard.module import keep_of, plain_class, sharded_class
 from fullshard.modules import Claim, Holdings, collect, roots_of
 from fullshard.parameter import ShardedParameter, inside, move_data
-from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import (
+    CheckPolicy,
+    CommPolicy,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    resolve_mp,
+    resolve_offload,
+)
 from fullshard.runtime import Unit, UnitOptions, unit_of
 from fullshard.ties import find_ties
+from fullshard.views import view_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -93,13 +102,12 @@ def fully_shard(  # type: ignore[misc]
     """
     modules = _check_modules(module)
     for name, value, kind in (
-        ("mp_policy", mp_policy, MixedPrecisionPolicy),
-        ("offload_policy", offload_policy, OffloadPolicy),
         ("comm_policy", comm_policy, CommPolicy),
         ("check_policy", check_policy, CheckPolicy),
     ):
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
     axis = resolve_mesh(mesh, dp_mesh_dims)
     keep, retain = keep_of(reshard_after_forward, axis)
     home = axis.device if not isinstance(offload_policy, CPUOffloadPolicy) else torch.device("cpu")
@@ -200,5 +208,7 @@ def _move(claims: Sequence[Claim], holdings: Holdings, home: torch.device, devic
         if buffer.device.type not in ("meta", device.type):
             buffer.data = buffer.data.to(device)
 
+
+fully_shard.state = view_of  # type: ignore[attr-defined]
 
 __all__ = ["fully_shard"]

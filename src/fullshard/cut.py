@@ -75,7 +75,10 @@ class Cut:
 
     def slice(self, whole: Tensor) -> Tensor:
         """This rank's rows of `whole`; a view."""
-        return whole.narrow(self.dim, self.extent.start, self.extent.rows)
+        if type(whole) in (Tensor, nn.Parameter):
+            return whole.narrow(self.dim, self.extent.start, self.extent.rows)
+        parts = whole.chunk(self.axis.ranks, self.dim)  # what subclasses that shard implement is this
+        return parts[self.axis.rank] if self.axis.rank < len(parts) else parts[0].new_zeros(self.shard_shape)
 
     def spec(self, dtype: torch.dtype) -> _torch.DTensorSpec:
         """Of the sharded DTensor."""

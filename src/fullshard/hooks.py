@@ -37,7 +37,8 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH)
         if all(changed[key] is value[key] for key in value):
             return value
         result: Any = copy.copy(value)
-        result.update(changed)
+        for key, item in changed.items():  # not update(): some mappings forbid it
+            result[key] = item
         return result
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}

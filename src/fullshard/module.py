@@ -152,7 +152,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Reduce with sums alone, scaled separately. fullshard always does, so that any backend and any factor will do."""
         _unit(self)
 
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Reduce zeros for parameters that a rank did not use. fullshard always does: every rank sends the same messages."""
         _any_unit(self)
 

@@ -59,6 +59,29 @@ class MixedPrecisionPolicy:
         return self.param_dtype if self.cast_forward_inputs else None
 
 
+def resolve_mp(policy: Any) -> MixedPrecisionPolicy:
+    """A policy of torch's, with the same fields, means the same as ours. Raises ValueError for anything else."""
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if isinstance(policy, type) or not all(hasattr(policy, name) for name in names) or not _is_of_torch(policy):
+        raise ValueError(f"mp_policy must be a MixedPrecisionPolicy, got {type(policy).__name__}")
+    return MixedPrecisionPolicy(*(getattr(policy, name) for name in names))
+
+
+def resolve_offload(policy: Any) -> OffloadPolicy:
+    """As `resolve_mp`, for where shards are stored."""
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    if not _is_of_torch(policy) or type(policy).__name__ not in ("OffloadPolicy", "CPUOffloadPolicy"):
+        raise ValueError(f"offload_policy must be an OffloadPolicy, got {type(policy).__name__}")
+    return CPUOffloadPolicy(policy.pin_memory) if type(policy).__name__ == "CPUOffloadPolicy" else OffloadPolicy()
+
+
+def _is_of_torch(value: Any) -> bool:
+    return type(value).__module__.startswith("torch.distributed.")
+
+
 @dataclass(frozen=True)
 class OffloadPolicy:
     """Where shards are stored: this base class leaves them on the device of the mesh."""

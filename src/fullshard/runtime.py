@@ -824,7 +824,8 @@ class Runtime:
             group.uninstall()
 
     def _reduce(self, unit: Unit) -> None:
-        self._uninstall(unit)
+        if not self.planner.is_held(unit.number):
+            self._uninstall(unit)
         for group in unit.groups:
             if group.trainable:
                 self._reduce_group(unit, group, group.take_gradients() or [None] * len(group.parameters))
