@@ -47,11 +47,6 @@ def test_what_fully_shard_refuses(world: World) -> None:
     refused("fully_shard takes an nn.Module or a non-empty list of them, got int", 3, mesh=mesh)
     unit = fully_shard(nn.Linear(2, 2), mesh=mesh)
     refused("fully_shard was already called on this FSDPLinear: call it once per module", unit, mesh=mesh)
-    scalar = nn.Sequential(nn.Linear(2, 2))
-    scalar[0].temperature = nn.Parameter(torch.tensor(1.0))
-    refused(
-        "parameter '0.temperature' cannot be sharded: it is a scalar, which has no dim 0: give it shape (1,)", scalar, mesh=mesh
-    )
     refused("mesh must be a DeviceMesh or None, got int: build one with init_device_mesh()", nn.Linear(2, 2), mesh=4)
     refused(
         "mesh must have one axis (shard) or two (replicate, shard), got 3 axes of sizes (1, 1, 2): take axes of it with mesh['name'], or name them with dp_mesh_dims=",

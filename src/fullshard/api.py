@@ -88,7 +88,7 @@ def fully_shard(  # type: ignore[misc]
 
     Raises:
         ValueError: before anything has changed, naming the module or parameter, for a container without forward, a
-            module that is a unit already, a scalar parameter, a parameter on another device type, a tie between
+            module that is a unit already, a parameter on another device type, a tie between
             units of different options, a mesh of more than two axes, an impossible placement, or options of the wrong type.
 
     Example:
@@ -172,8 +172,6 @@ def _refusal(parameter: nn.Parameter) -> str | None:
     """Why a parameter cannot be sharded, and what to do; None if it can."""
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "it is not initialized yet: run one forward of the lazy module, then fully_shard"
-    if parameter.ndim == 0:
-        return "it is a scalar, which has no dim 0: give it shape (1,)"
     tensor = inside(parameter.data)
     missing = half_extends(tensor)
     if missing is not None:

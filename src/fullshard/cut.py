@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from fullshard import _torch
 from fullshard.layout import Extent
-from fullshard.mesh import ShardAxis, resolve_mesh
+from fullshard.mesh import ShardAxis, everywhere, resolve_mesh
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Cut:
 
         global shape  --tensor parallelism-->  whole: what this rank computes with  --dim, axis-->  shard: what it keeps
 
-    shape: global.  whole: (rows of all ranks along `dim`).  extent: this rank's rows of `whole` along `dim`.
+    shape: global.  whole: (rows of all ranks along `dim`); (1,) of a scalar.  extent: this rank's rows of it along `dim`.
     mesh, placements: of the sharded DTensor.  dense: of the DTensor computed with, None for a plain tensor.
     """
 
@@ -71,10 +71,14 @@ class Cut:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
+        if not self.shape:
+            return ()
         return (*self.whole[: self.dim], self.extent.rows, *self.whole[self.dim + 1 :])
 
     def slice(self, whole: Tensor) -> Tensor:
         """This rank's rows of `whole`; a view."""
+        if not self.shape:
+            return whole
         if type(whole) in (Tensor, nn.Parameter):
             return whole.narrow(self.dim, self.extent.start, self.extent.rows)
         parts = whole.chunk(self.axis.ranks, self.dim)  # what subclasses that shard implement is this
@@ -86,6 +90,8 @@ class Cut:
 
     def lift(self, whole: Tensor) -> Tensor:
         """What modules compute with: `whole` itself, or the DTensor it is this rank's part of."""
+        if not self.shape:
+            whole = whole.view(())
         if self.dense is None:
             return whole
         return _torch.dtensor(whole, _torch.spec(self.dense.mesh, self.dense.placements, self.shape, whole.dtype))
@@ -96,7 +102,7 @@ class Cut:
         Over data-parallel axes nothing is redistributed: that sum is ours.
         """
         if self.dense is None:
-            return tensor
+            return tensor if self.shape else tensor.reshape(1)
         if not isinstance(tensor, DTensor):
             return tensor
         if tensor.device_mesh != self.dense.mesh:
@@ -109,7 +115,8 @@ class Cut:
         )
         if tensor.placements != target:
             tensor = tensor.redistribute(self.dense.mesh, target)
-        return _torch.waited(_torch.local_tensor(tensor))
+        local = _torch.waited(_torch.local_tensor(tensor))
+        return local if self.shape else local.reshape(1)
 
     def whole_of(self, full: Tensor) -> Tensor:
         """This rank's part of a plain tensor of the global shape, as it computes with; no communication."""
@@ -122,6 +129,8 @@ class Cut:
 def cut(parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, *, name: str) -> Cut:
     """How `parameter` is to be cut. Raises ValueError, naming it, if it cannot be so."""
     dim, axis = _choice(parameter, axis, placement_fn, name=name)
+    if parameter.ndim == 0:
+        return _uncut(parameter, everywhere(axis), name=name)
     if not -parameter.ndim <= dim < parameter.ndim:
         raise ValueError(
             f"shard_placement_fn wants parameter '{name}' of shape {tuple(parameter.shape)} cut along dim {dim}: "
@@ -137,17 +146,43 @@ def cut(parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | No
     mesh = parameter.device_mesh
     if mesh.device_type != axis.mesh.device_type:
         raise ValueError(f"parameter '{name}' is a DTensor on {mesh}, expected a mesh of {axis.mesh.device_type} devices")
+    joined = _joined(axis, parameter, name=name)
+    _check_dense(parameter, name=name)
+    placements = (*own, _sharded_before(dim, parameter.placements, mesh), *parameter.placements)
+    dense = Dense(mesh, tuple(parameter.placements), ())
+    return Cut(axis, dim, parameter.shape, _torch.local_tensor(parameter).shape, joined, placements, dense)
+
+
+def _joined(axis: ShardAxis, parameter: DTensor, *, name: str) -> DeviceMesh:
+    """One mesh with our axes and, behind them, those a parameter is on already."""
+    mesh = parameter.device_mesh
     try:
-        joined = _torch.join_meshes([axis.mesh, mesh])
+        return _torch.join_meshes([axis.mesh, mesh])
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
         raise ValueError(
             f"parameter '{name}' is a DTensor on {mesh}, which cannot be combined with {axis.mesh} ({error}): take both from "
             "one mesh with names, init_device_mesh(type, sizes, mesh_dim_names=...), as mesh['dp'] and mesh['tp']"
         ) from None
-    _check_dense(parameter, name=name)
-    placements = (*own, _sharded_before(dim, parameter.placements, mesh), *parameter.placements)
-    dense = Dense(mesh, tuple(parameter.placements), ())
-    return Cut(axis, dim, parameter.shape, _torch.local_tensor(parameter).shape, joined, placements, dense)
+
+
+def _uncut(parameter: nn.Parameter, axis: ShardAxis, *, name: str) -> Cut:
+    """A scalar has nothing to cut: every rank holds it, and gradients are averaged all the same."""
+    dense = None
+    mesh, placements = axis.mesh, [Replicate()] * axis.mesh.ndim
+    if isinstance(parameter, DTensor):
+        _check_dense(parameter, name=name)
+        mesh = parameter.device_mesh if axis.full_mesh is not None else _joined(axis, parameter, name=name)
+        placements = [Replicate()] * mesh.ndim
+        dense = Dense(parameter.device_mesh, tuple(parameter.placements), _data_axes(axis))
+    return Cut(axis, 0, parameter.shape, torch.Size((1,)), mesh, tuple(placements), dense)
+
+
+def _data_axes(axis: ShardAxis) -> tuple[int, ...]:
+    """Which axes of the full mesh, if there is one, are data parallel."""
+    if axis.full_mesh is None or axis.dims is None:
+        return ()
+    names = axis.full_mesh.mesh_dim_names or ()
+    return tuple(names.index(n) for n in (*axis.dims.shard_names, *axis.dims.replicate_names))
 
 
 def _choice(parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, *, name: str) -> tuple[int, ShardAxis]:
@@ -197,8 +232,7 @@ def _cut_on_full_mesh(parameter: nn.Parameter, axis: ShardAxis, dim: int, *, nam
             "distribute_tensor() it there, with Replicate() on the data-parallel axes"
         )
     _check_dense(parameter, name=name)
-    names = mesh.mesh_dim_names
-    data = tuple(names.index(n) for n in (*dims.shard_names, *dims.replicate_names))
+    names, data = mesh.mesh_dim_names, _data_axes(axis)
     for at in data:
         if not parameter.placements[at].is_replicate():
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,7 @@ class ReplicateAxis:
     group: dist.ProcessGroup
     ranks: int
     rank: int
+    keeps: object = None  # alive as long as this is
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +85,34 @@ class ShardAxis:
         return id(self.group), id(self.replicas.group if self.replicas else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return resolve_mesh, (self.mesh if self.full_mesh is None else self.full_mesh, self.dims)
+        return _resolve_again, (self.mesh if self.full_mesh is None else self.full_mesh, self.dims, self.cuts_nothing)
+
+    @property
+    def cuts_nothing(self) -> bool:
+        return self.group is None and (self.dims is None or bool(self.dims.shard_names))
+
+
+def _resolve_again(mesh: DeviceMesh, dims: DataParallelMeshDims | None, cuts_nothing: bool) -> ShardAxis:
+    axis = resolve_mesh(mesh, dims)
+    return everywhere(axis) if cuts_nothing else axis
+
+
+_EVERYWHERE: weakref.WeakValueDictionary[int, ReplicateAxis] = weakref.WeakValueDictionary()
+
+
+def everywhere(axis: ShardAxis) -> ShardAxis:
+    """The same ranks, holding everything alike: for what cannot be cut. May make a process group, so it is collective."""
+    if axis.group is None:
+        return axis
+    found = _EVERYWHERE.get(id(axis.group))
+    if found is None:
+        if axis.replicas is None:
+            found = ReplicateAxis(axis.group, axis.ranks, axis.rank)
+        else:
+            group = dist.new_group(axis.mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+            found = ReplicateAxis(group, group.size(), group.rank(), keeps=axis.group)
+        _EVERYWHERE[id(axis.group)] = found
+    return ShardAxis(axis.mesh, None, 1, 0, axis.device, found, axis.full_mesh, axis.dims)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardAxis:
