@@ -30,9 +30,18 @@ def half_extends(tensor: Tensor) -> str | None:
     return None if len(found) != 1 else ({_BEFORE, _AFTER} - set(found)).pop()
 
 
-def padded_shard(value: Tensor, cut: Cut) -> Tensor:
-    """A shard of its own memory, that does not keep the full tensor alive."""
-    return value.clone() if value.numel() else value.new_zeros(cut.shard_shape)
+def own_shard(value: Tensor, cut: Cut) -> Tensor:
+    """A shard in memory of its own, that does not keep the full tensor alive.
+
+    By what every subclass that shards implements: `clone` of some quantizes anew, which changes the values.
+    """
+    shard = value.new_zeros(cut.shard_shape)
+    if value.numel():
+        shard.copy_(value)
+    for key, kept in vars(value).items():  # what the subclass keeps beside its data
+        if vars(shard).get(key) is None:
+            setattr(shard, key, kept)
+    return shard
 
 
 class ExtensionSide:
@@ -83,7 +92,9 @@ class ExtensionSide:
     def start(self) -> Pending:
         self._fresh = True
         outs = [out.view(torch.uint8) for out in self._outs]
-        return self._collectives.gatherer(outs, [tensor.view(-1).view(torch.uint8) for tensor in self._inputs])()
+        # as_strided: of one element, `view(-1)` may keep a stride that `view(dtype)` refuses.
+        flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in self._inputs]
+        return self._collectives.gatherer(outs, flat)()
 
     def finish(self) -> None:
         pass
@@ -152,4 +163,4 @@ class ExtensionSide:
         )
 
 
-__all__ = ["ExtensionSide", "extends", "half_extends", "padded_shard"]
+__all__ = ["ExtensionSide", "extends", "half_extends", "own_shard"]

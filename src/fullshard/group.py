@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm import Collectives, Journal, Pending, Ticket
-from fullshard.extension import ExtensionSide, extends, padded_shard
+from fullshard.extension import ExtensionSide, extends, own_shard
 from fullshard.layout import Extent, GroupLayout, Place, plan_layout
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import Dtypes, MixedPrecisionPolicy
@@ -274,7 +274,7 @@ class Group:
         for parameter, place, value in zip(parameters, self.layout.places, values):
             numel = value.numel()
             if self.extension:
-                parameter.settle(padded_shard(value, parameter.cut))
+                parameter.settle(own_shard(value, parameter.cut))
                 continue
             local = self.shard[place.offset : place.offset + numel].view(parameter.cut.shard_shape)
             local.copy_(value)
