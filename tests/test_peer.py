@@ -31,8 +31,8 @@ def both(world: World, sharded: nn.Module, model: nn.Module, index: int = 0) -> 
 def live(model: nn.Module) -> int:
     """Bytes of full parameters that have memory now."""
     groups = [group for m in (model, *model.blocks) for group in m._fullshard_unit.groups]
-    tensors = [t for g in groups if g._full is not None for t in (g._full._flat, *g._full._temporary)]
-    return sum(t.untyped_storage().size() for t in tensors)
+    storages = [s for g in groups if g._full is not None for s in (g._full._storage, *g._full._temporary)]
+    return sum(s.storage.size() for s in storages)
 
 
 @ranks(2)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm import Collectives, Journal, Pending, Ticket
+from fullshard.comm import Allocate, Collectives, Journal, Pending, Ticket
 from fullshard.extension import ExtensionSide, extends, own_shard
-from fullshard.layout import Extent, GroupLayout, Place, plan_layout
+from fullshard.layout import Extent, GroupLayout, Piece, Place, plan_layout
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import Dtypes, MixedPrecisionPolicy
 from fullshard.schedule import StateError
@@ -34,6 +34,15 @@ class Carriers:
     replicate: Collectives | None
     retain: Collectives | None
     journal: Journal
+
+    @property
+    def gather_memory(self) -> Allocate | None:
+        """The caller's memory for gathers, None for our own."""
+        return getattr(self.gather, "gather_memory", None)
+
+    @property
+    def reduce_memory(self) -> Allocate | None:
+        return getattr(self.reduce, "reduce_memory", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,29 @@ def folds(whole: Tensor, blocks: Tensor, place: Place) -> tuple[list[Tensor], li
     return wholes, parts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Storage:
+    """Memory that comes and goes behind tensors that stay."""
+
+    tensor: Tensor
+    storage: torch.UntypedStorage
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Storage:
+        return cls(tensor, tensor.untyped_storage(), tensor.untyped_storage().size())
+
+    def grow(self) -> None:
+        self.storage.resize_(self.nbytes)
+
+    def shrink(self) -> None:
+        self.storage.resize_(0)
+
+    def poison(self) -> None:
+        if self.tensor.numel():
+            self.tensor.fill_(float("nan") if self.tensor.is_floating_point() else 1)
+
+
 class FullSide:
     """The gathered side of a group, planned once: storage, views, and the prepared collective.
 
@@ -98,21 +130,20 @@ class FullSide:
         self._journal, self._retainer = group.carriers.journal, group.carriers.retain
         self._poison = group.storage.poison
         self._flat = torch.empty(layout.full_numel, dtype=dtype, device=device)
-        self._buffers = [self._flat]  # between `grow` and `shrink`
-        self._temporary: list[Tensor] = []  # between `grow` and `settle`
+        temporary: list[Tensor] = []
         self._home = group.shard
         self._arrived = group.shard
         if group.storage.host:
             self._arrived = torch.empty_like(group.shard, device=device, pin_memory=False)
-            self._temporary.append(self._arrived)
+            temporary.append(self._arrived)
 
-        self._memory = getattr(group.carriers.gather, "gather_memory", None) if layout.packed else None
+        self._memory = group.carriers.gather_memory if layout.packed else None
         self._packed = layout.packed
         self._staging_numel = layout.ranks * layout.packed.size if layout.packed else 0
         self._collectives = group.carriers.gather
         self._staging = torch.empty(0 if self._memory else self._staging_numel, dtype=dtype, device=device)
         if self._staging.numel():
-            self._temporary.append(self._staging)
+            temporary.append(self._staging)
         outs = [
             self._flat[bucket.pieces[0].region :][: layout.ranks * bucket.size] if bucket.direct else self._staging
             for bucket in layout.buckets
@@ -143,7 +174,8 @@ class FullSide:
             column += piece.size
         self._views(self._staging)
         self.views = [self._apart(place.region, place.shape) for place in layout.places]
-        self._nbytes = {id(tensor): tensor.untyped_storage().size() for tensor in (*self._buffers, *self._temporary)}
+        self._storage = _Storage.of(self._flat)  # between `grow` and `shrink`
+        self._temporary = [_Storage.of(tensor) for tensor in temporary]  # between `grow` and `settle`
         self.versions: list[int] = []  # of what was gathered last
         self._retained: Tensor | None = None
         self._from_retained = False
@@ -179,11 +211,13 @@ class FullSide:
         return self._flat.numel() > 0 and _torch.is_over(tensor, self._flat.untyped_storage())
 
     def grow(self) -> None:
-        for tensor in self._buffers if self._retained is not None else (*self._buffers, *self._temporary):
-            if tensor.numel():
-                tensor.untyped_storage().resize_(self._nbytes[id(tensor)])
-                if self._poison:
-                    tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
+        self._storage.grow()
+        if self._retained is None:
+            for storage in self._temporary:
+                storage.grow()
+        if self._poison:
+            for storage in (self._storage, *(self._temporary if self._retained is None else ())):
+                storage.poison()
 
     def start(self) -> Pending:
         self._from_retained = self._retained is not None
@@ -217,8 +251,8 @@ class FullSide:
     def settle(self) -> None:
         """The compute lane is ordered behind the gather: what only the gather needed can go."""
         self._retained = None
-        for tensor in self._temporary:
-            tensor.untyped_storage().resize_(0)
+        for storage in self._temporary:
+            storage.shrink()
         if self._memory is not None:
             self._staging = self._staging[:0].clone()
             self._views(self._staging)
@@ -234,8 +268,9 @@ class FullSide:
         self._retained = None
 
     def shrink(self) -> None:
-        for tensor in (*self._buffers, *self._temporary):
-            tensor.untyped_storage().resize_(0)
+        self._storage.shrink()
+        for storage in self._temporary:
+            storage.shrink()
 
 
 class Group:
@@ -288,6 +323,7 @@ class Group:
         ]
         self._token = object()  # on a gradient it says that its flat tensor is laid out like this group
         self._gaps: dict[tuple[int, torch.dtype], Tensor] = {}
+        self.message = Message.plan(self.layout, direct=dtypes.compute == dtypes.reduce)
         self.partial: tuple[Tensor, list[bool]] | None = None  # reduced over shards, not yet over replicas; who was used
 
     # --- what the group is ---
@@ -464,10 +500,10 @@ class Group:
         partial, self.partial = self.partial, None
         return partial
 
-    def receive(self, flat: Tensor, used: Sequence[bool]) -> None:
+    def receive(self, flat: Tensor, used: Sequence[bool], *, hooked: bool) -> None:
         """Reduced gradients, (shard_numel,) in the storage dtype, go to the `.grad` of parameters that are `used`."""
         parameters = self.parameters
-        plain = all(used) and not self.hooked
+        plain = all(used) and not hooked
         if plain and self._accumulate_flat(flat):
             return
         mark = (self._token, flat)
@@ -475,9 +511,7 @@ class Group:
             if is_used:
                 local = flat.as_strided(*view)
                 if plain and parameter.sharded.grad is None:
-                    gradient = parameter.face(local)
-                    gradient.__dict__[_FLAT] = mark
-                    parameter.deliver(gradient)
+                    parameter.deliver(local, _FLAT, mark)
                 else:
                     parameter.receive(local)
 
@@ -492,6 +526,23 @@ class Group:
             return False
         total.add_(flat)
         return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """What a reduction sends: one packed message of `pieces`, and `alone` the parameters that go as they are."""
+
+    numel: int  # of the packed message, per rank
+    pieces: tuple[Piece, ...]
+    folded: tuple[Piece, ...]  # of these, those that are copied in by hand
+    alone: tuple[int, ...]
+
+    @classmethod
+    def plan(cls, layout: GroupLayout, *, direct: bool) -> Message:
+        bucket, alone = layout.reduction(direct=direct)
+        pieces = tuple(piece for piece in bucket.pieces if piece.size) if bucket is not None else ()
+        folded = tuple(p for p in pieces if p.parameter >= 0 and layout.places[p.parameter].folded)
+        return cls(0 if bucket is None else bucket.size, pieces, folded, alone)
 
 
 ReduceHook = Callable[[Tensor], None]
@@ -537,8 +588,9 @@ class Reduction:
         self._landed = False
         self._ticket: Ticket | None = None
         self.used = [grad is not None for grad in grads]
-        bucket, alone = layout.reduction(direct=group.dtypes.compute == reduce)
-        memory = getattr(group.carriers.reduce, "reduce_memory", None) or torch.empty
+        self.hooked = group.hooked
+        plan = group.message
+        memory = group.carriers.reduce_memory or torch.empty
         self._out = memory((layout.shard_numel,), dtype=reduce, device=device)
         self._fulls: list[Tensor] = []
         self._outs: list[Tensor] = []
@@ -549,23 +601,22 @@ class Reduction:
                 return torch.zeros(layout.places[index].shape, dtype=dtype, device=device)
             return grad.contiguous()
 
-        if bucket is not None:
-            message = memory((layout.ranks * bucket.size,), dtype=reduce, device=device).view(layout.ranks, -1)
-            pieces = [piece for piece in bucket.pieces if piece.size]
-            folded = [p for p in pieces if p.parameter >= 0 and layout.places[p.parameter].folded]
-            blank = {p.parameter for p in folded}
+        if plan.pieces:
+            message = memory((layout.ranks * plan.numel,), dtype=reduce, device=device).view(layout.ranks, -1)
+            blank = {piece.parameter for piece in plan.folded}
             parts = [
-                group.gap(p.size, dtype) if p.parameter < 0 or p.parameter in blank else gradient(p.parameter) for p in pieces
+                gradient(p.parameter) if p.parameter >= 0 and p.parameter not in blank else group.gap(p.size, dtype)
+                for p in plan.pieces
             ]
             _torch.chunk_cat(parts, message)
-            for piece in folded:
+            for piece in plan.folded:
                 grad, place = grads[piece.parameter], layout.places[piece.parameter]
                 if grad is not None:
                     wholes, blocks = folds(grad, message[:, place.offset : place.offset + place.size], place)
                     torch._foreach_copy_(blocks, wholes)
             self._fulls.append(message.view(-1))
-            self._outs.append(self._out[: bucket.size])
-        for index in alone:
+            self._outs.append(self._out[: plan.numel])
+        for index in plan.alone:
             place = layout.places[index]
             self._fulls.append(gradient(index).view(-1))
             self._outs.append(self._out[place.offset : place.offset + place.size])
@@ -659,7 +710,7 @@ class Reduction:
                 if self._ticket is not None:
                     self._ticket.block()
                 self._flat = self._host
-            self._group.receive(self._flat, self.used)
+            self._group.receive(self._flat, self.used, hooked=self.hooked)
 
     @property
     def landed(self) -> bool:
@@ -685,7 +736,7 @@ class Reduction:
             for here, anywhere, p in zip(self.used, used_somewhere, self._group.parameters)
         ]
         if any(late):
-            self._group.receive(self._flat, late)
+            self._group.receive(self._flat, late, hooked=self.hooked)
 
 
 def group_parameters(

@@ -99,6 +99,7 @@ class ShardedParameter:
 
     __slots__ = (
         "__weakref__",
+        "_plain",
         "_writes",
         "before_step",
         "cut",
@@ -120,6 +121,7 @@ class ShardedParameter:
         self.full: nn.Parameter | None = None
         self.kept: Tensor | None = None
         self._writes = 0
+        self._plain = cut.dense is None and len(cut.shape) > 0  # modules compute with `cut.whole` as it is
         self.before_step: Callable[[], None] | None = None
         self.local: Tensor = cut.slice(inside(original.detach())) if local is None else local
         self.sharded = nn.Parameter(_torch.dtensor(self.local, self.spec), requires_grad=original.requires_grad)
@@ -166,7 +168,8 @@ class ShardedParameter:
         grad = None if full is None else full.grad
         if grad is not None:
             full.grad = None  # type: ignore[union-attr]
-            grad = self.cut.lower(grad, name=self.name)
+            if not self._plain:
+                grad = self.cut.lower(grad, name=self.name)
         return grad
 
     def keep(self, grad: Tensor, dtype: torch.dtype) -> None:
@@ -192,8 +195,10 @@ class ShardedParameter:
             else:
                 self.sharded.grad.detach_().zero_()
 
-    def deliver(self, gradient: DTensor) -> None:
-        """Set the first gradient of a step."""
+    def deliver(self, local: Tensor, key: str, mark: object) -> None:
+        """Set the first gradient of a step, over `local` in the dtype of the shard, with `mark` on it."""
+        gradient = _torch.dtensor(local, self.spec)
+        gradient.__dict__[key] = mark
         self.sharded.grad = gradient
 
     def slice(self, full: Tensor) -> Tensor:
@@ -298,7 +303,8 @@ class ShardedParameter:
     def install_full(self) -> None:
         full = self.full
         assert full is not None
-        self.match_trainability()
+        if full.requires_grad is not self.sharded.requires_grad:
+            full.requires_grad_(self.sharded.requires_grad)
         for installation in self.installations:
             installation.put(full)
 

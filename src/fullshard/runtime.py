@@ -857,13 +857,14 @@ class Runtime:
         if reduction.deferred:
             return
         self._reduced.append((unit, reduction))
-        if group.hooked:
+        if reduction.hooked:
             self._hooked.append(reduction)
 
     def _poll(self) -> None:
         """Let go of what is finished already."""
         self._in_flight.poll()
-        self._replicating.poll()
+        if len(self._replicating):
+            self._replicating.poll()
 
     def _drain(self) -> None:
         self._in_flight.drain()
