@@ -1,11 +1,12 @@
 # Two commands on a fresh machine: `make train` runs the main job, `make test` the tests. Both set everything up first.
 VENV := .venv
+CLIENTS := .venv-clients
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 TRAIN ?=
 
-.PHONY: help setup train test check format bench clean
+.PHONY: help setup train test test-clients check format bench gpu-check clean
 
 help:  ## show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -45,5 +46,19 @@ format: $(READY)  ## rewrite the code in its format
 bench: $(READY)  ## host time, memory and two-rank speed beside torch's FSDP2 and DDP, in one table
 	@$(PYTHON) benchmarks/run.py
 
+test-clients: $(CLIENTS)/.ready  ## run accelerate, Trainer, Lightning, peft, torchao, transformers and pipelining on fullshard (installs them)
+	@echo "== running programs of other libraries on fullshard, two ranks each; about five minutes"
+	@$(CLIENTS)/bin/python -m pytest tests/clients
+
+$(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
+	@echo "== setting up $(CLIENTS) (once; several minutes)"
+	@python3 -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test]' -r tests/clients/requirements.txt
+	@touch $@
+
+gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about eight minutes)
+	@$(PYTHON) benchmarks/gpu_check.py
+
 clean:  ## remove what was set up and produced
-	rm -rf $(VENV) runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
