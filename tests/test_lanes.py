@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from harness import World, ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Stack, assert_same_grads, assert_same_parameters, batch, shard_stack, square
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import CheckPolicy, CommPolicy, MixedPrecisionPolicy
+from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.comm import HostLane, InFlight, Pending
 
 
@@ -29,8 +33,8 @@ class Procrastinator:
         self._queue: list[_Later] = []
         self._eager = eager
 
-    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: object = None) -> _Later:
-        ticket = _Later(self, start, finish)
+    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: _Later | None = None) -> _Later:
+        ticket = _Later(self, start, finish, after)
         self._queue.append(ticket)
         self.maybe()
         return ticket
@@ -42,13 +46,17 @@ class Procrastinator:
     def until(self, ticket: _Later) -> None:
         while not ticket.ran:
             first = self._queue.pop(0)
+            if first.after is not None:
+                first.after.lane.until(first.after)
             first.ran = True
             HostLane().run(first.start, first.finish).wait()
 
 
 class _Later:
-    def __init__(self, lane: Procrastinator, start: Callable[[], Pending], finish: Callable[[], None]) -> None:
-        self.lane, self.start, self.finish, self.ran = lane, start, finish, False
+    def __init__(
+        self, lane: Procrastinator, start: Callable[[], Pending], finish: Callable[[], None], after: _Later | None
+    ) -> None:
+        self.lane, self.start, self.finish, self.after, self.ran = lane, start, finish, after, False
 
     def done(self) -> bool:
         self.lane.maybe()
@@ -57,13 +65,28 @@ class _Later:
     def wait(self) -> None:
         self.lane.until(self)
 
+    def block(self) -> None:
+        self.wait()
+
 
 def train(
-    world: World, comm: CommPolicy, *, steps: int = 3, mp: MixedPrecisionPolicy = MixedPrecisionPolicy(), kind: str = "plain"
+    world: World,
+    comm: CommPolicy,
+    *,
+    steps: int = 3,
+    mp: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    kind: str = "plain",
+    mesh: DeviceMesh | None = None,
+    **options: Any,
 ) -> None:
     model = Stack(3, 8, 24)
     sharded = shard_stack(
-        copy.deepcopy(model), world.mesh, comm_policy=comm, mp_policy=mp, check_policy=CheckPolicy(poison=True)
+        copy.deepcopy(model),
+        mesh or world.mesh,
+        comm_policy=comm,
+        mp_policy=mp,
+        check_policy=CheckPolicy(poison=True),
+        **options,
     )
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, model)]
     tolerance = 1e-5 if mp.param_dtype is None else 5e-2
@@ -92,6 +115,23 @@ def test_work_done_at_the_last_moment_changes_nothing(world: World, packed: bool
     comm = CommPolicy(direct_min_bytes=float("inf") if packed else 0, lanes=lambda device: Procrastinator())
     for mp in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
         train(world, comm, kind=kind, mp=mp)
+
+
+@pytest.mark.parametrize("kind", ["plain", "accumulate", "checkpoint"])
+@ranks(4)
+def test_so_it_is_with_replicas_offload_any_dim_and_smaller_groups(world: World, kind: str) -> None:
+    lazy = CommPolicy(direct_min_bytes=0, lanes=lambda device: Procrastinator())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    offload = CPUOffloadPolicy(pin_memory=False)
+    low = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # cast and back, and exact
+    for options in (
+        {"mesh": mesh},
+        {"mesh": mesh, "offload_policy": offload, "mp": low},
+        {"offload_policy": offload, "reshard_after_forward": 2},
+        {"shard_placement_fn": lambda p: Shard(p.ndim - 1), "reshard_after_forward": 2, "mp": low},
+        {"mesh": mesh, "comm": replace(lazy, prefetch_bytes=10**6)},
+    ):
+        train(world, options.pop("comm", lazy), kind=kind, **options)
 
 
 @ranks(1, 2)

@@ -316,6 +316,7 @@ class Group:
             parameter.settle(local)
         self._full: GatheredSide | None = None
         self._installed = False
+        self._copying: Ticket | None = None  # the last gather from the host's memory
         # Of each parameter's gradient in a flat one: local shape, its strides, offset.
         self._views = [
             (p.cut.shard_shape, _torch.contiguous_strides(p.cut.shard_shape), place.offset)
@@ -427,10 +428,18 @@ class Group:
         """Whether `tensor` lies in the full storage."""
         return self._full is not None and self._full.holds(tensor)
 
-    def settle(self) -> None:
+    def settle(self, ticket: Ticket) -> None:
         """The compute lane is ordered behind the gather: what only the gather needed can go."""
         if self._full is not None:
             self._full.settle()
+        if self.storage.host:
+            self._copying = ticket
+
+    def block(self) -> None:
+        """Have the host wait until shards in its memory are no longer read by a copy to the device, so that it may write."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.block()
 
     def install(self) -> None:
         """Have the slots hold the full parameters."""
@@ -692,10 +701,11 @@ class Reduction:
     def settle(self) -> None:
         """The compute lane is ordered behind the reduce-scatter: let the messages go."""
         self._fulls, self._outs, self._absorbed = [], [], None
+        if not self.replicated:
+            self._out = self._flat
 
     def end(self) -> None:
         """The compute lane is ordered behind all of it."""
-        self.settle()
         self._out = self._flat
 
     def land(self) -> None:

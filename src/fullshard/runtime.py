@@ -656,6 +656,7 @@ class Runtime:
         self._execute(self.planner.release(unit.number))
         for group in unit.groups:
             group.forget()
+            group.block()
 
     def reside(self, unit: Unit, resident: bool) -> None:
         """Have the unit full until told otherwise, whatever forwards and backwards end."""
@@ -697,9 +698,11 @@ class Runtime:
             self._abandon()
 
     def rest(self, unit: Unit, *, doing: str) -> None:
-        """Let the slots show the sharded parameters, and free the full ones unless a backward needs them."""
+        """Let the slots show the sharded parameters, to be written, and free the full ones unless a backward needs them."""
         self.check_idle(unit, doing=doing)
         self._uninstall(unit)
+        for group in unit.groups:
+            group.block()
         if not self.planner.expects_backward(unit.number):
             self._execute(self.planner.release(unit.number))
 
@@ -726,6 +729,8 @@ class Runtime:
         self._recover_if_stale()
         if self.planner.running(unit.number) and any(_torch.is_in_forward(module) for module in unit.modules):
             raise StateError(f"optimizer.step() was called inside the forward of unit '{unit.name}': call it after backward")
+        for group in unit.groups:
+            group.block()
         for parameter in unit.parameters:
             if parameter.kept is not None and parameter.sharded.grad is None:
                 raise StateError(
@@ -803,7 +808,7 @@ class Runtime:
     def _wait(self, unit: Unit) -> None:
         for group, ticket in self._gathering.pop(unit.number):
             ticket.wait()
-            group.settle()
+            group.settle(ticket)
 
     def _retain(self, unit: Unit) -> None:
         for group in unit.groups:

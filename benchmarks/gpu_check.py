@@ -1,0 +1,1560 @@
+"""Checks and measures fullshard's stream path on one CUDA GPU, beside torch's FSDP2, in a few minutes and one table.
+
+    python benchmarks/gpu_check.py [--out runs] [--only parity memory] [--limit 470]
+    python benchmarks/gpu_check.py --cpu-dry-run        # the same code with tiny sizes, to test this script itself
+
+Needs torch and one GPU, nothing else. Every job runs in processes of its own, so that one that crashes or hangs costs only
+its own rows. How ranks are had from one GPU:
+
+    one rank    nccl, or the copies that fullshard makes in a group of one
+    staged      2 or 4 processes on the GPU, gloo between them, messages staged through pinned host memory
+    mirror      one process that pretends to be rank 0 of many: all shards are made equal, so a gather is a broadcast on the
+                device and a reduction takes its own chunk; nothing ever blocks the host, so streams are on their own
+    fake        torch's fake process group, where only time and memory count
+
+Exits with 0 if nothing failed, 1 if something did, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.func import functional_call
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+try:
+    import fullshard
+except ModuleNotFoundError:  # a checkout that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+    import fullshard
+
+from fullshard import CheckPolicy, CommPolicy, MixedPrecisionPolicy, fully_shard
+from fullshard import runtime as fullshard_runtime
+from fullshard.comm import CoalescedCollectives, GlooCollectives, OneRank, Pending, lane_for
+
+PASS, FAIL, SKIP, NOTE = "PASS", "FAIL", "SKIP", "note"
+MIB = 1 << 20
+
+
+# --- what a job is, and what it reports ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One world of processes that run one function. section 1 - n jobs.
+
+    cpu: why it makes no sense on the CPU; empty if it does.
+    """
+
+    section: str
+    name: str
+    run: Callable[[World], None]
+    backend: str = "nccl"
+    ranks: int = 1
+    pretend: int = 1  # ranks of a fake group
+    limit: float = 120.0
+    cpu: str = ""
+
+    @property
+    def measures(self) -> bool:
+        """Whether it wants the machine for itself."""
+        return self.section in ("overlap", "memory", "time")
+
+
+class Report:
+    """Rows that a job has found, written at once, so that a crash keeps those before it."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def _write(self, **entry: Any) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def say(self, status: str, name: str, detail: str = "") -> None:
+        self._write(kind="check", status=status, name=name, detail=detail)
+
+    def check(self, good: bool, name: str, detail: str = "") -> None:
+        self.say(PASS if good else FAIL, name, detail)
+
+    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._write(kind="table", head=list(head), rows=[list(row) for row in rows])
+
+    @contextmanager
+    def guarded(self, name: str) -> Iterator[None]:
+        """What raises inside is one failed check."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.say(FAIL, name, said(error))
+
+
+def said(error: BaseException) -> str:
+    """The exact text of an error, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
+
+
+class World:
+    """What a job gets: its place among the ranks, the device, and where to report."""
+
+    def __init__(self, job: Job, rank: int, dry: bool, report: Report) -> None:
+        self.job, self.rank, self.dry, self.report = job, rank, dry, report
+        self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
+        self.ranks = job.pretend if job.backend == "fake" else job.ranks
+        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def mesh(self, *shape: int) -> DeviceMesh:
+        """The mesh of all ranks: one axis to shard over, or (replicate, shard)."""
+        shape = shape or (self.ranks,)
+        if shape not in self._meshes:
+            names = ("replicate", "shard")[-len(shape) :]
+            self._meshes[shape] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return self._meshes[shape]
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def worst(self, value: float) -> float:
+        """The maximum over all ranks, so that they go on or stop together."""
+        if self.job.backend != "gloo" or self.ranks == 1:
+            return value
+        message = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX)
+        return message.item()
+
+
+# --- collectives for ranks that share a GPU ---------------------------------------------------------------------------
+
+
+class StagedCollectives:
+    """gloo between ranks that share a GPU: messages go through pinned host memory, and the host waits for them."""
+
+    direct_min_bytes: float = 256 * 1024
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._inner = GlooCollectives(group)
+        self.ranks, self.rank = self._inner.ranks, self._inner.rank
+
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
+        def gather() -> Pending:
+            return self._send(outs, shards, lambda hosts, inputs: self._inner.gatherer(hosts, inputs)())
+
+        return gather
+
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
+        return self._send(outs, fulls, lambda hosts, inputs: self._inner.reduce_scatter(hosts, inputs, scale))
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        return self._in_place(tensor, self._inner.all_reduce)
+
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        return self._in_place(tensor, self._inner.all_reduce_max)
+
+    def _send(self, outs: Sequence[Tensor], inputs: Sequence[Tensor], start: Callable[..., Pending]) -> Pending:
+        sent = fetch(inputs)
+        received = [host_like(out) for out in outs]
+        conclude(start(received, sent))
+        for out, host in zip(outs, received):
+            out.copy_(host, non_blocking=True)
+        return Pending()
+
+    def _in_place(self, tensor: Tensor, start: Callable[[Tensor], Pending]) -> Pending:
+        (host,) = fetch([tensor])
+        conclude(start(host))
+        tensor.copy_(host, non_blocking=True)
+        return Pending()
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """Host memory for a message, pinned if it comes from a GPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, there when this returns; ordered on the current stream alone."""
+    hosts = [host_like(tensor).copy_(tensor, non_blocking=True) for tensor in tensors]
+    if tensors and tensors[0].is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return hosts
+
+
+def conclude(pending: Pending) -> None:
+    for work in pending.works:
+        work.wait()
+    if pending.then is not None:
+        pending.then()
+
+
+class MirrorCollectives:
+    """Rank 0 of many whose shards are all equal: gathers broadcast, reductions take chunk 0, all on the current stream."""
+
+    rank = 0
+
+    def __init__(self, ranks: int, network: Network | None = None, direct_min_bytes: float = 256 * 1024) -> None:
+        self.ranks, self.direct_min_bytes = ranks, direct_min_bytes
+        self._network = network or Network()
+
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
+        def gather() -> Pending:
+            self._network.carry(outs)
+            for out, shard in zip(outs, shards):
+                mirror(out, shard, self.ranks)
+            return Pending()
+
+        return gather
+
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
+        self._network.carry(fulls)
+        for out, full in zip(outs, fulls):
+            torch.mul(full.view(self.ranks, -1)[0], self.ranks * scale, out=out)
+        return Pending()
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        tensor.mul_(self.ranks)
+        return Pending()
+
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        return Pending()
+
+
+def mirror(out: Tensor, shard: Tensor, ranks: int) -> None:
+    """Write `shard` into all slots of `out`, of which it may be the first."""
+    slots = out.view(ranks, -1)
+    if slots.data_ptr() == shard.data_ptr():
+        slots[1:].copy_(slots[:1].expand(ranks - 1, -1))
+    else:
+        slots.copy_(shard.expand(ranks, -1))
+
+
+class Network:
+    """How long messages take: `cycles` of a clock per byte, slept on the current stream by one thread of the GPU."""
+
+    def __init__(self) -> None:
+        self.cycles_per_byte = 0.0
+
+    def carry(self, fulls: Sequence[Tensor]) -> None:
+        cycles = int(self.cycles_per_byte * sum(full.nbytes for full in fulls))
+        if cycles:
+            torch.cuda._sleep(cycles)
+
+
+class TheirGather:
+    """The mirrored gather for FSDP2's `set_custom_all_gather`."""
+
+    def __init__(self, ranks: int, network: Network) -> None:
+        self._ranks, self._network = ranks, network
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        self._network.carry([output_tensor])
+        mirror(output_tensor, input_tensor.view(-1), self._ranks)
+
+
+class TheirReduce(TheirGather):
+    """The mirrored reduction for FSDP2's `set_custom_reduce_scatter`."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:  # type: ignore[override]
+        self._network.carry([input_tensor])
+        output_tensor.copy_(input_tensor.view(self._ranks, -1)[0].view_as(output_tensor))
+
+
+# --- lanes ------------------------------------------------------------------------------------------------------------
+
+
+def nap(random: Random, cuda: bool, most: int = 1_000_000) -> None:
+    """Half of the time, keep the current stream busy for up to half a millisecond (the host, on the CPU, for less)."""
+    if random.random() < 0.5:
+        return
+    if cuda:
+        torch.cuda._sleep(int(random.random() * most))
+    else:
+        time.sleep(random.random() * 1e-4)
+
+
+class NappingLane:
+    """A lane that naps at random before a collective and before its end: who does not wait meets what is not there yet."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._lane, self._random, self._cuda = lane_for(device), Random(seed), device.type == "cuda"
+
+    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: Any = None) -> Any:
+        return self._lane.run(partial(self._late, start), partial(self._late, finish), after)
+
+    def _late(self, do: Callable[[], Any]) -> Any:
+        nap(self._random, self._cuda)
+        return do()
+
+
+class Forgotten:
+    """A ticket whose waits are left out, to see that the checks notice."""
+
+    def __init__(self, ticket: Any) -> None:
+        self._ticket = ticket
+
+    @property
+    def event(self) -> Any:
+        return self._ticket.event
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        pass
+
+    def block(self) -> None:
+        pass
+
+
+class ForgetfulLane(NappingLane):
+    """A lane that nobody waits for, and whose work begins late enough to show it."""
+
+    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: Any = None) -> Any:
+        return Forgotten(super().run(start, finish, after))
+
+    def _late(self, do: Callable[[], Any]) -> Any:
+        if self._cuda:
+            torch.cuda._sleep(20_000_000)
+        return do()
+
+
+@dataclass
+class Recording:
+    """Pairs of CUDA events: when a lane worked, and when the compute stream stood still for it."""
+
+    work: list[tuple[Any, Any]]
+    stalls: list[tuple[Any, Any]]
+
+    def milliseconds(self) -> tuple[float, float]:
+        """(work, stalls), after the device was synchronized."""
+        return tuple(sum(first.elapsed_time(last) for first, last in pairs) for pairs in (self.work, self.stalls))  # type: ignore[return-value]
+
+    def clear(self) -> None:
+        self.work.clear()
+        self.stalls.clear()
+
+
+class RecordingLane:
+    """A lane of events with timestamps around what it does, and around every wait of the compute stream for it."""
+
+    def __init__(self, device: torch.device, recording: Recording) -> None:
+        self._lane, self._recording = lane_for(device), recording
+
+    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: Any = None) -> Any:
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+        def begin() -> Pending:
+            first.record()
+            return start()
+
+        def end() -> None:
+            finish()
+            last.record()
+
+        ticket = self._lane.run(begin, end, after)
+        self._recording.work.append((first, last))
+        return RecordedTicket(ticket, self._recording)
+
+
+class RecordedTicket:
+    """A ticket that remembers how long it was waited for."""
+
+    def __init__(self, ticket: Any, recording: Recording) -> None:
+        self._ticket, self._recording = ticket, recording
+
+    @property
+    def event(self) -> Any:
+        return self._ticket.event
+
+    def done(self) -> bool:
+        return self._ticket.done()
+
+    def wait(self) -> None:
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        self._ticket.wait()
+        last.record()
+        self._recording.stalls.append((first, last))
+
+    def block(self) -> None:
+        self._ticket.block()
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Doze(torch.autograd.Function):
+    """The identity, with a nap on the compute stream in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, random: Random) -> Tensor:
+        ctx.random = random
+        nap(random, x.is_cuda)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        nap(ctx.random, grad.is_cuda)
+        return grad, None
+
+
+class Cell(nn.Module):
+    """Norm, two matrices, a residual."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """The shape of a decoder: input layer, blocks, head, and a layer that only some calls use.
+
+    recompute: None, "checkpoint" or "reentrant". random: naps on the compute stream, if not None.
+    """
+
+    def __init__(self, dim: int, hidden: int, width: int = 8, out: int = 8, depth: int = 3) -> None:
+        super().__init__()
+        self.inp = nn.Linear(width, dim)
+        self.blocks = nn.ModuleList(Cell(dim, hidden) for _ in range(depth))
+        self.spare = nn.Linear(dim, dim)
+        self.head = nn.Linear(dim, out)
+        self.recompute: str | None = None
+        self.random: Random | None = None
+
+    def forward(self, x: Tensor, spare: bool = True) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            if self.random is not None:
+                x = Doze.apply(x, self.random)
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+        if spare:
+            x = x + self.spare(x)
+        return self.head(x)
+
+
+class Small(nn.Module):
+    """Eleven parameters, as in a decoder block, so small that only the host's time counts."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.norms = nn.ParameterList([torch.ones(dim) for _ in range(2)])
+        self.weights = nn.ParameterList([torch.randn(dim, dim) / dim for _ in range(7)])
+        self.biases = nn.ParameterList([torch.zeros(dim) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, bias in zip(self.norms, self.biases):
+            x = x * norm + bias
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+class Block(nn.Module):
+    """A decoder block: causal attention and SwiGLU, ten dim squared parameters."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.heads = max(1, dim // 64)
+        self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.gate, self.up = nn.Linear(dim, 2 * dim, bias=False), nn.Linear(dim, 2 * dim, bias=False)
+        self.down = nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, dim))
+        h = self.norm2(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def matrices(dim: int) -> nn.Module:
+    """A unit of four equal matrices, whose size is U."""
+    return nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(4)])
+
+
+def sequence(make: Callable[[], nn.Module], depth: int, device: torch.device) -> nn.Sequential:
+    """`depth` units, equal whenever they are made."""
+    torch.manual_seed(0)
+    with device:
+        return nn.Sequential(*[make() for _ in range(depth)])
+
+
+def shard_ours(model: nn.Sequential, mesh: DeviceMesh, mp: tuple[Any, Any], **options: Any) -> nn.Sequential:
+    policy = MixedPrecisionPolicy(param_dtype=mp[0], reduce_dtype=mp[1])
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, **options)
+    return model
+
+
+def shard_theirs(model: nn.Sequential, mesh: DeviceMesh, mp: tuple[Any, Any]) -> nn.Sequential:
+    policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=mp[0], reduce_dtype=mp[1])
+    for module in (*model, model):
+        torch_fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
+
+
+MIXED = (torch.bfloat16, torch.float32)
+
+
+# --- 2. parity --------------------------------------------------------------------------------------------------------
+
+
+DTYPES: dict[str, tuple[Any, Any, float]] = {  # param_dtype, reduce_dtype, tolerance of the largest value
+    "fp32": (None, None, 1e-4),
+    "bf16": (torch.bfloat16, torch.float32, 3e-2),
+    "bf16 sums": (torch.bfloat16, torch.bfloat16, 5e-2),
+    "fp16": (torch.float16, torch.float32, 1e-2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train, compared with training the same model unsharded.
+
+    carrier: who carries messages: own (fullshard's choice), nccl (also in a group of one), staged, mirror.
+    offload: None, or whether the host's memory is pinned.
+    lane: napping, own, forgetful.
+    """
+
+    carrier: str = "own"
+    dtype: str = "fp32"
+    keep: bool | int | None = None
+    packed: bool = False
+    way: str = "plain"
+    sizes: tuple[int, int] = (24, 52)
+    mesh: tuple[int, ...] = ()
+    offload: bool | None = None
+    ahead: bool = False  # gather everything ahead, and keep three reductions on their way
+    lane: str = "napping"
+
+    @property
+    def name(self) -> str:
+        said = [self.dtype, f"keep {self.keep}", "packed" if self.packed else "direct", self.way]
+        said += [f"mesh {'x'.join(map(str, self.mesh))}"] if self.mesh else []
+        said += [f"offload {'pinned' if self.offload else 'unpinned'}"] if self.offload is not None else []
+        said += ["all ahead"] if self.ahead else []
+        said += [f"sizes {self.sizes}"] if self.sizes != (24, 52) else []
+        said += [] if self.lane == "napping" else [f"{self.lane} lanes"]
+        return ", ".join([self.carrier, *said])
+
+
+def layouts(carrier: str, dtypes: Sequence[str], keeps: Sequence[bool | int | None]) -> Iterator[Case]:
+    """Every dtype, with every answer to what stays after forward, packed and direct."""
+    for dtype in dtypes:
+        for keep in keeps:
+            for packed in (False, True):
+                yield Case(carrier, dtype, keep, packed)
+
+
+def ways(carrier: str) -> Iterator[Case]:
+    """What programs do beside plain steps."""
+    for dtype in ("fp32", "bf16"):
+        for way in ("accumulate", "eval", "checkpoint", "reentrant", "some unused", "side stream", "by hand"):
+            yield Case(carrier, dtype, way=way)
+        yield Case(carrier, dtype, ahead=True)
+        yield Case(carrier, dtype, ahead=True, keep=True, way="checkpoint")
+
+
+def cases_alone() -> list[Case]:
+    found = [*layouts("own", list(DTYPES), (None, True, False)), *ways("own")]
+    found += [Case("own", sizes=(7, 13)), Case("own", lane="own"), Case("own", mesh=(1, 1))]
+    for pinned in (True, False):
+        found += [Case("own", dtype, offload=pinned, way=way) for dtype in ("fp32", "bf16") for way in ("plain", "accumulate")]
+    return found
+
+
+def cases_nccl() -> list[Case]:
+    return [*layouts("nccl", ("fp32", "bf16"), (True, False)), *ways("nccl"), Case("nccl", sizes=(7, 13))]
+
+
+def cases_staged() -> list[Case]:
+    found = [*layouts("staged", ("fp32", "bf16", "bf16 sums"), (True, False)), *ways("staged")]
+    found += [Case("staged", dtype, mesh=mesh) for dtype in ("fp32", "bf16") for mesh in ((2, 1), (1, 2))]
+    found += [Case("staged", dtype, offload=True, way=way) for dtype in ("fp32", "bf16") for way in ("plain", "accumulate")]
+    found += [Case("staged", sizes=(7, 13)), Case("staged", sizes=(7, 13), packed=True), Case("staged", lane="own")]
+    return found
+
+
+def cases_of_four() -> list[Case]:
+    found = [*layouts("staged", ("fp32", "bf16"), (2,)), Case("staged", keep=2, way="checkpoint")]
+    return [
+        *found,
+        Case("staged", mesh=(2, 2)),
+        Case("staged", "bf16", mesh=(2, 2)),
+        Case("staged", mesh=(2, 2), sizes=(7, 13)),
+    ]
+
+
+def cases_mirror() -> list[Case]:
+    skipped = ("some unused",)  # ranks that differ
+    found = [*layouts("mirror", ("fp32", "bf16", "bf16 sums"), (True, False)), *ways("mirror")]
+    found += [Case("mirror", dtype, offload=True) for dtype in ("fp32", "bf16")]
+    return [case for case in found if case.way not in skipped]
+
+
+def collectives_of(world: World, case: Case) -> Callable[[dist.ProcessGroup], Any] | None:
+    if case.carrier == "staged":
+        return lambda group: OneRank() if group.size() == 1 else StagedCollectives(group)
+    if case.carrier == "mirror":
+        return lambda group: MirrorCollectives(world.ranks)
+    return CoalescedCollectives if case.carrier == "nccl" and world.cuda else None
+
+
+def comm_of(world: World, case: Case, seed: int) -> CommPolicy:
+    lanes = {"own": None, "napping": NappingLane, "forgetful": ForgetfulLane}[case.lane]
+    return CommPolicy(
+        direct_min_bytes=math.inf if case.packed else 0,
+        reductions_in_flight=3 if case.ahead else 1,
+        prefetch_bytes=1 << 30 if case.ahead else None,
+        collectives=collectives_of(world, case),
+        lanes=None if lanes is None else lambda device: lanes(device, seed),
+    )
+
+
+def shard_stack(world: World, model: Stack, case: Case, seed: int) -> Stack:
+    param, reduce, _ = DTYPES[case.dtype]
+    options: dict[str, Any] = {
+        "mesh": world.mesh(*case.mesh),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce),
+        "reshard_after_forward": case.keep,
+        "comm_policy": comm_of(world, case, seed),
+        "check_policy": CheckPolicy(poison=True),
+    }
+    if case.offload is not None:
+        options["offload_policy"] = fullshard.CPUOffloadPolicy(pin_memory=case.offload)
+    for module in (*model.blocks, model):
+        fully_shard(module, **options)
+    model.recompute = case.way if case.way in ("checkpoint", "reentrant") else None
+    model.random = Random(seed) if case.lane == "napping" else None
+    return model
+
+
+def tiled(tensor: Tensor, ranks: int) -> Tensor:
+    """Chunk 0 in the place of every chunk."""
+    return tensor.chunk(ranks)[0].repeat(ranks, *[1] * (tensor.ndim - 1))
+
+
+def rows_of(full: Tensor, sharded: Any) -> Tensor:
+    """This rank's rows of a full tensor, as `sharded` has them. No collectives, so that any backend will do."""
+    mesh = sharded.device_mesh
+    chunks, mine = full.chunk(mesh.size(mesh.ndim - 1)), mesh.get_local_rank(mesh.ndim - 1)
+    return chunks[mine] if mine < len(chunks) else full[:0]
+
+
+class Trial:
+    """A sharded model and the same model unsharded, trained side by side on one rank.
+
+    The reference computes in the same dtypes, rank by rank, so that only what fullshard does can make a difference.
+    Differences stay on the device until the end: nothing synchronizes the host between steps.
+    """
+
+    def __init__(self, world: World, case: Case, seed: int) -> None:
+        self.world, self.case, self.seed = world, case, seed
+        self.mirror = case.carrier == "mirror"
+        torch.manual_seed(seed)
+        self.reference = Stack(*case.sizes).to(world.device)
+        if self.mirror:
+            with torch.no_grad():
+                for parameter in self.reference.parameters():
+                    parameter.copy_(tiled(parameter, world.ranks))
+        self.sharded = shard_stack(world, copy.deepcopy(self.reference), case, seed)
+        kind = torch.optim.AdamW if seed % 2 else partial(torch.optim.SGD, momentum=0.9)
+        self.optimizers = [kind(m.parameters(), lr=1e-2 if seed % 2 else 0.1) for m in (self.sharded, self.reference)]
+        self.differences: list[Tensor] = []
+
+    def batch(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.seed + step)
+        return torch.randn(24, 8, generator=generator).to(self.world.device)
+
+    def parts(self, batch: Tensor) -> list[Tensor]:
+        """What each rank sees."""
+        return [batch] if self.mirror else list(batch.chunk(self.world.ranks))
+
+    def uses(self, step: int, rank: int) -> bool:
+        """Whether a rank uses the spare layer in this step."""
+        return self.case.way != "some unused" or (step + rank) % 3 == 0
+
+    def compare(self, got: Tensor, expected: Tensor) -> None:
+        got, expected = got.detach().double(), expected.detach().double().to(got.device)
+        if expected.numel():
+            self.differences.append((got - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+
+    def refer(self, part: Tensor, spare: bool) -> Tensor:
+        """The reference's output, computed in the parameters' compute dtype."""
+        dtype = DTYPES[self.case.dtype][0] or torch.float32
+        parameters = {name: parameter.to(dtype) for name, parameter in self.reference.named_parameters()}
+        return functional_call(self.reference, parameters, (part.to(dtype), spare))
+
+    def backward(self, step: int) -> None:
+        """Forward and backward of both on one batch, outputs compared."""
+        parts = self.parts(self.batch(step))
+        mine = 0 if self.mirror else self.world.rank
+        output = self.sharded(parts[mine], self.uses(step, mine))
+        output.float().square().mean().backward()
+        for rank, part in enumerate(parts):
+            expected = self.refer(part, self.uses(step, rank))
+            if rank == mine:
+                self.compare(output, expected)
+            (expected.float().square().mean() / len(parts)).backward()
+
+    def look(self, step: int) -> None:
+        """A forward without grad, compared."""
+        parts = self.parts(self.batch(step + 500))
+        with torch.no_grad():
+            mine = 0 if self.mirror else self.world.rank
+            self.compare(self.sharded(parts[mine]), self.refer(parts[mine], True))
+
+    def compare_gradients(self) -> None:
+        expected = dict(self.reference.named_parameters())
+        for name, parameter in self.sharded.named_parameters():
+            want, got = expected[name].grad, parameter.grad
+            if (want is None) != (got is None):
+                raise AssertionError(f"{name}.grad is {type(got).__name__}, expected {type(want).__name__}")
+            if want is not None:
+                if self.mirror:
+                    expected[name].grad = want = tiled(want, self.world.ranks)
+                self.compare(got.to_local(), rows_of(want, got))
+
+    def step(self, step: int) -> None:
+        way = self.case.way
+        if way == "accumulate":
+            with self.sharded.accumulate():
+                self.backward(2 * step + 100)
+        if way == "eval":
+            self.look(step)
+        if way == "by hand":
+            handle = self.sharded.unshard(async_op=True)
+            for block in self.sharded.blocks:
+                block.unshard(async_op=True)
+            handle.wait()
+        self.backward(step)
+        self.compare_gradients()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def compare_parameters(self) -> None:
+        expected = dict(self.reference.named_parameters())
+        for name, parameter in self.sharded.named_parameters():
+            self.compare(parameter.to_local(), rows_of(expected[name], parameter))
+
+    def run(self, steps: int) -> float:
+        """The largest difference on this rank, of the largest value; infinite if anything is NaN."""
+        side = torch.cuda.Stream() if self.world.cuda and self.case.way == "side stream" else None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side) if side is not None else nullcontext():
+            for step in range(steps):
+                self.step(step)
+            self.compare_parameters()
+        self.world.sync()
+        values = [value.item() for value in self.differences]
+        return math.inf if any(math.isnan(value) for value in values) else max(values)
+
+
+def parity(cases: Callable[[], list[Case]], world: World) -> None:
+    """All cases, several seeds each; where ranks are several, the first that raises ends the job, since they are no longer in step."""
+    if world.job.backend == "gloo" and world.ranks > 1:
+        fullshard_runtime.collectives_for = staged_for  # type: ignore[assignment]  # over replicas and smaller groups too
+    rows = []
+    for case in cases():
+        found = 0.0
+        try:
+            for seed in range(1 if world.dry else 3):
+                found = max(found, Trial(world, case, seed).run(2 if world.dry else 4))
+        except Exception as error:
+            traceback.print_exc()
+            world.report.say(FAIL, case.name, said(error))
+            if world.ranks > 1 and world.job.backend == "gloo":
+                raise
+            continue
+        found = world.worst(found)
+        good = found <= DTYPES[case.dtype][2]
+        world.report.check(good, case.name, f"off by {found:.1e} of the largest value")
+        rows.append([case.name, f"{found:.1e}", PASS if good else FAIL])
+    world.report.table(["case", "largest difference", ""], rows)
+
+
+def staged_for(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    return OneRank() if group is None or group.size() == 1 else StagedCollectives(group)
+
+
+def controls(world: World) -> None:
+    """The checks themselves: with waits left out they must find something."""
+    for case in (Case("own", packed=True, lane="forgetful"), Case("own", "bf16", packed=True, lane="forgetful")):
+        with world.report.guarded(case.name):
+            found = Trial(world, case, 0).run(2)
+            world.report.check(
+                found > DTYPES[case.dtype][2], f"a missing wait is noticed ({case.dtype})", f"off by {found:.1e}"
+            )
+    if world.cuda:
+        with world.report.guarded("host writes after a forward"):
+            host_writes(world)
+    else:
+        world.report.say(SKIP, "host writes after a forward", "CUDA only")
+
+
+def host_writes(world: World) -> None:
+    """Whether offloaded weights written by the host right after a forward without grad can still reach that forward."""
+    overtaken = {"fullshard": overtakes(world, fullshard), "FSDP2": overtakes(world, torch_fsdp)}
+    text = ", ".join(f"{name}: {'the write overtakes the copy' if late else 'in order'}" for name, late in overtaken.items())
+    world.report.say(FAIL if overtaken["fullshard"] and not overtaken["FSDP2"] else NOTE, "host writes after a forward", text)
+
+
+def overtakes(world: World, library: Any) -> bool:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
+    expected = copy.deepcopy(model).to(world.device)
+    for module in (*model, model):
+        library.fully_shard(module, mesh=world.mesh(), offload_policy=library.CPUOffloadPolicy(pin_memory=True))
+    x = torch.randn(4, 64, device=world.device)
+    with torch.no_grad():
+        model(x)
+        world.sync()
+        torch.cuda._sleep(400_000_000)
+        output = model(x)
+        for parameter in model.parameters():
+            parameter.to_local().zero_()
+        world.sync()
+        return not torch.allclose(output, expected(x), rtol=1e-4, atol=1e-5)
+
+
+def plain_gloo(world: World) -> None:
+    """What happens on gloo with CUDA tensors and fullshard's own collectives: said, not judged."""
+    with world.report.guarded("gloo with CUDA tensors"):
+        try:
+            found = Trial(world, Case("own", lane="own"), 0).run(2)
+            world.report.say(NOTE, "gloo with CUDA tensors, no help", f"works, off by {found:.1e}")
+        except Exception as error:
+            world.report.say(NOTE, "gloo with CUDA tensors, no help", said(error))
+            os._exit(0)  # the other rank may be at another place
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def interleaved(world: World, steps: dict[str, Callable[[], object]], repeats: int, *, settle: bool) -> dict[str, list[float]]:
+    """Seconds of each step, taken in turns. settle: until the device is done, not only the host."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(repeats + 3):
+        for name, step in steps.items():
+            world.sync()
+            start = time.perf_counter()
+            step()
+            if settle:
+                world.sync()
+            if repeat >= 3:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """The median of ratios of neighbours in time."""
+    return median(one / other for one, other in zip(ones, others))
+
+
+def stepper(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    """Forward and backward, gradients dropped at the start."""
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(x).float().square().mean().backward()
+
+    return step
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What fits the device."""
+
+    dim: int
+    tokens: int
+    depth: int
+    unit: int  # dim of the matrices that memory is counted in
+    repeats: int
+
+
+def sizes_of(world: World) -> Sizes:
+    if not world.cuda:
+        return Sizes(64, 32, 2, 32, 2)
+    if torch.cuda.get_device_properties(0).total_memory > 60e9:
+        return Sizes(4096, 8192, 8, 4096, 15)
+    return Sizes(2048, 4096, 6, 2048, 15)
+
+
+def decoder(world: World, sizes: Sizes, dim: int) -> nn.Sequential:
+    return sequence(lambda: Block(dim), sizes.depth, world.device)
+
+
+# --- 3. overlap -------------------------------------------------------------------------------------------------------
+
+
+def cycles_per_ms() -> float:
+    """How fast the clock of `torch.cuda._sleep` runs."""
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for cycles in (1_000_000, 50_000_000):
+        first.record()
+        torch.cuda._sleep(cycles)
+        last.record()
+        torch.cuda.synchronize()
+    return 50_000_000 / first.elapsed_time(last)
+
+
+def overlap_mirror(world: World) -> None:
+    """A network that takes two fifths of the time of a unit's forward for its gather: how much of it is hidden?"""
+    sizes, network, recording = sizes_of(world), Network(), Recording([], [])
+    comm = CommPolicy(
+        collectives=lambda group: MirrorCollectives(world.ranks, network),
+        lanes=(lambda device: RecordingLane(device, recording)) if world.cuda else None,
+    )
+    ours = shard_ours(decoder(world, sizes, sizes.dim), world.mesh(), MIXED, comm_policy=comm)
+    theirs = shard_theirs(decoder(world, sizes, sizes.dim), world.mesh(), MIXED)
+    for module in (*theirs, theirs):
+        module.set_custom_all_gather(TheirGather(world.ranks, network))
+        module.set_custom_reduce_scatter(TheirReduce(world.ranks, network))
+    x = torch.randn(max(1, sizes.tokens // 2048), min(sizes.tokens, 2048), sizes.dim, device=world.device)
+    steps = {"fullshard": stepper(ours, x), "FSDP2": stepper(theirs, x)}
+    without = interleaved(world, steps, sizes.repeats, settle=True)
+    if world.cuda:
+        forward = median(without["fullshard"]) * 1e3 / (3 * sizes.depth)
+        unit = sum(p.numel() for p in Block(8).parameters()) * (sizes.dim / 8) ** 2 * 2  # bytes in bf16, nearly
+        network.cycles_per_byte = 0.4 * forward * cycles_per_ms() / unit
+    with_network = interleaved(world, steps, sizes.repeats, settle=True)
+    rows = []
+    for name in steps:
+        rows.append([name, f"{median(without[name]) * 1e3:.1f}", f"{median(with_network[name]) * 1e3:.1f}"])
+    world.report.table(["step (ms)", "no network", "with network"], rows)
+    if not world.cuda:
+        world.report.say(SKIP, "hidden communication", "CUDA only; the steps themselves ran")
+        return
+    of_theirs = ratio(with_network["fullshard"], with_network["FSDP2"])
+    world.report.check(of_theirs <= 1.03, "step with a network, of FSDP2's", f"{of_theirs:.2f}, at most 1.03")
+    hidden = hidden_part(world, recording, steps["fullshard"])
+    world.report.check(hidden >= 0.75, "communication hidden behind compute", f"{hidden:.0%}, at least 75%")
+
+
+def hidden_part(world: World, recording: Recording, step: Callable[[], None], repeats: int = 5) -> float:
+    """1 - (time the compute stream stood still) / (time the lanes worked)."""
+    world.sync()
+    recording.clear()
+    for _ in range(repeats):
+        step()
+    world.sync()
+    work, stalls = recording.milliseconds()
+    rows = [["lanes at work", f"{work / repeats:.2f}"], ["compute stream waiting", f"{stalls / repeats:.2f}"]]
+    world.report.table(["per step (ms)", ""], rows)
+    return 1 - stalls / max(work, 1e-9)
+
+
+def overlap_alone(world: World) -> None:
+    """One rank, where nccl copies on the device: those copies compete with compute, so this is said, not judged."""
+    sizes, recording = sizes_of(world), Recording([], [])
+    dim = sizes.dim // 2
+    comm = CommPolicy(collectives=CoalescedCollectives, lanes=lambda device: RecordingLane(device, recording))
+    ours = shard_ours(decoder(world, sizes, dim), world.mesh(), MIXED, comm_policy=comm)
+    step = stepper(ours, torch.randn(4, 2048, dim, device=world.device))
+    for _ in range(3):
+        step()
+    hidden = hidden_part(world, recording, step)
+    world.report.say(NOTE, "one rank, nccl's copies hidden", f"{hidden:.0%}")
+    with world.report.guarded("host runs ahead"):
+        host_lead(world)
+
+
+def host_lead(world: World) -> None:
+    """Behind a device that is busy for long, does the host get through a whole step, optimizer included?"""
+    busy = 500.0
+    cycles = int(busy * cycles_per_ms())
+    found: dict[str, float] = {}
+    for name, shard in (("plain", lambda m: m), ("fullshard", ours_on(world)), ("FSDP2", theirs_on(world))):
+        model = shard(sequence(Small, 4, world.device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        x = torch.randn(4, 16, device=world.device)
+        for repeat in range(4):
+            world.sync()
+            if repeat == 3:
+                torch.cuda._sleep(cycles)
+            start = time.perf_counter()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found[name] = (time.perf_counter() - start) * 1e3
+    text = ", ".join(f"{name} {ms:.0f} ms" for name, ms in found.items())
+    world.report.check(found["fullshard"] < busy / 2, f"host ahead of a device that is busy for {busy:.0f} ms", text)
+
+
+def ours_on(world: World, mp: tuple[Any, Any] = (None, None)) -> Callable[[nn.Sequential], nn.Sequential]:
+    return lambda model: shard_ours(model, world.mesh(), mp)
+
+
+def theirs_on(world: World, mp: tuple[Any, Any] = (None, None)) -> Callable[[nn.Sequential], nn.Sequential]:
+    return lambda model: shard_theirs(model, world.mesh(), mp)
+
+
+# --- 4. memory --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Above the memory at rest, in U; reserved of allocated is a plain ratio."""
+
+    forward: float
+    backward: float
+    reserved: float
+    reserved_of_allocated: float
+
+
+def peaks_of(world: World, model: nn.Module, x: Tensor, unit: int) -> Peaks | None:
+    """None on the CPU, where the steps only run."""
+    for _ in range(3):
+        model(x).float().square().mean().backward()
+        model.zero_grad()
+    if not world.cuda:
+        return None
+    gc.collect()
+    world.sync()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    rest = torch.cuda.memory_allocated()
+    forward = backward = 0
+    reserved, allocated = 0, 0
+    for _ in range(4):
+        loss = model(x).float().square().mean()
+        forward = max(forward, torch.cuda.max_memory_allocated() - rest)
+        loss.backward()
+        del loss
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        backward = max(backward, allocated - rest)
+        model.zero_grad()
+        world.sync()
+    return Peaks(forward / unit, backward / unit, (reserved - rest) / unit, reserved / allocated)
+
+
+def free_all(world: World) -> None:
+    gc.collect()
+    world.sync()
+    if world.cuda:
+        torch.cuda.empty_cache()
+
+
+def memory(world: World) -> None:
+    """Six equal units, activations of a few kilobytes, then a decoder with real ones."""
+    sizes = sizes_of(world)
+    inf = CommPolicy(direct_min_bytes=math.inf)
+    for label, mp in (("fp32", (None, None)), ("bf16, fp32 reduction", MIXED)):
+        unit = 4 * sizes.unit**2 * (2 if mp[0] else 4)
+        x = torch.randn(1, sizes.unit, device=world.device)
+        found: dict[str, Peaks | None] = {}
+        for name, shard in (
+            ("fullshard", ours_on(world, mp)),
+            ("all packed", lambda m, mp=mp: shard_ours(m, world.mesh(), mp, comm_policy=inf)),
+            ("FSDP2", theirs_on(world, mp)),
+        ):
+            model = shard(sequence(lambda: matrices(sizes.unit), 6, world.device))
+            found[name] = peaks_of(world, model, x, unit)
+            del model
+            free_all(world)
+        judge_memory(world, f"units, {label}", found)
+    memory_of_decoder(world, sizes)
+
+
+def memory_of_decoder(world: World, sizes: Sizes) -> None:
+    dim = sizes.dim // 2
+    unit = 10 * dim**2 * 2
+    x = torch.randn(2, min(sizes.tokens, 2048), dim, device=world.device)
+    found: dict[str, Peaks | None] = {}
+    for name, shard in (("fullshard", ours_on(world, MIXED)), ("FSDP2", theirs_on(world, MIXED))):
+        model = shard(decoder(world, sizes, dim))
+        found[name] = peaks_of(world, model, x, unit)
+        del model
+        free_all(world)
+    judge_memory(world, "decoder, bf16", found)
+
+
+def judge_memory(world: World, label: str, found: dict[str, Peaks | None]) -> None:
+    ours, theirs = found["fullshard"], found["FSDP2"]
+    if ours is None or theirs is None:
+        world.report.say(SKIP, f"peaks, {label}", "CUDA only; the steps themselves ran")
+        return
+    rows = [
+        [name, f"{p.forward:.2f}", f"{p.backward:.2f}", f"{p.reserved:.2f}", f"{p.reserved_of_allocated:.3f}"]
+        for name, p in found.items()
+        if p is not None
+    ]
+    head = [label, "forward (U)", "backward (U)", "reserved (U)", "reserved / peak allocated"]
+    world.report.table(head, rows)
+    peak = f"{ours.forward:.2f} and {ours.backward:.2f} U, FSDP2 {theirs.forward:.2f} and {theirs.backward:.2f} U"
+    good = ours.forward <= theirs.forward + 0.05 and ours.backward <= theirs.backward + 0.05
+    world.report.check(good, f"peak allocated, {label}", peak)
+    kept = f"{ours.reserved:.2f} U, FSDP2 {theirs.reserved:.2f} U"
+    world.report.check(ours.reserved <= theirs.reserved * 1.02 + 0.05, f"reserved, {label}", kept)
+
+
+# --- 5. time ----------------------------------------------------------------------------------------------------------
+
+
+def host_time(world: World) -> None:
+    """Microseconds of the host per unit of eleven small parameters, forward and backward, above the plain module."""
+    depth, repeats = 8, 2 if world.dry else 40
+    rows = []
+    for label, mp in (("fp32", (None, None)), ("bf16", MIXED)):
+        plain = sequence(Small, depth, world.device).to(mp[0] or torch.float32)
+        ours, theirs = (shard(sequence(Small, depth, world.device)) for shard in (ours_on(world, mp), theirs_on(world, mp)))
+        x = torch.randn(2, 16, device=world.device)
+        steps = {"fullshard": stepper(ours, x), "FSDP2": stepper(theirs, x), "plain": stepper(plain, x.to(mp[0] or x.dtype))}
+        times = interleaved(world, steps, repeats, settle=False)
+        above = {
+            name: [(one - plain) / depth * 1e6 for one, plain in zip(times[name], times["plain"])]
+            for name in ("fullshard", "FSDP2")
+        }
+        part = median(above["fullshard"]) / max(median(above["FSDP2"]), 1e-9)
+        rows.append(
+            [label, f"{median(times['plain']) / depth * 1e6:.0f}", *[f"{median(above[n]):.0f}" for n in above], f"{part:.2f}"]
+        )
+        name = f"host time per unit above plain, {label}, of FSDP2's"
+        world.report.say(NOTE if world.dry else PASS if part <= 0.6 else FAIL, name, f"{part:.2f}, at most 0.60")
+    world.report.table(["host (us per unit)", "plain", "fullshard above it", "FSDP2 above it", "ratio"], rows)
+
+
+def step_time(world: World) -> None:
+    """Milliseconds of a decoder's forward and backward. On a pretended world, gathers are broadcasts on the device for both."""
+    sizes, network, rows = sizes_of(world), Network(), []
+    comm = CommPolicy(collectives=lambda group: MirrorCollectives(world.ranks, network)) if world.ranks > 1 else CommPolicy()
+    for dim in (sizes.dim // 4, sizes.dim // 2):
+        x = torch.randn(2, min(sizes.tokens // 4, 1024), dim, device=world.device)
+        ours = shard_ours(decoder(world, sizes, dim), world.mesh(), MIXED, comm_policy=comm)
+        theirs = shard_theirs(decoder(world, sizes, dim), world.mesh(), MIXED)
+        for module in (*theirs, theirs) if world.ranks > 1 else ():
+            module.set_custom_all_gather(TheirGather(world.ranks, network))
+            module.set_custom_reduce_scatter(TheirReduce(world.ranks, network))
+        plain = decoder(world, sizes, dim).to(torch.bfloat16)
+        steps = {"fullshard": stepper(ours, x), "FSDP2": stepper(theirs, x), "plain": stepper(plain, x.bfloat16())}
+        times = interleaved(world, steps, sizes.repeats, settle=True)
+        of_theirs, of_plain = ratio(times["fullshard"], times["FSDP2"]), ratio(times["fullshard"], times["plain"])
+        rows.append([f"dim {dim}", *[f"{median(times[n]) * 1e3:.2f}" for n in steps], f"{of_theirs:.2f}", f"{of_plain:.2f}"])
+        name = f"step time, dim {dim}, of FSDP2's"
+        world.report.say(NOTE if world.dry else PASS if of_theirs <= 1.03 else FAIL, name, f"{of_theirs:.2f}, at most 1.03")
+        del ours, theirs, plain, steps
+        free_all(world)
+    world.report.table(["step (ms)", "fullshard", "FSDP2", "plain", "of FSDP2", "of plain"], rows)
+
+
+def timing(world: World) -> None:
+    for measure in (host_time, step_time):
+        with world.report.guarded(measure.__name__):
+            measure(world)
+
+
+# --- 6. memory of the process group, symmetric memory ----------------------------------------------------------------------
+
+
+def special_memory(library: str, setter: str, arguments: tuple[Any, ...], world: World) -> None:
+    """One setter on one rank of nccl: a step that agrees with the plain model, or the exact text of the error."""
+    name = f"{library}: {setter}{arguments}, {world.job.name.rsplit(' ', 1)[1]}"
+    status = FAIL if library == "fullshard" else NOTE
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(3)]).to(world.device)
+    shard = shard_ours if library == "fullshard" else shard_theirs
+    model = shard(copy.deepcopy(plain), world.mesh(), (None, None))
+    try:
+        if not hasattr(model, setter):
+            world.report.say(NOTE, name, f"torch {torch.__version__} has no such method")
+            return
+        for module in (*model, model):
+            getattr(module, setter)(*arguments)
+        worst = max(same_step(model, plain, torch.randn(8, 256, device=world.device)) for _ in range(3))
+    except Exception as error:
+        traceback.print_exc()
+        world.report.say(status if not world.dry else NOTE, name, said(error))
+        return
+    world.report.say(PASS if worst <= 1e-4 else status, name, f"works, off by {worst:.1e}")
+
+
+def same_step(model: nn.Module, plain: nn.Module, x: Tensor) -> float:
+    """The largest difference of gradients after one step of both, on one rank."""
+    for each in (model, plain):
+        each.zero_grad()
+        each(x).square().mean().backward()
+    expected = dict(plain.named_parameters())
+    return max(
+        ((p.grad.to_local() - expected[name].grad).abs().max() / expected[name].grad.abs().max()).item()
+        for name, p in model.named_parameters()
+    )
+
+
+# --- 7. torch.compile -------------------------------------------------------------------------------------------------
+
+
+def usable_backend(world: World) -> str:
+    """inductor if it can compile anything here."""
+    if world.dry:
+        return "aot_eager"
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=world.device))
+        return "inductor"
+    except Exception as error:
+        world.report.say(SKIP, "inductor", said(error))
+        torch._dynamo.reset()
+        return "aot_eager"
+
+
+def compiled(world: World) -> None:
+    """Blocks compiled before and after sharding, and the whole model, against the plain model."""
+    backend = usable_backend(world)
+    for how in ("blocks before sharding", "blocks after sharding", "the whole model"):
+        for dtype in ("fp32", "bf16"):
+            with world.report.guarded(f"torch.compile, {how}, {dtype}"):
+                torch._dynamo.reset()
+                found = compiled_trial(world, how, dtype, backend)
+                limit = 10 * DTYPES[dtype][2] if dtype == "fp32" else 2 * DTYPES[dtype][2]
+                world.report.check(found <= limit, f"torch.compile ({backend}), {how}, {dtype}", f"off by {found:.1e}")
+
+
+def compiled_trial(world: World, how: str, dtype: str, backend: str) -> float:
+    """As any other trial, with another model in it."""
+    trial = Trial(world, Case("own", dtype, lane="napping"), 0)
+    trial.sharded.random = None
+    if how == "blocks before sharding":
+        model = copy.deepcopy(trial.reference)
+        for block in model.blocks:
+            block.compile(backend=backend)
+        trial.sharded = shard_stack(world, model, trial.case, 0)
+        trial.sharded.random = None
+        trial.optimizers[0] = torch.optim.SGD(trial.sharded.parameters(), lr=0.1, momentum=0.9)
+    elif how == "blocks after sharding":
+        for block in trial.sharded.blocks:
+            block.compile(backend=backend)
+    else:
+        trial.sharded.compile(backend=backend)
+    return trial.run(3)
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+SPECIAL = (
+    ("group memory", "set_allocate_memory_from_process_group_for_comm", (True,)),
+    ("symmetric memory", "set_symm_mem_for_comm", ("NCCL",)),
+)
+
+
+def special_jobs() -> Iterator[Job]:
+    """Each in a process of its own: what fails here may well take the process along."""
+    for how in ("lazy", "device_id"):
+        for what, setter, arguments in SPECIAL:
+            for library in ("fullshard", "FSDP2") if how == "device_id" else ("fullshard",):
+                run = partial(special_memory, library, setter, arguments)
+                yield Job("special memory", f"{library}, {what}, {how}", run, limit=60)
+
+
+def jobs() -> list[Job]:
+    return [
+        Job("parity", "one rank", partial(parity, cases_alone)),
+        Job("parity", "one rank, nccl", partial(parity, cases_nccl)),
+        Job("parity", "two ranks, staged", partial(parity, cases_staged), "gloo", 2, limit=150),
+        Job("parity", "four ranks, staged", partial(parity, cases_of_four), "gloo", 4),
+        Job("parity", "mirror of four", partial(parity, cases_mirror), "fake", pretend=4),
+        Job("parity", "controls", controls, limit=60),
+        Job("parity", "two ranks, no help", plain_gloo, "gloo", 2, limit=60),
+        *special_jobs(),
+        Job("compile", "one rank, nccl", compiled),
+        Job("overlap", "mirror of eight", overlap_mirror, "fake", pretend=8, limit=70),
+        Job("overlap", "one rank, nccl", overlap_alone, limit=50, cpu="CUDA only"),
+        Job("memory", "fake group of 64", memory, "fake", pretend=64, limit=60),
+        Job("memory", "one rank, nccl", memory, limit=60),
+        Job("time", "one rank, nccl", timing, limit=60),
+        Job("time", "fake group of 8", timing, "fake", pretend=8, limit=60),
+    ]
+
+
+def join_group(job: Job, rank: int, store: str, dry: bool) -> None:
+    """Become a rank of the job's world. On the CPU gloo stands in for nccl."""
+    if job.backend == "fake":
+        dist.init_process_group("fake", rank=0, world_size=job.pretend, store=FakeStore())
+        return
+    eager = {"device_id": torch.device("cuda", 0)} if job.name.endswith("device_id") and not dry else {}
+    dist.init_process_group(
+        "gloo" if dry else job.backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=job.ranks,
+        timeout=timedelta(seconds=30),
+        **eager,
+    )
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank of one job. Ends without tearing groups down, since another rank may be stuck in one."""
+    job, rank = jobs()[options.job], options.rank
+    report = Report(Path(options.report))
+    torch.set_num_threads(1)
+    code = 0
+    try:
+        if not options.cpu_dry_run:
+            torch.cuda.set_device(0)
+        join_group(job, rank, options.store, options.cpu_dry_run)
+        job.run(World(job, rank, options.cpu_dry_run, report if rank == 0 else Report(None)))
+        if job.backend == "gloo" and job.ranks > 1:
+            dist.barrier()
+    except Exception as error:
+        traceback.print_exc()
+        report.say(FAIL, f"rank {rank}", said(error))
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# --- the parent -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What came of a job: its checks (status, name, detail), its tables and its seconds."""
+
+    job: Job
+    checks: list[tuple[str, str, str]]
+    tables: list[dict[str, Any]]
+    seconds: float
+
+    @property
+    def status(self) -> str:
+        found = [status for status, _, _ in self.checks]
+        return FAIL if FAIL in found else PASS if PASS in found else NOTE if NOTE in found else SKIP
+
+
+def environment_of(options: argparse.Namespace) -> dict[str, str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    if options.cpu_dry_run:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = visible[0] or "0"
+    return environment
+
+
+def launch(index: int, job: Job, options: argparse.Namespace, folder: Path, limit: float) -> Result:
+    """Run all ranks of a job, for at most `limit` seconds, and read what they reported."""
+    start = time.monotonic()
+    processes, reports, logs = [], [], []
+    store = folder / f"{index}.store"
+    store.unlink(missing_ok=True)
+    for rank in range(job.ranks):
+        reports.append(folder / f"{index}.{rank}.jsonl")
+        reports[-1].unlink(missing_ok=True)
+        logs.append(folder / f"{index}.{rank}.log")
+        command = [sys.executable, __file__, "--job", str(index), "--rank", str(rank)]
+        command += ["--store", str(store), "--report", str(reports[-1])] + ["--cpu-dry-run"] * options.cpu_dry_run
+        with logs[-1].open("w") as log:
+            processes.append(subprocess.Popen(command, env=environment_of(options), stdout=log, stderr=subprocess.STDOUT))
+    ended = attend(processes, start + limit)
+    result = read(job, reports, time.monotonic() - start)
+    for rank, code in enumerate(ended):
+        if code != 0 and not any(status == FAIL for status, _, _ in result.checks):
+            why = f"did not end within {limit:.0f} s" if code is None else f"ended with status {code}"
+            last = " / ".join(logs[rank].read_text(errors="replace").strip().splitlines()[-3:])
+            result.checks.append((FAIL, f"rank {rank}", f"{why}: {last}"[:600]))
+    return result
+
+
+def attend(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> list[int | None]:
+    """Exit codes; None of those that had to be stopped. When one failed, the others have ten more seconds."""
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.returncode for process in processes):
+            deadline = min(deadline, time.monotonic() + 10)
+        time.sleep(0.05)
+    codes = [process.poll() for process in processes]
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    return codes
+
+
+def read(job: Job, reports: Sequence[Path], seconds: float) -> Result:
+    entries = [json.loads(line) for path in reports if path.exists() for line in path.read_text().splitlines()]
+    checks = [(entry["status"], entry["name"], entry["detail"]) for entry in entries if entry["kind"] == "check"]
+    return Result(job, checks, [entry for entry in entries if entry["kind"] == "table"], seconds)
+
+
+def driver() -> str:
+    try:
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+        )
+        return asked.stdout.split()[0]
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        return "unknown"
+
+
+def surroundings(dry: bool) -> list[tuple[str, str]]:
+    found = [("torch", torch.__version__), ("CUDA of torch", str(torch.version.cuda)), ("Python", platform.python_version())]
+    found.append(("cores", str(os.cpu_count())))
+    if not dry:
+        properties = torch.cuda.get_device_properties(0)
+        free, total = torch.cuda.mem_get_info()
+        found.append(
+            ("device", f"{properties.name}, sm {properties.major}{properties.minor}, {properties.multi_processor_count} SMs")
+        )
+        found.append(("memory", f"{free // MIB} of {total // MIB} MiB free"))
+        found.append(("driver", driver()))
+        found.append(("nccl", ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"))
+    return found
+
+
+def draw(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown with straight columns."""
+    cells = [[str(cell).replace("|", "/") for cell in row] for row in (head, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def show(result: Result, everything: bool) -> None:
+    """The job's tables, then what is not in them."""
+    for table in result.tables:
+        print(draw(table["head"], table["rows"] if everything else brief(table["rows"])))
+    shown = {row[0] for table in result.tables for row in table["rows"]}
+    for status, name, detail in result.checks:
+        if name not in shown or status == FAIL:
+            print(f"{status}  {name}: {detail}")
+    print(f"{result.status}  {result.job.section}, {result.job.name} ({result.seconds:.0f} s)\n", flush=True)
+
+
+def brief(rows: Sequence[Sequence[str]], most: int = 12) -> list[Sequence[str]]:
+    """The first rows of a long table, and all that failed."""
+    if len(rows) <= most:
+        return list(rows)
+    kept = [row for i, row in enumerate(rows) if i < most - 2 or FAIL in row]
+    return [*kept, [f"({len(rows) - len(kept)} more)", *[""] * (len(rows[0]) - 1)]]
+
+
+def summary(results: Sequence[Result], seconds: float, dry: bool) -> str:
+    """Everything in Markdown: the surroundings, one row per job, then every figure and every failure."""
+    rows = []
+    for result in results:
+        counts = {status: sum(s == status for s, _, _ in result.checks) for status in (PASS, FAIL, SKIP, NOTE)}
+        said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        rows.append([result.job.section, result.job.name, result.status, said, f"{result.seconds:.0f}"])
+    parts = ["# GPU check" + (" (dry run on the CPU)" if dry else ""), draw(["", ""], surroundings(dry))]
+    parts.append(draw(["section", "job", "status", "checks", "s"], rows))
+    figures = [
+        [result.job.section, result.job.name, status, name, detail]
+        for result in results
+        for status, name, detail in result.checks
+        if result.job.section != "parity" or status != PASS or result.job.name == "controls"
+    ]
+    parts.append(draw(["section", "job", "status", "what", "found"], figures))
+    parts += [
+        draw(table["head"], table["rows"]) for result in results for table in result.tables if result.job.section != "parity"
+    ]
+    parts.append(f"Took {seconds:.0f} s.")
+    return "\n\n".join(parts) + "\n"
+
+
+def batches(chosen: Sequence[tuple[int, Job]], together: int) -> Iterator[list[tuple[int, Job]]]:
+    """Jobs that may run at the same time: up to `together` that measure nothing, or one that does."""
+    batch: list[tuple[int, Job]] = []
+    for index, job in chosen:
+        if batch and (job.measures or batch[-1][1].measures or len(batch) == together):
+            yield batch
+            batch = []
+        batch.append((index, job))
+    if batch:
+        yield batch
+
+
+def run_all(options: argparse.Namespace) -> int:
+    start = time.monotonic()
+    folder = Path(options.out) / "gpu_check"
+    folder.mkdir(parents=True, exist_ok=True)
+    print(draw(["environment", ""], surroundings(options.cpu_dry_run)) + "\n", flush=True)
+
+    def run(numbered: tuple[int, Job]) -> Result:
+        index, job = numbered
+        left = options.limit - (time.monotonic() - start)
+        if options.cpu_dry_run and job.cpu:
+            return Result(job, [(SKIP, job.name, job.cpu)], [], 0.0)
+        if left < 15:
+            return Result(job, [(SKIP, job.name, "out of time: run again with --only or a larger --limit")], [], 0.0)
+        return launch(index, job, options, folder, min(job.limit, left))
+
+    results: list[Result] = []
+    chosen = [(index, job) for index, job in enumerate(jobs()) if not options.only or job.section in options.only]
+    for batch in batches(chosen, 1 if options.cpu_dry_run else max(1, min(4, (os.cpu_count() or 1) // 2))):
+        print(f"== {'; '.join(f'{job.section}: {job.name}' for _, job in batch)}", flush=True)
+        with ThreadPoolExecutor(len(batch)) as pool:
+            for result in pool.map(run, batch):
+                results.append(result)
+                show(result, options.all)
+    text = summary(results, time.monotonic() - start, options.cpu_dry_run)
+    (Path(options.out) / "gpu_check.md").write_text(text)
+    print(text)
+    return 1 if any(result.status == FAIL for result in results) else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="runs", help="folder for gpu_check.md and the logs of the processes")
+    parser.add_argument("--only", nargs="+", choices=list(dict.fromkeys(job.section for job in jobs())))
+    parser.add_argument("--limit", type=float, default=470.0, help="seconds for everything")
+    parser.add_argument("--all", action="store_true", help="print long tables in full")
+    parser.add_argument("--cpu-dry-run", action="store_true", help="tiny sizes on the CPU, without what needs CUDA")
+    for name in ("--job", "--rank"):
+        parser.add_argument(name, type=int, default=-1, help=argparse.SUPPRESS)
+    for name in ("--store", "--report"):
+        parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.cpu_dry_run and not torch.cuda.is_available():
+        print("gpu_check needs one CUDA GPU and a CUDA build of torch; --cpu-dry-run runs the script itself without.")
+        sys.exit(2)
+    if options.job >= 0:
+        work(options)
+    sys.exit(run_all(options))
+
+
+if __name__ == "__main__":
+    main()
