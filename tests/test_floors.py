@@ -9,12 +9,13 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 FLOORS = [
-    {"_torch", "policies", "layout", "unwritten"},
+    {"_torch", "policies", "layout"},
     {"mesh", "modules", "comm", "schedule"},
     {"cut"},
     {"parameter"},
-    {"extension"},
+    {"extension", "full", "unwritten"},
     {"group"},
+    {"reduction"},
     {"runtime"},
     {"hooks", "views"},
     {"assembly"},

@@ -25,7 +25,7 @@ from models import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fullshard
 from fullshard import (
@@ -319,6 +319,42 @@ def test_tensor_parallel_with_bf16_and_a_full_state_dict(world: World) -> None:
     square(low(batch(0).chunk(2)[mesh.get_local_rank("dp")]).float()).backward()
     square(model(batch(0))).backward()
     assert_same_grads(low, model, 5e-2)
+
+
+class Sequence(nn.Module):
+    """Blocks on sequences: the norm runs on a part of each sequence, and its gradient is a sum over tensor parallelism."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 16)
+        self.down = nn.Linear(16, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+@ranks(4)
+def test_sequence_parallel_norms_have_the_whole_gradient(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(Sequence(), Sequence())
+    sharded = copy.deepcopy(model)
+    for block in sharded:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(sharded, mesh=mesh["dp"])
+    for step in range(3):
+        x = batch(step, 4, 8)
+        mine = x.chunk(2)[mesh.get_local_rank("dp")].chunk(2, 1)[mesh.get_local_rank("tp")]
+        out = DTensor.from_local(sharded(mine), mesh["tp"], [Shard(1)]).full_tensor()
+        square(out).backward()
+        square(model(x)).backward()
+        assert_same_grads(sharded, model)
 
 
 @ranks(4)

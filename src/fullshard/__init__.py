@@ -17,7 +17,9 @@ layout.py       integers only: Extent, Bucket, GroupLayout, padding, alignment
 parameter.py    ShardedParameter: two faces, the slots it is installed in
 extension.py    tensor subclasses that say themselves what is gathered of them
 comm.py         Collectives and the torch.distributed ones, Journal, Lane, InFlight
-group.py        flat shard, full storage, gather and reduction of parameters that move together
+full.py         the gathered side of a group: memory, and the collective that fills it
+group.py        parameters that move together: flat shard, what is gathered of it, where gradients land
+reduction.py    gradients on their way to the shards
 unwritten.py    memory that nobody has written yet
 --- when it moves (control plane)
 schedule.py     Residency, MOVES, actions, the pure Planner; StateError, InternalError

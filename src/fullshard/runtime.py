@@ -31,10 +31,12 @@ from fullshard.comm import (
     collectives_for,
     lane_for,
 )
-from fullshard.group import Carriers, Group, ReduceOptions, Reduction, Storage, group_parameters
+from fullshard.full import Carriers, Storage
+from fullshard.group import Group, group_parameters
 from fullshard.mesh import ShardAxis
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.reduction import ReduceOptions, Reduction
 from fullshard.schedule import (
     Action,
     Call,
@@ -44,11 +46,12 @@ from fullshard.schedule import (
     Reshard,
     Residency,
     Retain,
+    Round,
     StateError,
     Unshard,
     Wait,
 )
-from fullshard.unwritten import is_marked, mark
+from fullshard.unwritten import Unwritten, is_marked, mark
 
 _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 
@@ -352,47 +355,6 @@ def own_modules(root: nn.Module) -> Iterator[nn.Module]:
     for child in root.children():
         if unit_of(child) is None:
             yield from own_modules(child)
-
-
-@dataclass(frozen=True, eq=False)
-class Unwritten:
-    """Parameters and buffers (module, name) of a unit that have no values yet."""
-
-    parameters: list[ShardedParameter]
-    buffers: list[tuple[weakref.ref[nn.Module], str]]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What is there now, by what to call it."""
-        found = {f"parameter '{parameter.name}'": parameter.local for parameter in self.parameters}
-        for ref, name in self.buffers:
-            module = ref()
-            buffer = None if module is None else getattr(module, name, None)
-            if isinstance(buffer, Tensor):
-                found[f"buffer '{name}' of {type(module).__name__}"] = buffer
-        return found
-
-
-@dataclass(slots=True)
-class Round:
-    """How often the modules of a unit of several run within one outermost forward, and did in the one before.
-
-    >>> calls = Round()
-    >>> [calls.is_last(1), calls.is_last(1), calls.is_last(1)]
-    [True, True, True]
-    >>> [calls.is_last(2), calls.is_last(2), calls.is_last(2)]
-    [False, False, True]
-    """
-
-    run: int = -1
-    now: int = 0
-    before: int = 0
-
-    def is_last(self, run: int) -> bool:
-        """Note a call within `run`; whether the run before had no more."""
-        if run != self.run:
-            self.run, self.now, self.before = run, 0, self.now
-        self.now += 1
-        return self.now >= self.before
 
 
 class StepCheck:

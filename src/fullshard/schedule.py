@@ -191,6 +191,29 @@ class Order:
 
 
 @dataclass(slots=True)
+class Round:
+    """How often the modules of a unit of several run within one outermost forward, and did in the one before.
+
+    >>> calls = Round()
+    >>> [calls.is_last(1), calls.is_last(1), calls.is_last(1)]
+    [True, True, True]
+    >>> [calls.is_last(2), calls.is_last(2), calls.is_last(2)]
+    [False, False, True]
+    """
+
+    run: int = -1
+    now: int = 0
+    before: int = 0
+
+    def is_last(self, run: int) -> bool:
+        """Note a call within `run`; whether the run before had no more."""
+        if run != self.run:
+            self.run, self.now, self.before = run, 0, self.now
+        self.now += 1
+        return self.now >= self.before
+
+
+@dataclass(slots=True)
 class Stats:
     """Counts since the planner was made: gathers, how many were issued ahead, and how many of those nobody used."""
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import weakref
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fullshard.parameter import ShardedParameter
 
 _MARK = -(2**7)  # fits in every signed integer dtype
 
@@ -21,3 +26,21 @@ def is_marked(tensor: Tensor | None) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().all())
     return bool((tensor == _MARK).all()) if tensor.dtype.is_signed else False
+
+
+@dataclass(frozen=True, eq=False)
+class Unwritten:
+    """Parameters and buffers (module, name) of a unit that have no values yet."""
+
+    parameters: list[ShardedParameter]
+    buffers: list[tuple[weakref.ref[nn.Module], str]]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is there now, by what to call it."""
+        found = {f"parameter '{parameter.name}'": parameter.local for parameter in self.parameters}
+        for ref, name in self.buffers:
+            module = ref()
+            buffer = None if module is None else getattr(module, name, None)
+            if isinstance(buffer, Tensor):
+                found[f"buffer '{name}' of {type(module).__name__}"] = buffer
+        return found
