@@ -26,7 +26,7 @@ from fullshard.policies import (
     resolve_mp,
     resolve_offload,
 )
-from fullshard.runtime import Unit, UnitOptions, unit_of
+from fullshard.runtime import Runtime, Unit, UnitOptions, unit_of
 from fullshard.ties import find_ties
 from fullshard.views import view_of
 
@@ -117,6 +117,7 @@ def fully_shard(  # type: ignore[misc]
     claims = [claim for claim in holdings.claims if not ties.knows(claim)]
     _check_parameters(claims, axis)
     _check_buffers(holdings, axis)
+    Runtime.of(axis.device, comm_policy).carriers(axis, options)
     cuts = [_cut(claim, axis, shard_placement_fn) for claim in claims]
 
     _move(claims, holdings, home, axis.device)

@@ -54,9 +54,15 @@ class ExtensionSide:
     """
 
     def __init__(
-        self, parameter: ShardedParameter, collectives: Collectives, dtype: torch.dtype, mp: MixedPrecisionPolicy
+        self,
+        parameter: ShardedParameter,
+        collectives: Collectives,
+        dtype: torch.dtype,
+        device: torch.device,
+        mp: MixedPrecisionPolicy,
     ) -> None:
         self._parameter, self._collectives, self._dtype, self._mp = parameter, collectives, dtype, mp
+        self._device = device
         self.versions: list[int] = []
         self._full: Tensor | None = None  # what the first fsdp_post_all_gather made, padding rows included
         self._padded: Tensor | None = None
@@ -73,7 +79,10 @@ class ExtensionSide:
         return any(out.numel() and _torch.same_memory(tensor, out) for out in (*self._outs, *(i for i, _ in self._inner)))
 
     def grow(self) -> None:
-        inputs, self._metadata = self._ask(self._rows())
+        shard = self._rows()
+        if shard.device != self._device:  # offloaded
+            shard = shard.to(self._device, non_blocking=True)
+        inputs, self._metadata = self._ask(shard)
         self._inputs = [tensor.contiguous() for tensor in inputs]
         ranks = self._collectives.ranks
         if not self._outs:

@@ -138,7 +138,9 @@ class Group:
             self._check_device()
             with torch.inference_mode(False), torch.no_grad():
                 if self.extension:
-                    full = ExtensionSide(self.parameters[0], self.carriers.gather, self.dtypes.compute, self.storage.mp)
+                    full = ExtensionSide(
+                        self.parameters[0], self.carriers.gather, self.dtypes.compute, self.storage.device, self.storage.mp
+                    )
                 else:
                     full = self._full_side()
                     for parameter, view in zip(self.parameters, full.views):

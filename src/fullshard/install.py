@@ -37,7 +37,6 @@ _HOMES = (  # where torch keeps them, and hands them out
     "torch.distributed._composable.fsdp.fully_shard",
     "torch.distributed._composable.fsdp",
 )
-_UNTOUCHED = ("fullshard", "torch.distributed._composable.replicate_with_fsdp", "torch.distributed._composable.contract")
 
 
 class Installation:
@@ -64,7 +63,8 @@ def install() -> None:
     """Have `torch.distributed.fsdp` hand out fullshard's `fully_shard` and what belongs to it, until `uninstall()`.
 
     Replaces the names in torch's modules, for whoever imports them from now on, and in every module that has imported them
-    already. Modules that torch's own `fully_shard` was called on are left alone. Installing twice changes nothing.
+    already. Modules that torch's own `fully_shard` was called on, and the other parts of torch, are left alone.
+    Installing twice changes nothing.
 
     Example:
         >>> import fullshard
@@ -85,7 +85,7 @@ def install() -> None:
                 theirs[id(found)] = (name, found)
     installation = Installation()
     for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.split(".")[0] == "fullshard" or module_name in _UNTOUCHED:
+        if module is None or not _is_client(module_name):
             continue
         namespace: dict[str, Any] = getattr(module, "__dict__", {})
         for name, value in list(namespace.items()):
@@ -112,6 +112,15 @@ def installed() -> Iterator[None]:
     finally:
         if not before:
             uninstall()
+
+
+def _is_client(name: str) -> bool:
+    """Whether names in this module are replaced.
+
+    The rest of torch (pipelining, replicate) asks torch's names about our modules, which answer to them, and about its own.
+    """
+    first = name.split(".")[0]
+    return name in _HOMES if first == "torch" else first != "fullshard"
 
 
 def _exists(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,22 +96,24 @@ def _resolve_again(mesh: DeviceMesh, dims: DataParallelMeshDims | None, cuts_not
     return everywhere(axis) if cuts_nothing else axis
 
 
-_EVERYWHERE: weakref.WeakValueDictionary[int, ReplicateAxis] = weakref.WeakValueDictionary()
+# Kept for good: whether a process group must be made may not depend on what a rank still holds.
+_EVERYWHERE: dict[int, ReplicateAxis] = {}
 
 
 def everywhere(axis: ShardAxis) -> ShardAxis:
     """The same ranks, holding everything alike: for what cannot be cut. May make a process group, so it is collective."""
     if axis.group is None:
         return axis
+    full = (axis.full_mesh, axis.dims)
     found = _EVERYWHERE.get(id(axis.group))
     if found is None:
         if axis.replicas is None:
-            found = ReplicateAxis(axis.group, axis.ranks, axis.rank)
+            return ShardAxis(axis.mesh, None, 1, 0, axis.device, ReplicateAxis(axis.group, axis.ranks, axis.rank), *full)
         else:
             group = dist.new_group(axis.mesh.mesh.flatten().tolist(), use_local_synchronization=True)
             found = ReplicateAxis(group, group.size(), group.rank(), keeps=axis.group)
-        _EVERYWHERE[id(axis.group)] = found
-    return ShardAxis(axis.mesh, None, 1, 0, axis.device, found, axis.full_mesh, axis.dims)
+            _EVERYWHERE[id(axis.group)] = found
+    return ShardAxis(axis.mesh, None, 1, 0, axis.device, found, *full)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardAxis:

@@ -99,7 +99,6 @@ class Unit:
         self._listed: dict[str, tuple[int, ...]] = {}
         self._methods = 0  # calls of registered methods under way
         self._named_below = False
-        self.runtime.carriers(axis, options)  # refuses what does not fit before anything else happens
         self.number = self.runtime.admit(self)
         self.check = StepCheck(self)
         self.regroup([parameter.local for parameter in parameters])
@@ -446,6 +445,7 @@ class Runtime:
         self._hooked: deque[Reduction] = deque()
         self._touched: dict[int, Unit] = {}  # units that entered the running backward
         self._collectives: weakref.WeakValueDictionary[tuple[int, str], Journaled] = weakref.WeakValueDictionary()
+        self._made: dict[tuple[int, str], tuple[object, dist.ProcessGroup]] = {}
         self._run: dict[type[Action], Callable[[Unit], None]] = {
             Unshard: self._unshard,
             Wait: self._wait,
@@ -511,10 +511,19 @@ class Runtime:
         key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.group)}")
         found = self._collectives.get(key)
         if found is None:
-            made = dist.new_group(group, use_local_synchronization=True) if isinstance(group, list) else group
+            made = self._make(owner, role, group) if isinstance(group, list) else group
             found = Journaled(collectives_for(made, axis.device), self.journal, keeps=owner)
             self._collectives[key] = found
         return found
+
+    def _make(self, owner: object, role: str, ranks: list[int]) -> dist.ProcessGroup:
+        """A process group beside `owner`, once: kept for good, since whether it must be made (by all its ranks together) may
+        not depend on what one of them still holds.
+        """
+        key = (id(owner), role)
+        if key not in self._made:
+            self._made[key] = owner, dist.new_group(ranks, use_local_synchronization=True)
+        return self._made[key][1]
 
     # --- events ---
 
