@@ -1460,11 +1460,10 @@ def launch(index: int, job: Job, options: argparse.Namespace, folder: Path, limi
 
 def attend(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> list[int | None]:
     """Exit codes; None of those that had to be stopped. When one failed, the others have ten more seconds."""
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.returncode for process in processes):
+    while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
+        if any(codes):
             deadline = min(deadline, time.monotonic() + 10)
         time.sleep(0.05)
-    codes = [process.poll() for process in processes]
     for process in processes:
         if process.poll() is None:
             process.kill()

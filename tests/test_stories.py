@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from harness import World, ranks
 from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, shard_stack, square
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
-from fullshard import fully_shard
+from fullshard import StateError, _torch, fully_shard
+from fullshard.comm import GlooCollectives, Pending
 
 
 class Raises(torch.autograd.Function):
@@ -639,3 +643,157 @@ def test_skipping_a_batch_whose_backward_raised(world: World) -> None:
     with pytest.warns(UserWarning, match="the last backward raised after it had reached"):
         optimizer.step()
     assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, sharded.parameters()))
+
+
+# --- replicas, deferred sums, and what is left of a step that failed ----------------------------------------------------------
+
+
+def hybrid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+class Slow(torch.autograd.Function):
+    """A collective of the caller's on the replicas, on ranks of which one is late."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any, rank: int) -> torch.Tensor:
+        ctx.group, ctx.rank = group, rank
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        time.sleep(0.02 if ctx.rank == 3 else 0.0)
+        torch.distributed.all_reduce(torch.ones(1), group=ctx.group)
+        return grad, None, None
+
+
+class Gossip(Stack):
+    def forward(self, x: torch.Tensor, group: Any = None, rank: int = 0) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+            x = x if group is None else Slow.apply(x, group, rank)
+        return self.head(x)
+
+
+@ranks(4)
+def test_sums_over_replicas_never_begin_when_a_rank_happens_to_be_ready(world: World) -> None:
+    """The sum began in the moment a poll found the reduce-scatter done: before the caller's own collective on some ranks."""
+
+    class AllToAll(GlooCollectives):
+        def _add_peer(self, outs: Any, fulls: Any, scale: float) -> Pending:
+            received = [torch.empty_like(full) for full in fulls]
+            works = [_torch.all_to_all(self._group, parts, full) for parts, full in zip(received, fulls)]
+
+            def add() -> None:
+                for parts, out in zip(received, outs):
+                    torch.sum(parts.view(2, -1), 0, out=out).mul_(scale)
+
+            return Pending(works, add)
+
+    mesh = hybrid()
+    model = Gossip()
+    sharded = shard_stack(copy.deepcopy(model), mesh, comm_policy=fullshard.CommPolicy(collectives=AllToAll))
+    for step in range(5):
+        square(sharded(world.mine(batch(step)), mesh.get_group("replicate"), world.rank)).backward()
+        square(model(batch(step))).backward()
+    assert_same_grads(sharded, model)
+
+
+@pytest.mark.parametrize("how", ["deferred", "kept", "not last"])
+@ranks(4)
+def test_gradients_not_delivered_are_never_lost_and_never_left_over(world: World, how: str) -> None:
+    """Making groups anew dropped what was deferred; zero_grad() and reset_iter_state() left what was on its way."""
+
+    def begin(sharded: nn.Module, on: bool) -> None:
+        if how == "deferred":
+            sharded.set_requires_all_reduce(not on)
+        elif how == "kept":
+            sharded.set_requires_gradient_sync(not on)
+        else:
+            sharded.set_is_last_backward(not on)
+
+    for forget in ("zero_grad", "reset_iter_state"):
+        model = Stack()
+        sharded = shard_stack(copy.deepcopy(model), hybrid())
+        begin(sharded, True)
+        square(sharded(world.mine(batch(7)))).backward()
+        if how != "kept":
+            with pytest.raises(StateError, match="came while gradients of unit '.*' are reduced, but not yet delivered"):
+                sharded.double()
+            with pytest.raises(StateError, match=r"set_separate_reduce_scatter_group\(\) came while gradients"):
+                sharded.set_separate_reduce_scatter_group()
+        getattr(sharded, forget)()
+        begin(sharded, False)
+        square(sharded(world.mine(batch(0)))).backward()
+        square(model(batch(0))).backward()
+        assert_same_grads(sharded, model)
+
+
+@pytest.mark.parametrize("how", ["deferred", "kept"])
+@ranks(4)
+def test_a_failed_microbatch_takes_the_whole_sum_with_it_or_nothing(world: World, how: str) -> None:
+    """Units that backward had reached kept the failed microbatch, the others did not."""
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), hybrid())
+    setter = sharded.set_requires_all_reduce if how == "deferred" else sharded.set_requires_gradient_sync
+    setter(False)
+    square(sharded(world.mine(batch(1)))).backward()
+    loss = square(sharded(world.mine(batch(2))))
+    handle = sharded.blocks[0].down.register_full_backward_pre_hook(lambda *_: 1 / 0)
+    loss = square(sharded(world.mine(batch(2))))
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    setter(True)
+    with pytest.warns(UserWarning, match="are discarded, and with them what earlier backwards of the step had kept"):
+        square(sharded(world.mine(batch(0)))).backward()
+    square(model(batch(0))).backward()
+    assert_same_grads(sharded, model)
+
+
+@ranks(4)
+def test_a_step_after_a_deferred_backward_of_one_unit_is_refused(world: World) -> None:
+    sharded = fullshard.fully_shard(nn.Linear(5, 3), mesh=hybrid())
+    sharded.set_requires_all_reduce(False)
+    square(sharded(world.mine(batch(0)))).backward()
+    with pytest.raises(StateError, match="reduced over shards, but not over replicas"):
+        torch.optim.SGD(sharded.parameters(), lr=0.1).step()
+
+
+@ranks(2)
+def test_clipping_gradients_of_several_dtypes_scales_all_alike(world: World) -> None:
+    """One coefficient was rounded to the dtype of the first gradient."""
+    model = nn.Sequential(nn.Linear(5, 7).bfloat16(), nn.Linear(5, 7), nn.Linear(5, 7).double())
+    sharded = fullshard.fully_shard(copy.deepcopy(model), mesh=world.mesh)
+    sum(square(layer(batch(0).to(layer.weight.dtype))).double() for layer in model).backward()
+    for p, q in zip(sharded.parameters(), model.parameters()):
+        p.grad = torch.distributed.tensor.distribute_tensor(q.grad.clone(), world.mesh, [torch.distributed.tensor.Shard(0)])
+    before = [q.grad.double().clone() for q in model.parameters()]
+    norm = torch.stack([g.norm() for g in before]).norm()
+    found = fullshard.clip_grad_norm_(sharded.parameters(), 0.1)
+    assert abs(found.item() / norm.item() - 1) < 1e-6
+    for p, g in zip(sharded.parameters(), before):
+        want = g * (0.1 / norm)
+        tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-6, torch.float64: 1e-6}[p.dtype]
+        assert (p.grad.full_tensor().double() - want).abs().max() <= tolerance * want.abs().max()
+    with pytest.raises(ValueError, match="takes a norm_type > 0 or inf, got 0"):
+        fullshard.clip_grad_norm_(sharded.parameters(), 1.0, 0)
+
+
+@ranks(2, 3, 4)
+def test_complex_parameters_travel_as_pairs(world: World) -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(7, 5, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.to(torch.complex64) @ self.weight.t()).abs()
+
+    model = Waves()
+    sharded = fullshard.fully_shard(copy.deepcopy(model), mesh=world.mesh)
+    square(sharded(world.mine(batch(0)))).backward()
+    square(model(batch(0))).backward()
+    got, want = sharded.weight.grad.full_tensor(), model.weight.grad
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()

@@ -322,28 +322,33 @@ def is_done(work: dist.Work) -> bool:
         return False
 
 
+def _real(tensor: Tensor) -> Tensor:
+    """Backends carry no complex numbers, but the two real ones that each of them is."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
 def all_gather_base(group: dist.ProcessGroup, out: Tensor, shard: Tensor) -> dist.Work:
-    return group._allgather_base(out, shard)
+    return group._allgather_base(_real(out), _real(shard))
 
 
 def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> dist.Work:
-    return group.allgather_into_tensor_coalesced(list(outs), list(shards))
+    return group.allgather_into_tensor_coalesced([_real(out) for out in outs], [_real(shard) for shard in shards])
 
 
 def reduce_scatter_base(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work:
-    return group._reduce_scatter_base(out, full, _SUM)
+    return group._reduce_scatter_base(_real(out), _real(full), _SUM)
 
 
 def reduce_scatter_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> dist.Work:
-    return group.reduce_scatter_tensor_coalesced(list(outs), list(fulls), _SUM)
+    return group.reduce_scatter_tensor_coalesced([_real(out) for out in outs], [_real(full) for full in fulls], _SUM)
 
 
 def all_to_all(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work:
-    return group.alltoall_base(out, full, [], [])
+    return group.alltoall_base(_real(out), _real(full), [], [])
 
 
 def all_reduce_sum(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
-    return group.allreduce([tensor], _SUM_ALL)
+    return group.allreduce([_real(tensor)], _SUM_ALL)
 
 
 def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:

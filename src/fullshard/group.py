@@ -91,6 +91,7 @@ class Group:
         self._gaps: dict[tuple[int, torch.dtype], Tensor] = {}
         self.plan = ReductionPlan.plan(self.layout, direct=dtypes.compute == dtypes.reduce)
         self.partial: tuple[Tensor, list[bool]] | None = None  # reduced over shards, not yet over replicas; who was used
+        self.deferring = False  # whether there is such a gradient, or one on its way
 
     # --- what the group is ---
 
@@ -274,6 +275,10 @@ class Group:
     def defer(self, flat: Tensor, used: list[bool]) -> None:
         """Keep a gradient that is reduced over shards, but not yet over replicas."""
         self.partial = (flat, used)
+
+    def defers(self, deferring: bool) -> None:
+        """Whether the reduction that was just started leaves its sum over replicas to a later one."""
+        self.deferring = deferring
 
     def take_partial(self) -> tuple[Tensor, list[bool]] | None:
         partial, self.partial = self.partial, None

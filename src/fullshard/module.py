@@ -251,10 +251,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         for unit in units_of(self, True):
             unit.runtime.reset(unit)
-            for parameter in unit.parameters:
-                parameter.discard_kept()
-            for group in unit.groups:
-                group.take_partial()
+            unit.runtime.discard(unit)
 
     def _get_fsdp_state(self) -> UnitView:
         """What FSDP2's programs look at: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
@@ -288,6 +285,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`to`, `half`, `to_empty` and the like: on the shards, which then go back into flat memory."""
         unit = _unit(self)
+        for below in units_of(self, True):
+            if below.undelivered and below.changes(fn):
+                below.runtime.check_delivered(below, doing="a change of dtype or device")
         unit.runtime.rest(unit, doing="moving or casting")
         fresh = unit.on_meta() if _torch.allocates(fn) else None
         attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
@@ -303,6 +303,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, for the sharded parameters, also while full ones are installed; discards what `accumulate()` kept."""
         for unit in units_of(self, True):
+            unit.runtime.discard(unit)
             for parameter in unit.parameters:
                 parameter.discard_gradient(set_to_none=set_to_none)
         _beyond(self).zero_grad(set_to_none)

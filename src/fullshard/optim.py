@@ -59,6 +59,23 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             parameter.wrote()
 
 
+def _alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    """`tensors` by dtype and device."""
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return found
+
+
+def _norms(tensors: list[Tensor], power: float) -> list[Tensor]:
+    """The norm of each tensor, on the device of the first."""
+    found: list[Tensor] = []
+    for (dtype, _), alike in _alike(tensors).items():
+        half = dtype in (torch.bfloat16, torch.float16)
+        found += torch._foreach_norm(alike, power, torch.float32) if half else torch._foreach_norm(alike, power)
+    return [norm.to(found[0].device) for norm in found]
+
+
 def _cut_over(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The process groups over which the elements of a gradient are spread, each element once."""
     if not isinstance(grad, DTensor):
@@ -102,19 +119,26 @@ def clip_grad_norm_(
                 f"{tuple(grad.shape)} with placements {grad.placements}, which is not summed yet: redistribute() it first"
             )
     power = float(norm_type)
+    if not power > 0:
+        raise ValueError(f"clip_grad_norm_ takes a norm_type > 0 or inf, got {norm_type!r}")
     alike: dict[Any, list[Tensor]] = {}
     locals_: list[Tensor] = []
     for grad in grads:
         local = _torch.local_tensor(grad) if isinstance(grad, DTensor) else grad
-        alike.setdefault(_cut_over(grad), []).append(local)
+        kind = grad.device_mesh.device_type if isinstance(grad, DTensor) else None
+        alike.setdefault((kind, _cut_over(grad)), []).append(local)
         locals_.append(local)
     device = locals_[0].device
     parts = []
-    for groups, shards in alike.items():
+    for (kind, groups), shards in alike.items():
+        # Squares of bfloat16 norms would lose their digits when summed. Every rank sends the same dtype, shards or none.
+        wide = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
         shards = [shard for shard in shards if shard.numel()]
-        # Squares of bfloat16 norms would lose their digits when summed.
-        norms = torch.stack(torch._foreach_norm(shards, power)).float() if shards else torch.zeros(1, device=device)
+        norms = torch.zeros(1, dtype=wide, device=device)
+        if shards:
+            norms = torch.stack([norm.to(wide) for norm in _norms(shards, power)])
         part = norms.max() if power == torch.inf else norms.pow(power).sum()
+        part = part.to(device if kind is None or kind == device.type else kind)  # where the group's backend works
         for group in groups:
             op = dist.ReduceOp.MAX if power == torch.inf else dist.ReduceOp.SUM
             dist.all_reduce(part, op, group=group)
@@ -124,5 +148,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the gradients have a norm of {total.item()} over all ranks, so they cannot be clipped to {max_norm}"
         )
-    torch._foreach_mul_(locals_, torch.clamp(max_norm / (total + 1e-6), max=1.0).to(locals_[0].dtype))
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for (dtype, where), tensors in _alike(locals_).items():  # one coefficient, rounded to each dtype where it is used
+        torch._foreach_mul_(tensors, coefficient.to(where, torch.float64 if dtype == torch.float64 else torch.float32))
     return total

@@ -123,6 +123,7 @@ class Unit:
     def reconfigure(self, *, doing: str, **changes: object) -> None:
         """As `configure`, for what groups are made of: they are made anew. Raises StateError during forward or backward."""
         self.runtime.rest(self, doing=doing)
+        self.runtime.check_delivered(self, doing=doing)
         self.runtime.carriers(self.axis, replace(self.options, **changes))  # type: ignore[arg-type]
         self.configure(**changes)
         self.runtime.renounce(self)
@@ -198,6 +199,8 @@ class Unit:
                 f"the parameters of unit '{self.name}' changed dtype or device between its forward and its backward: "
                 "finish the step first"
             )
+        if not fits:
+            self.runtime.check_delivered(self, doing="a change of dtype or device")
         for parameter in self.parameters:
             parameter.restore_sharded()
         if not fits:
@@ -258,6 +261,17 @@ class Unit:
     def rename(self, name: str) -> None:
         self.name = name
 
+    @property
+    def undelivered(self) -> bool:
+        """Whether gradients of the unit are on their way."""
+        return self.runtime.is_undelivered(self)
+
+    def changes(self, fn: Callable[[Tensor], Tensor]) -> bool:
+        """Whether `fn`, as given to `Module._apply`, changes the dtype or device of what the unit has."""
+        samples = [group.shard[:0] for group in self.groups]
+        changed = [fn(sample) for sample in samples]
+        return any((new.dtype, new.device) != (old.dtype, old.device) for new, old in zip(changed, samples))
+
     # --- memory that nobody has written yet ---
 
     def on_meta(self) -> Unwritten:
@@ -296,6 +310,7 @@ class Unit:
     def give_up(self, gone: Sequence[ShardedParameter]) -> None:
         """Let other units have these parameters."""
         ids = {id(parameter) for parameter in gone}
+        self.runtime.check_delivered(self, doing="fully_shard() of a module that shares a parameter with it")
         self.runtime.renounce(self)
         self.parameters = [parameter for parameter in self.parameters if id(parameter) not in ids]
         self.regroup([parameter.local for parameter in self.parameters])
@@ -695,6 +710,33 @@ class Runtime:
         if self.planner.in_backward(unit.number):
             raise StateError(f"{doing} was called inside the backward of unit '{unit.name}': call it before or after")
 
+    def check_delivered(self, unit: Unit, *, doing: str) -> None:
+        """Raises StateError if gradients of the unit are on their way, to groups that are about to be made anew."""
+        if self.is_undelivered(unit):
+            raise StateError(
+                f"{doing} came while gradients of unit '{unit.name}' are reduced, but not yet delivered: run the last backward "
+                "of the step first, or call zero_grad()"
+            )
+
+    def is_undelivered(self, unit: Unit) -> bool:
+        """Whether gradients of the unit are on their way: reduced or being reduced, and in no `.grad` yet."""
+        return any(group.deferring for group in unit.groups) or any(
+            held is unit and not reduction.landed for held, reduction in self._reduced
+        )
+
+    def discard(self, unit: Unit) -> None:
+        """Forget the gradients of the unit that are not delivered: kept on this rank, deferred, or on their way."""
+        if any(held is unit for held, _ in self._reduced) or any(group.deferring for group in unit.groups):
+            self._drain()
+            dropped = [reduction for held, reduction in self._reduced if held is unit]
+            self._reduced = [entry for entry in self._reduced if entry[0] is not unit]
+            self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)
+        for group in unit.groups:
+            group.take_partial()
+            group.defers(False)
+        for parameter in unit.parameters:
+            parameter.discard_kept()
+
     def check_step(self, unit: Unit) -> None:
         """Raises StateError if an optimizer may not write the unit's shards now."""
         self._recover_if_stale()
@@ -709,7 +751,7 @@ class Runtime:
                     "on each rank: run the last backward of the step outside of accumulate(), or after "
                     "set_requires_gradient_sync(True)"
                 )
-        if any(group.partial is not None for group in unit.groups):
+        if any(group.deferring for group in unit.groups):
             raise StateError(
                 f"optimizer.step() was called while gradients of unit '{unit.name}' are reduced over shards, but not over "
                 "replicas: call set_requires_all_reduce(True) before the last backward of the step"
@@ -825,11 +867,13 @@ class Runtime:
         reduction = Reduction(group, group.with_accumulated(grads), unit.options.reduce)
         grads.clear()
         ticket = self._reduce_lane.run(reduction.start, reduction.finish)
-        self._in_flight.push(ticket, reduction.settle)
+        # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
+        self._in_flight.push(ticket, reduction.settle, polled=not reduction.replicated)
         if reduction.replicated:
             ticket = self._replicate_lane.run(reduction.replicate, reduction.finish_replicated, after=ticket)
             self._replicating.push(ticket, reduction.end, polled=reduction.polled)
         reduction.follow(ticket)
+        group.defers(reduction.deferred)
         if reduction.deferred:
             return
         self._reduced.append((unit, reduction))
@@ -915,11 +959,32 @@ class Runtime:
         if self._backward is None or self._backward() is not None:
             return
         names = ", ".join(f"'{unit.name}'" for unit in self._touched.values()) or "no unit"
+        step = self._units_of_step()
+        kept = any(group.deferring for unit in step for group in unit.groups) or any(
+            parameter.kept is not None for unit in step for parameter in unit.parameters
+        )
+        also = ", and with them what earlier backwards of the step had kept without communication" if kept else ""
         warnings.warn(
-            f"the last backward raised after it had reached {names}: the gradients of that backward are discarded",
+            f"the last backward raised after it had reached {names}: the gradients of that backward are discarded{also}",
             stacklevel=2,
         )
         self._abandon()
+        for unit in step if kept else ():  # of a sum that is part way, all or nothing
+            self.discard(unit)
+
+    def _units_of_step(self) -> list[Unit]:
+        """The units that the running backward reached, those below them, and those whose backward was still to come."""
+        found = {unit.number: unit for unit in self._touched.values()}
+        for unit in self._touched.values():
+            for module in (inner for root in unit.modules for inner in root.modules()):
+                below = unit_of(module)
+                if below is not None:
+                    found[below.number] = below
+        for number in self.planner.awaiting():
+            waiting = self._units.get(number)
+            if waiting is not None:
+                found[number] = waiting
+        return list(found.values())
 
     def _abandon(self) -> None:
         """Forget a forward or backward that died half way, and free what it held."""

@@ -303,6 +303,10 @@ class Planner:
         """Units whose forward has begun and not ended."""
         return [call.unit for call in self._running]
 
+    def awaiting(self) -> list[int]:
+        """Units with a forward whose backward has not begun."""
+        return list(dict.fromkeys(call.unit for call in self._calls.values()))
+
     def expects_backward(self, unit: int) -> bool:
         """Whether a backward of the unit may come, or is under way, by the order of events alone."""
         return self._seats[unit].waiting > 0 or unit in self._entered
