@@ -84,3 +84,11 @@ def test_gathers_and_reductions_may_be_under_way_together_in_any_order(world: Wo
         finish(b)
         finish(a)
         assert part.tolist() == [0.5] * 10 and out.tolist() == [0.0] * 10 + [1.0] * 10
+
+
+@ranks(2)
+def test_groups_made_for_several_kinds_of_device_are_gloo_on_the_cpu(world: World) -> None:
+    """A default group names no backend, and one for two kinds of device names both: both were taken for something else."""
+    for backend in (None, "cpu:gloo", "gloo"):
+        group = dist.new_group([0, 1], backend=backend)
+        assert isinstance(collectives_for(group, torch.device("cpu")), GlooCollectives), backend

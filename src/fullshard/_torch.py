@@ -31,6 +31,7 @@ __all__ = [
     "allocates",
     "attach_state",
     "axis_of",
+    "backend_name",
     "buffers_of",
     "carry_hooks",
     "chunk_cat",
@@ -355,6 +356,11 @@ def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
     return group.allreduce([tensor], _MAX)
 
 
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Who carries tensors of `device` in `group`, also in one that was made for several kinds of device."""
+    return group._get_backend(device).name()
+
+
 def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor]:
     """What allocates message memory of the backend of `group`. Raises ValueError if it has none."""
     backend = group._get_backend(device)
@@ -375,6 +381,7 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: st
     import torch.distributed._symmetric_memory as symmetric
 
     symmetric.set_backend(backend)  # type: ignore[arg-type]
+    dist.barrier(group)  # the communicator must exist before memory is exchanged
     pool = symmetric.get_mem_pool(device)
 
     def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

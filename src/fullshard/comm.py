@@ -204,7 +204,7 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Co
     """torch's collectives on `group` (None: this rank alone), in the form that suits its backend."""
     if group is None or group.size() == 1:
         return OneRank()
-    if device.type == "cpu" and dist.get_backend(group) == "gloo":
+    if device.type == "cpu" and _torch.backend_name(group, device) == "gloo":
         return GlooCollectives(group)
     return CoalescedCollectives(group)
 

@@ -113,7 +113,8 @@ class CommPolicy:
     reductions_in_flight: how many groups' gradients may be on their way before backward waits for the oldest, at least 1.
     prefetch_bytes: units are gathered ahead, in the order of the last run, as long as all that are ahead together have at
         most this many bytes of full parameters; None gathers exactly one unit ahead, 0 none.
-    collectives: called with the process group of the shard axis, returns the `comm.Collectives` to use instead of torch's.
+    collectives: called with each process group that a unit uses (shards, and if there are any: replicas, separate
+        reductions, the smaller group of an int reshard), returns the `comm.Collectives` to use instead of torch's.
     lanes: called with the device, returns a fresh `comm.Lane`; None takes CUDA streams or asynchronous CPU work.
     """
 

@@ -94,7 +94,8 @@ class Reduction:
         if before != 1.0 and self._fulls:
             torch._foreach_mul_(self._fulls, 1.0 / before)
         storage = group.dtypes.storage
-        self._flat = self._out if storage == reduce else torch.empty(layout.shard_numel, dtype=storage, device=device)
+        same = storage == reduce and memory is torch.empty  # gradients do not stay in memory that is for messages
+        self._flat = self._out if same else torch.empty(layout.shard_numel, dtype=storage, device=device)
         self._host: Tensor | None = None
         if group.storage.host:
             self._host = torch.empty(layout.shard_numel, dtype=storage, pin_memory=group.storage.pinned)

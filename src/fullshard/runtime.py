@@ -491,7 +491,7 @@ class Runtime:
         """
         gather = reduce = self._main_collectives(axis, options.comm)
         if options.separate_reduce and axis.group is not None and axis.ranks > 1:
-            reduce = self._known(axis, "reduce", dist.get_process_group_ranks(axis.group))
+            reduce = self._known(axis, "reduce", dist.get_process_group_ranks(axis.group), options.comm)
         if axis.group is not None:
             if options.all_gather is not None:
                 custom = CustomCollectives(gather.inner, axis.group, options.all_gather)
@@ -501,32 +501,32 @@ class Runtime:
                 reduce = Journaled(custom, self.journal, keeps=reduce)
         replicate = retain = None
         if axis.replicas is not None:
-            replicate = self._known(axis, "replicate", axis.replicas.group)
+            replicate = self._known(axis, "replicate", axis.replicas.group, options.comm)
         if options.retain is not None and axis.group is not None and axis.ranks % options.retain == 0:
             first = axis.rank - axis.rank % options.retain
             ranks = dist.get_process_group_ranks(axis.group)[first : first + options.retain]
             if len(ranks) < axis.ranks:
-                retain = self._known(axis, f"retain {options.retain}", ranks)
+                retain = self._known(axis, f"retain {options.retain}", ranks, options.comm)
         return Carriers(gather, reduce, replicate, retain, self.journal)
 
     def _main_collectives(self, axis: ShardAxis, comm: CommPolicy) -> Journaled:
-        if comm.collectives is None or axis.group is None:
-            return self._known(axis, "shard" if axis.group is not None else "alone", axis.group)
-        given = comm.collectives(axis.group)
-        if (given.ranks, given.rank) != (axis.ranks, axis.rank):
+        found = self._known(axis, "shard" if axis.group is not None else "alone", axis.group, comm)
+        if (found.ranks, found.rank) != (axis.ranks, axis.rank):
             raise ValueError(
                 f"CommPolicy.collectives must give collectives of rank {axis.rank} of {axis.ranks}, as the mesh has it, "
-                f"got rank {given.rank} of {given.ranks}"
+                f"got rank {found.rank} of {found.ranks}"
             )
-        return Journaled(given, self.journal)
+        return found
 
-    def _known(self, axis: ShardAxis, role: str, group: dist.ProcessGroup | list[int] | None) -> Journaled:
+    def _known(self, axis: ShardAxis, role: str, group: dist.ProcessGroup | list[int] | None, comm: CommPolicy) -> Journaled:
         """Collectives of one process group of `axis` (or of a new one of these ranks), one object as long as it is used."""
         owner = axis.group if axis.group is not None or axis.replicas is None else axis.replicas.group
+        made = self._make(owner, role, group) if isinstance(group, list) else group
+        if comm.collectives is not None and made is not None:
+            return Journaled(comm.collectives(made), self.journal)
         key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.group)}")
         found = self._collectives.get(key)
         if found is None:
-            made = self._make(owner, role, group) if isinstance(group, list) else group
             found = Journaled(collectives_for(made, axis.device), self.journal, keeps=owner)
             self._collectives[key] = found
         return found
