@@ -186,8 +186,9 @@ class Order:
 
     def drop(self, unit: int) -> None:
         """The unit is no more."""
-        self.runs = {first: run for first, run in self.runs.items() if unit not in run}
+        self.runs = {first: [other for other in run if other != unit] for first, run in self.runs.items() if first != unit}
         self.now = [other for other in self.now if other != unit]
+        self.at = min(self.at, len(self.runs.get(self.now[0], ())) if self.now else 0)
 
 
 @dataclass(slots=True)
@@ -421,7 +422,9 @@ class Planner:
             seat.ended(Call(unit, self.clock - 1, self.clock), hooked=False)
         elif not seat.hooked:
             actions = self._finish(beyond=seat.last.end)
-        return actions + self._need(unit, self._expect_in_backward(unit), seat.next_backward, stale)
+        call = seat.last
+        assert call is not None
+        return actions + self._need(unit, self._expect_in_backward(call), seat.next_backward, stale)
 
     def after_recompute(self, unit: int, *, grad: bool) -> Call:
         """The call that a recomputation repeats, if the graph of the recomputation gets a backward of its own."""
@@ -440,7 +443,7 @@ class Planner:
         if glimpse:
             return actions
         seat = self._seats[call.unit]
-        expected = self._expect_in_backward(call.unit)
+        expected = self._expect_in_backward(call)
         return actions + self._need(call.unit, expected, seat.next_backward, stale, itself=seat.in_backward)
 
     def after_backward(self) -> list[Action]:
@@ -568,13 +571,20 @@ class Planner:
             return not self._ahead
         return nbytes + sum(self._seats[other].nbytes for other in self._ahead) <= budget
 
-    def _expect_in_backward(self, unit: int) -> list[int]:
-        """What the last backward needed next; in the first one, the latest forward whose backward is still to come."""
-        budget = self._seats[unit].budget
-        expected = self._backward_order.expect(unit, 1 if budget is None else _AHEAD)
-        if not expected and self._calls:
-            expected = [self._calls[next(reversed(self._calls))].unit]
-        return expected
+    def _expect_in_backward(self, call: Call) -> list[int]:
+        """What the last backward needed next; in the first one, the latest forward before `call` that awaits its backward.
+
+        Only of the same outermost forward: others may be of models that some ranks have deleted already.
+        """
+        budget = self._seats[call.unit].budget
+        expected = self._backward_order.expect(call.unit, 1 if budget is None else _AHEAD)
+        if expected:
+            return expected
+        begin = max((run for run in self._runs if run < call.start), default=-1)
+        for other in reversed(self._calls.values()):
+            if begin < other.start < call.start:
+                return [other.unit]
+        return []
 
     def _finish(self, *, beyond: int, even_if_waiting: bool = False) -> list[Action]:
         """Reduce and free the units whose every call started after `beyond`."""
