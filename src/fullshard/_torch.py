@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ __all__ = [
     "disable_tracing",
     "dtensor",
     "flat_axis",
+    "group_name",
     "has_backend",
     "has_reduction_hooks",
     "is_cut",
@@ -51,6 +53,7 @@ __all__ = [
     "join_meshes",
     "local_tensor",
     "mark_managed",
+    "new_group",
     "on_backward_end",
     "on_stream",
     "parameter_hooks",
@@ -359,6 +362,27 @@ def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Who carries tensors of `device` in `group`, also in one that was made for several kinds of device."""
     return group._get_backend(device).name()
+
+
+def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group made by `ranks` alone, under a name that all of them derive alike.
+
+    torch names such groups after how many each rank knows already, which may differ; the ranks then wait for ever.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    chosen = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
+    given = c10d._process_group_name
+    c10d._process_group_name = lambda ranks, use_hashed_name: c10d.GroupName(chosen)  # type: ignore[assignment]
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        c10d._process_group_name = given
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The same on all ranks of the group."""
+    return group.group_name
 
 
 def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor]:

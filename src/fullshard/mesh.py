@@ -51,7 +51,6 @@ class ReplicateAxis:
     group: dist.ProcessGroup
     ranks: int
     rank: int
-    keeps: object = None  # alive as long as this is
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,24 +95,29 @@ def _resolve_again(mesh: DeviceMesh, dims: DataParallelMeshDims | None, cuts_not
     return everywhere(axis) if cuts_nothing else axis
 
 
-# Kept for good: whether a process group must be made may not depend on what a rank still holds.
-_EVERYWHERE: dict[int, ReplicateAxis] = {}
+_BESIDE: dict[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def beside(owner: dist.ProcessGroup, role: str, ranks: list[int]) -> dist.ProcessGroup:
+    """A process group of `ranks` beside `owner`, made once by all of them together.
+
+    Kept for good: whether it must be made may not depend on what one of them still holds.
+    """
+    key = (id(owner), role)
+    if key not in _BESIDE:
+        _BESIDE[key] = owner, _torch.new_group(f"fullshard {_torch.group_name(owner)} {role} {ranks}", ranks)
+    return _BESIDE[key][1]
 
 
 def everywhere(axis: ShardAxis) -> ShardAxis:
     """The same ranks, holding everything alike: for what cannot be cut. May make a process group, so it is collective."""
     if axis.group is None:
         return axis
-    full = (axis.full_mesh, axis.dims)
-    found = _EVERYWHERE.get(id(axis.group))
-    if found is None:
-        if axis.replicas is None:
-            return ShardAxis(axis.mesh, None, 1, 0, axis.device, ReplicateAxis(axis.group, axis.ranks, axis.rank), *full)
-        else:
-            group = dist.new_group(axis.mesh.mesh.flatten().tolist(), use_local_synchronization=True)
-            found = ReplicateAxis(group, group.size(), group.rank(), keeps=axis.group)
-            _EVERYWHERE[id(axis.group)] = found
-    return ShardAxis(axis.mesh, None, 1, 0, axis.device, found, *full)
+    held = axis.group, axis.ranks, axis.rank
+    if axis.replicas is not None:
+        group = beside(axis.group, "everywhere", axis.mesh.mesh.flatten().tolist())
+        held = group, group.size(), group.rank()
+    return ShardAxis(axis.mesh, None, 1, 0, axis.device, ReplicateAxis(*held), axis.full_mesh, axis.dims)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardAxis:

@@ -33,7 +33,7 @@ from fullshard.comm import (
 )
 from fullshard.full import Carriers, Storage
 from fullshard.group import Group, group_parameters
-from fullshard.mesh import ShardAxis
+from fullshard.mesh import ShardAxis, beside
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.reduction import ReduceOptions, Reduction
@@ -51,7 +51,7 @@ from fullshard.schedule import (
     Unshard,
     Wait,
 )
-from fullshard.unwritten import Unwritten, is_marked, mark
+from fullshard.unwritten import Unwritten
 
 _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 
@@ -95,8 +95,11 @@ class Unit:
         self.handles: list[tuple[weakref.ref[nn.Module], Any]] = []  # of the hooks, and the modules that have them
         self._left: set[int] = set()  # modules (by id) that this round of forwards has yet to run
         self._round = Round()
+        self._open: list[tuple[int, int]] = []  # modules (by id) whose forward is under way, and when it began
         self.unwritten: Unwritten | None = None
         self._listed: dict[str, tuple[int, ...]] = {}
+        self._residents = 0  # resident() blocks it is in
+        self.shown = False  # full_params() has plain Parameters in its slots
         self._methods = 0  # calls of registered methods under way
         self._named_below = False
         self.number = self.runtime.admit(self)
@@ -232,6 +235,26 @@ class Unit:
         self._left.discard(id(module))
         return self._round.is_last(run) and not self._left
 
+    def entered(self, module: nn.Module, clock: int) -> None:
+        """A module of the unit began its forward."""
+        self._open.append((id(module), clock))
+
+    def left(self, module: nn.Module) -> int:
+        """A module of the unit ended its forward; when that began. What began inside and never ended goes with it."""
+        at = max((i for i, (key, _) in enumerate(self._open) if key == id(module)), default=-1)
+        if at < 0:
+            return -1
+        began = self._open[at][1]
+        del self._open[at:]
+        return began
+
+    def is_inside(self, module: nn.Module) -> bool:
+        """Whether another module of the unit runs around this one."""
+        return any(key != id(module) for key, _ in self._open)
+
+    def forget_forwards(self) -> None:
+        self._open.clear()
+
     def handle(self, module: nn.Module, handle: Any) -> None:
         """Remember a hook that was put on `module`."""
         self.handles.append((weakref.ref(module), handle))
@@ -257,6 +280,15 @@ class Unit:
         """`forward=`, `backward=`: the numbers of units to gather ahead while this one computes."""
         self._listed = {**self._listed, **listed}
         self.runtime.planner.follow(self.number, forward=self._listed.get("forward"), backward=self._listed.get("backward"))
+
+    def reside(self, resident: bool) -> bool:
+        """Count the blocks it is resident for; whether this one is the outermost."""
+        self._residents += 1 if resident else -1
+        return self._residents == (1 if resident else 0)
+
+    def show(self, shown: bool) -> None:
+        """Whether the slots show plain full Parameters, for the length of a block."""
+        self.shown = shown
 
     def rename(self, name: str) -> None:
         self.name = name
@@ -290,20 +322,25 @@ class Unit:
     def mark_unwritten(self, fresh: Unwritten) -> None:
         """These have memory now, and no values: the next forward raises if that is still so."""
         with torch.no_grad():
-            for tensor in fresh.tensors().values():
-                if tensor.device.type != "meta":
-                    mark(tensor)
+            fresh.mark()
         self.unwritten = fresh
 
     def check_written(self) -> None:
         """Raises StateError if what `to_empty` allocated was never written, naming it."""
         if self.unwritten is None:
             return
-        left = [name for name, tensor in self.unwritten.tensors().items() if is_marked(tensor)]
+        left = self.unwritten.left()
         if left:
             raise StateError(
                 f"unit '{self.name}': {', '.join(left)} were allocated by to_empty() and never written: give them values with "
-                "reset_parameters(), load_state_dict() (which has no non-persistent buffers) or fullshard.materialize()"
+                "reset_parameters(), load_state_dict() or fullshard.materialize()"
+            )
+        soft = self.unwritten.left(persistent=False)
+        if soft:
+            warnings.warn(
+                f"unit '{self.name}': {', '.join(soft)} were allocated by to_empty() and not written before the first forward. "
+                "No state dict holds them: they are NaN unless this forward fills them",
+                stacklevel=2,
             )
         self.unwritten = None
 
@@ -460,7 +497,6 @@ class Runtime:
         self._hooked: deque[Reduction] = deque()
         self._touched: dict[int, Unit] = {}  # units that entered the running backward
         self._collectives: weakref.WeakValueDictionary[tuple[int, str], Journaled] = weakref.WeakValueDictionary()
-        self._made: dict[tuple[int, str], tuple[object, dist.ProcessGroup]] = {}
         self._run: dict[type[Action], Callable[[Unit], None]] = {
             Unshard: self._unshard,
             Wait: self._wait,
@@ -478,8 +514,15 @@ class Runtime:
         weakref.finalize(unit, self._dismiss, number)
         return number
 
+    def dismiss(self, unit: Unit) -> None:
+        """The unit was taken off its modules."""
+        if self._units.pop(unit.number, None) is not None:
+            self._dismiss(unit.number)
+
     def _dismiss(self, number: int) -> None:
         """A unit was deleted; what is still arriving for it keeps its memory until then."""
+        if not self.planner.knows(number):
+            return
         self.planner.dismiss(number)
         for group, ticket in self._gathering.pop(number, ()):
             self._in_flight.push(ticket, group.shrink)
@@ -521,7 +564,12 @@ class Runtime:
     def _known(self, axis: ShardAxis, role: str, group: dist.ProcessGroup | list[int] | None, comm: CommPolicy) -> Journaled:
         """Collectives of one process group of `axis` (or of a new one of these ranks), one object as long as it is used."""
         owner = axis.group if axis.group is not None or axis.replicas is None else axis.replicas.group
-        made = self._make(owner, role, group) if isinstance(group, list) else group
+        made: dist.ProcessGroup | None
+        if isinstance(group, list):
+            assert axis.group is not None
+            made = beside(axis.group, role, group)
+        else:
+            made = group
         if comm.collectives is not None and made is not None:
             return Journaled(comm.collectives(made), self.journal)
         key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.group)}")
@@ -531,20 +579,16 @@ class Runtime:
             self._collectives[key] = found
         return found
 
-    def _make(self, owner: object, role: str, ranks: list[int]) -> dist.ProcessGroup:
-        """A process group beside `owner`, once: kept for good, since whether it must be made (by all its ranks together) may
-        not depend on what one of them still holds.
-        """
-        key = (id(owner), role)
-        if key not in self._made:
-            self._made[key] = owner, dist.new_group(ranks, use_local_synchronization=True)
-        return self._made[key][1]
-
     # --- events ---
 
     def enter_forward(self, unit: Unit, module: nn.Module) -> None:
         self._recover_if_stale()
         planner, number = self.planner, unit.number
+        if unit.shown:
+            raise StateError(
+                f"the forward of unit '{unit.name}' was called inside full_params(), which shows its parameters to read and "
+                "write: call it outside, or keep the model gathered with resident()"
+            )
         if (
             planner.outermost() == number
             and not unit.is_list
@@ -560,16 +604,18 @@ class Runtime:
             first = planner.outermost() is None
             self._forwards += first
             if unit.unwritten is not None:
+                unit.refresh()
                 unit.check_written()
             if first and self._event is not None:
                 _torch.wait_for_event(self.device, self._event)
                 self._event = None
-            if first or unit.residency is Residency.FULL:
+            if first or unit.residency is Residency.FULL or not planner.is_ahead(number):
                 self._refresh(unit)
             unit.begin_round()
             if first:
                 unit.name_below(module)
             self._execute(planner.before_forward(number, stale=self._is_stale(unit, first)))
+        unit.entered(module, planner.clock)
         for group in unit.groups:
             group.install()
 
@@ -578,13 +624,15 @@ class Runtime:
         planner, number = self.planner, unit.number
         grad = torch.is_grad_enabled()
         if _torch.current_graph_task() != -1:  # it stays full and installed until its own gradients are done
+            unit.left(module)
             call = planner.after_recompute(number, grad=grad)
             return call if grad else None
         if not planner.running(number):
             return None  # it raised before it began
-        if unit.is_list and not unit.ran(module, self._forwards) and planner.outermost() != number:
+        if unit.is_list and (not unit.ran(module, self._forwards) or unit.is_inside(module)) and planner.outermost() != number:
+            unit.left(module)
             return planner.interim(number)
-        ended = planner.after_forward(number, grad=grad)
+        ended = planner.after_forward(number, grad=grad, since=unit.left(module))
         for inner in ended.closed:
             self._uninstall_number(inner)
         if not planner.running(number) and not planner.is_held(number):
@@ -646,6 +694,8 @@ class Runtime:
 
     def reside(self, unit: Unit, resident: bool) -> None:
         """Have the unit full until told otherwise, whatever forwards and backwards end."""
+        if not unit.reside(resident):
+            return
         if resident:
             self.check_idle(unit, doing="resident()")
             self.planner.reside(unit.number, True)
@@ -654,6 +704,14 @@ class Runtime:
         else:
             self.planner.reside(unit.number, False)
             self.release(unit, doing="the end of resident()")
+
+    def consult(self, unit: Unit) -> None:
+        """The caller reads the shards: take over what was put in the slots, also of a unit that is unsharded by hand."""
+        held = self.planner.is_held(unit.number)
+        self._refresh(unit)
+        unit.refresh()
+        if held:
+            self.fulfil(unit)
 
     def reduce_now(self, unit: Unit, group: Group) -> None:
         """Reduce what a group's parameters were given so far, for a caller that runs backwards piece by piece."""
@@ -701,8 +759,12 @@ class Runtime:
             group.forget()
 
     def check_idle(self, unit: Unit, *, doing: str) -> None:
-        """Raises StateError if the unit's forward or backward is under way."""
+        """Raises StateError if the unit's forward or backward is under way, or it shows full parameters."""
         self._recover_if_stale()
+        if unit.shown:
+            raise StateError(
+                f"{doing} was called inside full_params() of unit '{unit.name}': call it before or after the block"
+            )
         if self.planner.running(unit.number) and not any(_torch.is_in_forward(module) for module in unit.modules):
             self._abandon()  # the forward was interrupted in a way that runs no hooks
         if self.planner.running(unit.number):
@@ -992,6 +1054,9 @@ class Runtime:
         self._drain()
         for number in self.planner.underway():
             self._uninstall_number(number)
+            broken = self._units.get(number)
+            if broken is not None:
+                broken.forget_forwards()
         self._execute(self.planner.abandon())
         for unit in self._touched.values():
             for group in unit.groups:

@@ -241,6 +241,7 @@ class Planner:
 
     def __init__(self) -> None:
         self.clock = 0
+        self._run = 0  # outermost forwards and backwards begun so far
         self.stats = Stats()
         self._seats: dict[int, Seat] = {}
         self._running: list[Call] = []  # forwards under way, outermost first (their `end` is not known yet)
@@ -248,7 +249,8 @@ class Planner:
         self._runs: deque[int] = deque(maxlen=_RUNS)  # when the last outermost forwards began
         self._entered: dict[int, int] = {}  # unit -> start of its earliest call whose backward has begun
         self._latest = -1  # start of the latest call that the running backward reached
-        self._ahead: dict[int, None] = {}  # gathered in expectation, not yet used, oldest first
+        self._ahead: dict[int, int] = {}  # gathered in expectation, not yet used, oldest first: unit -> in which run
+        self._recomputing: list[int] = []  # units whose forward runs inside backward
         self._forward_order = Order()
         self._backward_order = Order()
 
@@ -273,6 +275,9 @@ class Planner:
                 seat.follow(forward=forward, backward=backward)
         for order in (self._forward_order, self._backward_order):
             order.drop(unit)
+
+    def knows(self, unit: int) -> bool:
+        return unit in self._seats
 
     def configure(
         self, unit: int, *, keep: Keep, keep_after_backward: bool, in_backward: bool, nbytes: int, budget: int | None
@@ -313,8 +318,8 @@ class Planner:
         return self._seats[unit].waiting > 0 or unit in self._entered
 
     def is_ahead(self, unit: int) -> bool:
-        """Whether the unit was gathered in expectation, by the planner itself."""
-        return unit in self._ahead
+        """Whether the unit was gathered in expectation, by the planner itself and in the forward or backward under way."""
+        return self._ahead.get(unit) == self._run
 
     def is_held(self, unit: int) -> bool:
         """Whether the caller unsharded the unit, and nothing freed it since."""
@@ -341,38 +346,49 @@ class Planner:
             if len(self._runs) == _RUNS:
                 self._expire(before=self._runs[0])
             self._runs.append(self.clock)
+            self._run += 1
         self.clock += 1
         self._running.append(Call(unit, self.clock, self.clock))
         seat = self._seats[unit]
         expected = self._forward_order.expect(unit, 1 if seat.budget is None else _AHEAD)
         return actions + self._need(unit, expected, seat.next_forward, stale)
 
-    def after_forward(self, unit: int, *, grad: bool) -> Ended:
+    def after_forward(self, unit: int, *, grad: bool, since: int = -1) -> Ended:
         """The call that just ended, and what follows. A forward inside it that never ended (it raised, or
-        belongs to a list of modules of which some did not run) ends with it."""
+        belongs to a list of modules of which some did not run) ends with it.
+
+        since: when the module that ends it began: what began before that goes on (of a list, another module began the call).
+        """
         if not self.running(unit):
             raise InternalError(f"unit {unit} ended a forward that it never began")
         self.clock += 1
         actions: list[Action] = []
         closed: list[int] = []
-        while self._running[-1].unit != unit:
+        while self._running[-1].unit != unit and self._running[-1].start > since:
             inner = self._running.pop()
             closed.append(inner.unit)
             self._seats[inner.unit].ended(Call(inner.unit, inner.start, self.clock), hooked=grad)
             if not grad or self._seats[inner.unit].keep is not Keep.ALWAYS:
                 actions += self._free(inner.unit)
-        call = Call(unit, self._running.pop().start, self.clock)
+        index = max(i for i, running in enumerate(self._running) if running.unit == unit)
+        call = Call(unit, self._running.pop(index).start, self.clock)
         seat = self._seats[unit]
         seat.ended(call, hooked=grad)
         if self.running(unit):  # a module that calls itself
             return Ended(call, closed, actions)
         seat.hold(seat.held and not seat.resident)
+        if not self._running and self._was_nested(call):
+            self._forward_order.close()  # what follows is another model: some ranks may have deleted it
         keep = grad and (seat.keep is Keep.ALWAYS or (seat.keep is Keep.OUTERMOST and not self._running))
         if keep:
             return Ended(call, closed, actions)
         if grad and seat.keep is Keep.PARTLY and seat.residency is Residency.FULL and not seat.resident:
             actions.append(Retain(unit))
         return Ended(call, closed, actions + self._free(unit))
+
+    def _was_nested(self, call: Call) -> bool:
+        """Whether others began inside an outermost call."""
+        return call.end - call.start > 1
 
     def glimpse(self, unit: int) -> Call:
         """The unit's parameters were used outside of a forward, in a copy of their own: a call that gathers nothing."""
@@ -424,11 +440,14 @@ class Planner:
             actions = self._finish(beyond=seat.last.end)
         call = seat.last
         assert call is not None
+        self._recomputing.append(unit)
         return actions + self._need(unit, self._expect_in_backward(call), seat.next_backward, stale)
 
     def after_recompute(self, unit: int, *, grad: bool) -> Call:
         """The call that a recomputation repeats, if the graph of the recomputation gets a backward of its own."""
         seat = self._seats[unit]
+        if unit in self._recomputing:
+            self._recomputing.remove(unit)
         if seat.last is None:
             raise InternalError(f"unit {unit} was recomputed before it was computed")
         seat.ended(seat.last, hooked=seat.hooked or grad)
@@ -448,6 +467,8 @@ class Planner:
 
     def after_backward(self) -> list[Action]:
         """Backward is over: reduce what is left, free what nobody will use. Calls older than what it reached will not come."""
+        self._recomputing.clear()
+        self._run += 1
         actions = self._finish(beyond=-1, even_if_waiting=True)
         self._expire(before=self._latest)
         self._latest = -1
@@ -466,6 +487,7 @@ class Planner:
         actions: list[Action] = []
         self._entered.clear()
         self._running.clear()
+        self._recomputing.clear()
         self._ahead.clear()
         self._latest = -1
         self._expire(before=self.clock + 1)
@@ -561,7 +583,7 @@ class Planner:
                 break
             if ahead.residency is Residency.SHARDED and (ahead.in_backward or not self._entered):
                 actions += self._gather(other)
-                self._ahead[other] = None
+                self._ahead[other] = self._run
                 self.stats.prefetched += 1
         return actions
 
@@ -591,7 +613,7 @@ class Planner:
         actions: list[Action] = []
         for unit, start in list(self._entered.items()):
             seat = self._seats[unit]
-            if start > beyond and (even_if_waiting or seat.waiting == 0):
+            if start > beyond and (even_if_waiting or seat.waiting == 0) and unit not in self._recomputing:
                 del self._entered[unit]
                 if not seat.keep_after_backward:
                     actions += self._free(unit)

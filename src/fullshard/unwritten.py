@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -28,19 +27,38 @@ def is_marked(tensor: Tensor | None) -> bool:
     return bool((tensor == _MARK).all()) if tensor.dtype.is_signed else False
 
 
-@dataclass(frozen=True, eq=False)
 class Unwritten:
     """Parameters and buffers (module, name) of a unit that have no values yet."""
 
-    parameters: list[ShardedParameter]
-    buffers: list[tuple[weakref.ref[nn.Module], str]]
+    def __init__(self, parameters: list[ShardedParameter], buffers: list[tuple[weakref.ref[nn.Module], str]]) -> None:
+        self._parameters, self._buffers = parameters, buffers
+        self._versions: dict[str, int] = {}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What is there now, by what to call it."""
-        found = {f"parameter '{parameter.name}'": parameter.local for parameter in self.parameters}
-        for ref, name in self.buffers:
+    def mark(self) -> None:
+        """They have memory now: mark it."""
+        for key, (tensor, _) in self._tensors().items():
+            if tensor.device.type != "meta":
+                mark(tensor)
+                self._versions[key] = tensor._version
+
+    def left(self, *, persistent: bool = True) -> list[str]:
+        """Those that nobody wrote since: parameters and persistent buffers, or the other buffers."""
+        return [
+            key
+            for key, (tensor, kept) in self._tensors().items()
+            # Of whole numbers the mark may be a value: they are unwritten only if nothing was written at all.
+            if kept is persistent
+            and is_marked(tensor)
+            and (tensor.is_floating_point() or tensor._version == self._versions.get(key))
+        ]
+
+    def _tensors(self) -> dict[str, tuple[Tensor, bool]]:
+        """What is there now, and whether state dicts have it, by what to call it."""
+        found = {f"parameter '{parameter.name}'": (parameter.local, True) for parameter in self._parameters}
+        for ref, name in self._buffers:
             module = ref()
             buffer = None if module is None else getattr(module, name, None)
-            if isinstance(buffer, Tensor):
-                found[f"buffer '{name}' of {type(module).__name__}"] = buffer
+            if module is not None and isinstance(buffer, Tensor):
+                kept = name not in module._non_persistent_buffers_set
+                found[f"buffer '{name}' of {type(module).__name__}"] = buffer, kept
         return found
