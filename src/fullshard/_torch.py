@@ -35,6 +35,7 @@ __all__ = [
     "backend_name",
     "buffers_of",
     "carry_hooks",
+    "children_of",
     "chunk_cat",
     "contiguous_strides",
     "current_graph_task",
@@ -58,6 +59,7 @@ __all__ = [
     "on_stream",
     "parameter_hooks",
     "parameters_of",
+    "persists",
     "point_at",
     "process_group_memory",
     "profiling",
@@ -159,6 +161,16 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def allocates(fn: Callable[..., Any]) -> bool:
     """Whether `fn`, given to `_apply`, is what `Module.to_empty` gives: memory without values."""
     return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
+
+
+def persists(module: nn.Module, name: str) -> bool:
+    """Whether state dicts have this buffer of `module`."""
+    return name not in module._non_persistent_buffers_set
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dict that a child's `module.name` reads."""
+    return module._modules
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

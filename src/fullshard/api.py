@@ -124,7 +124,7 @@ def fully_shard(  # type: ignore[misc]
     with torch.no_grad():
         new = [ShardedParameter(claim, how) for claim, how in zip(claims, cuts)]
         taken, merged = ties.take(plain_class)
-        unit = Unit([*merged, *modules], [*taken, *new], axis, options)
+        unit = Unit(roots_of([*merged, *modules]), [*taken, *new], axis, options)
         for parameter, claim in zip(new, claims):
             parameter.succeed(claim.parameter)
         ties.settle()

@@ -42,6 +42,7 @@ def disassemble(unit: Unit, undress: Dress) -> None:
         _torch.detach_state(module)
         detach(module)
     hooks.remove(unit)
+    unit.runtime.dismiss(unit)
 
 
 # --- copies and pickles --------------------------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
     modules = list(root.modules())
     inside = {id(module) for module in modules}
     units = list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
+    units = [unit for unit in units if not any(id(module) in memo for module in unit.modules)]  # copied already
     for unit in units:
         unit.runtime.rest(unit, doing="copying or pickling")
         unit.refresh()
@@ -93,12 +95,11 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
             if module is None or id(module) not in inside:
                 raise StateError(
                     f"unit '{unit.name}' also manages modules outside of the {type(root).__name__} that is copied or pickled: "
-                    "copy or pickle a module that contains all of them"
+                    "copy or pickle a unit that contains all of them"
                 )
         memo[id(unit)] = None
         for parameter in unit.parameters:
-            shard = nn.Parameter(parameter.local.detach().clone(), requires_grad=parameter.sharded.requires_grad)
-            memo[id(parameter.sharded)] = shard
+            memo[id(parameter.sharded)] = parameter.copied()
     with _undressed(units, undress):
         plain = copy.deepcopy(root, memo)
     parts: list[PartOfUnit] = []
@@ -129,7 +130,7 @@ def put_together(parts: Parts, dress: Dress) -> nn.Module:
         with torch.no_grad():
             for piece in part.parameters:
                 claim = Claim(piece.name, piece.shard, [Slot(module, name) for module, name in piece.slots])
-                parameter = ShardedParameter(claim, piece.cut, piece.shard.detach())
+                parameter = ShardedParameter(claim, piece.cut, sharded=piece.shard)
                 parameter.sharded.__dict__.update(piece.attributes)
                 rebuilt.append(parameter)
             unit = Unit(part.modules, rebuilt, part.axis, part.options)
@@ -164,6 +165,12 @@ def undo(root: nn.Module, undress: Dress) -> None:
     units = list(dict.fromkeys(unit for module in root.modules() if (unit := unit_of(module)) is not None))
     for unit in units:
         unit.runtime.check_idle(unit, doing="undo()")
+        unit.runtime.check_delivered(unit, doing="undo()")
+        if any(parameter.kept is not None for parameter in unit.parameters):
+            raise StateError(
+                f"undo() was called while gradients of unit '{unit.name}' are only kept on each rank: run the last backward of "
+                "the step first, or call zero_grad()"
+            )
     for unit in units:
         unit.runtime.release(unit, doing="undo()")
         unit.refresh()

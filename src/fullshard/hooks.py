@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import update_wrapper
 from types import FunctionType, MethodType
@@ -128,12 +129,23 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 class StateHooks:
-    """State dicts always show the sharded parameters, and full tensors can be loaded into them."""
+    """State dicts always show the sharded parameters, and full tensors can be loaded into them.
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    A copy or pickle of a module takes hooks along that know no unit.
+    """
+
+    def __init__(self, unit: Unit | None = None) -> None:
+        self._unit: Any = unit
+
+    def __reduce__(self) -> Any:
+        return StateHooks, ()
+
+    def __deepcopy__(self, memo: Any) -> StateHooks:
+        return StateHooks()
 
     def before_save(self, module: nn.Module, *_: Any) -> None:
+        if self._unit is None:
+            return
         if self._unit.residency is not Residency.SHARDED:
             self._unit.runtime.rest(self._unit, doing="state_dict()")
 
@@ -141,6 +153,8 @@ class StateHooks:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
         """Runs for each module that holds parameters of the unit. With `assign=True` the dtype of what is loaded stays."""
+        if self._unit is None:
+            return
         if self._unit.residency is not Residency.SHARDED:
             self._unit.runtime.rest(self._unit, doing="load_state_dict()")
         held = _torch.parameters_of(module)
@@ -157,7 +171,8 @@ class StateHooks:
                         )
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
-        self._unit.refresh()
+        if self._unit is not None:
+            self._unit.refresh()
 
 
 _REGISTRIES = (
@@ -206,24 +221,49 @@ class Method:
     """A method of a unit's module, with what the unit does around its forward. Copies and pickles with its module."""
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
-        self._module, self._method = module, method
+        own = getattr(method, "__self__", None) is module
+        self._module = weakref.ref(module)  # which holds this
+        self._method: Callable[..., Any] = method.__func__ if own else method  # type: ignore[attr-defined]
+        self._own = own
         update_wrapper(self, method, updated=())
+        del self.__wrapped__  # type: ignore[attr-defined]  # it holds the module
+
+    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._method(module, *args, **kwargs) if self._own else self._method(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Method:
+        return Method(memo[id(self._module())], self._bound(memo))
+
+    def _bound(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return MethodType(self._method, memo[id(self._module())]) if self._own else copy.deepcopy(self._method, memo)
+
+    def __reduce__(self) -> Any:
+        module = self._module()
+        name = getattr(self._method, "__name__", "")
+        if not self._own or getattr(type(module), name, None) is not self._method:
+            raise StateError(f"the registered method '{name}' is no method of its module's class, so it cannot be pickled")
+        return _method_again, (module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
+        module = self._module()
+        assert module is not None
         unit = unit_of(module)
         if unit is None:  # plain again
-            return self._method(*args, **kwargs)
+            return self._call(module, *args, **kwargs)
         hooks = ForwardHooks(unit)
         with unit.in_method():
             changed = hooks.before(module, args, kwargs)
             args, kwargs = (args, kwargs) if changed is None else changed
             try:
-                output = self._method(*args, **kwargs)
+                output = self._call(module, *args, **kwargs)
             except BaseException:
                 hooks.after(module, args, None)
                 raise
             return hooks.after(module, args, output)
+
+
+def _method_again(module: nn.Module, name: str) -> Method:
+    return Method(module, getattr(module, name))
 
 
 def wrap_method(module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:

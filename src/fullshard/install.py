@@ -31,12 +31,15 @@ _OURS: dict[str, Any] = {
 }
 _HOMES = (  # where torch keeps them, and hands them out
     "torch.distributed.fsdp._fully_shard._fsdp_api",
-    "torch.distributed.fsdp._fully_shard._fully_shard",
     "torch.distributed.fsdp._fully_shard",
     "torch.distributed.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
     "torch.distributed._composable.fsdp",
 )
+
+
+_IMPLEMENTATION = "torch.distributed.fsdp._fully_shard._fully_shard"  # whose own names are its own business
+_USERS = ("torch.distributed._composable.replicate_with_fsdp", "torch.distributed.pipelining")
 
 
 class Installation:
@@ -76,7 +79,9 @@ def install() -> None:
     """
     if _installed:
         return
-    homes = [importlib.import_module(name) for name in _HOMES if _exists(name)]
+    for name in _USERS:  # what torch builds on its own classes must be built before
+        _exists(name)
+    homes = [importlib.import_module(name) for name in (*_HOMES, _IMPLEMENTATION) if _exists(name)]
     theirs: dict[int, tuple[str, Any]] = {}
     for home in homes:
         for name in _OURS:

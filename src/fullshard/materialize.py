@@ -94,12 +94,18 @@ def _fill(
     shared = {key: p for key, p in waiting.items() if id(p) in filled}  # tied: its values are there already
     fresh = {key: p for key, p in waiting.items() if key not in shared}
     plain: dict[str, nn.Parameter] = {}
+    alike: dict[int, nn.Parameter] = {}
     for key, parameter in waiting.items():
+        if id(parameter) in alike:  # tied within the module
+            held[key] = plain[key] = alike[id(parameter)]
+            continue
         full = mark(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
         plain[key] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-        held[key] = plain[key]
+        held[key] = alike[id(parameter)] = plain[key]
     for key, buffer in buffers.items():
-        kept[key] = mark(torch.empty_like(buffer, device=device))
+        if id(buffer) not in filled:
+            filled[id(buffer)] = mark(torch.empty_like(buffer, device=device))
+        kept[key] = filled[id(buffer)]
     try:
         _initialise(module, name, init)
     except BaseException:
@@ -121,10 +127,12 @@ def _fill(
         assert value is not None
         owner = owners.get(id(parameter))
         if owner is None:  # not sharded: ignored, or of no unit
-            made = nn.Parameter(value.detach(), requires_grad=parameter.requires_grad)
+            made = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
+            made.__dict__.update(parameter.__dict__)
             held[key] = made
             filled[id(parameter)] = made
         else:
+            owner.sharded.requires_grad_(value.requires_grad)
             owner.replace(owner.slice(value.detach()))
             filled[id(parameter)] = parameter
     for key, parameter in shared.items():

@@ -98,14 +98,17 @@ def _resolve_again(mesh: DeviceMesh, dims: DataParallelMeshDims | None, cuts_not
 _BESIDE: dict[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
-def beside(owner: dist.ProcessGroup, role: str, ranks: list[int]) -> dist.ProcessGroup:
+def beside(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
     """A process group of `ranks` beside `owner`, made once by all of them together.
 
     Kept for good: whether it must be made may not depend on what one of them still holds.
+
+    name: what all `ranks` know alike and no other group of theirs has; None if they share `owner`, whose name it is.
     """
     key = (id(owner), role)
     if key not in _BESIDE:
-        _BESIDE[key] = owner, _torch.new_group(f"fullshard {_torch.group_name(owner)} {role} {ranks}", ranks)
+        known = _torch.group_name(owner) if name is None else name
+        _BESIDE[key] = owner, _torch.new_group(f"fullshard {known} {role} {ranks}", ranks)
     return _BESIDE[key][1]
 
 
@@ -115,7 +118,11 @@ def everywhere(axis: ShardAxis) -> ShardAxis:
         return axis
     held = axis.group, axis.ranks, axis.rank
     if axis.replicas is not None:
-        group = beside(axis.group, "everywhere", axis.mesh.mesh.flatten().tolist())
+        ranks = axis.mesh.mesh.flatten().tolist()
+        before = sum(
+            role == "everywhere" and dist.get_process_group_ranks(made) == ranks for (_, role), (_, made) in _BESIDE.items()
+        )
+        group = beside(axis.group, "everywhere", ranks, name=f"mesh {before}")
         held = group, group.size(), group.rank()
     return ShardAxis(axis.mesh, None, 1, 0, axis.device, ReplicateAxis(*held), axis.full_mesh, axis.dims)
 

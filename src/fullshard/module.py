@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -47,7 +48,8 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The inverse of `sharded_class`."""
-    return cls.__bases__[1]
+    made = next(base for base in cls.__mro__ if base.__bases__[:1] == (FSDPModule,))
+    return made.__bases__[1]
 
 
 def keep_of(reshard_after_forward: bool | int | None, axis: ShardAxis) -> tuple[Keep, int | None]:
@@ -187,12 +189,12 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """While this unit computes forward, gather these units, instead of those that the last run needed next."""
         unit = _unit(self)
-        unit.follow(forward=tuple(_unit_given(module).number for module in modules))
+        unit.follow(forward=tuple(_unit_given(module, unit).number for module in modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """While this unit's backward computes, gather these units, instead of those that the last run needed next."""
         unit = _unit(self)
-        unit.follow(backward=tuple(_unit_given(module).number for module in modules))
+        unit.follow(backward=tuple(_unit_given(module, unit).number for module in modules))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's backward needs its parameters. That of an embedding does not, and saves a gather.
@@ -312,6 +314,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """A sharded copy with units of its own, on the same meshes. Raises StateError inside forward or backward."""
         return assembly.put_together(assembly.take_apart(_module(self), plain_class, memo), sharded_class)
 
+    def __copy__(self) -> Any:
+        raise StateError(f"a shallow copy of a sharded {type(self).__name__} would share its units: use copy.deepcopy")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the structure with this rank's shards; to be loaded on the same rank of an equal mesh."""
         return _put_together, (assembly.take_apart(_module(self), plain_class),)
@@ -340,10 +345,12 @@ def _module(module: Any) -> nn.Module:
     return module
 
 
-def _unit_given(module: Any) -> Unit:
+def _unit_given(module: Any, beside: Unit | None = None) -> Unit:
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
         raise ValueError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
+    if beside is not None and unit.runtime is not beside.runtime:
+        raise ValueError(f"unit '{unit.name}' has lanes or a device of its own, so unit '{beside.name}' cannot gather it ahead")
     return unit
 
 
@@ -403,6 +410,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method '{method_name}' to register")
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
+        raise ValueError(
+            f"{type(module).__name__}.{method_name} is a generator or coroutine, whose body runs after the call has returned: "
+            "use it inside `with model.resident():` instead"
+        )
     setattr(module, method_name, hooks.wrap_method(module, method))
 
 

@@ -15,7 +15,8 @@ from fullshard.parameter import logical_parameters, successor
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
-    """Let `optimizer` train the sharded parameters that stand for plain ones it was built with; how many there were.
+    """Let `optimizer` train what stands for the parameters it was built with (sharded ones for plain ones, or the other way
+    round after `undo`); how many there were.
 
     State it holds already (momenta of the full shape) is sliced. Runs by itself before every `step()`.
     """
@@ -39,7 +40,9 @@ def rebind(optimizer: torch.optim.Optimizer) -> int:
 def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
     if not isinstance(value, Tensor) or value.shape != original.shape or value.ndim == 0:
         return value
-    logical = logical_parameters([sharded])[0]
+    logical = next(iter(logical_parameters([sharded])), None)
+    if logical is None:  # plain again: its state becomes whole (collective, as undo() was)
+        return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
         return logical.face(logical.take(value, what="has in its optimizer").clone())
     return logical.shard_of(value, dtype=value.dtype)

@@ -21,19 +21,41 @@ _SUCCESSOR = "_fullshard_sharded"  # on a plain parameter: the sharded one that 
 _LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to the ShardedParameter it is the face of
 
 
+class Back:
+    """A weak way back from the sharded face. A copy or a pickle of the face leads nowhere."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, parameter: ShardedParameter | None = None) -> None:
+        self._ref = None if parameter is None else weakref.ref(parameter)
+
+    def __call__(self) -> ShardedParameter | None:
+        return None if self._ref is None else self._ref()
+
+    def __reduce__(self) -> Any:
+        return Back, ()
+
+    def __deepcopy__(self, memo: Any) -> Back:
+        return Back()
+
+
 def is_ours(key: str) -> bool:
     """Whether an attribute of a parameter is fullshard's own."""
     return key.startswith("_fullshard")
 
 
 def successor(tensor: Tensor) -> nn.Parameter | None:
-    """The sharded parameter that stands for `tensor` now, None if `tensor` never was a parameter of a unit."""
-    return tensor.__dict__.get(_SUCCESSOR)
+    """The parameter that stands for `tensor` now, None if `tensor` stands for itself."""
+    found = tensor.__dict__.get(_SUCCESSOR)
+    while found is not None and _SUCCESSOR in found.__dict__:
+        found = found.__dict__[_SUCCESSOR]
+    return found
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether `tensor` is the sharded face of a parameter of a unit."""
-    return _LOGICAL in tensor.__dict__
+    back = tensor.__dict__.get(_LOGICAL)
+    return back is not None and back() is not None
 
 
 def logical_parameters(tensors: Iterable[Tensor]) -> list[ShardedParameter]:
@@ -112,8 +134,8 @@ class ShardedParameter:
         "spec",
     )
 
-    def __init__(self, claim: Claim, cut: Cut, local: Tensor | None = None) -> None:
-        """`local`: this rank's shard, where the claimed parameter is not the full one."""
+    def __init__(self, claim: Claim, cut: Cut, sharded: nn.Parameter | None = None) -> None:
+        """`sharded`: the face, where it exists already and the claimed parameter is not the full one."""
         original = claim.parameter
         self.name, self.cut = claim.name, cut
         self.installations = [Installation(slot) for slot in claim.slots]
@@ -123,8 +145,10 @@ class ShardedParameter:
         self._writes = 0
         self._plain = cut.dense is None and len(cut.shape) > 0  # modules compute with `cut.whole` as it is
         self.before_step: Callable[[], None] | None = None
-        self.local: Tensor = cut.slice(inside(original.detach())) if local is None else local
-        self.sharded = nn.Parameter(_torch.dtensor(self.local, self.spec), requires_grad=original.requires_grad)
+        self.local: Tensor = cut.slice(inside(original.detach())) if sharded is None else inside(sharded)
+        if sharded is None:
+            sharded = nn.Parameter(_torch.dtensor(self.local, self.spec), requires_grad=original.requires_grad)
+        self.sharded = sharded
 
     @property
     def module(self) -> nn.Module | None:
@@ -229,7 +253,7 @@ class ShardedParameter:
             torch.utils.swap_tensors(self.sharded, fresh)
             self.sharded.__dict__.update(extras)
         _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
-        self.sharded.__dict__[_LOGICAL] = weakref.ref(self)
+        self.sharded.__dict__[_LOGICAL] = Back(self)
 
     def materialize(self, view: Tensor) -> None:
         """`view` (cut.whole, over the full storage) becomes the full face."""
@@ -337,12 +361,16 @@ class ShardedParameter:
         for installation in self.installations:
             installation.put(plain)
 
-    def hide(self, plain: nn.Parameter) -> None:
-        """The end of `show`. A Parameter assigned meanwhile stays, and is honoured at the next gather."""
+    def hide(self, plain: nn.Parameter) -> bool:
+        """The end of `show`; False if another Parameter was assigned meanwhile, which the next gather honours."""
         self.sharded.requires_grad_(plain.requires_grad)
+        found = True
         for installation in self.installations:
             if installation.parameters.get(installation.name) is plain:
                 installation.put(self.sharded)
+            else:
+                found = False
+        return found
 
     def write(self, full: Tensor, *, grad: bool) -> None:
         """Take this rank's rows of a full plain tensor, and with `grad` of its gradient."""
@@ -362,6 +390,11 @@ class ShardedParameter:
             self.local.copy_(rows)
             self.wrote()
 
+    def copied(self) -> nn.Parameter:
+        """A sharded face of its own memory, for a copy of the model."""
+        face = _torch.dtensor(self.local.detach().clone(), self.spec)
+        return nn.Parameter(face, requires_grad=self.sharded.requires_grad)
+
     def become_plain(self) -> nn.Parameter:
         """Put one ordinary Parameter with the full value into every slot (collective); gradients, attributes and hooks too."""
         whole: Any = self.sharded
@@ -370,6 +403,8 @@ class ShardedParameter:
         _torch.carry_hooks(self.sharded, plain)
         if self.sharded.grad is not None:
             plain.grad = self.cut.lift(self._whole(self.sharded.grad))
+        self.sharded.__dict__[_SUCCESSOR] = plain
+        self.sharded.__dict__.pop(_LOGICAL, None)
         for installation in self.installations:
             installation.put(plain)
         return plain

@@ -95,6 +95,7 @@ class Unit:
         self.handles: list[tuple[weakref.ref[nn.Module], Any]] = []  # of the hooks, and the modules that have them
         self._left: set[int] = set()  # modules (by id) that this round of forwards has yet to run
         self._round = Round()
+        self._path: list[tuple[weakref.ref[nn.Module], str]] = []  # from the outermost module to it: parent, name
         self._open: list[tuple[int, int]] = []  # modules (by id) whose forward is under way, and when it began
         self.unwritten: Unwritten | None = None
         self._listed: dict[str, tuple[int, ...]] = {}
@@ -359,7 +360,28 @@ class Unit:
             for name, inner in module.named_modules():
                 unit = unit_of(inner)
                 if unit is not None and name:
-                    unit.name = name
+                    unit.rename(name)
+                    unit.locate(module, name)
+
+    def locate(self, root: nn.Module, path: str) -> None:
+        """Remember where the unit is in the model."""
+        self._path = []
+        for part in path.split("."):
+            self._path.append((weakref.ref(root), part))
+            child = _torch.children_of(root)[part]
+            assert child is not None
+            root = child
+
+    def is_in_place(self) -> bool:
+        """Whether the unit is where it was in the model, as far as is known. Unlike its life, that is alike on all ranks."""
+        path = self._path
+        for index, (ref, part) in enumerate(path):
+            parent = ref()
+            child = None if parent is None else _torch.children_of(parent).get(part)
+            last = index + 1 == len(path)
+            if child is None or (unit_of(child) is not self if last else child is not path[index + 1][0]()):
+                return False
+        return True
 
 
 def _nothing() -> None:
@@ -481,7 +503,7 @@ class Runtime:
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
         self.device = device
-        self.planner = Planner()
+        self.planner = Planner(self._may_expect)
         self.journal = Journal()
         self._gather_lane, self._reduce_lane, self._replicate_lane = lanes(device), lanes(device), lanes(device)
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
@@ -513,6 +535,10 @@ class Runtime:
         self.planner.admit(number, keep=unit.options.keep)
         weakref.finalize(unit, self._dismiss, number)
         return number
+
+    def _may_expect(self, number: int) -> bool:
+        unit = self._units.get(number)
+        return unit is not None and unit.is_in_place()
 
     def dismiss(self, unit: Unit) -> None:
         """The unit was taken off its modules."""

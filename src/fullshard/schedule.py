@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -239,7 +240,9 @@ class Planner:
         backward  C ...... B: C started at 5 > 4, so reduce C ...... A: reduce B ...... end: reduce A
     """
 
-    def __init__(self) -> None:
+    def __init__(self, may_expect: Callable[[int], bool] = lambda unit: True) -> None:
+        """`may_expect`: whether a unit is still where it ran before, the same on every rank; else it is not gathered ahead."""
+        self._may_expect = may_expect
         self.clock = 0
         self._run = 0  # outermost forwards and backwards begun so far
         self.stats = Stats()
@@ -581,7 +584,8 @@ class Planner:
             ahead = self._seats[other]
             if listed is None and not self._affords(seat.budget, ahead.nbytes):
                 break
-            if ahead.residency is Residency.SHARDED and (ahead.in_backward or not self._entered):
+            wanted = ahead.residency is Residency.SHARDED and (ahead.in_backward or not self._entered)
+            if wanted and self._may_expect(other):
                 actions += self._gather(other)
                 self._ahead[other] = self._run
                 self.stats.prefetched += 1

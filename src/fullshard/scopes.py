@@ -14,6 +14,7 @@ from fullshard.group import Group
 from fullshard.module import units_of
 from fullshard.parameter import ShardedParameter
 from fullshard.runtime import BackwardHook
+from fullshard.schedule import StateError
 
 
 @contextmanager
@@ -54,6 +55,9 @@ def full_params(
         unit.runtime.release(unit, doing="full_params()")
         unit.refresh()
     shown: list[tuple[ShardedParameter, nn.Parameter]] = []
+    assigned: list[str] = []
+    for unit in units:
+        unit.show(True)
     try:
         with torch.no_grad():
             for parameter in (parameter for unit in units for parameter in unit.parameters):
@@ -68,9 +72,15 @@ def full_params(
                 parameter.show(plain)
         yield module
     finally:
+        for unit in units:
+            unit.show(False)
         with torch.no_grad():
-            for parameter, plain in shown:
-                parameter.hide(plain)
+            assigned = [parameter.name for parameter, plain in shown if not parameter.hide(plain)]
+    if write and assigned:
+        raise StateError(
+            f"inside full_params() another Parameter was assigned to {assigned}: write to the ones that are there "
+            "(`p.copy_(...)`), or assign outside of the block. Nothing was written"
+        )
     if write:
         with torch.no_grad():
             for parameter, plain in shown:
@@ -100,11 +110,11 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
         ...     loss = loss + 0.1 * params["weight"].square().mean()
     """
     units = list(units_of(module, recurse))
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    prefixes = {id(inner): f"{name}." if name else "" for name, inner in module.named_modules()}
     found: dict[str, Tensor] = {}
     for unit in units:
         unit.runtime.check_idle(unit, doing="gathered()")
-        unit.refresh()
+        unit.runtime.consult(unit)
         for group in unit.groups:
             tensors = group.gather_copy()
             if grad and torch.is_grad_enabled() and group.trainable:
@@ -113,7 +123,9 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
                 outputs: Any = _Gathered.apply(handle, source, *tensors)
                 tensors = list(outputs)
             for parameter, tensor in zip(group.parameters, tensors):
-                name = names.get(id(parameter.sharded), parameter.name)
+                places = [(i.module, i.name) for i in parameter.installations]
+                inner = [prefixes[id(m)] + n for m, n in places if id(m) in prefixes]
+                name = inner[0] if inner else f"{unit.name}/{parameter.name}"  # of a list, in a module beside this one
                 found[name] = tensor if parameter.requires_grad else tensor.detach()
     yield found
 

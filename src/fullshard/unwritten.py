@@ -6,6 +6,7 @@ import weakref
 
 from torch import Tensor, nn
 
+from fullshard import _torch
 from fullshard.parameter import ShardedParameter
 
 _MARK = -(2**7)  # fits in every signed integer dtype
@@ -59,6 +60,6 @@ class Unwritten:
             module = ref()
             buffer = None if module is None else getattr(module, name, None)
             if module is not None and isinstance(buffer, Tensor):
-                kept = name not in module._non_persistent_buffers_set
+                kept = _torch.persists(module, name)
                 found[f"buffer '{name}' of {type(module).__name__}"] = buffer, kept
         return found
