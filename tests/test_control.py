@@ -162,8 +162,15 @@ def test_optimizers_follow_a_copy_and_an_undone_model(world: World) -> None:
 def test_parts_of_a_sharded_model_can_be_copied_and_saved(world: World) -> None:
     sharded = shard_stack(Stack(), world.mesh)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    for thing in (sharded.head.weight, optimizer.state_dict()):
-        torch.save(thing, io.BytesIO())
+    square(sharded(world.mine(batch(0)))).backward()
+    optimizer.step()
+    for thing in (sharded.head.weight, sharded.state_dict(), optimizer.state_dict()):
+        file = io.BytesIO()
+        torch.save(thing, file)
+        assert file.tell() < 40_000, "no storages of others"
+    head = copy.deepcopy(sharded.head)
+    assert_near(full(head.weight), full(sharded.head.weight), "weight")
+    assert set(head.state_dict()) == {"weight", "bias"}
     with pytest.raises(StateError, match="a shallow copy of a sharded FSDPStack would share its units"):
         copy.copy(sharded)
 

@@ -30,6 +30,7 @@ __all__ = [
     "all_reduce_sum",
     "all_to_all",
     "allocates",
+    "at_origin",
     "attach_state",
     "axis_of",
     "backend_name",
@@ -42,6 +43,7 @@ __all__ = [
     "detach_state",
     "disable_tracing",
     "dtensor",
+    "dtensor_like",
     "flat_axis",
     "group_name",
     "has_backend",
@@ -136,8 +138,29 @@ def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
 
 
+def dtensor_like(origin: Tensor, local: Tensor, spec: DTensorSpec) -> DTensor:
+    """As `dtensor` of `local`, where `origin` is alike and begins its storage: see `at_origin`."""
+    made = DTensor.__new__(DTensor, origin, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    made._local_tensor = local
+    return made
+
+
 def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
+
+
+def at_origin(tensor: Tensor) -> Tensor:
+    """The same memory as `tensor`, at the beginning of a storage of its own that ends with it; no copy.
+
+    DTensor takes over the offset of what it wraps, and torch.save then takes it for a tensor with memory; and it saves
+    whole storages. The version counter is a new one.
+    """
+    if type(tensor) is not Tensor or tensor.device.type == "meta" or not tensor.numel():
+        return tensor
+    first = tensor.storage_offset()
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    storage = tensor.untyped_storage()[first * tensor.itemsize : (first + length) * tensor.itemsize]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def local_tensor(tensor: DTensor) -> Tensor:

@@ -76,7 +76,7 @@ class Group:
             if self.extension:
                 parameter.settle(own_shard(value, parameter.cut))
                 continue
-            local = self.shard[place.offset : place.offset + numel].view(parameter.cut.shard_shape)
+            local = _torch.at_origin(self.shard[place.offset : place.offset + numel].view(parameter.cut.shard_shape))
             local.copy_(value)
             parameter.settle(local)
         self._full: GatheredSide | None = None
@@ -115,8 +115,7 @@ class Group:
 
     def _versions(self) -> list[int]:
         """One number per parameter that grows when its shard is written: directly, through its DTensor, or by an optimizer."""
-        flat = self.shard._version
-        return [flat + parameter.version for parameter in self.parameters]
+        return [parameter.version for parameter in self.parameters]
 
     def absorb(self, values: Sequence[Tensor]) -> None:
         """Take over `values` (one local shard per parameter) in place."""

@@ -147,7 +147,8 @@ class ShardedParameter:
         self.before_step: Callable[[], None] | None = None
         self.local: Tensor = cut.slice(inside(original.detach())) if sharded is None else inside(sharded)
         if sharded is None:
-            sharded = nn.Parameter(_torch.dtensor(self.local, self.spec), requires_grad=original.requires_grad)
+            face = _torch.dtensor(_torch.at_origin(self.local), self.spec)
+            sharded = nn.Parameter(face, requires_grad=original.requires_grad)
         self.sharded = sharded
 
     @property
@@ -180,7 +181,7 @@ class ShardedParameter:
     @property
     def version(self) -> int:
         """Grows when the shard is written through its DTensor or by an optimizer."""
-        return self._writes + self.sharded._version
+        return self._writes + self.sharded._version + self.local._version
 
     def wrote(self) -> None:
         """An optimizer wrote the shard. DTensor's foreach and fused operations move no version counter."""
@@ -221,7 +222,7 @@ class ShardedParameter:
 
     def deliver(self, local: Tensor, key: str, mark: object) -> None:
         """Set the first gradient of a step, over `local` in the dtype of the shard, with `mark` on it."""
-        gradient = _torch.dtensor(local, self.spec)
+        gradient = _torch.dtensor_like(self.local, local, self.spec)
         gradient.__dict__[key] = mark
         self.sharded.grad = gradient
 
@@ -231,8 +232,9 @@ class ShardedParameter:
 
     def face(self, local: Tensor) -> DTensor:
         """A DTensor like the sharded parameter over other local data, for gradients and optimizer states."""
-        same = local.dtype == self.local.dtype
-        return _torch.dtensor(local, self.spec if same else self.cut.spec(local.dtype))
+        if local.dtype != self.local.dtype or local.device != self.local.device or not self._plain:
+            return _torch.dtensor(local, self.cut.spec(local.dtype))
+        return _torch.dtensor_like(self.local, local, self.spec)
 
     def shard_of(self, full: Tensor, *, dtype: torch.dtype) -> DTensor:
         """A DTensor like the sharded parameter with this rank's rows of `full`, where the shard is (or will be, if on meta)."""
