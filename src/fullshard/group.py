@@ -21,12 +21,21 @@ from fullshard.schedule import StateError
 _FLAT = "_fullshard_flat"  # on a gradient: the flat tensor all gradients of its group are views of
 
 
+@dataclass(frozen=True, slots=True)
+class PackedPiece:
+    """One stretch of a packed message; `blank` is filled with zeros (a gap, or copied in by hand later)."""
+
+    parameter: int
+    size: int
+    blank: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ReductionPlan:
-    """What a reduction sends: one packed message of `pieces`, and `alone` the parameters that go as they are."""
+    """What a reduction sends: one message of `packed` pieces, and `alone` the parameters that go as they are."""
 
     numel: int  # of the packed message, per rank
-    pieces: tuple[Piece, ...]
+    packed: tuple[PackedPiece, ...]
     folded: tuple[Piece, ...]  # of these, those that are copied in by hand
     alone: tuple[int, ...]
 
@@ -35,7 +44,9 @@ class ReductionPlan:
         bucket, alone = layout.reduction(direct=direct)
         pieces = tuple(piece for piece in bucket.pieces if piece.size) if bucket is not None else ()
         folded = tuple(p for p in pieces if p.parameter >= 0 and layout.places[p.parameter].folded)
-        return cls(0 if bucket is None else bucket.size, pieces, folded, alone)
+        by_hand = {piece.parameter for piece in folded}
+        packed = tuple(PackedPiece(p.parameter, p.size, p.parameter < 0 or p.parameter in by_hand) for p in pieces)
+        return cls(0 if bucket is None else bucket.size, packed, folded, alone)
 
 
 class Group:
@@ -115,7 +126,7 @@ class Group:
 
     def _versions(self) -> list[int]:
         """One number per parameter that grows when its shard is written: directly, through its DTensor, or by an optimizer."""
-        return [parameter.version for parameter in self.parameters]
+        return [p.writes + p.sharded._version + p.local._version for p in self.parameters]
 
     def absorb(self, values: Sequence[Tensor]) -> None:
         """Take over `values` (one local shard per parameter) in place."""

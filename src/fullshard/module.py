@@ -305,7 +305,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, for the sharded parameters, also while full ones are installed; discards what `accumulate()` kept."""
         for unit in units_of(self, True):
-            unit.runtime.discard(unit)
+            if unit.undelivered:
+                unit.runtime.discard(unit)
             for parameter in unit.parameters:
                 parameter.discard_gradient(set_to_none=set_to_none)
         _beyond(self).zero_grad(set_to_none)

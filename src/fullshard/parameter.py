@@ -88,13 +88,13 @@ def move_data(parameter: nn.Parameter, device: torch.device) -> None:
 class Installation:
     """One slot a parameter is installed in. Holds the module's dict of parameters, not the module: no cycle."""
 
-    __slots__ = ("_custom", "_module", "name", "parameters")
+    __slots__ = ("_module", "custom", "name", "parameters")
 
     def __init__(self, slot: Slot) -> None:
         self.parameters = _torch.parameters_of(slot.module)
         self.name = slot.name
         # Modules that keep parameters elsewhere too (RNNs do) learn of a swap through their own __setattr__.
-        self._custom = type(slot.module).__setattr__ is not nn.Module.__setattr__
+        self.custom = type(slot.module).__setattr__ is not nn.Module.__setattr__
         self._module = weakref.ref(slot.module)
 
     @property
@@ -102,7 +102,7 @@ class Installation:
         return self._module()
 
     def put(self, parameter: nn.Parameter) -> None:
-        module = self._module() if self._custom else None
+        module = self._module() if self.custom else None
         if module is None:
             self.parameters[self.name] = parameter
         else:
@@ -115,6 +115,7 @@ class ShardedParameter:
     name: qualified within its unit.        cut: its shapes, and which rows are this rank's.
     sharded: the DTensor Parameter callers see, over `local` (cut.shard_shape), a view of the group's flat shard.
     full: the Parameter modules compute with, over the group's full storage; None until first gathered.
+    writes: how often an optimizer wrote the shard.
     kept: the full gradient of backwards that did not communicate, in the reduce dtype.
     before_step: raises StateError if this is no moment for an optimizer to write the shard.
     """
@@ -122,7 +123,6 @@ class ShardedParameter:
     __slots__ = (
         "__weakref__",
         "_plain",
-        "_writes",
         "before_step",
         "cut",
         "full",
@@ -132,6 +132,7 @@ class ShardedParameter:
         "name",
         "sharded",
         "spec",
+        "writes",
     )
 
     def __init__(self, claim: Claim, cut: Cut, sharded: nn.Parameter | None = None) -> None:
@@ -142,7 +143,7 @@ class ShardedParameter:
         self.spec = cut.spec(original.dtype)
         self.full: nn.Parameter | None = None
         self.kept: Tensor | None = None
-        self._writes = 0
+        self.writes = 0
         self._plain = cut.dense is None and len(cut.shape) > 0  # modules compute with `cut.whole` as it is
         self.before_step: Callable[[], None] | None = None
         self.local: Tensor = cut.slice(inside(original.detach())) if sharded is None else inside(sharded)
@@ -178,14 +179,9 @@ class ShardedParameter:
     def requires_grad(self) -> bool:
         return self.sharded.requires_grad
 
-    @property
-    def version(self) -> int:
-        """Grows when the shard is written through its DTensor or by an optimizer."""
-        return self._writes + self.sharded._version + self.local._version
-
     def wrote(self) -> None:
         """An optimizer wrote the shard. DTensor's foreach and fused operations move no version counter."""
-        self._writes += 1
+        self.writes += 1
 
     def take_gradient(self) -> Tensor | None:
         """What autograd left at the full face, (cut.whole)."""
@@ -332,7 +328,10 @@ class ShardedParameter:
         if full.requires_grad is not self.sharded.requires_grad:
             full.requires_grad_(self.sharded.requires_grad)
         for installation in self.installations:
-            installation.put(full)
+            if installation.custom:
+                installation.put(full)
+            else:  # as `put`, which costs more than what it does
+                installation.parameters[installation.name] = full
 
     def install_sharded(self) -> None:
         """Give the slots back their sharded face; a Parameter assigned meanwhile stays and is seen at the next gather."""
@@ -341,7 +340,10 @@ class ShardedParameter:
             return
         for installation in self.installations:
             if installation.parameters.get(installation.name) is full:
-                installation.put(sharded)
+                if installation.custom:
+                    installation.put(sharded)
+                else:
+                    installation.parameters[installation.name] = sharded
                 if full.requires_grad is not sharded.requires_grad:
                     sharded.requires_grad_(full.requires_grad)
 

@@ -72,13 +72,9 @@ class Reduction:
                 return torch.zeros(layout.places[index].shape, dtype=dtype, device=device)
             return grad.contiguous()
 
-        if plan.pieces:
+        if plan.packed:
             message = memory((layout.ranks * plan.numel,), dtype=reduce, device=device).view(layout.ranks, -1)
-            blank = {piece.parameter for piece in plan.folded}
-            parts = [
-                gradient(p.parameter) if p.parameter >= 0 and p.parameter not in blank else group.gap(p.size, dtype)
-                for p in plan.pieces
-            ]
+            parts = [group.gap(p.size, dtype) if p.blank else gradient(p.parameter) for p in plan.packed]
             _torch.chunk_cat(parts, message)
             for piece in plan.folded:
                 grad, place = grads[piece.parameter], layout.places[piece.parameter]
