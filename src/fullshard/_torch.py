@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -163,9 +164,8 @@ def at_origin(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
-    """The very tensor object a DTensor wraps, not a view of it as `to_local()` gives."""
-    return tensor._local_tensor
+local_tensor: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
+"""The very tensor object a DTensor wraps, not a view of it as `to_local()` gives."""
 
 
 def point_at(tensor: DTensor, local: Tensor) -> None:

@@ -14,7 +14,7 @@ from fullshard.comm import Ticket
 from fullshard.extension import ExtensionSide, extends, own_shard
 from fullshard.full import Carriers, FullSide, GatheredSide, Storage
 from fullshard.layout import GroupLayout, Piece, plan_layout
-from fullshard.parameter import ShardedParameter
+from fullshard.parameter import ShardedParameter, all_current
 from fullshard.policies import Dtypes
 from fullshard.schedule import StateError
 
@@ -138,7 +138,7 @@ class Group:
                 parameter.settle(parameter.local)
 
     def is_current(self) -> bool:
-        return all(parameter.is_current() for parameter in self.parameters)
+        return all_current(self.parameters)
 
     # --- gathering ---
 

@@ -69,6 +69,20 @@ def inside(tensor: Tensor) -> Tensor:
     return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def all_current(parameters: Iterable[ShardedParameter]) -> bool:
+    """Whether every slot holds the sharded face over our memory and trainability has not changed since. Runs at each gather."""
+    for parameter in parameters:
+        sharded, full = parameter.sharded, parameter.full
+        for installation in parameter.installations:
+            if installation.parameters.get(installation.name) is not sharded:
+                return False
+        if _torch.local_tensor(sharded) is not parameter.local:
+            return False
+        if full is not None and full.requires_grad is not sharded.requires_grad:
+            return False
+    return True
+
+
 def move_data(parameter: nn.Parameter, device: torch.device) -> None:
     """Move a parameter that is not sharded yet, and its gradient, in place; what is on meta stays there."""
     if parameter.device.type in ("meta", device.type):
@@ -257,15 +271,6 @@ class ShardedParameter:
         """`view` (cut.whole, over the full storage) becomes the full face."""
         self.full = nn.Parameter(self.cut.lift(view), requires_grad=self.sharded.requires_grad)
         self.full.__dict__[_SUCCESSOR] = self.sharded
-
-    def is_current(self) -> bool:
-        """Whether every slot holds the sharded face over our memory and trainability has not changed since."""
-        sharded = self.sharded
-        for installation in self.installations:
-            if installation.parameters.get(installation.name) is not sharded:
-                return False
-        full = self.full
-        return _torch.local_tensor(sharded) is self.local and (full is None or full.requires_grad is sharded.requires_grad)  # type: ignore[arg-type]
 
     def incoming(self) -> Tensor:
         """The values the slots say this rank's shard has now, (cut.shard_shape); the caller may have put others there.
