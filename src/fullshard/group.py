@@ -116,6 +116,11 @@ class Group:
         return any(_torch.has_reduction_hooks(parameter.sharded) for parameter in self.parameters)
 
     @property
+    def installed(self) -> bool:
+        """Whether the slots hold the full parameters."""
+        return self._installed
+
+    @property
     def full_nbytes(self) -> int:
         return self.layout.full_numel * self.dtypes.compute.itemsize
 

@@ -295,6 +295,11 @@ class Unit:
         self.name = name
 
     @property
+    def shows_full(self) -> bool:
+        """Whether slots hold full parameters, so that walking the modules does not find the sharded ones."""
+        return self.shown or any(group.installed for group in self.groups)
+
+    @property
     def undelivered(self) -> bool:
         """Whether gradients of the unit are on their way."""
         return self.runtime.is_undelivered(self)
