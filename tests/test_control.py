@@ -292,3 +292,15 @@ def test_torchs_own_fully_shard_still_works_while_installed(world: World) -> Non
     with fullshard.installed():
         other = held["fully_shard"](nn.Linear(4, 2), mesh=world.mesh)
         other(torch.ones(1, 4)).sum().backward()
+
+
+@ranks(1, 2)
+def test_a_backward_through_a_unit_that_was_undone_says_so(world: World) -> None:
+    sharded = shard_stack(Stack(), world.mesh)
+    loss = square(sharded(world.mine(batch(0))))
+    fullshard.undo(sharded)
+    with pytest.raises(
+        StateError, match="unit '.*' was undone, or became one with another, between its forward and this backward"
+    ):
+        loss.backward()
+    square(sharded(batch(0))).backward()

@@ -677,6 +677,11 @@ class Runtime:
 
     def enter_backward(self, unit: Unit, call: Call, *, glimpse: bool = False) -> None:
         """`glimpse`: of a call that used a copy of the parameters (`glimpse` made it)."""
+        if not self.planner.knows(unit.number):
+            raise StateError(
+                f"unit '{unit.name}' was undone, or became one with another, between its forward and this backward: run the "
+                "backward before undo() or fully_shard(), or the forward again"
+            )
         self._recover_if_stale()
         first = self._begin_backward()
         self._touched[unit.number] = unit

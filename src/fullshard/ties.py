@@ -66,6 +66,7 @@ def find_ties(modules: Sequence[nn.Module], holdings: Holdings, options: UnitOpt
         parameter = known[0]
         ties.add(claim, parameter)
         owner.runtime.rest(owner, doing="fully_shard() of a module that shares a parameter with it")
+        owner.runtime.check_delivered(owner, doing="fully_shard() of a module that shares a parameter with it")
         around = {id(inner) for module in owner.modules for inner in module.modules()}
         if all(id(module) in inside for module in owner.modules):
             ties.taken.append((parameter, owner))
