@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
 from fullshard import StateError, _torch, fully_shard
-from fullshard.comm import GlooCollectives, Pending
+from fullshard.comm import GlooCollectives, OneRank, Pending
 
 
 class Raises(torch.autograd.Function):
@@ -797,3 +797,51 @@ def test_complex_parameters_travel_as_pairs(world: World) -> None:
     square(model(batch(0))).backward()
     got, want = sharded.weight.grad.full_tensor(), model.weight.grad
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("where", ["start", "wait"])
+@ranks(1)
+def test_memory_that_messages_may_still_arrive_in_is_not_freed(world: World, where: str) -> None:
+    """A gather failed after it had asked for messages; its storage was freed, and they would have arrived in others' memory."""
+    asked: list[torch.Tensor] = []
+    failing: list[str] = []
+
+    class Asked:
+        def wait(self) -> None:
+            if failing:
+                raise RuntimeError("the peer is gone")
+
+        def is_completed(self) -> bool:
+            return True
+
+    class Partly(OneRank):
+        def gatherer(self, outs: Any, shards: Any) -> Any:
+            gather = super().gatherer(outs, shards)
+
+            def start() -> Pending:
+                gather()
+                asked.extend(outs)
+                if failing == ["start"]:
+                    raise RuntimeError("the peer is gone")
+                return Pending([Asked()])
+
+            return start
+
+    model = Stack()
+    sharded = shard_stack(
+        copy.deepcopy(model), world.mesh, comm_policy=fullshard.CommPolicy(collectives=lambda group: Partly())
+    )
+    square(sharded(batch(0))).backward()
+    sharded.zero_grad()
+    asked.clear()
+    failing.append(where)
+    with pytest.raises(RuntimeError, match="the peer is gone"):
+        sharded(batch(1))
+    assert asked
+    for out in asked:
+        assert out.untyped_storage().size() >= out.numel() * out.itemsize
+        out.fill_(float("nan"))  # what arrives late
+    failing.clear()
+    square(sharded(batch(2))).backward()
+    square(model(batch(2))).backward()
+    assert_same_grads(sharded, model)

@@ -431,12 +431,13 @@ class Lane(Protocol):
 
 
 class _HostTicket:
-    __slots__ = ("_finish", "_followers", "_pending")
+    __slots__ = ("_failure", "_finish", "_followers", "_pending")
 
     def __init__(self, pending: Pending, finish: Callable[[], None]) -> None:
         self._pending: Pending | None = pending
         self._finish: Callable[[], None] | None = finish
         self._followers: list[_LaterTicket] = []
+        self._failure: BaseException | None = None
 
     def follow(self, later: _LaterTicket) -> None:
         """Begin `later` as soon as this is waited for."""
@@ -452,8 +453,14 @@ class _HostTicket:
         pending, finish = self._pending, self._finish
         if pending is None or finish is None:
             return
-        for work in pending.works:
-            work.wait()
+        if self._failure is not None:  # gloo waits for ever if asked for the same message twice
+            raise self._failure
+        try:
+            for work in pending.works:
+                work.wait()
+        except BaseException as failure:
+            self._failure = failure
+            raise
         self._pending = self._finish = None
         if pending.then is not None:
             pending.then()

@@ -260,6 +260,11 @@ class Group:
         if self._full is not None:
             self._full.shrink()
 
+    def abandon(self) -> None:
+        """A gather failed half way: messages may still arrive in its memory, which goes when the last of them is forgotten."""
+        self.uninstall()
+        self._full = None
+
     # --- gradients ---
 
     def take_gradients(self) -> list[Tensor | None] | None:

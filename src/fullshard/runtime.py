@@ -875,11 +875,21 @@ class Runtime:
         for number in dict.fromkeys(action.unit for action in actions):
             unit = self._units.get(number)
             if unit is not None:
-                for group, ticket in self._gathering.pop(number, ()):
-                    self._in_flight.push(ticket, group.shrink)
-                self._drain()
+                self._settle_or_abandon(self._gathering.pop(number, ()))
                 self._reshard(unit)
                 self.planner.void(number)
+
+    def _settle_or_abandon(self, gathering: Sequence[tuple[Group, Ticket]]) -> None:
+        """Memory that messages may still arrive in must not be freed. Who can be waited for no more is not asked again."""
+        broken = False
+        for group, ticket in gathering:
+            try:
+                if not broken:
+                    ticket.wait()
+            except Exception:
+                broken = True
+            if broken:
+                group.abandon()
 
     def _act(self, action: Action) -> None:
         unit = self._units.get(action.unit)
@@ -914,12 +924,18 @@ class Runtime:
         self._gathering[unit.number] = tickets
         for group in unit.groups:
             full = group.grow()
-            tickets.append((group, self._gather_lane.run(full.start, full.finish)))
+            try:
+                ticket = self._gather_lane.run(full.start, full.finish)
+            except BaseException:
+                group.abandon()
+                raise
+            tickets.append((group, ticket))
 
     def _wait(self, unit: Unit) -> None:
-        for group, ticket in self._gathering.pop(unit.number):
+        for group, ticket in self._gathering[unit.number]:
             ticket.wait()
             group.settle(ticket)
+        del self._gathering[unit.number]
 
     def _retain(self, unit: Unit) -> None:
         for group in unit.groups:
