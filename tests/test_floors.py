@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 FLOORS = [
     {"_torch", "policies", "layout"},
     {"mesh", "modules", "comm", "schedule"},
-    {"cut"},
+    {"cut", "plan"},
     {"parameter"},
     {"extension", "full", "unwritten"},
     {"group"},
@@ -21,7 +21,8 @@ FLOORS = [
     {"assembly"},
     {"module", "ties"},
     {"api"},
-    {"optim", "scopes", "materialize", "install"},
+    {"optim", "scopes", "materialize", "install", "auto"},
+    {"wrap"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
@@ -80,7 +81,8 @@ def test_nothing_of_torchs_fsdp_is_called() -> None:
             if isinstance(node, (ast.Import, ast.ImportFrom)) and "distributed.fsdp" in ast.unparse(node):
                 assert path.stem in ("_torch", "install"), path.name
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch_fsdp":
-                assert ast.unparse(node) in ("torch_fsdp.FSDPModule", "torch_fsdp.fully_shard"), "for isinstance, and as a key"
+                allowed = ("torch_fsdp.FSDPModule", "torch_fsdp.fully_shard", "torch_fsdp.wrap")
+                assert ast.unparse(node) in allowed, "for isinstance, as a key, and to ask policy objects"
             if isinstance(node, ast.Attribute):
                 assert "ops.fsdp" not in ast.unparse(node), path.name
 

@@ -84,7 +84,7 @@ def test_a_threshold_of_infinity_packs_everything_and_zero_nothing_that_can_be_a
     assert [p.size * 2 == math.prod(p.shape) for p in layout.places] == [True, True, False]
 
 
-@pytest.mark.parametrize("module", [fullshard.layout, fullshard.policies, fullshard.schedule])
+@pytest.mark.parametrize("module", [fullshard.layout, fullshard.plan, fullshard.policies, fullshard.schedule, fullshard.wrap])
 def test_examples_in_docstrings(module: object) -> None:
     found = doctest.testmod(module, extraglobs={"torch": torch})  # type: ignore[arg-type]
     assert found.attempted and not found.failed

@@ -5,6 +5,9 @@ api.py          fully_shard()
 module.py       FSDPModule (the class that is mixed in), UnshardHandle, counting(), stats(), undo()
 policies.py     MixedPrecisionPolicy, CommPolicy, CheckPolicy, each resolving to a value without None
 scopes.py       full_params(), gathered(): full parameters for the length of a block
+wrap.py         shard_model(), plan_model(); FSDP1's policies: which modules become units
+plan.py         Plan: the units to be made, as data; prints as a table, can be edited
+auto.py         AutoPolicy: repeated blocks, and what is as large beside them
 materialize.py  materialize(): memory and first values for a model built on meta
 install.py      install(): fullshard in place of torch's FSDP2
 __main__.py     python -m fullshard run script.py
@@ -49,9 +52,11 @@ from fullshard.module import (
     undo,
 )
 from fullshard.optim import clip_grad_norm_
+from fullshard.plan import Plan, PlannedUnit
 from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.schedule import InternalError, StateError
 from fullshard.scopes import full_params, gathered
+from fullshard.wrap import plan_model, shard_model
 
 __version__ = "0.1.0"
 
@@ -69,6 +74,8 @@ __all__ = [
     "Message",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Plan",
+    "PlannedUnit",
     "ReduceScatter",
     "ShardPlacementResult",
     "StateError",
@@ -81,8 +88,10 @@ __all__ = [
     "install",
     "installed",
     "materialize",
+    "plan_model",
     "register_fsdp_forward_method",
     "resident",
+    "shard_model",
     "share_comm_ctx",
     "stats",
     "undo",

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = [
+    "BATCH_NORM",
     "DTensorSpec",
     "TorchFSDPModule",
     "all_gather_base",
@@ -54,6 +55,7 @@ __all__ = [
     "is_in_forward",
     "is_non_composable",
     "is_over",
+    "is_wrap_policy",
     "join_meshes",
     "local_tensor",
     "mark_managed",
@@ -71,6 +73,7 @@ __all__ = [
     "reduce_scatter_coalesced",
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
+    "run_wrap_policy",
     "same_memory",
     "same_storage",
     "send",
@@ -261,6 +264,20 @@ def is_in_forward(module: nn.Module, *, outer: bool = False) -> bool:
 
 def view_base(tensor: Tensor) -> Tensor | None:
     return tensor._base if tensor._is_view() else None
+
+
+BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+"""What all batch norms are."""
+
+
+def is_wrap_policy(policy: Any) -> bool:
+    """Whether `policy` is one of FSDP1's policy objects (its policy functions are plain callables)."""
+    return isinstance(policy, torch_fsdp.wrap._Policy)
+
+
+def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
+    """The modules that a policy object of FSDP1 chooses, and what it overrides for each."""
+    return policy._run_policy(root, ignored, {})
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------

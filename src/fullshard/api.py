@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import torch
@@ -27,7 +28,7 @@ from fullshard.policies import (
     resolve_offload,
 )
 from fullshard.runtime import Runtime, Unit, UnitOptions, unit_of
-from fullshard.ties import find_ties
+from fullshard.ties import Ties, find_ties
 from fullshard.views import view_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -101,38 +102,101 @@ def fully_shard(  # type: ignore[misc]
     Zhao et al., PyTorch FSDP (arXiv 2304.11277).
     """
     modules = _check_modules(module)
-    for name, value, kind in (
-        ("comm_policy", comm_policy, CommPolicy),
-        ("check_policy", check_policy, CheckPolicy),
-    ):
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
-    mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
-    axis = resolve_mesh(mesh, dp_mesh_dims)
-    keep, retain = keep_of(reshard_after_forward, axis)
-    home = axis.device if not isinstance(offload_policy, CPUOffloadPolicy) else torch.device("cpu")
-    holdings = collect(modules, ignored=ignored_params or (), is_unit=lambda inner: unit_of(inner) is not None)
-    options = UnitOptions(keep=keep, retain=retain, mp=mp_policy, offload=offload_policy, comm=comm_policy, checks=check_policy)
-    ties = find_ties(modules, holdings, options)
-    claims = [claim for claim in holdings.claims if not ties.knows(claim)]
-    _check_parameters(claims, axis)
-    _check_buffers(holdings, axis)
-    Runtime.of(axis.device, comm_policy).carriers(axis, options)
-    cuts = [_cut(claim, axis, shard_placement_fn) for claim in claims]
-
-    _move(claims, holdings, home, axis.device)
+    shaped = _Shape.of(
+        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims, comm_policy, check_policy
+    )
+    found = _inspect(modules, shaped, ignored_params or (), lambda inner: unit_of(inner) is not None)
+    axis, options, claims = shaped.axis, shaped.options, found.claims
+    home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
+    _move(claims, found.holdings, home, axis.device)
     with torch.no_grad():
-        new = [ShardedParameter(claim, how) for claim, how in zip(claims, cuts)]
-        taken, merged = ties.take(plain_class)
+        new = [ShardedParameter(claim, how) for claim, how in zip(claims, found.cuts)]
+        taken, merged = found.ties.take(plain_class)
         unit = Unit(roots_of([*merged, *modules]), [*taken, *new], axis, options)
         for parameter, claim in zip(new, claims):
             parameter.succeed(claim.parameter)
-        ties.settle()
-    assembly.assemble(unit, sharded_class, holdings.modules)
+        found.ties.settle()
+    assembly.assemble(unit, sharded_class, found.holdings.modules)
     return module
 
 
 # --- checks, before anything has changed -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a call of `fully_shard` asks for, resolved."""
+
+    axis: ShardAxis
+    options: UnitOptions
+    placement_fn: PlacementFn | None
+
+    @classmethod
+    def of(
+        cls,
+        mesh: DeviceMesh | None,
+        reshard_after_forward: bool | int | None = None,
+        shard_placement_fn: PlacementFn | None = None,
+        mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+        offload_policy: OffloadPolicy = OffloadPolicy(),
+        dp_mesh_dims: DataParallelMeshDims | None = None,
+        comm_policy: CommPolicy = CommPolicy(),
+        check_policy: CheckPolicy = CheckPolicy(),
+    ) -> _Shape:
+        for name, value, kind in (
+            ("comm_policy", comm_policy, CommPolicy),
+            ("check_policy", check_policy, CheckPolicy),
+        ):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+        mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
+        axis = resolve_mesh(mesh, dp_mesh_dims)
+        keep, retain = keep_of(reshard_after_forward, axis)
+        options = UnitOptions(
+            keep=keep, retain=retain, mp=mp_policy, offload=offload_policy, comm=comm_policy, checks=check_policy
+        )
+        return cls(axis, options, shard_placement_fn)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a call of `fully_shard` would take."""
+
+    holdings: Holdings
+    ties: Ties
+    claims: list[Claim]
+    cuts: list[Cut]
+
+
+def _inspect(
+    modules: list[nn.Module],
+    shaped: _Shape,
+    ignored: Iterable[nn.Parameter],
+    is_unit: Callable[[nn.Module], bool],
+) -> _Found:
+    """Everything that can be refused is refused here. May make process groups, so it is collective."""
+    axis, options = shaped.axis, shaped.options
+    holdings = collect(modules, ignored=ignored, is_unit=is_unit)
+    ties = find_ties(modules, holdings, options)
+    claims = [claim for claim in holdings.claims if not ties.knows(claim)]
+    _check_parameters(claims, axis)
+    _check_buffers(holdings, axis)
+    Runtime.of(axis.device, options.comm).carriers(axis, options)
+    return _Found(holdings, ties, claims, [_cut(claim, axis, shaped.placement_fn) for claim in claims])
+
+
+def check(
+    module: nn.Module | list[nn.Module],
+    *,
+    ignored_params: Iterable[nn.Parameter] = (),
+    units: Iterable[nn.Module] = (),
+    mesh: DeviceMesh | None = None,
+    **options: Any,
+) -> None:
+    """Raise what `fully_shard` would raise, changing nothing, if `units` were units already. Collective."""
+    planned = {id(unit) for unit in units}
+    modules = _check_modules(module)
+    _inspect(modules, _Shape.of(mesh, **options), ignored_params, lambda inner: id(inner) in planned)
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
@@ -210,4 +274,4 @@ def _move(claims: Sequence[Claim], holdings: Holdings, home: torch.device, devic
 
 fully_shard.state = view_of  # type: ignore[attr-defined]
 
-__all__ = ["fully_shard"]
+__all__ = ["check", "fully_shard"]

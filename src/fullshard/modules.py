@@ -73,17 +73,29 @@ def collect(
     return Holdings(modules, list(claims.values()), list(buffers.values()))
 
 
+def children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(qualified name, module) of `root` and all below it, children in registration order before their parents, each once."""
+    for prefix, module in _post_order(root, "", set(), {id(root)}, lambda module: False, everything=True):
+        yield prefix.rstrip("."), module
+
+
 def _post_order(
-    module: nn.Module, prefix: str, seen: set[int], root_ids: set[int], is_unit: Callable[[nn.Module], bool]
+    module: nn.Module,
+    prefix: str,
+    seen: set[int],
+    root_ids: set[int],
+    is_unit: Callable[[nn.Module], bool],
+    *,
+    everything: bool = False,
 ) -> Iterator[tuple[str, nn.Module]]:
     """(prefix, module) for `module` and all below it that are its own, children first, each once."""
     if id(module) in seen:
         return
     seen.add(id(module))
-    if (id(module) not in root_ids and is_unit(module)) or _torch.is_non_composable(module):
+    if not everything and ((id(module) not in root_ids and is_unit(module)) or _torch.is_non_composable(module)):
         return
     for name, child in module.named_children():
-        yield from _post_order(child, f"{prefix}{name}.", seen, root_ids, is_unit)
+        yield from _post_order(child, f"{prefix}{name}.", seen, root_ids, is_unit, everything=everything)
     yield prefix, module
 
 

@@ -1,0 +1,386 @@
+"""Which modules become units: FSDP1's policies, and sharding a whole model in one call."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import _torch
+from fullshard.api import check, fully_shard
+from fullshard.auto import AutoPolicy
+from fullshard.mesh import resolve_mesh
+from fullshard.modules import children_first
+from fullshard.plan import Mixture, Outline, Plan, PlannedUnit
+from fullshard.policies import MixedPrecisionPolicy, resolve_mp
+from fullshard.runtime import say_once, unit_of
+
+Classes = Iterable[type[nn.Module]]
+
+
+class Policy(ABC):
+    """Says which modules of a model become units. An alternative to a function (module, recurse, nonwrapped_numel) -> bool."""
+
+    @abstractmethod
+    def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
+        """The modules that become units, and options of `fully_shard` that only theirs have. The model itself always is one."""
+
+
+class ModuleWrapPolicy(Policy):
+    """Every module of these classes is a unit.
+
+    >>> policy = ModuleWrapPolicy({nn.TransformerEncoderLayer})
+    >>> policy(nn.TransformerEncoderLayer(8, 2), recurse=False)
+    True
+
+    Source: `torch.distributed.fsdp.wrap.ModuleWrapPolicy`.
+    """
+
+    def __init__(self, module_classes: Classes) -> None:
+        self._classes = tuple(dict.fromkeys(module_classes))
+        _check_classes(self._classes, "ModuleWrapPolicy takes")
+
+    def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
+        return {module: {} for module in _considered(model, ignored_modules) if isinstance(module, self._classes)}
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        return recurse or isinstance(module, self._classes)
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({', '.join(cls.__name__ for cls in self._classes)})"
+
+
+class CustomPolicy(Policy):
+    """`lambda_fn(module)` says of each module: True, it is a unit; a dict, it is one with these options; else it is none.
+
+    Source: `torch.distributed.fsdp.wrap.CustomPolicy`.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._fn = lambda_fn
+
+    def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
+        chosen: dict[nn.Module, dict[str, Any]] = {}
+        for name, module in children_first(model):
+            if module in ignored_modules:
+                continue
+            answer = self._fn(module)
+            if not isinstance(answer, (bool, dict)):
+                raise ValueError(
+                    f"the function of CustomPolicy must return True, False or a dict of options, got {answer!r} for '{name}'"
+                )
+            if answer:
+                chosen[module] = dict(answer) if isinstance(answer, dict) else {}
+        return chosen
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Every module that holds parameters is a unit."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Modules for which `lambda_fn(module)` holds; to be given as `functools.partial(..., lambda_fn=...)`."""
+    return recurse or bool(lambda_fn(module))
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Collection[type[nn.Module]]
+) -> bool:
+    """Modules of `transformer_layer_cls`; to be given as `functools.partial(..., transformer_layer_cls={Block})`."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: Collection[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
+) -> bool:
+    """Modules with at least `min_num_params` elements that no unit below them holds.
+
+    force_leaf_modules: classes that are not looked into; None is `size_based_auto_wrap_policy.FORCE_LEAF_MODULES`.
+    exclude_wrap_modules: classes that are no units themselves; None is `size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES`.
+    """
+    leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules  # type: ignore[attr-defined]
+    never = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules  # type: ignore[attr-defined]
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(leaves if recurse else never))
+
+
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+
+
+def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
+    """Modules that any of `policies` chooses; to be given as `functools.partial(or_policy, policies=[...])`."""
+    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
+
+
+# --- from a policy to a plan -------------------------------------------------------------------------------------------
+
+
+def plan_model(
+    model: nn.Module,
+    policy: Any = "auto",
+    *,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+) -> Plan:
+    """What `shard_model` would do, as a `Plan` to print and edit. Nothing is touched, and no process group is needed.
+
+    Args:
+        policy: "auto" or an `AutoPolicy`; a `Policy`, or one of FSDP1's policy objects; a function
+            (module, recurse, nonwrapped_numel) -> bool, called as FSDP1 does, root first with recurse=True, and with
+            recurse=False, from the leaves up, with the elements that no unit below holds.
+        ignored_modules: left alone, with all below them.
+        ignored_params: left alone.
+
+    Raises:
+        ValueError: for a policy of another kind, one that chooses a list of modules (which has no forward) whose parameters
+            no other unit takes, or modules of the model that are units already, by name.
+
+    Example:
+        >>> blocks = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)]
+        >>> print(plan_model(nn.Sequential(*blocks, nn.Linear(8, 2))))
+        unit     class                        parameters  elements        bytes  options  why
+        0 ... 1  2 x TransformerEncoderLayer      2 x 12   2 x 600  2 x 2.3 KiB           one of 2 blocks
+        (model)  Sequential                            2        18         72 B           what is left
+        3 units hold 26 parameters: 1,218 elements, 4.8 KiB; the largest holds 2.3 KiB
+    """
+    _check_untouched(model)
+    skipped = [inner for module in ignored_modules for inner in module.modules()]
+    ignored = [*ignored_params, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
+    outline = Outline.of(model, ignored=ignored)
+    if policy == "auto" or isinstance(policy, AutoPolicy):
+        chosen = AutoPolicy() if isinstance(policy, str) else policy
+        units = chosen.units(model, ignored_modules=skipped, ignored=ignored)
+        return Plan(outline, units or [PlannedUnit(("",), "no repeated blocks were found: choose units yourself")])
+    found = _chosen(model, policy, skipped, ignored)
+    units = []
+    for name, module in children_first(model):
+        if module is model or module not in found:
+            continue
+        if name in outline.uncallable:
+            _check_list(name, module, found, ignored)
+        elif any(outline.own[inner] for inner in outline.below([name])) or found[module]:
+            units.append(PlannedUnit((name,), "chosen by the policy", found[module]))
+    return Plan(outline, units)
+
+
+def _chosen(
+    model: nn.Module, policy: Any, skipped: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
+) -> dict[nn.Module, dict[str, Any]]:
+    if isinstance(policy, Policy):
+        return policy.choose(model, skipped)
+    if _torch.is_wrap_policy(policy):
+        return _torch.run_wrap_policy(policy, model, set(skipped))
+    if callable(policy) and not isinstance(policy, type):
+        asked = _asked(model, policy, set(skipped), {id(parameter) for parameter in ignored})
+        return {module: {} for module in asked}
+    raise ValueError(
+        f"policy must be 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got {policy!r}"
+    )
+
+
+def _asked(model: nn.Module, policy: Callable[..., bool], skipped: set[nn.Module], ignored: set[int]) -> list[nn.Module]:
+    """The modules below `model` that a function chooses, children first, each asked for once."""
+    chosen: list[nn.Module] = []
+    seen = {model}
+
+    def ask(module: nn.Module) -> int:
+        """The elements below `module` that units hold."""
+        numel = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        held = 0
+        for child in module.children():
+            if child not in skipped and child not in seen:
+                seen.add(child)
+                held += ask(child)
+        if module is not model and policy(module=module, recurse=False, nonwrapped_numel=numel - held):
+            chosen.append(module)
+            return numel
+        return held
+
+    ask(model)
+    return chosen
+
+
+def _considered(model: nn.Module, ignored: Collection[nn.Module]) -> list[nn.Module]:
+    left_out = set(ignored)
+    return [module for module in model.modules() if module not in left_out]
+
+
+def _check_classes(classes: Sequence[Any], what: str) -> None:
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise ValueError(f"{what} classes of modules, got {cls!r}")
+
+
+def _check_untouched(model: nn.Module) -> None:
+    found = [name or "(model)" for name, module in children_first(model) if unit_of(module) is not None]
+    if found:
+        raise ValueError(
+            f"modules {found[:5]}{' and more' if len(found) > 5 else ''} are units already: a plan is made for a model that "
+            "has none; call fully_shard for the rest by hand, or undo(model) first"
+        )
+
+
+def _check_list(name: str, module: nn.Module, found: Collection[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
+    """A list of modules that a policy chose needs no unit if everything in it has one."""
+    left_out = {id(parameter) for parameter in ignored}
+
+    def left(inner: nn.Module) -> bool:
+        own = any(id(parameter) not in left_out for parameter in inner.parameters(recurse=False))
+        return own or any(left(child) for child in inner.children() if child not in found)
+
+    if left(module):
+        raise ValueError(
+            f"the policy chose '{name}' ({type(module).__name__}), which has no forward, so nobody would know when to gather "
+            "it: choose what is in it, or the module around it"
+        )
+
+
+# --- sharding a whole model --------------------------------------------------------------------------------------------
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    policy: Any = "auto",
+    *,
+    strict: bool = False,
+    full_precision: Classes = (_torch.BATCH_NORM,),
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+    **options: Any,
+) -> Plan:
+    """Call `fully_shard` on the modules of `model` that `policy` chooses, children first, and on the model. Collective.
+
+    Args:
+        mesh, **options: as of `fully_shard`, for all units; what a policy or plan says of one unit goes first.
+        policy: as of `plan_model`, or a `Plan` that it made (of this model or one like it).
+        strict: refuse units that would mix trainable and frozen parameters, which travel in groups of their own, instead
+            of warning.
+        full_precision: under `mp_policy.param_dtype`, modules of these classes (batch norms) are units that compute in the
+            dtype of their own parameters, with inputs cast to it and outputs cast back.
+        ignored_modules: left alone, with all below them.
+        ignored_params: left alone.
+
+    Returns:
+        The plan that was carried out; print it to see what each unit holds.
+
+    Raises:
+        ValueError, TypeError: before anything has changed, for what `plan_model` and `fully_shard` refuse, options that
+            `fully_shard` does not have, and with `strict` for mixed units, listing their parameters.
+
+    Example:
+        >>> plan = shard_model(model, mesh)                                                   # doctest: +SKIP
+        >>> print(plan)                                                                       # doctest: +SKIP
+        >>> plan = plan_model(model); plan.drop("lm_head"); shard_model(model, mesh, plan)    # doctest: +SKIP
+    """
+    ignored_modules = list(ignored_modules)
+    ignored = [*ignored_params, *(parameter for module in ignored_modules for parameter in module.parameters())]
+    if isinstance(policy, Plan):
+        _check_untouched(model)
+        plan = Plan(Outline.of(model, ignored=ignored), policy.units)
+    else:
+        plan = plan_model(model, policy, ignored_modules=ignored_modules, ignored_params=ignored)
+    _check_options([options, *(unit.options for unit in plan.units)])
+    _mind_mixtures(plan.mixtures(), strict=strict)
+    _keep_precision(plan, model, options, tuple(full_precision), ignored_modules)
+    if mesh is None and options.get("dp_mesh_dims") is None:
+        mesh = resolve_mesh(None).mesh
+    calls = []
+    for unit in plan.units:
+        modules = [model.get_submodule(name) for name in unit.modules]
+        calls.append((modules if len(modules) > 1 else modules[0], {**options, **unit.options}))
+    made = [model.get_submodule(name) for unit in plan.units for name in unit.modules]
+    for modules_of_one, theirs in calls:
+        check(modules_of_one, mesh=mesh, ignored_params=ignored, units=made, **theirs)
+    for modules_of_one, theirs in calls:
+        fully_shard(modules_of_one, mesh=mesh, ignored_params=set(ignored), **theirs)
+    return plan
+
+
+def _check_options(every: Iterable[Any]) -> None:
+    known = set(inspect.signature(fully_shard).parameters) - {"module", "mesh", "ignored_params"}
+    for options in every:
+        for name in options:
+            if name not in known:
+                raise TypeError(f"fully_shard has no option '{name}': there are {sorted(known)}")
+
+
+def _mind_mixtures(mixtures: Sequence[Mixture], *, strict: bool) -> None:
+    """Of units that mix alike, the first is told in full."""
+    alike: dict[tuple[Any, ...], list[Mixture]] = {}
+    for mixture in mixtures:
+        shape = tuple((entry.name.rsplit(".", 1)[-1], entry.numel) for entry in (*mixture.trainable, *mixture.frozen))
+        alike.setdefault((shape, len(mixture.trainable)), []).append(mixture)
+    said = []
+    for first, *others in alike.values():
+        more = f" (and alike: {', '.join(other.unit for other in others)})" if others else ""
+        said.append(f"{first}{more}")
+    if strict and said:
+        raise ValueError("strict=True: " + "; ".join(said))
+    for text in said:
+        warnings.warn(text, stacklevel=3)
+
+
+def _keep_precision(
+    plan: Plan, model: nn.Module, options: dict[str, Any], classes: tuple[type[nn.Module], ...], skipped: Sequence[nn.Module]
+) -> None:
+    """Modules of `classes` become units that compute in the dtype of their own parameters: one in each unit that has any."""
+    _check_classes(classes, "full_precision takes")
+    left_out = {id(inner) for module in skipped for inner in module.modules()}
+    said: dict[str, None] = {}
+    for unit in plan.units:
+        mp = resolve_mp(unit.options.get("mp_policy", options.get("mp_policy", MixedPrecisionPolicy())))
+        if mp.param_dtype is None or not classes:
+            continue
+        stops = frozenset(name for other in plan.units for name in other.modules) - set(unit.modules)
+        kept: dict[torch.dtype, list[str]] = {}
+        for name in plan.outline.below(unit.modules, stop=stops):
+            module = model.get_submodule(name)
+            if isinstance(module, classes) and id(module) not in left_out:
+                tensors = [*module.parameters(), *module.buffers()]
+                dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+                if dtype != mp.param_dtype:
+                    kept.setdefault(dtype, []).append(name)
+                    said[type(module).__name__] = None
+        for dtype, names in kept.items():
+            own = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=mp.param_dtype)
+            if set(names) == set(unit.modules):
+                plan.set(names[0], mp_policy=own)
+            else:
+                plan.add(*names, why="full precision", mp_policy=own)
+    if said:
+        say_once(
+            f"{', '.join(said)} compute in the dtype of their own parameters, not in mp_policy.param_dtype, as units of their "
+            "own; full_precision=() turns that off"
+        )
+
+
+__all__ = [
+    "AutoPolicy",
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "Policy",
+    "always_wrap_policy",
+    "lambda_auto_wrap_policy",
+    "or_policy",
+    "plan_model",
+    "shard_model",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+]

@@ -1,0 +1,548 @@
+"""Which modules become units: FSDP1's policies, plans and their edits, and whole models sharded in one call."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp.wrap as torch_wrap
+from expecttest import assert_expected_inline
+from harness import World, ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import Block, Stack, batch, square, train_both
+from torch import Tensor, nn
+
+import fullshard
+from fullshard import MixedPrecisionPolicy, fully_shard, plan_model, shard_model, wrap
+from fullshard.module import units_of
+from fullshard.plan import Outline, Plan, PlannedUnit
+from fullshard.runtime import unit_of
+
+
+def chosen(plan: Plan) -> list[str]:
+    return [unit.name for unit in plan.units]
+
+
+# --- FSDP1's policies ----------------------------------------------------------------------------------------------------
+
+
+def test_each_policy_chooses_what_it_says() -> None:
+    model = Stack(depth=2)
+    of_size = functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=100)
+    transformer = functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    by_lambda = functools.partial(wrap.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.LayerNorm))
+    blocks = ["blocks.0", "blocks.1", "(model)"]
+    assert chosen(plan_model(model, wrap.ModuleWrapPolicy({Block}))) == blocks
+    assert chosen(plan_model(model, transformer)) == blocks
+    assert chosen(plan_model(model, of_size)) == ["blocks.0.up", "blocks.0", "blocks.1.up", "blocks.1", "(model)"]
+    assert chosen(plan_model(model, by_lambda)) == ["blocks.0.norm", "blocks.1.norm", "(model)"]
+    either = functools.partial(wrap.or_policy, policies=[transformer, by_lambda])
+    assert chosen(plan_model(model, either)) == ["blocks.0.norm", "blocks.0", "blocks.1.norm", "blocks.1", "(model)"]
+    everything = chosen(plan_model(model, wrap.always_wrap_policy))
+    assert everything[:5] == ["inp", "blocks.0.norm", "blocks.0.up", "blocks.0.down", "blocks.0"]
+    custom = wrap.CustomPolicy(lambda m: {"reshard_after_forward": False} if m is model.head else isinstance(m, Block))
+    plan = plan_model(model, custom)
+    assert chosen(plan) == ["blocks.0", "blocks.1", "head", "(model)"]
+    assert plan.units[2].options == {"reshard_after_forward": False}
+
+
+def test_torchs_own_policy_objects_are_taken() -> None:
+    model = Stack(depth=2)
+    assert chosen(plan_model(model, torch_wrap.ModuleWrapPolicy({Block}))) == ["blocks.0", "blocks.1", "(model)"]
+    custom = torch_wrap.CustomPolicy(lambda m: {"reshard_after_forward": False} if m is model.head else False)
+    assert plan_model(model, custom).units[0].options == {"reshard_after_forward": False}
+    function = functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    assert chosen(plan_model(model, function)) == ["blocks.0", "blocks.1", "(model)"]
+
+
+def test_a_policy_class_can_be_called_as_a_function() -> None:
+    policy = wrap.ModuleWrapPolicy([Block])
+    assert policy(nn.Linear(1, 1), recurse=True) and not policy(nn.Linear(1, 1), False, 7) and policy(Block(), False)
+    assert repr(policy) == "ModuleWrapPolicy(Block)"
+
+
+class Tree(nn.Module):
+    """A random tree of modules with parameters of their own, shared modules and tied parameters."""
+
+    def __init__(self, numel: int, children: list[nn.Module]) -> None:
+        super().__init__()
+        if numel:
+            self.weight = nn.Parameter(torch.zeros(numel))
+        for index, child in enumerate(children):
+            self.add_module(f"c{index}", child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("trees are only planned")
+
+
+class Other(Tree):
+    pass
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> nn.Module:
+    made: list[nn.Module] = []
+
+    def grow(depth: int) -> nn.Module:
+        if made and draw(st.integers(0, 7)) == 0:
+            return draw(st.sampled_from(made))  # shared
+        children = [grow(depth - 1) for _ in range(draw(st.integers(0, 3)))] if depth else []
+        kind = draw(st.sampled_from([Tree, Other, nn.Sequential, nn.ModuleList]))
+        module = (
+            kind(draw(st.integers(0, 40)), children)
+            if issubclass(kind, Tree)
+            else kind(children if kind is nn.ModuleList else _named(children))
+        )
+        held = [m for m in made if isinstance(m, Tree) and hasattr(m, "weight")]
+        if isinstance(module, Tree) and held and draw(st.integers(0, 5)) == 0:
+            module.weight = draw(st.sampled_from(held)).weight  # tied
+        made.append(module)
+        return module
+
+    def _named(children: list[nn.Module]) -> Any:
+        from collections import OrderedDict
+
+        return OrderedDict((str(index), child) for index, child in enumerate(children))
+
+    return Tree(draw(st.integers(0, 20)), [grow(3) for _ in range(draw(st.integers(1, 3)))])
+
+
+def policies() -> st.SearchStrategy[Any]:
+    sizes = st.integers(1, 120).map(lambda least: functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=least))
+    return st.one_of(
+        st.just("auto"),
+        st.builds(fullshard.wrap.AutoPolicy, apart=st.sampled_from([0, 0.5, 2]), tiny=st.sampled_from([0, 0.1, 1])),
+        sizes,
+        st.just(wrap.ModuleWrapPolicy({Other})),
+        st.just(functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Tree})),
+        st.sampled_from([2, 3]).map(
+            lambda k: wrap.CustomPolicy(lambda m: isinstance(m, Tree) and len(list(m.modules())) % k == 0)
+        ),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(model=trees(), policy=policies())
+def test_units_partition_the_parameters_children_first(model: nn.Module, policy: Any) -> None:
+    plan = plan_model(model, policy)
+    held = [entry.name for unit in plan.units for entry in plan.entries(unit)]
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names.setdefault(id(parameter), name)
+    assert len(held) == len(set(held)) == len(names), "lost, or owned twice"
+    modules = [name for unit in plan.units for name in unit.modules]
+    assert len(modules) == len(set(modules))
+    assert plan.units[-1].modules[-1] == ""
+    for earlier, later in itertools.combinations(plan.units, 2):
+        around = {id(inner) for name in earlier.modules for inner in model.get_submodule(name).modules()}
+        inside = {id(model.get_submodule(name)) for name in later.modules}
+        own = {id(model.get_submodule(name)) for name in earlier.modules}
+        assert not inside <= around - own, f"{later.name} lies inside {earlier.name}, which is made before it"
+    str(plan)
+
+
+@settings(max_examples=200, deadline=None)
+@given(model=trees(), least=st.integers(1, 120), kinds=st.sets(st.sampled_from([Tree, Other, nn.Sequential])))
+def test_functions_are_asked_as_fsdp1_asks_them(model: nn.Module, least: int, kinds: set[type]) -> None:
+    """torch's own recursion is the oracle, on trees without shared modules, which it would visit again."""
+    if len(list(model.named_modules(remove_duplicate=False))) != len(list(model.modules())):
+        return
+    asked: list[list[Any]] = [[], []]
+
+    def policy(log: list[Any], module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        log.append((id(module), recurse, nonwrapped_numel))
+        big = nonwrapped_numel >= least
+        return big if recurse else big and isinstance(module, tuple(kinds))
+
+    wrapped: list[nn.Module] = []
+
+    def wrapper(module: nn.Module) -> nn.Module:
+        wrapped.append(module)
+        return module
+
+    torch_wrap._recursive_wrap(model, functools.partial(policy, asked[0]), wrapper, set(), set(), only_wrap_children=True)
+    ours = wrap._asked(model, functools.partial(policy, asked[1]), set(), set())
+    assert asked[0] == asked[1] and list(map(id, wrapped)) == list(map(id, ours))
+
+
+def test_shared_modules_come_once() -> None:
+    shared = Block()
+    model = nn.Sequential(nn.Sequential(shared, Block()), nn.Sequential(shared))
+    plan = plan_model(model, wrap.ModuleWrapPolicy({Block}))
+    assert chosen(plan) == ["0.0", "0.1", "(model)"]
+    assert sum(len(plan.entries(unit)) for unit in plan.units) == 10
+
+
+def test_ignored_modules_and_parameters_are_left_out() -> None:
+    model = Stack(depth=3)
+    plan = plan_model(model, "auto", ignored_modules=[model.blocks[1]], ignored_params=[model.head.weight])
+    held = [entry.name for unit in plan.units for entry in plan.entries(unit)]
+    assert chosen(plan) == ["blocks.0", "blocks.2", "(model)"]
+    assert not any(name.startswith("blocks.1.") for name in held) and "head.weight" not in held and "head.bias" in held
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    def __init__(self, vocabulary: int, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 16)
+        self.position = nn.Embedding(8, 16)
+        self.layers = nn.ModuleList(Block(16, 32) for _ in range(3))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x) + self.position(torch.arange(x.shape[1]))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Residual(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(before, after, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(after)
+        self.short = nn.Conv2d(before, after, 1) if before != after else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)) + self.short(x))
+
+
+def convnet() -> nn.Module:
+    """Like torchvision's: stages of which the first blocks differ, and a large classifier."""
+    stages = [
+        nn.Sequential(Residual(before, width), Residual(width, width), Residual(width, width))
+        for before, width in ((4, 4), (4, 8), (8, 32))
+    ]
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *stages, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, 64))
+
+
+def nested() -> nn.Module:
+    """Sequentials of Sequentials of blocks."""
+    return nn.Sequential(nn.Linear(5, 7), *(nn.Sequential(Block(), Block()) for _ in range(2)), nn.Linear(7, 3))
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(0, 50, (12, 8), generator=torch.Generator().manual_seed(step))
+
+
+def images(step: int) -> Tensor:
+    return batch(step, 3, 4, 4)
+
+
+def decoder() -> nn.Module:
+    return Decoder(200, tied=False)
+
+
+def tied() -> nn.Module:
+    return Decoder(200, tied=True)
+
+
+def test_the_plan_of_a_decoder() -> None:
+    assert_expected_inline(
+        str(plan_model(decoder())),
+        """\
+unit            class              parameters   elements        bytes  options  why
+embed+position  2 Embedding                 2      3,328     13.0 KiB           as large as a block
+layers.0 ... 2  3 x Block               3 x 5  3 x 1,088  3 x 4.2 KiB           one of 3 blocks
+norm+head       LayerNorm, Linear           3      3,232     12.6 KiB           as large as a block
+(model)         Decoder                     0          0          0 B           what is left
+6 units hold 20 parameters: 9,824 elements, 38.4 KiB; the largest holds 13.0 KiB""",
+    )
+
+
+def test_the_plan_of_a_decoder_whose_head_is_its_embedding() -> None:
+    assert_expected_inline(
+        str(plan_model(tied())),
+        """\
+unit            class      parameters   elements        bytes  options  why
+layers.0 ... 2  3 x Block       3 x 5  3 x 1,088  3 x 4.2 KiB           one of 3 blocks
+(model)         Decoder             4      3,360     13.1 KiB           what is left
+4 units hold 19 parameters: 6,624 elements, 25.9 KiB; the largest holds 13.1 KiB""",
+    )
+
+
+def test_the_plan_of_a_convolutional_network() -> None:
+    assert_expected_inline(
+        str(plan_model(convnet())),
+        """\
+unit       class         parameters   elements         bytes  options  why
+1.{0,1,2}  3 Residual             9        456       1.8 KiB           small blocks, merged
+2.0        Residual               5        344       1.3 KiB           one of 9 blocks
+2.1 ... 2  2 x Residual       2 x 3    2 x 592   2 x 2.3 KiB           one of 9 blocks
+3.0        Residual               5      2,656      10.4 KiB           one of 9 blocks
+3.1 ... 2  2 x Residual       2 x 3  2 x 9,280  2 x 36.2 KiB           one of 9 blocks
+6          Linear                 2      8,256      32.2 KiB           as large as a block
+(model)    Sequential             2        112         448 B           what is left
+9 units hold 35 parameters: 31,568 elements, 123.3 KiB; the largest holds 36.2 KiB""",
+    )
+
+
+def test_the_plan_of_nested_sequentials() -> None:
+    assert_expected_inline(
+        str(plan_model(nested())),
+        """\
+unit         class       parameters  elements      bytes  options  why
+1.0 ... 2.1  4 x Block        4 x 5   4 x 209  4 x 836 B           one of 4 blocks
+(model)      Sequential           4        66      264 B           what is left
+5 units hold 24 parameters: 902 elements, 3.5 KiB; the largest holds 836 B""",
+    )
+
+
+def test_the_plan_of_a_model_without_blocks() -> None:
+    assert_expected_inline(
+        str(plan_model(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5)))),
+        """\
+unit     class       parameters  elements  bytes  options  why
+(model)  Sequential           4        41  164 B           no repeated blocks were found: choose units yourself
+1 units hold 4 parameters: 41 elements, 164 B; the largest holds 164 B""",
+    )
+
+
+def test_experts_are_no_units_since_not_every_rank_runs_them() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(4, 3)
+            self.experts = nn.ModuleList(Block(4, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum((expert(x) for expert in self.experts), self.router(x).sum())
+
+    assert chosen(plan_model(nn.Sequential(Mixture(), Mixture()))) == ["0", "1", "(model)"]
+
+
+def test_modules_that_must_not_be_split_are_blocks() -> None:
+    class Stage(nn.Sequential):
+        pass
+
+    model = nn.Sequential(Stage(Block(), Block()), Stage(Block(), Block(), Block()))
+    assert chosen(plan_model(model)) == ["0.0", "0.1", "1.0", "1.1", "1.2", "(model)"]
+    model._no_split_modules = ["Stage"]
+    assert chosen(plan_model(model)) == ["0", "1", "(model)"]
+
+
+def test_a_plan_can_be_edited() -> None:
+    plan = plan_model(Stack(depth=4))
+    plan.drop("blocks.3")
+    plan.merge("blocks.0", "blocks.1")
+    plan.add("head", "inp", why="by hand", reshard_after_forward=False)
+    plan.set("blocks.2", reshard_after_forward=2)
+    assert_expected_inline(
+        str(plan),
+        """\
+unit          class     parameters  elements    bytes  options                      why
+blocks.{0,1}  2 Block           10       418  1.6 KiB                               merged
+blocks.2      Block              5       209    836 B  reshard_after_forward=2      one of 4 blocks
+inp+head      2 Linear           4        66    264 B  reshard_after_forward=False  by hand
+(model)       Stack              5       209    836 B                               what is left
+4 units hold 24 parameters: 902 elements, 3.5 KiB; the largest holds 1.6 KiB""",
+    )
+
+
+def test_units_that_share_a_parameter_become_one() -> None:
+    model = decoder()
+    plan = Plan(Outline.of(model), [PlannedUnit(("embed",)), PlannedUnit(("head",))])
+    assert chosen(plan) == ["embed", "head", "(model)"]
+    model.head.weight = model.embed.weight
+    plan = Plan(Outline.of(model), [PlannedUnit(("embed",)), PlannedUnit(("head",))])
+    assert chosen(plan) == ["embed+head", "(model)"]
+    assert [entry.name for entry in plan.entries(plan.units[0])] == ["embed.weight"]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda plan: plan.add("blocks.7"),
+        lambda plan: plan.add("blocks"),
+        lambda plan: plan.add(),
+        lambda plan: plan.drop("head"),
+        lambda plan: plan.drop(""),
+        lambda plan: plan.merge("blocks.0"),
+        lambda plan: plan.set("inp", reshard_after_forward=True),
+    ],
+)
+def test_edits_of_what_is_not_there_say_so(edit: Any) -> None:
+    plan = plan_model(Stack(depth=2))
+    before = str(plan)
+    with pytest.raises(ValueError) as raised:
+        edit(plan)
+    assert str(plan) == before and len(str(raised.value)) > 40
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_plan_cannot_be_made_of_is_refused_by_name() -> None:
+    model = Stack(depth=2)
+    assert_expected_inline(
+        refusal(lambda: plan_model(model, 7)),
+        """ValueError: policy must be 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got 7""",
+    )
+    assert_expected_inline(
+        refusal(lambda: plan_model(model, wrap.CustomPolicy(lambda m: "yes"))),
+        """ValueError: the function of CustomPolicy must return True, False or a dict of options, got 'yes' for 'inp'""",
+    )
+    assert_expected_inline(
+        refusal(lambda: plan_model(model, wrap.ModuleWrapPolicy({nn.ModuleList}))),
+        """ValueError: the policy chose 'blocks' (ModuleList), which has no forward, so nobody would know when to gather it: choose what is in it, or the module around it""",
+    )
+    assert_expected_inline(
+        refusal(lambda: wrap.ModuleWrapPolicy({Block, 3})), """ValueError: ModuleWrapPolicy takes classes of modules, got 3"""
+    )
+    assert_expected_inline(
+        refusal(lambda: wrap.AutoPolicy(tiny=-1)), """ValueError: AutoPolicy.tiny must be a number >= 0, got -1"""
+    )
+
+
+def refusal(call: Any) -> str:
+    with pytest.raises((ValueError, TypeError)) as raised:
+        call()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@ranks(1)
+def test_a_model_with_units_is_refused_and_nothing_changes_when_options_are_wrong(world: World) -> None:
+    model = Stack(depth=2)
+    fully_shard(model.blocks[1], mesh=world.mesh)
+    assert_expected_inline(
+        refusal(lambda: shard_model(model, world.mesh)),
+        """ValueError: modules ['blocks.1'] are units already: a plan is made for a model that has none; call fully_shard for the rest by hand, or undo(model) first""",
+    )
+    model = Stack(depth=2)
+    assert_expected_inline(
+        refusal(lambda: shard_model(model, world.mesh, reshard=True)),
+        """TypeError: fully_shard has no option 'reshard': there are ['check_policy', 'comm_policy', 'dp_mesh_dims', 'mp_policy', 'offload_policy', 'reshard_after_forward', 'shard_placement_fn']""",
+    )
+    plan = plan_model(model)
+    plan.set("", reshard_after_forward="no")  # found before blocks are sharded
+    assert_expected_inline(
+        refusal(lambda: shard_model(model, world.mesh, plan)),
+        """ValueError: reshard_after_forward must be True, False, an int or None, got 'no'""",
+    )
+    assert not any(isinstance(module, fullshard.FSDPModule) for module in model.modules())
+    assert type(model.head.weight) is nn.Parameter
+
+
+def half_frozen() -> nn.Module:
+    model = Stack(depth=3)
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+    model.inp.requires_grad_(False)
+    return model
+
+
+@ranks(1)
+def test_units_that_mix_trainable_and_frozen_parameters_are_told(world: World) -> None:
+    assert_expected_inline(
+        refusal(lambda: shard_model(half_frozen(), world.mesh, strict=True)),
+        """ValueError: strict=True: unit 'blocks.0' mixes parameters that are trainable (105 elements in blocks.0.norm.weight, blocks.0.norm.bias, blocks.0.down.weight) with frozen ones (104 elements in blocks.0.up.weight, blocks.0.up.bias): they travel in groups of their own, so that frozen ones have no gradients, at one more message per gather; make units of the frozen modules alone to save it (and alike: blocks.1, blocks.2); unit '(model)' mixes parameters that are trainable (24 elements in head.weight, head.bias) with frozen ones (42 elements in inp.weight, inp.bias): they travel in groups of their own, so that frozen ones have no gradients, at one more message per gather; make units of the frozen modules alone to save it""",
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shard_model(half_frozen(), world.mesh)
+    said = [str(warning.message) for warning in caught if "mixes" in str(warning.message)]
+    assert len(said) == 2 and said[0].endswith("(and alike: blocks.1, blocks.2)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone = plan_model(half_frozen())
+        for index in range(3):
+            alone.add(f"blocks.{index}.up")
+        alone.add("inp")
+        shard_model(half_frozen(), world.mesh, alone, strict=True)
+
+
+# --- sharding -------------------------------------------------------------------------------------------------------------
+
+
+FAMILIES = {decoder: tokens, tied: tokens, convnet: images, nested: batch, half_frozen: batch}
+
+
+@pytest.mark.parametrize("build", FAMILIES)
+@ranks(2)
+def test_a_model_sharded_in_one_call_trains_as_the_plain_one(world: World, build: Any) -> None:
+    model = build().eval()  # batch norms of parts differ from those of all, by definition
+
+    def shard(sharded: nn.Module) -> None:
+        plan = shard_model(sharded, world.mesh)
+        assert len(list(units_of(sharded, True))) == len(plan.units)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train_both(world, model, shard, steps=2, inputs=FAMILIES[build])
+
+
+@ranks(2)
+def test_each_unit_holds_what_the_plan_says(world: World) -> None:
+    for build in (decoder, tied, convnet, nested):
+        model = build()
+        plan = shard_model(model, world.mesh)
+        for unit in plan.units:
+            held = unit_of(model.get_submodule(unit.modules[0]))
+            assert held is not None
+            assert sum(p.sharded.numel() for p in held.parameters) == sum(entry.numel for entry in plan.entries(unit)), (
+                unit.name
+            )
+
+
+@ranks(2)
+def test_options_of_one_unit_go_before_those_of_all(world: World) -> None:
+    model = Stack(depth=2)
+    plan = plan_model(model)
+    plan.set("blocks.1", reshard_after_forward=False)
+    shard_model(model, world.mesh, plan, reshard_after_forward=True)
+    with fullshard.counting(model) as messages:
+        square(model(world.mine(batch(0)))).backward()
+    assert [m.kind for m in messages].count("all_gather") == 5  # two for each unit, one for blocks.1
+
+
+@ranks(2)
+def test_batch_norms_compute_in_full_precision(world: World) -> None:
+    """FSDP1 leaves them out of mixed precision, as units of their own; here all of one unit share one."""
+    model = convnet()
+    reference = copy.deepcopy(model)
+    seen: list[tuple[torch.dtype, ...]] = []
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.register_forward_hook(
+                lambda m, args, out: seen.append((m.weight.dtype, args[0].dtype, m.running_mean.dtype))
+            )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = shard_model(model, world.mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    assert any("BatchNorm2d compute in the dtype of their own parameters" in str(w.message) for w in caught)
+    kept = [unit for unit in plan.units if unit.why == "full precision"]
+    assert sum(len(unit.modules) for unit in kept) == 9 and len(kept) < 9
+    x = images(0)
+    out = model(x)
+    assert out.dtype == torch.bfloat16 and seen and set(seen) == {(torch.float32,) * 3}
+    expected = reference(x)
+    assert (out.float() - expected).abs().max() < 0.05 * expected.abs().max()
+    square(out).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@ranks(1)
+def test_batch_norms_follow_the_others_when_told(world: World) -> None:
+    model = convnet()
+    plan = shard_model(model, world.mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16), full_precision=())
+    assert not any(unit.why == "full precision" for unit in plan.units)
+
+
+@ranks(2)
+def test_what_is_ignored_stays_plain(world: World) -> None:
+    model = Stack(depth=3)
+    shard_model(model, world.mesh, ignored_modules=[model.blocks[1]], ignored_params=[model.head.bias])
+    plain = [name for name, p in model.named_parameters() if type(p) is nn.Parameter and not hasattr(p, "placements")]
+    assert plain == [name for name in dict(model.named_parameters()) if name.startswith("blocks.1.") or name == "head.bias"]
