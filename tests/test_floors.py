@@ -22,7 +22,8 @@ FLOORS = [
     {"module", "ties"},
     {"api"},
     {"optim", "scopes", "materialize", "install", "auto"},
-    {"wrap"},
+    {"wrap", "formats"},
+    {"compat"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
@@ -79,9 +80,13 @@ def test_nothing_of_torchs_fsdp_is_called() -> None:
         tree = ast.parse(code)
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)) and "distributed.fsdp" in ast.unparse(node):
-                assert path.stem in ("_torch", "install"), path.name
+                assert path.stem in ("_torch", "install", "compat", "formats"), path.name
+                if path.stem in ("compat", "formats"):  # the enums and config classes of FSDP1, which hold values
+                    assert isinstance(node, ast.ImportFrom) and node.module == "torch.distributed.fsdp"
+                    assert not {alias.name for alias in node.names} & {"FullyShardedDataParallel", "fully_shard", "FSDPModule"}
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch_fsdp":
                 allowed = ("torch_fsdp.FSDPModule", "torch_fsdp.fully_shard", "torch_fsdp.wrap")
+                allowed += ("torch_fsdp.ShardingStrategy", "torch_fsdp.MixedPrecision")
                 assert ast.unparse(node) in allowed, "for isinstance, as a key, and to ask policy objects"
             if isinstance(node, ast.Attribute):
                 assert "ops.fsdp" not in ast.unparse(node), path.name

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 __all__ = [
     "BATCH_NORM",
+    "HYBRID_ZERO2",
     "DTensorSpec",
     "TorchFSDPModule",
     "all_gather_base",
@@ -57,6 +58,7 @@ __all__ = [
     "is_over",
     "is_wrap_policy",
     "join_meshes",
+    "left_out_of",
     "local_tensor",
     "mark_managed",
     "new_group",
@@ -278,6 +280,14 @@ def is_wrap_policy(policy: Any) -> bool:
 def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
     """The modules that a policy object of FSDP1 chooses, and what it overrides for each."""
     return policy._run_policy(root, ignored, {})
+
+
+HYBRID_ZERO2: torch_fsdp.ShardingStrategy = torch_fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+def left_out_of(mixed_precision: torch_fsdp.MixedPrecision) -> tuple[type[nn.Module], ...]:
+    """The classes of modules that FSDP1's mixed precision leaves alone."""
+    return tuple(mixed_precision._module_classes_to_ignore)
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------

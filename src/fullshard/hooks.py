@@ -90,7 +90,7 @@ class ForwardHooks:
         unit.runtime.enter_forward(unit, module)
         if self._input_dtype is None:
             return None
-        return _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)
+        return cast_floats(args, self._input_dtype), cast_floats(kwargs, self._input_dtype)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
@@ -106,7 +106,7 @@ class ForwardHooks:
                     base = _torch.view_base(tensor)
                     if base is not None and base.grad_fn is not None:
                         base.grad_fn.register_prehook(hook)
-        return output if self._output_dtype is None else _cast(output, self._output_dtype)
+        return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
 
     def _own(self, module: nn.Module, output: Any) -> Any:
         """A unit that returns one of its parameters, or a view of it, returns a copy: the parameter itself is about to go."""
@@ -124,7 +124,8 @@ class ForwardHooks:
         return output
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with the floating-point tensors in it in `dtype`."""
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
 
 
@@ -271,4 +272,14 @@ def wrap_method(module: nn.Module, method: Callable[..., Any]) -> Callable[..., 
     return method if isinstance(method, Method) else Method(module, method)
 
 
-__all__ = ["ForwardHooks", "StateHooks", "install", "map_tensors", "purge", "remove", "tensors_in", "wrap_method"]
+__all__ = [
+    "ForwardHooks",
+    "StateHooks",
+    "cast_floats",
+    "install",
+    "map_tensors",
+    "purge",
+    "remove",
+    "tensors_in",
+    "wrap_method",
+]

@@ -56,11 +56,11 @@ def materialize(
     for unit in units:
         unit.runtime.release(unit, doing="materialize()")
     where = torch.device(device) if device is not None else units[0].axis.device
-    number = _common_seed(units[0].axis.mesh, where) if seed is None else seed
+    number = common_seed(units[0].axis.mesh, where) if seed is None else seed
     owners = {id(parameter.sharded): parameter for unit in units for parameter in unit.parameters}
     filled: dict[int, Tensor] = {}
     done: set[int] = set()
-    with torch.no_grad(), _seeded(where, number):
+    with torch.no_grad(), seeded(where, number):
         for name, module in _children_first(model):
             if id(module) not in done:
                 done.add(id(module))
@@ -157,7 +157,7 @@ def _initialise(module: nn.Module, name: str, init: Init | None) -> None:
 
 
 @contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """One seed for the block; the generators of the caller go on afterwards as if nothing had been drawn."""
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
@@ -165,7 +165,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def _common_seed(mesh: DeviceMesh, device: torch.device) -> int:
+def common_seed(mesh: DeviceMesh, device: torch.device) -> int:
     """Drawn on the first rank of `mesh`, the same on all."""
     seed = torch.randint(2**62, (1,), dtype=torch.int64).to(device)
     for axis in range(mesh.ndim):
@@ -175,4 +175,4 @@ def _common_seed(mesh: DeviceMesh, device: torch.device) -> int:
     return int(seed.item())
 
 
-__all__ = ["materialize"]
+__all__ = ["common_seed", "materialize", "seeded"]

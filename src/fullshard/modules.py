@@ -73,6 +73,18 @@ def collect(
     return Holdings(modules, list(claims.values()), list(buffers.values()))
 
 
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def clean_name(name: str) -> str:
+    """A qualified name without the parts that wrappers add: FSDP1's, activation checkpointing's, torch.compile's.
+
+    >>> clean_name("blocks.0._fsdp_wrapped_module._orig_mod.weight")
+    'blocks.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(qualified name, module) of `root` and all below it, children in registration order before their parents, each once."""
     for prefix, module in _post_order(root, "", set(), {id(root)}, lambda module: False, everything=True):

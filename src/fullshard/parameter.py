@@ -69,6 +69,18 @@ def inside(tensor: Tensor) -> Tensor:
     return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def full_tensor(sharded: DTensor) -> Tensor:
+    """The whole of a DTensor, where its own part is (collective). A part kept in the host's memory travels by the device of
+    its mesh.
+    """
+    local = _torch.local_tensor(sharded).detach()
+    kind = sharded.device_mesh.device_type
+    if local.device.type in (kind, "meta"):
+        return sharded.detach().full_tensor()  # type: ignore[attr-defined]
+    moved = local.to(torch.device(kind, torch.get_device_module(kind).current_device()))
+    return _torch.dtensor(moved, _torch.spec_of(sharded)).full_tensor().to(local.device)
+
+
 def all_current(parameters: Iterable[ShardedParameter]) -> bool:
     """Whether every slot holds the sharded face over our memory and trainability has not changed since. Runs at each gather."""
     for parameter in parameters:
@@ -362,7 +374,7 @@ class ShardedParameter:
 
     def whole(self, sharded: Any) -> Tensor:
         """A full plain tensor of a DTensor that is sharded as this parameter is (collective)."""
-        return sharded.detach().full_tensor().clone()
+        return full_tensor(sharded).clone()
 
     def show(self, plain: nn.Parameter) -> None:
         """Have the slots hold `plain` for a while."""

@@ -34,6 +34,7 @@ from fullshard.comm import (
 from fullshard.full import Carriers, Storage
 from fullshard.group import Group, group_parameters
 from fullshard.mesh import ShardAxis, beside
+from fullshard.modules import clean_name
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.reduction import ReduceOptions, Reduction
@@ -365,7 +366,7 @@ class Unit:
             for name, inner in module.named_modules():
                 unit = unit_of(inner)
                 if unit is not None and name:
-                    unit.rename(name)
+                    unit.rename(clean_name(name) or unit.name)
                     unit.locate(module, name)
 
     def locate(self, root: nn.Module, path: str) -> None:

@@ -297,7 +297,7 @@ def shard_model(
     else:
         plan = plan_model(model, policy, ignored_modules=ignored_modules, ignored_params=ignored)
     _check_options([options, *(unit.options for unit in plan.units)])
-    _mind_mixtures(plan.mixtures(), strict=strict)
+    mind_mixtures(plan.mixtures(), strict=strict)
     _keep_precision(plan, model, options, tuple(full_precision), ignored_modules)
     if mesh is None and options.get("dp_mesh_dims") is None:
         mesh = resolve_mesh(None).mesh
@@ -321,8 +321,10 @@ def _check_options(every: Iterable[Any]) -> None:
                 raise TypeError(f"fully_shard has no option '{name}': there are {sorted(known)}")
 
 
-def _mind_mixtures(mixtures: Sequence[Mixture], *, strict: bool) -> None:
-    """Of units that mix alike, the first is told in full."""
+def mind_mixtures(mixtures: Sequence[Mixture], *, strict: bool = False) -> None:
+    """Warn of units that mix trainable and frozen parameters, or with `strict` refuse them; of such that are alike, the first
+    is told in full.
+    """
     alike: dict[tuple[Any, ...], list[Mixture]] = {}
     for mixture in mixtures:
         shape = tuple((entry.name.rsplit(".", 1)[-1], entry.numel) for entry in (*mixture.trainable, *mixture.frozen))
@@ -378,6 +380,7 @@ __all__ = [
     "Policy",
     "always_wrap_policy",
     "lambda_auto_wrap_policy",
+    "mind_mixtures",
     "or_policy",
     "plan_model",
     "shard_model",

@@ -1,0 +1,784 @@
+"""Scripts written for FSDP1 run with the import changed. torch's has no CPU path, so the unsharded model is the oracle."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from harness import World, ranks
+from models import Block, Stack, assert_near, assert_same_grads, batch, full, square
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard import StateError
+from fullshard.compat import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateKeyType,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from fullshard.compat import FullyShardedDataParallel as FSDP
+from fullshard.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+def wrapped(model: nn.Module, **arguments: Any) -> FSDP:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FSDP(copy.deepcopy(model), use_orig_params=True, **arguments)
+
+
+def train(world: World, model: nn.Module, sharded: FSDP, steps: int = 3, tolerance: float = 1e-5) -> Any:
+    """Both, step by step; losses of parts average to those of all. Returns the optimizers."""
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (sharded, model))
+    for step in range(steps):
+        loss = square(sharded(world.mine(batch(step))))
+        expected = square(model(batch(step)))
+        loss.backward(), expected.backward()
+        assert_same_grads(sharded, model, tolerance)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        assert_near(mean / world.size, expected.detach(), "loss", tolerance)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    expected_names = dict(model.named_parameters())
+    assert [name for name, _ in sharded.named_parameters()] == list(expected_names)
+    for name, parameter in sharded.named_parameters():
+        assert_near(parameter, expected_names[name], name, tolerance)
+    return ours, theirs
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises((ValueError, StateError)) as raised:
+        call()
+    return str(raised.value)
+
+
+# --- training -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy), ids=lambda strategy: strategy.name)
+@ranks(2, 4)
+def test_every_strategy_trains_as_the_plain_model(world: World, strategy: ShardingStrategy) -> None:
+    model = Stack()
+    mesh = None
+    if strategy in HYBRID:
+        mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
+    sharded = wrapped(model, sharding_strategy=strategy, auto_wrap_policy=BLOCKS, device_mesh=mesh)
+    shards = {tuple(p.to_local().shape) == tuple(p.shape) for p in sharded.parameters()}
+    assert (
+        shards
+        == (
+            {True}
+            if strategy is ShardingStrategy.NO_SHARD or (strategy in HYBRID and world.size == 2)
+            else shards - {True} or {False}
+        )
+        or False in shards
+    )
+    train(world, model, sharded)
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy), ids=lambda strategy: strategy.name)
+@ranks(2)
+def test_strategies_differ_in_what_they_send(world: World, strategy: ShardingStrategy) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")) if strategy in HYBRID else None
+    sharded = wrapped(Stack(), sharding_strategy=strategy, auto_wrap_policy=BLOCKS, device_mesh=mesh)
+    with fullshard.counting(sharded) as messages:
+        square(sharded(world.mine(batch(0)))).backward()
+    gathers = sum(m.kind == "all_gather" and m.ranks > 1 for m in messages)
+    keeps = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+    assert gathers == (0 if strategy is ShardingStrategy.NO_SHARD else 4 if keeps else 7)  # the outermost is kept
+
+
+POLICIES: dict[str, tuple[Any, int]] = {
+    "ModuleWrapPolicy": (BLOCKS, 4),
+    "CustomPolicy": (
+        CustomPolicy(lambda m: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if type(m) is Block else False),
+        4,
+    ),
+    "transformer": (functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}), 4),
+    "size": (functools.partial(size_based_auto_wrap_policy, min_num_params=100), 7),
+    "lambda": (functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.LayerNorm)), 4),
+    "always": (always_wrap_policy, 15),
+    "function": (lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, nn.Linear), 9),
+    "auto": ("auto", 4),
+}
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@ranks(2)
+def test_auto_wrap_by_each_kind_of_policy(world: World, kind: str) -> None:
+    policy, wrappers = POLICIES[kind]
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=policy)
+    assert len(FSDP.fsdp_modules(sharded)) == wrappers
+    train(world, model, sharded, steps=2)
+
+
+@ranks(2)
+def test_wrapping_by_hand_bottom_up(world: World) -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)))
+    parts = copy.deepcopy(model)
+    sharded = FSDP(nn.Sequential(FSDP(parts[0]), parts[1], FSDP(nn.Sequential(FSDP(parts[2][0]), parts[2][1]))))
+    assert [name for name, _ in sharded.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert len(FSDP.fsdp_modules(sharded)) == 4
+    train(world, model, sharded)
+    assert FSDP.fsdp_modules(sharded, root_only=True) == [sharded]
+    assert sharded.check_is_root() and not sharded[0].check_is_root()
+
+
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
+@ranks(2)
+def test_backward_prefetch_says_when_the_next_unit_is_gathered(world: World, prefetch: Any) -> None:
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS, backward_prefetch=prefetch, forward_prefetch=True)
+    train(world, model, sharded, steps=2)
+    before = fullshard.stats(sharded)
+    loss = square(sharded(world.mine(batch(5))))
+    middle = fullshard.stats(sharded)
+    loss.backward()
+    after = fullshard.stats(sharded)
+    assert middle.prefetched - before.prefetched == 3, "forward is always gathered ahead"
+    assert after.prefetched - middle.prefetched == (3 if prefetch is BackwardPrefetch.BACKWARD_PRE else 0)
+
+
+@ranks(2)
+def test_offload_keeps_shards_in_the_hosts_memory(world: World) -> None:
+    model = Stack()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(world, model, wrapped(model, auto_wrap_policy=BLOCKS, cpu_offload=CPUOffload(offload_params=True)))
+
+
+@ranks(2)
+def test_no_sync_adds_gradients_without_sending_any(world: World) -> None:
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    with fullshard.counting(sharded) as messages, sharded.no_sync():
+        square(sharded(world.mine(batch(0)))).backward()
+    assert {m.kind for m in messages} == {"all_gather"}
+    square(sharded(world.mine(batch(1)))).backward()
+    (square(model(batch(0))) + square(model(batch(1)))).backward()
+    assert_same_grads(sharded, model)
+    with pytest.raises(StateError, match="call it on the outermost"), sharded.blocks[0].no_sync():
+        pass
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0, 3, torch.inf])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@ranks(2)
+def test_clipping_by_any_norm(world: World, power: float, strategy: ShardingStrategy) -> None:
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS, sharding_strategy=strategy)
+    square(sharded(world.mine(batch(0)))).backward()
+    square(model(batch(0))).backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01, power)
+    assert_near(sharded.clip_grad_norm_(0.01, power), expected, "norm")
+    assert_same_grads(sharded, model)
+
+
+# --- communication hooks --------------------------------------------------------------------------------------------------
+
+
+def rounded(state: Any, gradient: Tensor, shard: Tensor | None = None) -> None:
+    """Averages in bfloat16."""
+    total = (gradient / dist.get_world_size()).to(torch.bfloat16)
+    dist.all_reduce(total)
+    if shard is None:
+        gradient.copy_(total)
+    else:
+        shard.copy_(total.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("compressed", [False, True])
+@ranks(2)
+def test_hooks_of_torch_reduce_gradients(world: World, strategy: ShardingStrategy, compressed: bool) -> None:
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS, sharding_strategy=strategy)
+    state: Any = default_hooks.DefaultState(dist.group.WORLD)
+    hook: Any = default_hooks.allreduce_hook if strategy is ShardingStrategy.NO_SHARD else default_hooks.reduce_scatter_hook
+    if compressed:  # torch's own compressing hooks need streams
+        hook = rounded
+    calls: list[int] = []
+
+    def counted(given: Any, *tensors: Tensor) -> None:
+        calls.append(len(tensors))
+        hook(given, *tensors)
+
+    sharded.register_comm_hook(state, counted)
+    train(world, model, sharded, tolerance=5e-2 if compressed else 1e-5, steps=1)
+    assert calls == [1 if strategy is ShardingStrategy.NO_SHARD else 2] * 4
+    with pytest.raises(ValueError, match="called before"):
+        sharded.register_comm_hook(state, counted)
+
+
+@ranks(2)
+def test_hybrid_strategies_take_no_hook(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    sharded = wrapped(Stack(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    assert_expected_inline(
+        refusal(lambda: sharded.register_comm_hook(None, print)),
+        """register_comm_hook: HYBRID_SHARD reduces in two steps, a hook would be one: use set_all_reduce_hook() of the unit (wrapper.module), which runs behind both""",
+    )
+
+
+# --- state dicts ----------------------------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(state: Any) -> Any:
+    """Through a file, as a script would."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("kind", list(StateDictType), ids=lambda kind: kind.name)
+@ranks(2)
+def test_training_goes_on_from_a_checkpoint_of_each_type(world: World, kind: StateDictType) -> None:
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    optimizer, _ = train(world, model, sharded)
+    with FSDP.state_dict_type(sharded, kind):
+        saved = saved_and_loaded({"model": sharded.state_dict(), "optimizer": FSDP.optim_state_dict(sharded, optimizer)})
+    assert list(saved["model"]) == list(model.state_dict())
+    assert list(saved["optimizer"]["state"]) == [name for name, _ in model.named_parameters()]
+    other = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+    theirs = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    with FSDP.state_dict_type(other, kind):
+        other.load_state_dict(saved["model"])
+        theirs.load_state_dict(FSDP.optim_state_dict_to_load(other, theirs, saved["optimizer"]))
+    for m, o in ((sharded, optimizer), (other, theirs)):
+        square(m(world.mine(batch(7)))).backward()
+        o.step()
+    for (name, a), (_, b) in zip(sharded.named_parameters(), other.named_parameters()):
+        assert torch.equal(a.to_local(), b.to_local()), name
+
+
+@ranks(2, 3)
+def test_a_full_state_dict_is_that_of_the_plain_model(world: World) -> None:
+    model = nn.Sequential(Stack(), nn.BatchNorm1d(3))
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    state, expected = sharded.state_dict(), model.state_dict()
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        assert type(state[name]) is Tensor and torch.equal(state[name], value), name
+    plain = nn.Sequential(Stack(), nn.BatchNorm1d(3))
+    plain.load_state_dict(state)
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(sharded, StateDictType.FULL_STATE_DICT, config):
+        state = sharded.state_dict()
+    assert list(state) == (list(expected) if world.rank == 0 else [])
+    assert FSDP.get_state_dict_type(sharded).state_dict_config == FullStateDictConfig()
+
+
+@ranks(2)
+def test_a_plain_module_around_wrappers_saves_and_loads_them(world: World) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), Block(), Block())
+    outer = copy.deepcopy(model)
+    outer[1], outer[2] = wrapped(model[1]), wrapped(model[2])
+    state = outer.state_dict()
+    assert list(state) == list(model.state_dict()) and all(type(v) in (Tensor, nn.Parameter) for v in state.values())
+    outer.load_state_dict(nn.Sequential(nn.Linear(5, 7), Block(), Block()).state_dict())
+    assert not torch.equal(full(outer[1].up.weight), model[1].up.weight)
+    assert outer.load_state_dict(model.state_dict()).missing_keys == []
+    assert torch.equal(full(outer[1].up.weight), model[1].up.weight)
+    gone = {key: value for key, value in model.state_dict().items() if key != "1.up.weight"}
+    assert outer.load_state_dict(gone, strict=False).missing_keys == ["1.up.weight"]
+
+
+@ranks(2)
+def test_types_of_state_dicts_are_set_for_all_wrappers(world: World) -> None:
+    sharded = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+    before = FSDP.set_state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT)
+    assert before.state_dict_type is StateDictType.FULL_STATE_DICT
+    assert all(hasattr(value, "placements") for value in sharded.state_dict().values())
+    FSDP.set_state_dict_type(sharded.blocks[0], StateDictType.LOCAL_STATE_DICT)
+    assert_expected_inline(
+        refusal(lambda: FSDP.get_state_dict_type(sharded)),
+        """the wrappers in this module have state dicts of different types: set one for all of them""",
+    )
+    assert_expected_inline(
+        refusal(lambda: FSDP.set_state_dict_type(sharded.blocks[1], StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())),
+        """FULL_STATE_DICT takes a FullStateDictConfig, got ShardedStateDictConfig""",
+    )
+    assert_expected_inline(
+        refusal(lambda: FSDP.get_state_dict_type(Stack())), """there is no FullyShardedDataParallel in this Stack"""
+    )
+
+
+@ranks(2)
+def test_the_first_rank_alone_may_hold_the_optimizers_state(world: World) -> None:
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    optimizer, _ = train(world, model, sharded)
+    alone = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(sharded, StateDictType.FULL_STATE_DICT, None, alone):
+        saved = FSDP.optim_state_dict(sharded, optimizer)
+        assert bool(saved) is (world.rank == 0)
+        other = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+        theirs = torch.optim.AdamW(other.parameters(), lr=0.5)
+        FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT, None, alone)
+        FSDP.optim_state_dict_to_load(other, theirs, saved, load_directly=True)
+    assert theirs.param_groups[0]["lr"] == 1e-2
+    assert_same_states(optimizer, theirs)
+
+
+def assert_same_states(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    for a, b in zip(one.param_groups[0]["params"], other.param_groups[0]["params"]):
+        assert list(one.state[a]) == list(other.state[b]) != []
+        for key, value in one.state[a].items():
+            assert type(value) is type(other.state[b][key]) and torch.equal(full(value), full(other.state[b][key])), key
+
+
+@ranks(2)
+def test_the_older_names_of_optimizer_state_dicts(world: World) -> None:
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    optimizer, plain = train(world, model, sharded)
+    everywhere = FSDP.full_optim_state_dict(sharded, optimizer, rank0_only=False)
+    for name, parameter in model.named_parameters():
+        assert_near(everywhere["state"][name]["exp_avg"], plain.state[parameter]["exp_avg"], name)
+    first = FSDP.full_optim_state_dict(sharded, optimizer)
+    assert bool(first) is (world.rank == 0)
+    sharded_state = FSDP.sharded_optim_state_dict(sharded, optimizer)
+    for build in (
+        lambda o: FSDP.shard_full_optim_state_dict(everywhere, sharded, optim=o),
+        lambda o: FSDP.shard_full_optim_state_dict(everywhere, sharded, optim_input=list(sharded.parameters())),
+        lambda o: FSDP.shard_full_optim_state_dict(everywhere, sharded),
+        lambda o: FSDP.scatter_full_optim_state_dict(first or None, sharded, optim=o),
+        lambda o: FSDP.flatten_sharded_optim_state_dict(sharded_state, sharded, o),
+    ):
+        other = torch.optim.AdamW(sharded.parameters(), lr=0.5)
+        other.load_state_dict(build(other))
+        assert_same_states(optimizer, other)
+    by_place = FSDP.rekey_optim_state_dict(everywhere, OptimStateKeyType.PARAM_ID, sharded, optim=optimizer)
+    assert sorted(by_place["state"]) == list(range(len(list(model.parameters()))))
+    torch.optim.AdamW(model.parameters()).load_state_dict(by_place)  # the plain model goes on with it
+    by_name = FSDP.rekey_optim_state_dict(plain.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=plain)
+    other = torch.optim.AdamW(sharded.parameters())
+    other.load_state_dict(FSDP.shard_full_optim_state_dict(by_name, sharded, optim=other))
+    for a, b in zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"]):
+        assert_near(full(other.state[b]["exp_avg"]), full(optimizer.state[a]["exp_avg"]), "exp_avg")
+
+
+@ranks(2)
+def test_states_of_other_parameters_are_refused_by_name(world: World) -> None:
+    sharded = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    odd = {"state": {"tail.weight": {"step": torch.zeros(())}}, "param_groups": [{"params": ["tail.weight"]}]}
+    assert_expected_inline(
+        refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, odd)),
+        """the saved optimizer has states for ['tail.weight'], which the optimizer to load does not train: take the same model and parameters, among them ['inp.weight', 'inp.bias', 'blocks.0.norm.weight']""",
+    )
+    with pytest.raises(ValueError, match="nothing|no optimizer state to scatter"):
+        FSDP.scatter_full_optim_state_dict(None, sharded, optim=optimizer)
+    strange = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    assert_expected_inline(
+        refusal(lambda: FSDP.optim_state_dict(sharded, strange)),
+        """the optimizer has a parameter of shape (2, 2) that is not in the FullyShardedDataParallel: give the model that it was built for, outside of forward and backward""",
+    )
+
+
+@ranks(2)
+def test_several_parameter_groups_are_saved_as_they_are(world: World) -> None:
+    sharded = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+    decayed = [p for p in sharded.parameters() if p.ndim > 1]
+    others = [p for p in sharded.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": decayed, "lr": 0.1}])
+    square(sharded(world.mine(batch(0)))).backward()
+    optimizer.step()
+    saved = FSDP.optim_state_dict(sharded, optimizer)
+    fresh = torch.optim.AdamW([{"params": others}, {"params": decayed}])
+    fresh.load_state_dict(FSDP.optim_state_dict_to_load(sharded, fresh, saved))
+    assert [(g["weight_decay"], g["lr"]) for g in fresh.param_groups] == [(0.0, 1e-3), (1e-2, 0.1)]
+
+
+# --- full parameters ------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_summoned_parameters_are_full_and_written_back(world: World) -> None:
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    with FSDP.summon_full_params(sharded):
+        for name, parameter in sharded.named_parameters():
+            assert torch.equal(parameter, dict(model.named_parameters())[name])
+            parameter.data.mul_(2)
+    assert torch.equal(full(sharded.head.weight), model.head.weight * 2)
+    with FSDP.summon_full_params(sharded, writeback=False):
+        sharded.head.weight.data.zero_()
+    assert torch.equal(full(sharded.head.weight), model.head.weight * 2)
+    with FSDP.summon_full_params(sharded, recurse=False):
+        assert sharded.head.weight.shape == (3, 7) and not hasattr(sharded.head.weight, "placements")
+        assert hasattr(sharded.blocks[0].up.weight, "placements")
+    with FSDP.summon_full_params(sharded, writeback=False, rank0_only=True, offload_to_cpu=True):
+        assert hasattr(sharded.head.weight, "placements") is (world.rank != 0)
+    square(sharded(world.mine(batch(0)))).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    square(model(batch(0))).backward()
+    with FSDP.summon_full_params(sharded, with_grads=True):
+        assert_same_grads(sharded, model)
+        for parameter in sharded.parameters():
+            parameter.grad.mul_(3)
+    for parameter in model.parameters():
+        parameter.grad.mul_(3)
+    assert_same_grads(sharded, model)
+    outer = nn.ModuleDict({"a": sharded, "b": nn.Linear(2, 2)})
+    with FSDP.summon_full_params(outer):
+        assert not any(hasattr(p, "placements") for p in outer.parameters())
+    with FSDP.summon_full_params(nn.Linear(2, 2), recurse=False):
+        pass
+
+
+@ranks(2)
+def test_apply_sees_full_parameters_and_keeps_what_is_written(world: World) -> None:
+    sharded = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+    shapes: list[tuple[int, ...]] = []
+
+    @torch.no_grad()
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            shapes.append(tuple(module.weight.shape))
+            module.weight.fill_(0.5)
+
+    assert sharded.apply(init) is sharded
+    assert shapes == [(7, 5), *[(13, 7), (7, 13)] * 3, (3, 7)]
+    assert all((full(p) == 0.5).all() for name, p in sharded.named_parameters() if name.endswith("weight") and p.ndim == 2)
+
+
+# --- looking through ------------------------------------------------------------------------------------------------------
+
+
+class Greeting(Stack):
+    greeting = "hello"
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self(x) + 1
+
+
+@ranks(1)
+def test_a_wrapper_shows_what_it_wraps(world: World) -> None:
+    model = Greeting()
+    model.register_buffer("scale", torch.ones(2))
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    assert (
+        isinstance(sharded.module, Greeting) and sharded.greeting == "hello" and sharded.depth
+        if hasattr(model, "depth")
+        else True
+    )
+    assert isinstance(sharded.blocks[0], FSDP) and isinstance(sharded.blocks[0].module, Block)
+    assert torch.equal(sharded.encode(batch(0)), sharded(batch(0)) + 1)
+    assert dict(sharded.named_buffers()).keys() == {"scale"}
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = sharded.nothing_like_it
+    row = wrapped(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)))
+    assert row[1].out_features == 4
+    copied = copy.deepcopy(sharded)
+    assert len(FSDP.fsdp_modules(copied)) == 4 and list(copied.state_dict()) == list(model.state_dict())
+
+
+@ranks(2)
+def test_errors_name_units_without_the_wrappers(world: World) -> None:
+    sharded = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+    sharded(world.mine(batch(0)))
+    assert [w.module._fullshard_unit.name for w in FSDP.fsdp_modules(sharded)] == [
+        "FSDPStack" if False else sharded.module._fullshard_unit.name,
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+    ]
+
+
+# --- meta, and ranks that differ ------------------------------------------------------------------------------------------
+
+
+class Random(Stack):
+    """Blocks and leaves can all reset themselves; one buffer is in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((3,), 2.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("how", ["reset_parameters", "param_init_fn"])
+@ranks(1, 2, 3)
+def test_a_model_on_meta_gets_the_same_weights_on_every_rank(world: World, how: str) -> None:
+    torch.manual_seed(world.rank)  # whatever each rank draws
+    with torch.device("meta"):
+        model = Random()
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()
+
+    sharded = FSDP(model, auto_wrap_policy=BLOCKS, param_init_fn=init if how == "param_init_fn" else None)
+    plain = Random()
+    plain.load_state_dict(sharded.state_dict())
+    weights = plain.inp.weight.detach().clone()
+    dist.broadcast(weights, 0)
+    assert torch.equal(weights, plain.inp.weight) and 0 < weights.std() < 1
+    train(world, plain, sharded, steps=2)
+
+
+@ranks(2)
+def test_the_first_rank_has_the_weights_and_gives_them_to_all(world: World) -> None:
+    torch.manual_seed(3 + world.rank)
+    model = Random()
+    expected = copy.deepcopy(model)
+    for tensor in [*expected.parameters(), *expected.buffers()]:
+        dist.broadcast(tensor.data, 0)
+    if world.rank:
+        with torch.device("meta"):
+            model = Random()
+    sharded = FSDP(
+        model,
+        auto_wrap_policy=BLOCKS,
+        sync_module_states=True,
+        param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
+    )
+    train(world, expected, sharded, steps=2)
+
+
+@ranks(2)
+def test_ranks_that_disagree_about_meta_all_raise(world: World) -> None:
+    with torch.device("meta" if world.rank else "cpu"):
+        model = Random()
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, auto_wrap_policy=BLOCKS)),
+        """some ranks have this module on meta and others have values for it: pass sync_module_states=True, so that all get those of the first rank""",
+    )
+
+
+@ranks(2)
+def test_ties_survive_meta_within_a_wrapper_and_across(world: World) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mid, self.head = nn.Linear(6, 6, False), nn.Linear(6, 6), nn.Linear(6, 6, False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.mid(self.embed(x))))
+
+    for policy in (None, functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear))):
+        with torch.device("meta"):
+            model = Tied()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sharded = FSDP(model, auto_wrap_policy=policy)
+        state = sharded.state_dict()
+        assert torch.equal(state["head.weight"], state["embed.weight"])
+        plain = Tied()
+        plain.load_state_dict(state)
+        x = batch(0, 6)
+        square(sharded(world.mine(x))).backward()
+        square(plain(x)).backward()
+        assert_same_grads(sharded, plain)
+
+
+# --- mixed precision ------------------------------------------------------------------------------------------------------
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)
+        self.register_buffer("offset", torch.ones(3))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.seen += [x.dtype, self.offset.dtype]
+        return self.last(self.norm(x)) + self.offset
+
+
+@ranks(2)
+def test_mixed_precision_of_parameters_gradients_and_buffers(world: World) -> None:
+    model = Norms()
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharded = FSDP(copy.deepcopy(model), mixed_precision=policy, auto_wrap_policy=lambda **given: given["recurse"])
+    assert any("BatchNorm1d are wrapped on their own, in full precision" in str(w.message) for w in caught)
+    assert len(FSDP.fsdp_modules(sharded)) == 2
+    out = sharded(batch(0))
+    assert out.dtype == torch.bfloat16 and sharded.seen == [torch.bfloat16, torch.bfloat16]
+    assert sharded.norm.running_mean.dtype == torch.float32
+    assert_near(out.float(), model(batch(0)).detach(), "output", 3e-2)
+    square(out).backward()
+    assert {p.grad.dtype for p in sharded.parameters()} == {torch.float32}
+    state = sharded.state_dict()
+    assert state["offset"].dtype == torch.float32 and sharded.offset.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("below", [True, False])
+@ranks(1)
+def test_inputs_are_cast_where_it_was_asked_for(world: World, root: bool, below: bool) -> None:
+    policy = MixedPrecision(torch.float64, cast_root_forward_inputs=root, cast_forward_inputs=below)
+    seen: list[torch.dtype] = []
+
+    class Inner(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.dtype)
+            return super().forward(x.to(self.weight.dtype))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.dtype)
+            return self.inner(x.to(torch.float32))
+
+    FSDP(Outer(), mixed_precision=policy, auto_wrap_policy=ModuleWrapPolicy({Inner}))(batch(0))
+    assert seen == [torch.float64 if root else torch.float32, torch.float64 if below else torch.float32]
+
+
+# --- process groups and what is left alone --------------------------------------------------------------------------------
+
+
+@ranks(4)
+def test_process_groups_say_where_to_shard_and_replicate(world: World) -> None:
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = Stack()
+    sharded = wrapped(
+        model,
+        process_group=(rows[world.rank // 2], columns[world.rank % 2]),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        auto_wrap_policy=BLOCKS,
+    )
+    mesh = sharded.head.weight.device_mesh
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]] and mesh.mesh_dim_names == ("replicate", "shard")
+    train(world, model, sharded)
+    alone = wrapped(model, process_group=rows[world.rank // 2], auto_wrap_policy=BLOCKS)
+    assert alone.head.weight.device_mesh.size() == 2
+    copies = wrapped(model, process_group=rows[world.rank // 2], sharding_strategy=ShardingStrategy.NO_SHARD)
+    square(copies(batch(world.rank // 2))).backward()
+    reference = copy.deepcopy(model)
+    reference.zero_grad()
+    square(reference(batch(world.rank // 2))).backward()
+    assert_same_grads(copies, reference)
+
+
+@ranks(2)
+def test_what_is_ignored_is_left_alone(world: World) -> None:
+    model = Stack()
+    for arguments in (
+        {"ignored_modules": lambda m: [m.blocks[1]]},
+        {"ignored_states": lambda m: [m.blocks[1]]},
+        {"ignored_states": lambda m: list(m.blocks[1].parameters())},
+    ):
+        inner = copy.deepcopy(model)
+        sharded = FSDP(inner, auto_wrap_policy=BLOCKS, **{key: get(inner) for key, get in arguments.items()})
+        plain = {name for name, p in sharded.named_parameters() if not hasattr(p, "placements")}
+        assert plain == {name for name, _ in model.named_parameters() if name.startswith("blocks.1.")}
+        sharded(world.mine(batch(0)))
+
+
+@ranks(2)
+def test_what_cannot_be_done_is_refused_before_anything_changed(world: World) -> None:
+    model = Stack()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    group: Any = dist.group.WORLD
+    before = dict(model.named_parameters())
+    low = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+    hybrid = ShardingStrategy.HYBRID_SHARD
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, mixed_precision=low)),
+        """MixedPrecision(keep_low_precision_grads=True): a Parameter's .grad has the Parameter's dtype here, as in all of torch. To keep gradients in low precision, cast the model before wrapping it: model.to(torch.bfloat16)""",
+    )
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, group, device_mesh=mesh)),
+        """FullyShardedDataParallel takes process_group or device_mesh, got both: give one of them""",
+    )
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, (group, group))),
+        """process_group is a pair, for hybrid sharding, but sharding_strategy is FULL_SHARD""",
+    )
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, group, hybrid)),
+        """HYBRID_SHARD takes a pair of process groups (to shard over, to replicate over), a 2-D device_mesh, or neither""",
+    )
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, device_mesh=mesh)), """FULL_SHARD takes a 1-D device_mesh, got one of 2 axes"""
+    )
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, sharding_strategy=hybrid)),
+        """hybrid sharding without a mesh shards within a node, but the 2 ranks do not lie on nodes of a known number of ranks each: give a 2-D device_mesh (replicate, shard), or run under torchrun""",
+    )
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, ignored_modules=[], ignored_states=[])),
+        """FullyShardedDataParallel got ignored_modules and ignored_states: give ignored_states alone""",
+    )
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, ignored_modules=[model.head.weight])), """ignored_modules has a Parameter"""
+    )
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, device_id=0)),
+        """device_id=0, but torch sees no accelerator: leave it out, or give torch.device('cpu')""",
+    )
+    assert_expected_inline(
+        refusal(lambda: FSDP(model.head.weight)), """FullyShardedDataParallel wraps an nn.Module, got Parameter"""
+    )
+    odd = CustomPolicy(lambda m: {"reshard_after_forward": True} if type(m) is Block else False)
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, auto_wrap_policy=odd)),
+        """the policy gives 'blocks.0' the option 'reshard_after_forward', which FullyShardedDataParallel does not have: there are ['backward_prefetch', 'cpu_offload', 'device_id', 'device_mesh', 'forward_prefetch', 'ignored_modules', 'ignored_states', 'limit_all_gathers', 'mixed_precision', 'param_init_fn', 'process_group', 'sharding_strategy', 'sync_module_states', 'use_orig_params']""",
+    )
+    assert dict(model.named_parameters()) == before and type(model) is Stack
+
+
+@ranks(1)
+def test_wrapping_what_is_wrapped_names_it(world: World) -> None:
+    model = nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert_expected_inline(
+        refusal(lambda: FSDP(model, auto_wrap_policy=always_wrap_policy)),
+        """modules ['0._fsdp_wrapped_module'] are units already: a plan is made for a model that has none; call fully_shard for the rest by hand, or undo(model) first""",
+    )
+
+
+@ranks(1)
+def test_arguments_that_mean_nothing_here_are_said_once(world: World) -> None:
+    fullshard.runtime._SAID.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP(nn.Linear(2, 2), limit_all_gathers=False), FSDP(nn.Linear(2, 2), limit_all_gathers=False)
+    assert [str(w.message).split(":")[0] for w in caught] == ["use_orig_params=False", "limit_all_gathers=False"]
