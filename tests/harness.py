@@ -107,10 +107,10 @@ class Pool:
         except EOFError:
             return "the process died"
 
-    def run(self, module: str, name: str, arguments: dict[str, Any]) -> None:
+    def run(self, module: str, name: str, arguments: dict[str, Any], limit: float) -> None:
         for connection in self._connections:
             connection.send((module, name, arguments))
-        limit, replies = LIMIT, []
+        replies = []
         for connection in self._connections:
             reply = self._receive(connection, limit)
             replies.append(reply)
@@ -152,12 +152,15 @@ def _close_pools() -> None:
             running.close()
 
 
-def ranks(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the test body on every rank of a world of each of `sizes`. Its other arguments come from pytest.mark.parametrize."""
+def ranks(*sizes: int, limit: float = LIMIT) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test body on every rank of a world of each of `sizes`. Its other arguments come from pytest.mark.parametrize.
+
+    limit: seconds until a body that did not come back has failed.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(size: int, **arguments: Any) -> None:
-            pool(size).run(body.__module__, body.__name__, arguments)
+            pool(size).run(body.__module__, body.__name__, arguments, limit)
 
         others = list(inspect.signature(body).parameters.values())[1:]
         size = inspect.Parameter("size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
