@@ -1,0 +1,78 @@
+"""Every python block of the documentation runs, in order, page by page."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from harness import World, ranks
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def blocks(page: str) -> list[tuple[int, str]]:
+    """(line, code) of each python block."""
+    text = (DOCS / page).read_text()
+    return [(text[: m.start()].count("\n") + 1, m[1]) for m in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)]
+
+
+@pytest.mark.parametrize("page", ["wrapping.md", "from-fsdp1.md", "compile.md"])
+@ranks(2, limit=240)
+def test_the_snippets_of_a_page_run(world: World, page: str) -> None:
+    torch._dynamo.reset()
+    names: dict[str, object] = {}
+    found = blocks(page)
+    assert found
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="use_orig_params|enable_nested_tensor|unit .* mixes")
+        for line, code in found:
+            exec(compile("\n" * line + code, str(DOCS / page), "exec"), names)
+    torch._dynamo.reset()
+
+
+def test_the_table_of_a_plan_is_the_one_that_is_printed() -> None:
+    from fullshard import plan_model
+
+    names: dict[str, object] = {}
+    exec(blocks("wrapping.md")[0][1], names)
+    printed = str(plan_model(names["model"]))  # type: ignore[arg-type]
+    assert printed in (DOCS / "wrapping.md").read_text(), printed
+
+
+def test_every_argument_and_method_of_fsdp1_has_a_row() -> None:
+    import inspect
+
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    table = (DOCS / "from-fsdp1.md").read_text()
+    arguments = [name for name in inspect.signature(FullyShardedDataParallel.__init__).parameters if name != "self"]
+    for name in [*arguments, *(strategy.name for strategy in ShardingStrategy)]:
+        assert name in table, name
+    for name in vars(FullyShardedDataParallel):
+        if not name.startswith("_") and callable(getattr(FullyShardedDataParallel, name)):
+            short = name.replace("set_state_dict_type", "set_...").replace("get_state_dict_type", "get_...")
+            short = (
+                short.replace("_optim_state_dict", "_...") if short.split("_")[0] in ("shard", "scatter", "flatten") else short
+            )
+            assert short in table, name
+
+
+def test_the_wrapper_has_fsdp1s_constructor_and_every_public_method() -> None:
+    import inspect
+
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from fullshard.compat import FSDP
+
+    theirs, ours = (inspect.signature(cls.__init__).parameters for cls in (FullyShardedDataParallel, FSDP))
+    assert list(ours) == list(theirs)
+    assert {name: p.default for name, p in ours.items()} == {name: p.default for name, p in theirs.items()}
+    for name, value in vars(FullyShardedDataParallel).items():
+        if not name.startswith("_"):
+            assert name in vars(FSDP), name
+            if inspect.isfunction(value) or isinstance(value, staticmethod):
+                wanted = list(inspect.signature(getattr(FullyShardedDataParallel, name)).parameters)
+                assert list(inspect.signature(getattr(FSDP, name)).parameters) == wanted, name
