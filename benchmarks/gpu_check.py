@@ -1330,6 +1330,60 @@ def compiled_trial(world: World, how: str, dtype: str, backend: str) -> float:
     return trial.run(3)
 
 
+# --- 8. FSDP1's wrapper -----------------------------------------------------------------------------------------------
+
+
+def beside_fsdp1(world: World) -> None:
+    """The wrapper of `fullshard.compat` and torch's own, on equal models and batches. On the CPU, where torch's does not run,
+    the plain model stands in for it.
+    """
+    from fullshard.compat import FSDP, MixedPrecision, ShardingStrategy
+    from fullshard.wrap import ModuleWrapPolicy
+
+    torch_fsdp1 = torch_fsdp.FullyShardedDataParallel
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        for dtype in ("fp32", "bf16"):
+            param, reduce, tolerance = DTYPES[dtype]
+            mixed = None if param is None else MixedPrecision(param_dtype=param, reduce_dtype=reduce)
+            arguments: dict[str, Any] = {
+                "sharding_strategy": ShardingStrategy[strategy],
+                "auto_wrap_policy": ModuleWrapPolicy({Block}),
+                "mixed_precision": mixed,
+                "device_id": world.device,
+                "use_orig_params": True,
+            }
+            with world.report.guarded(f"FSDP1, {strategy}, {dtype}"):
+                models: list[nn.Module] = [FSDP(sequence(partial(Block, 64), 3, world.device), **arguments)]
+                if world.cuda:
+                    arguments["auto_wrap_policy"] = torch_fsdp.wrap.ModuleWrapPolicy({Block})
+                    models.append(torch_fsdp1(sequence(partial(Block, 64), 3, world.device), **arguments))
+                else:
+                    models.append(sequence(partial(Block, 64), 3, world.device))
+                found = side_by_side(world, models)
+                world.report.check(found <= tolerance, f"FSDP1, {strategy}, {dtype}", f"off by {found:.1e}")
+
+
+def side_by_side(world: World, models: Sequence[nn.Module], steps: int = 3) -> float:
+    """The largest relative difference of losses and weights after some steps of SGD, which blows no rounding up."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    worst = 0.0
+    for step in range(steps):
+        x = torch.randn(4, 16, 64, generator=torch.Generator().manual_seed(step)).to(world.device)
+        losses = []
+        for model, optimizer in zip(models, optimizers):
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        worst = max(worst, abs(losses[0] - losses[1]) / abs(losses[1]))
+    ours, theirs = (model.state_dict() for model in models)
+    assert list(ours) == list(theirs), "names"
+    for name, value in theirs.items():
+        worst = max(worst, ((ours[name].float() - value.float()).abs().max() / value.float().abs().max()).item())
+    return worst
+
+
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
@@ -1359,6 +1413,7 @@ def jobs() -> list[Job]:
         Job("parity", "two ranks, no help", plain_gloo, "gloo", 2, limit=60),
         *special_jobs(),
         Job("compile", "one rank, nccl", compiled),
+        Job("fsdp1", "one rank, nccl", beside_fsdp1),
         Job("overlap", "mirror of eight", overlap_mirror, "fake", pretend=8, limit=70),
         Job("overlap", "one rank, nccl", overlap_alone, limit=50, cpu="CUDA only"),
         Job("memory", "fake group of 64", memory, "fake", pretend=64, limit=60),
