@@ -1620,7 +1620,7 @@ def batches(chosen: Sequence[tuple[int, Job]], together: int) -> Iterator[list[t
 
 def run_all(options: argparse.Namespace) -> int:
     start = time.monotonic()
-    folder = Path(options.out) / "gpu_check"
+    folder = Path(options.out).resolve() / "gpu_check"  # a file:// address has no relative paths
     folder.mkdir(parents=True, exist_ok=True)
     print(draw(["environment", ""], surroundings(options.cpu_dry_run)) + "\n", flush=True)
 
