@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 from harness import World, ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Block, Stack, batch, square, train_both
+from models import Block, Stack, assert_same_grads, batch, square, train_both
 from torch import Tensor, nn
 
 import fullshard
@@ -130,7 +130,11 @@ def policies() -> st.SearchStrategy[Any]:
 @settings(max_examples=300, deadline=None)
 @given(model=trees(), policy=policies())
 def test_units_partition_the_parameters_children_first(model: nn.Module, policy: Any) -> None:
-    plan = plan_model(model, policy)
+    try:
+        plan = plan_model(model, policy)
+    except ValueError as refused:  # a shared module that also runs outside of the unit around it
+        assert "is around it and shares a parameter" in str(refused)
+        return
     held = [entry.name for unit in plan.units for entry in plan.entries(unit)]
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -254,11 +258,11 @@ def test_the_plan_of_a_decoder() -> None:
         str(plan_model(decoder())),
         """\
 unit            class              parameters   elements        bytes  options  why
-embed+position  2 Embedding                 2      3,328     13.0 KiB           as large as a block
+embed           Embedding                   1      3,200     12.5 KiB           as large as a block
 layers.0 ... 2  3 x Block               3 x 5  3 x 1,088  3 x 4.2 KiB           one of 3 blocks
 norm+head       LayerNorm, Linear           3      3,232     12.6 KiB           as large as a block
-(model)         Decoder                     0          0          0 B           what is left
-6 units hold 20 parameters: 9,824 elements, 38.4 KiB; the largest holds 13.0 KiB""",
+(model)         Decoder                     1        128        512 B           what is left
+6 units hold 20 parameters: 9,824 elements, 38.4 KiB; the largest holds 12.6 KiB""",
     )
 
 
@@ -323,6 +327,50 @@ def test_experts_are_no_units_since_not_every_rank_runs_them() -> None:
     assert chosen(plan_model(nn.Sequential(Mixture(), Mixture()))) == ["0", "1", "(model)"]
 
 
+class Routed(nn.Module):
+    """Every rank runs other experts."""
+
+    def __init__(self, many: str = "experts", chooser: str = "router") -> None:
+        super().__init__()
+        self.add_module(chooser, nn.Linear(16, 4))
+        self.add_module(many, nn.ModuleList(Block(16, 32) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("only planned")
+
+
+@pytest.mark.parametrize(("many", "chooser"), [("experts", "mix"), ("parts", "router"), ("parts", "gate"), ("parts", "gating")])
+def test_experts_are_no_units_wherever_they_are(many: str, chooser: str) -> None:
+    """They were, if the mixture was the only one of its class: ranks that ran different ones summed strangers' gradients."""
+    alone = Stack(depth=2)
+    alone.mixture = Routed(many, chooser)
+    assert chosen(plan_model(alone)) == ["blocks.0", "blocks.1", "(model)"]
+    row = Stack(depth=2)
+    row.blocks.append(Routed(many, chooser))
+    assert chosen(plan_model(row)) == ["blocks.0", "blocks.1", "blocks.2", "(model)"]
+
+
+def test_only_what_is_called_is_chosen_beside_the_blocks() -> None:
+    """Tables that others read (queries, positions), parts of an attention, and norms that run elsewhere stay with the model."""
+    model = nn.Module()
+    model.norm = nn.LayerNorm(16)
+    model.embed = nn.Embedding(300, 16)
+    model.tables = nn.ModuleList(nn.Embedding(300, 16) for _ in range(3))
+    model.attention = nn.MultiheadAttention(16, 2)
+    model.layers = nn.ModuleList(Block(16, 32) for _ in range(3))
+    model.other = nn.ModuleDict({"query": nn.Embedding(300, 16)})
+    model.forward = lambda: None
+    assert chosen(plan_model(model)) == ["embed", "layers.0", "layers.1", "layers.2", "(model)"]
+    assert "attention.out_proj" not in chosen(plan_model(model, wrap.ModuleWrapPolicy({nn.Linear})))
+
+
+def test_two_tables_that_are_large_together_are_apart() -> None:
+    model = Decoder(50, tied=False)  # 0.74 of a block each, so take larger blocks
+    model.layers = nn.ModuleList(Block(16, 64) for _ in range(3))
+    assert chosen(plan_model(model)) == ["embed", "layers.0", "layers.1", "layers.2", "norm+head", "(model)"]
+    assert chosen(plan_model(Decoder(9, tied=False))) == ["layers.0", "layers.1", "layers.2", "(model)"]
+
+
 def test_modules_that_must_not_be_split_are_blocks() -> None:
     class Stage(nn.Sequential):
         pass
@@ -349,6 +397,30 @@ inp+head      2 Linear           4        66    264 B  reshard_after_forward=Fal
 (model)       Stack              5       209    836 B                               what is left
 4 units hold 24 parameters: 902 elements, 3.5 KiB; the largest holds 1.6 KiB""",
     )
+
+
+def test_modules_inside_one_another_are_no_unit_together() -> None:
+    plan = plan_model(Stack(depth=2))
+    for nested in (("blocks.0", "blocks.0.up"), ("blocks.1", ""), ("head", "head")):
+        with pytest.raises(ValueError):
+            plan.add(*nested)
+    with pytest.raises(ValueError, match="qualified names"):
+        PlannedUnit("head")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="takes PlannedUnits"):
+        Plan(plan.outline, ["head"])  # type: ignore[list-item]
+    before = plan.units[0]
+    plan.drop("blocks.0")
+    with pytest.raises(ValueError, match="an edit makes new units"):
+        plan.entries(before)
+
+
+def test_a_shared_module_has_all_its_names() -> None:
+    shared = nn.Linear(3, 3)
+    plan = Plan(Outline.of(nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.Sequential(shared))), [])
+    plan.add("1.0")
+    assert chosen(plan) == ["0.0", "(model)"]
+    plan.drop("1.0")
+    assert chosen(plan) == ["(model)"]
 
 
 def test_units_that_share_a_parameter_become_one() -> None:
@@ -386,6 +458,10 @@ def test_edits_of_what_is_not_there_say_so(edit: Any) -> None:
 
 def test_what_a_plan_cannot_be_made_of_is_refused_by_name() -> None:
     model = Stack(depth=2)
+    with pytest.raises(ValueError, match=r"take CustomPolicy\(function\)"):
+        plan_model(model, lambda module: True)
+    with pytest.raises(ValueError, match="ignored_modules takes modules"):
+        plan_model(model, ignored_modules=["blocks.0"])  # type: ignore[list-item]
     assert_expected_inline(
         refusal(lambda: plan_model(model, 7)),
         """ValueError: policy must be 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got 7""",
@@ -433,6 +509,11 @@ def test_a_model_with_units_is_refused_and_nothing_changes_when_options_are_wron
     )
     assert not any(isinstance(module, fullshard.FSDPModule) for module in model.modules())
     assert type(model.head.weight) is nn.Parameter
+    whole = plan_model(model)
+    with pytest.raises(ValueError, match=r"plan.drop\('blocks.0'\)"):
+        shard_model(model, world.mesh, whole, ignored_modules=[model.blocks[0]])
+    fully_shard(model.blocks[0], mesh=world.mesh)
+    shard_model(model, world.mesh, ignored_modules=[model.blocks[0]])  # units of what is left alone are the caller's
 
 
 def half_frozen() -> nn.Module:
@@ -494,6 +575,62 @@ def test_each_unit_holds_what_the_plan_says(world: World) -> None:
             assert sum(p.sharded.numel() for p in held.parameters) == sum(entry.numel for entry in plan.entries(unit)), (
                 unit.name
             )
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mid = nn.Embedding(30, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mid(self.embed(x))
+
+
+class Apart(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.enc, self.head = Encoder(), nn.Linear(8, 30, bias=False)
+        if tied:
+            self.head.weight = self.enc.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.enc(x))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@ranks(2)
+def test_a_unit_with_a_part_inside_another_holds_what_the_plan_says(world: World, is_tied: bool) -> None:
+    """The one around was made first and took what belonged to the other; then both became one."""
+    model = Apart(is_tied)
+    plan = plan_model(model, wrap.ModuleWrapPolicy({Encoder}))
+    plan.add("enc.embed", "head", reshard_after_forward=False)
+    assert chosen(plan) == ["enc", "enc.embed+head", "(model)"]
+    sharded = copy.deepcopy(model)
+    shard_model(sharded, world.mesh, plan)
+    for unit in plan.units:
+        held = unit_of(sharded.get_submodule(unit.modules[0]))
+        assert held is not None and len(held.modules) == len(unit.modules)
+        assert sorted(p.sharded.numel() for p in held.parameters) == sorted(e.numel for e in plan.entries(unit)), unit.name
+    for step in range(2):
+        x = torch.randint(0, 30, (12, 4), generator=torch.Generator().manual_seed(step))
+        square(sharded(world.mine(x))).backward()
+        square(model(x)).backward()
+        assert_same_grads(sharded, model)
+
+
+@ranks(2)
+def test_batch_norms_keep_the_other_options_of_their_unit(world: World) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+    plan = plan_model(model)
+    plan.set("0", reshard_after_forward=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        done = shard_model(model, world.mesh, plan, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    first = next(unit for unit in done.units if unit.modules == ("0.1",))
+    assert first.options["reshard_after_forward"] is False and first.options["mp_policy"].param_dtype is torch.float32
+    root = nn.BatchNorm1d(4)
+    shard_model(root, world.mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
+    assert root(batch(0, 4)).dtype == torch.float64
 
 
 @ranks(2)

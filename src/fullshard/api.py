@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -105,7 +105,13 @@ def fully_shard(  # type: ignore[misc]
     shaped = _Shape.of(
         mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims, comm_policy, check_policy
     )
-    found = _inspect(modules, shaped, ignored_params or (), lambda inner: unit_of(inner) is not None)
+    _shard(modules, shaped, ignored_params or (), frozenset())
+    return module
+
+
+def _shard(modules: list[nn.Module], shaped: _Shape, ignored: Iterable[nn.Parameter], planned: frozenset[int]) -> None:
+    """Make a unit of `modules`. `planned`: modules (by id) that others will be made of, and that this one does not enter."""
+    found = _inspect(modules, shaped, ignored, planned)
     axis, options, claims = shaped.axis, shaped.options, found.claims
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
     _move(claims, found.holdings, home, axis.device)
@@ -117,7 +123,6 @@ def fully_shard(  # type: ignore[misc]
             parameter.succeed(claim.parameter)
         found.ties.settle()
     assembly.assemble(unit, sharded_class, found.holdings.modules)
-    return module
 
 
 # --- checks, before anything has changed -----------------------------------------------------------------------------
@@ -172,11 +177,11 @@ def _inspect(
     modules: list[nn.Module],
     shaped: _Shape,
     ignored: Iterable[nn.Parameter],
-    is_unit: Callable[[nn.Module], bool],
+    planned: frozenset[int],
 ) -> _Found:
     """Everything that can be refused is refused here. May make process groups, so it is collective."""
     axis, options = shaped.axis, shaped.options
-    holdings = collect(modules, ignored=ignored, is_unit=is_unit)
+    holdings = collect(modules, ignored=ignored, is_unit=lambda inner: id(inner) in planned or unit_of(inner) is not None)
     ties = find_ties(modules, holdings, options)
     claims = [claim for claim in holdings.claims if not ties.knows(claim)]
     _check_parameters(claims, axis)
@@ -185,18 +190,28 @@ def _inspect(
     return _Found(holdings, ties, claims, [_cut(claim, axis, shaped.placement_fn) for claim in claims])
 
 
-def check(
-    module: nn.Module | list[nn.Module],
-    *,
-    ignored_params: Iterable[nn.Parameter] = (),
-    units: Iterable[nn.Module] = (),
-    mesh: DeviceMesh | None = None,
-    **options: Any,
-) -> None:
-    """Raise what `fully_shard` would raise, changing nothing, if `units` were units already. Collective."""
-    planned = {id(unit) for unit in units}
-    modules = _check_modules(module)
-    _inspect(modules, _Shape.of(mesh, **options), ignored_params, lambda inner: id(inner) in planned)
+class Order:
+    """A call of `fully_shard` that was checked, to be made later. `units`: the modules that all such calls make units of.
+
+    Raises what `fully_shard` would raise, changing nothing. Making and carrying out are collective.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | list[nn.Module],
+        *,
+        units: Iterable[nn.Module] = (),
+        ignored_params: Iterable[nn.Parameter] = (),
+        mesh: DeviceMesh | None = None,
+        **options: Any,
+    ) -> None:
+        self._modules = _check_modules(module)
+        self._shaped, self._ignored = _Shape.of(mesh, **options), list(ignored_params)
+        self._planned = frozenset(map(id, units))
+        _inspect(self._modules, self._shaped, self._ignored, self._planned)
+
+    def carry_out(self) -> None:
+        _shard(self._modules, self._shaped, self._ignored, self._planned)
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
@@ -274,4 +289,4 @@ def _move(claims: Sequence[Claim], holdings: Holdings, home: torch.device, devic
 
 fully_shard.state = view_of  # type: ignore[attr-defined]
 
-__all__ = ["check", "fully_shard"]
+__all__ = ["Order", "fully_shard"]

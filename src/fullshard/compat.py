@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 
 from fullshard import _torch, formats
-from fullshard.api import check, fully_shard
+from fullshard.api import Order, fully_shard
 from fullshard.comm import Collectives, Pending, ReduceScatter, collectives_for
 from fullshard.formats import Form
 from fullshard.hooks import cast_floats
@@ -389,7 +389,7 @@ class FullyShardedDataParallel(nn.Module):
             say_once(f"mixed precision and auto_wrap_policy: {', '.join(names)} are wrapped on their own, in full precision")
         mind_mixtures(plan.mixtures())
         below = [unit for unit in plan.units if "" not in unit.modules]
-        check(module, mesh=mesh, ignored_params=given.ignored, **options)
+        Order(module, mesh=mesh, ignored_params=given.ignored, **options)
         _check_overrides(below)
         for unit in below:
             for name in unit.modules:

@@ -34,6 +34,7 @@ class Outline:
     own: dict[str, tuple[int, ...]]  # indices into `parameters`
     parameters: tuple[Entry, ...]
     uncallable: frozenset[str]  # lists and dicts of modules, which have no forward
+    aliases: dict[str, str]  # further names of modules that have several, and their first
 
     @classmethod
     def of(cls, model: nn.Module, *, ignored: Iterable[nn.Parameter] = ()) -> Outline:
@@ -61,7 +62,9 @@ class Outline:
             own[name] = tuple(dict.fromkeys(held))
             if type(module).forward is nn.Module.forward and "forward" not in vars(module):
                 uncallable.add(name)
-        return cls(kinds, children, own, tuple(entries), frozenset(uncallable))
+        several = ((name, known[id(module)]) for name, module in model.named_modules(remove_duplicate=False))
+        aliases = {name: first for name, first in several if name != first}
+        return cls(kinds, children, own, tuple(entries), frozenset(uncallable), aliases)
 
     def below(self, names: Iterable[str], *, stop: frozenset[str] = frozenset()) -> list[str]:
         """The modules `names` and those below them, without entering `stop`; each once."""
@@ -82,6 +85,10 @@ class PlannedUnit:
     modules: tuple[str, ...]  # qualified names, more than one for a list unit
     why: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.modules, str) or not self.modules or not all(isinstance(name, str) for name in self.modules):
+            raise ValueError(f"PlannedUnit takes a tuple of qualified names of modules, got {self.modules!r}")
 
     @property
     def name(self) -> str:
@@ -109,13 +116,18 @@ class Mixture:
     def __str__(self) -> str:
         def listed(entries: Sequence[Entry]) -> str:
             numel = sum(entry.numel for entry in entries)
-            return f"{numel:,} elements in {', '.join(entry.name for entry in entries)}"
+            names = [entry.name for entry in entries]
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            return f"{numel:,} elements in {', '.join(names[:8])}{more}"
 
         return (
             f"unit '{self.unit}' mixes parameters that are trainable ({listed(self.trainable)}) with frozen ones "
             f"({listed(self.frozen)}): they travel in groups of their own, so that frozen ones have no gradients, at one more "
             "message per gather; make units of the frozen modules alone to save it"
         )
+
+
+_SHARED = "they share a parameter"
 
 
 class Plan:
@@ -139,6 +151,9 @@ class Plan:
         self.outline = outline
         self._units: list[PlannedUnit] = []
         chosen = list(units)
+        for unit in chosen:
+            if not isinstance(unit, PlannedUnit):
+                raise ValueError(f"a Plan takes PlannedUnits, got {unit!r}")
         if not any("" in unit.modules for unit in chosen):
             chosen.append(PlannedUnit(("",), "what is left"))
         self._settle(chosen)
@@ -148,7 +163,9 @@ class Plan:
         return tuple(self._units)
 
     def entries(self, unit: PlannedUnit) -> list[Entry]:
-        """The parameters that `unit` will hold, in the order they are found."""
+        """The parameters that `unit`, one of `units`, will hold, in the order they are found."""
+        if unit not in self._units:
+            raise ValueError(f"unit '{unit.name}' is not in the plan (an edit makes new units): take one of plan.units")
         owners = self._owners(self._units)
         return [entry for i, entry in enumerate(self.outline.parameters) if owners.get(i) == [unit]]
 
@@ -158,14 +175,14 @@ class Plan:
         """Make one more unit, of these modules. They leave the units that they were in."""
         if not modules:
             raise ValueError("Plan.add takes the qualified names of the modules of one unit, got none")
-        for name in modules:
-            self._check(name)
+        modules = tuple(map(self._named, modules))
         gone = set(modules)
         kept = [replace(unit, modules=tuple(m for m in unit.modules if m not in gone)) for unit in self._units]
         self._settle([*(unit for unit in kept if unit.modules), PlannedUnit(modules, why, options)])
 
     def drop(self, module: str) -> None:
         """Make no unit of `module`: what it holds goes to the unit around it."""
+        module = self.outline.aliases.get(module, module)
         if module == "":
             raise ValueError("the model itself is always a unit: it has no unit around it to hold what is left")
         unit = self._unit_of(module)
@@ -259,32 +276,40 @@ class Plan:
         return found
 
     def _encloses(self, outer: PlannedUnit, inner: PlannedUnit) -> bool:
-        return outer is not inner and set(inner.modules) <= set(self.outline.below(outer.modules))
+        """Whether there is no way to `inner` but through `outer`."""
+        if outer is inner or "" in inner.modules:
+            return False
+        return "" in outer.modules or not set(inner.modules) & set(self.outline.below([""], stop=frozenset(outer.modules)))
 
     def _settle(self, units: Sequence[PlannedUnit]) -> None:
         """Take these units, in post-order; those that share a parameter become one."""
-        for unit in units:
-            for name in unit.modules:
-                self._check(name)
-        seen: dict[str, PlannedUnit] = {}
-        for unit in units:
-            for name in unit.modules:
-                if seen.setdefault(name, unit) is not unit:
-                    raise ValueError(f"module '{name or '(model)'}' is in two planned units: name it once")
-        merged = list(units)
+        merged = [replace(unit, modules=tuple(map(self._named, unit.modules))) for unit in units]
+        seen: set[str] = set()
+        for name in (name for unit in merged for name in unit.modules):
+            if name in seen:
+                raise ValueError(f"module '{name or '(model)'}' is in two planned units, or twice in one: name it once")
+            seen.add(name)
         while True:
             shared = next((several for several in self._owners(merged).values() if len(several) > 1), None)
             if shared is None:
                 break
-            one = replace(
-                shared[0], modules=tuple(name for unit in shared for name in unit.modules), why="they share a parameter"
-            )
+            one = replace(shared[0], modules=tuple(name for unit in shared for name in unit.modules), why=_SHARED)
             merged = [unit for unit in merged if unit not in shared] + [one]
+        for unit in merged:
+            for name in unit.modules:
+                around = next((other for other in unit.modules if other != name and name in self.outline.below([other])), None)
+                if around is not None:
+                    raise ValueError(
+                        f"unit '{unit.name}' would hold '{name}' and '{around or '(model)'}', which is around it"
+                        f"{' and shares a parameter' if unit.why == _SHARED else ''}: name the outer one alone"
+                    )
         place = {name: i for i, name in enumerate(self.outline.kinds)}
         ordered = [replace(unit, modules=tuple(sorted(unit.modules, key=place.__getitem__))) for unit in merged]
         self._units = sorted(ordered, key=lambda unit: max(place[name] for name in unit.modules))
 
-    def _check(self, name: str) -> None:
+    def _named(self, name: str) -> str:
+        """The first name of a module. Raises ValueError if it cannot be a unit."""
+        name = self.outline.aliases.get(name, name)
         if name not in self.outline.kinds:
             raise ValueError(f"the model has no module '{name}': take one of its named_modules()")
         if name in self.outline.uncallable:
@@ -293,8 +318,10 @@ class Plan:
                 f"module '{name}' ({self.outline.kinds[name]}) has no forward, so it cannot be a unit: "
                 f"name what is in it ({inside})"
             )
+        return name
 
     def _unit_of(self, module: str) -> PlannedUnit:
+        module = self.outline.aliases.get(module, module)
         for unit in self._units:
             if module in unit.modules:
                 return unit

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
-from fullshard.api import check, fully_shard
+from fullshard.api import Order, fully_shard
 from fullshard.auto import AutoPolicy
 from fullshard.mesh import resolve_mesh
-from fullshard.modules import children_first
+from fullshard.modules import children_first, clean_name
 from fullshard.plan import Mixture, Outline, Plan, PlannedUnit
 from fullshard.policies import MixedPrecisionPolicy, resolve_mp
 from fullshard.runtime import say_once, unit_of
@@ -42,9 +43,8 @@ class ModuleWrapPolicy(Policy):
     Source: `torch.distributed.fsdp.wrap.ModuleWrapPolicy`.
     """
 
-    def __init__(self, module_classes: Classes) -> None:
-        self._classes = tuple(dict.fromkeys(module_classes))
-        _check_classes(self._classes, "ModuleWrapPolicy takes")
+    def __init__(self, module_classes: Classes | type[nn.Module]) -> None:
+        self._classes = _classes(module_classes, "ModuleWrapPolicy takes")
 
     def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
         return {module: {} for module in _considered(model, ignored_modules) if isinstance(module, self._classes)}
@@ -157,8 +157,8 @@ def plan_model(
         (model)  Sequential                            2        18         72 B           what is left
         3 units hold 26 parameters: 1,218 elements, 4.8 KiB; the largest holds 2.3 KiB
     """
-    _check_untouched(model)
-    skipped = [inner for module in ignored_modules for inner in module.modules()]
+    skipped = _inside(ignored_modules)
+    _check_untouched(model, skipped)
     ignored = [*ignored_params, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
     outline = Outline.of(model, ignored=ignored)
     if policy == "auto" or isinstance(policy, AutoPolicy):
@@ -166,15 +166,27 @@ def plan_model(
         units = chosen.units(model, ignored_modules=skipped, ignored=ignored)
         return Plan(outline, units or [PlannedUnit(("",), "no repeated blocks were found: choose units yourself")])
     found = _chosen(model, policy, skipped, ignored)
+    never = {id(i) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for i in m.modules() if i is not m}
     units = []
     for name, module in children_first(model):
-        if module is model or module not in found:
+        if module not in found or id(module) in never:  # attention reads the parameters of its parts, and calls none
             continue
         if name in outline.uncallable:
             _check_list(name, module, found, ignored)
+        elif name == "":
+            units.append(PlannedUnit((name,), "what is left", found[module]))
         elif any(outline.own[inner] for inner in outline.below([name])) or found[module]:
             units.append(PlannedUnit((name,), "chosen by the policy", found[module]))
     return Plan(outline, units)
+
+
+def _inside(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """`modules` and all below them."""
+    listed = list(modules)
+    for module in listed:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"ignored_modules takes modules, got {module!r}: take model.get_submodule(name)")
+    return [inner for module in listed for inner in module.modules()]
 
 
 def _chosen(
@@ -185,6 +197,7 @@ def _chosen(
     if _torch.is_wrap_policy(policy):
         return _torch.run_wrap_policy(policy, model, set(skipped))
     if callable(policy) and not isinstance(policy, type):
+        _check_function(policy, model)
         asked = _asked(model, policy, set(skipped), {id(parameter) for parameter in ignored})
         return {module: {} for module in asked}
     raise ValueError(
@@ -216,19 +229,36 @@ def _asked(model: nn.Module, policy: Callable[..., bool], skipped: set[nn.Module
     return chosen
 
 
+def _check_function(policy: Callable[..., bool], model: nn.Module) -> None:
+    try:
+        inspect.signature(policy).bind(module=model, recurse=True, nonwrapped_numel=0)
+    except TypeError as wrong:
+        raise ValueError(
+            f"a policy function is called with module=, recurse= and nonwrapped_numel= ({wrong}); for a function of the module "
+            "alone take CustomPolicy(function)"
+        ) from None
+    except ValueError:  # it has no signature to look at
+        return
+
+
 def _considered(model: nn.Module, ignored: Collection[nn.Module]) -> list[nn.Module]:
     left_out = set(ignored)
     return [module for module in model.modules() if module not in left_out]
 
 
-def _check_classes(classes: Sequence[Any], what: str) -> None:
-    for cls in classes:
+def _classes(classes: Any, what: str) -> tuple[type[nn.Module], ...]:
+    """One class or several."""
+    listed = [classes] if isinstance(classes, type) or not isinstance(classes, Iterable) else list(classes)
+    for cls in listed:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise ValueError(f"{what} classes of modules, got {cls!r}")
+    return tuple(dict.fromkeys(listed))
 
 
-def _check_untouched(model: nn.Module) -> None:
-    found = [name or "(model)" for name, module in children_first(model) if unit_of(module) is not None]
+def _check_untouched(model: nn.Module, skipped: Sequence[nn.Module]) -> None:
+    left_out = set(map(id, skipped))
+    units = [name for name, module in children_first(model) if unit_of(module) is not None and id(module) not in left_out]
+    found = [clean_name(name) or "(model)" for name in units]
     if found:
         raise ValueError(
             f"modules {found[:5]}{' and more' if len(found) > 5 else ''} are units already: a plan is made for a model that "
@@ -260,7 +290,7 @@ def shard_model(
     policy: Any = "auto",
     *,
     strict: bool = False,
-    full_precision: Classes = (_torch.BATCH_NORM,),
+    full_precision: Classes | type[nn.Module] = (_torch.BATCH_NORM,),
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     **options: Any,
@@ -290,27 +320,41 @@ def shard_model(
         >>> plan = plan_model(model); plan.drop("lm_head"); shard_model(model, mesh, plan)    # doctest: +SKIP
     """
     ignored_modules = list(ignored_modules)
-    ignored = [*ignored_params, *(parameter for module in ignored_modules for parameter in module.parameters())]
+    skipped = _inside(ignored_modules)
+    ignored = [*ignored_params, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
     if isinstance(policy, Plan):
-        _check_untouched(model)
+        _check_untouched(model, skipped)
         plan = Plan(Outline.of(model, ignored=ignored), policy.units)
+        _check_ignored(plan, model, skipped)
     else:
         plan = plan_model(model, policy, ignored_modules=ignored_modules, ignored_params=ignored)
     _check_options([options, *(unit.options for unit in plan.units)])
     mind_mixtures(plan.mixtures(), strict=strict)
-    _keep_precision(plan, model, options, tuple(full_precision), ignored_modules)
+    _keep_precision(plan, model, options, _classes(full_precision, "full_precision takes"), skipped)
     if mesh is None and options.get("dp_mesh_dims") is None:
         mesh = resolve_mesh(None).mesh
-    calls = []
-    for unit in plan.units:
-        modules = [model.get_submodule(name) for name in unit.modules]
-        calls.append((modules if len(modules) > 1 else modules[0], {**options, **unit.options}))
-    made = [model.get_submodule(name) for unit in plan.units for name in unit.modules]
-    for modules_of_one, theirs in calls:
-        check(modules_of_one, mesh=mesh, ignored_params=ignored, units=made, **theirs)
-    for modules_of_one, theirs in calls:
-        fully_shard(modules_of_one, mesh=mesh, ignored_params=set(ignored), **theirs)
+    made = {name: model.get_submodule(name) for unit in plan.units for name in unit.modules}
+    orders = [
+        Order(
+            [made[name] for name in unit.modules],
+            units=made.values(),
+            ignored_params=ignored,
+            mesh=mesh,
+            **{**options, **unit.options},
+        )
+        for unit in plan.units
+    ]
+    for order in orders:
+        order.carry_out()
     return plan
+
+
+def _check_ignored(plan: Plan, model: nn.Module, skipped: Sequence[nn.Module]) -> None:
+    left_out = set(map(id, skipped))
+    for unit in plan.units:
+        for name in unit.modules:
+            if id(model.get_submodule(name)) in left_out:
+                raise ValueError(f"the plan makes a unit of '{name}', which ignored_modules leaves alone: plan.drop('{name}')")
 
 
 def _check_options(every: Iterable[Any]) -> None:
@@ -343,8 +387,7 @@ def _keep_precision(
     plan: Plan, model: nn.Module, options: dict[str, Any], classes: tuple[type[nn.Module], ...], skipped: Sequence[nn.Module]
 ) -> None:
     """Modules of `classes` become units that compute in the dtype of their own parameters: one in each unit that has any."""
-    _check_classes(classes, "full_precision takes")
-    left_out = {id(inner) for module in skipped for inner in module.modules()}
+    left_out = set(map(id, skipped))
     said: dict[str, None] = {}
     for unit in plan.units:
         mp = resolve_mp(unit.options.get("mp_policy", options.get("mp_policy", MixedPrecisionPolicy())))
@@ -363,9 +406,9 @@ def _keep_precision(
         for dtype, names in kept.items():
             own = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=mp.param_dtype)
             if set(names) == set(unit.modules):
-                plan.set(names[0], mp_policy=own)
+                plan.set(names[0], mp_policy=replace(own, output_dtype=mp.output_dtype or mp.param_dtype))
             else:
-                plan.add(*names, why="full precision", mp_policy=own)
+                plan.add(*names, why="full precision", **{**unit.options, "mp_policy": own})
     if said:
         say_once(
             f"{', '.join(said)} compute in the dtype of their own parameters, not in mp_policy.param_dtype, as units of their "
