@@ -755,7 +755,7 @@ def test_wrapping_what_is_wrapped_names_it(world: World) -> None:
     model = nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2))
     assert_expected_inline(
         refusal(lambda: FSDP(model, auto_wrap_policy=always_wrap_policy)),
-        """modules ['0._fsdp_wrapped_module'] are units already: a plan is made for a model that has none; call fully_shard for the rest by hand, or undo(model) first""",
+        """modules ['0'] are units already: a plan is made for a model that has none; call fully_shard for the rest by hand, or undo(model) first""",
     )
 
 

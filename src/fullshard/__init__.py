@@ -7,6 +7,7 @@ policies.py     MixedPrecisionPolicy, CommPolicy, CheckPolicy, each resolving to
 scopes.py       full_params(), gathered(): full parameters for the length of a block
 wrap.py         shard_model(), plan_model(); FSDP1's policies: which modules become units
 compat.py       FullyShardedDataParallel: FSDP1's wrapper
+given.py        what FSDP1's constructor was told, resolved
 formats.py      the forms in which FSDP1 saves models and optimizers: full, sharded, local
 plan.py         Plan: the units to be made, as data; prints as a table, can be edited
 auto.py         AutoPolicy: repeated blocks, and what is as large beside them

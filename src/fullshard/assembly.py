@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +100,7 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
         memo[id(unit)] = None
         for parameter in unit.parameters:
             memo[id(parameter.sharded)] = parameter.copied()
-    with _undressed(units, undress):
+    with undressed(units, undress):
         plain = copy.deepcopy(root, memo)
     parts: list[PartOfUnit] = []
     for unit in units:
@@ -142,8 +142,8 @@ def put_together(parts: Parts, dress: Dress) -> nn.Module:
 
 
 @contextmanager
-def _undressed(units: Sequence[Unit], undress: Dress) -> Iterator[None]:
-    """Sharded modules have the class they had before, for as long as they are copied."""
+def undressed(units: Iterable[Unit], undress: Dress) -> Iterator[None]:
+    """Sharded modules have the class they had before, for the length of a block."""
     dressed = [(module, type(module)) for unit in units for module in unit.modules]
     for module, cls in dressed:
         module.__class__ = undress(cls)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -30,14 +30,14 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from fullshard import _torch, formats
+from fullshard import _torch, assembly, formats
 from fullshard.api import Order, fully_shard
 from fullshard.comm import Collectives, Pending, ReduceScatter, collectives_for
 from fullshard.formats import Form
+from fullshard.given import HYBRID, Given, cast_buffers, device_type_of, materialize, mesh_of
 from fullshard.hooks import cast_floats
-from fullshard.materialize import common_seed, seeded
-from fullshard.mesh import beside
-from fullshard.modules import Claim, Holdings, clean_name, collect
+from fullshard.module import plain_class, units_of
+from fullshard.modules import clean_name, collect
 from fullshard.optim import clip_grad_norm_
 from fullshard.parameter import logical_parameters
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -47,192 +47,29 @@ from fullshard.scopes import full_params
 from fullshard.wrap import mind_mixtures, plan_model
 
 _INNER = "_fsdp_wrapped_module"
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, _torch.HYBRID_ZERO2)
+_LOOKED_THROUGH = ("_checkpoint_wrapped_module", "_orig_mod")  # what activation checkpointing and torch.compile put around
 _KEEPS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD, _torch.HYBRID_ZERO2)
-Groups = Any  # a ProcessGroup, or a pair of them: (to shard over, to replicate over)
-
-
-# --- the constructor's arguments, resolved --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What the constructor was told, checked: what a wrapper and those that it makes below itself have in common."""
-
-    process_group: Groups
-    device_mesh: DeviceMesh | None
-    strategy: ShardingStrategy
-    offload: bool
-    prefetch: BackwardPrefetch | None
-    mixed_precision: MixedPrecision | None
-    init: Callable[[nn.Module], None] | None
-    device_id: torch.device | None
-    sync: bool
-    ignored: tuple[nn.Parameter, ...]
-    ignored_modules: tuple[nn.Module, ...]
-
-    def overridden(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a wrapper below, with what a policy said of it."""
-        return {
-            "process_group": self.process_group,
-            "device_mesh": self.device_mesh,
-            "sharding_strategy": self.strategy,
-            "cpu_offload": CPUOffload(self.offload),
-            "backward_prefetch": self.prefetch,
-            "mixed_precision": self.mixed_precision,
-            "param_init_fn": self.init,
-            "device_id": self.device_id,
-            "sync_module_states": self.sync,
-            "ignored_states": (*self.ignored, *self.ignored_modules),
-            "use_orig_params": True,
-            **options,
-        }
-
-
-def _check_given(
-    module: nn.Module, mixed: MixedPrecision | None, groups: Groups, mesh: DeviceMesh | None, strategy: ShardingStrategy
-) -> None:
-    """Raises ValueError for what fullshard does not do, before anything has changed."""
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"FullyShardedDataParallel wraps an nn.Module, got {type(module).__name__}")
-    if mixed is not None and mixed.keep_low_precision_grads:
-        raise ValueError(
-            "MixedPrecision(keep_low_precision_grads=True): a Parameter's .grad has the Parameter's dtype here, as in all of "
-            "torch. To keep gradients in low precision, cast the model before wrapping it: model.to(torch.bfloat16)"
-        )
-    if groups is not None and mesh is not None:
-        raise ValueError("FullyShardedDataParallel takes process_group or device_mesh, got both: give one of them")
-    pair = isinstance(groups, tuple)
-    if pair and strategy not in _HYBRID:
-        raise ValueError(f"process_group is a pair, for hybrid sharding, but sharding_strategy is {strategy.name}")
-    if groups is not None and not pair and strategy in _HYBRID:
-        raise ValueError(
-            f"{strategy.name} takes a pair of process groups (to shard over, to replicate over), a 2-D device_mesh, or neither"
-        )
-    if mesh is not None and mesh.ndim != (2 if strategy in _HYBRID else 1):
-        raise ValueError(
-            f"{strategy.name} takes a {'2' if strategy in _HYBRID else '1'}-D device_mesh"
-            f"{' (replicate, shard)' if strategy in _HYBRID else ''}, got one of {mesh.ndim} axes"
-        )
-
-
-def _ignored(
-    modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
-) -> tuple[tuple[nn.Parameter, ...], tuple[nn.Module, ...]]:
-    """Parameters and modules to leave alone."""
-    if modules is not None and states is not None:
-        raise ValueError("FullyShardedDataParallel got ignored_modules and ignored_states: give ignored_states alone")
-    given = list(states if states is not None else modules or ())
-    for item in given:
-        if not isinstance(item, nn.Module) and (modules is not None or not isinstance(item, nn.Parameter)):
-            raise ValueError(f"ignored_{'modules' if modules is not None else 'states'} has a {type(item).__name__}")
-    whole = [inner for item in given if isinstance(item, nn.Module) for inner in item.modules()]
-    single = [item for item in given if isinstance(item, nn.Parameter)]
-    return (*single, *(p for module in whole for p in module.parameters(recurse=False))), tuple(whole)
-
-
-def _device_type(module: nn.Module, given: _Given) -> str:
-    if given.device_mesh is not None:
-        return given.device_mesh.device_type
-    if given.device_id is not None:
-        return given.device_id.type
-    first = next((p.device.type for p in module.parameters() if p.device.type not in ("cpu", "meta")), None)
-    if first is not None:
-        return first
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None and _torch.has_backend(accelerator) else "cpu"
-
-
-def _device(device_id: int | torch.device | None) -> torch.device | None:
-    """Raises ValueError for a device that is not this rank's current one."""
-    if device_id is None:
-        return None
-    if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if accelerator is None:
-            raise ValueError(f"device_id={device_id}, but torch sees no accelerator: leave it out, or give torch.device('cpu')")
-        device_id = torch.device(accelerator.type, device_id)
-    if device_id.type != "cpu":
-        current = torch.get_device_module(device_id.type).current_device()
-        if device_id.index not in (None, current):
-            raise ValueError(
-                f"device_id is {device_id}, but the current device is {current}: call "
-                f"torch.{device_id.type}.set_device({device_id.index}) before"
-            )
-    return device_id
-
-
-_MESHES: dict[Any, tuple[Any, DeviceMesh]] = {}
-
-
-def _mesh(given: _Given, kind: str) -> DeviceMesh:
-    """The mesh of a wrapper: (shard), (replicate, shard), or for NO_SHARD (replicate, 1). One for all wrappers alike."""
-    strategy, groups, mesh = given.strategy, given.process_group, given.device_mesh
-    how = "hybrid" if strategy in _HYBRID else "none" if strategy is ShardingStrategy.NO_SHARD else "shard"
-    owner = mesh if mesh is not None else groups if groups is not None else dist.group.WORLD
-    key = (tuple(map(id, owner)) if isinstance(owner, tuple) else id(owner), how, kind)
-    if key not in _MESHES:
-        _MESHES[key] = owner, _new_mesh(how, groups, mesh, kind)
-    return _MESHES[key][1]
-
-
-def _new_mesh(how: str, groups: Groups, mesh: DeviceMesh | None, kind: str) -> DeviceMesh:
-    names = ("replicate", "shard")
-    if how == "hybrid":
-        if mesh is not None:
-            return mesh
-        if groups is None:
-            return init_device_mesh(kind, _nodes(kind), mesh_dim_names=names)
-        shard, replicate = groups
-        rows: list[Any] = [None] * replicate.size()
-        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-        return DeviceMesh.from_group([replicate, shard], kind, mesh=torch.tensor(rows), mesh_dim_names=names)
-    if how == "shard":
-        if mesh is not None:
-            return mesh
-        if groups is None:
-            return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("shard",))
-        return DeviceMesh.from_group(groups, kind, mesh_dim_names=("shard",))
-    everybody: Any = mesh.get_group() if mesh is not None else groups if groups is not None else dist.group.WORLD
-    ranks = dist.get_process_group_ranks(everybody)
-    alone = beside(everybody, "alone", [dist.get_rank()])
-    return DeviceMesh.from_group([everybody, alone], kind, mesh=torch.tensor(ranks).view(-1, 1), mesh_dim_names=names)
-
-
-def _nodes(kind: str) -> tuple[int, int]:
-    """(nodes, ranks per node) of the default process group."""
-    known = os.environ.get("LOCAL_WORLD_SIZE")
-    here = int(known) if known else 0 if kind == "cpu" else torch.get_device_module(kind).device_count()
-    world = dist.get_world_size()
-    if not here or world % here:
-        raise ValueError(
-            f"hybrid sharding without a mesh shards within a node, but the {world} ranks do not lie on nodes of "
-            f"{here or 'a known number of'} ranks each: give a 2-D device_mesh (replicate, shard), or run under torchrun"
-        )
-    return world // here, here
 
 
 class _Hookable:
-    """Collectives over replicas whose sum a caller's hook may take over."""
+    """Collectives over replicas whose sum a caller's hook takes over."""
 
-    def __init__(self, inner: Collectives, hook: list[Callable[[Tensor], None]]) -> None:
+    def __init__(self, inner: Collectives, hook: Callable[[Tensor], None]) -> None:
         self._inner, self._hook = inner, hook
         self.ranks, self.rank, self.direct_min_bytes = inner.ranks, inner.rank, inner.direct_min_bytes
         self.gatherer, self.reduce_scatter, self.all_reduce_max = inner.gatherer, inner.reduce_scatter, inner.all_reduce_max
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        for hook in self._hook:
-            hook(tensor)
-            return Pending()
-        return self._inner.all_reduce(tensor)
+        self._hook(tensor)
+        return Pending()
 
 
 @dataclass(frozen=True, eq=False)
 class _WithHook:
-    """Collectives of any process group, of which `hook` (none or one) takes over the sums."""
+    """Collectives of any process group, whose sums `hook` takes over."""
 
     kind: str
-    hook: list[Callable[[Tensor], None]]
+    hook: Callable[[Tensor], None]
 
     def __call__(self, group: dist.ProcessGroup) -> Any:
         return _Hookable(collectives_for(group, torch.device(self.kind)), self.hook)
@@ -297,7 +134,7 @@ class FullyShardedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        process_group: Groups = None,
+        process_group: Any = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Any = None,
@@ -313,63 +150,47 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        _check_given(module, mixed_precision, process_group, device_mesh, strategy)
-        ignored, skipped = _ignored(ignored_modules, ignored_states)
-        given = _Given(
+        given = Given.of(
+            module,
             process_group,
             device_mesh,
-            strategy,
-            cpu_offload is not None and cpu_offload.offload_params,
+            sharding_strategy,
+            cpu_offload,
             backward_prefetch,
             mixed_precision,
             param_init_fn,
-            _device(device_id),
+            device_id,
             sync_module_states,
-            ignored,
-            skipped,
+            ignored_modules,
+            ignored_states,
         )
         if not use_orig_params:
             say_once("use_orig_params=False: there is no FlatParameter, parameters are the originals as with True")
         if not limit_all_gathers:
             say_once("limit_all_gathers=False: gathers are always limited here, to one unit ahead of the one that computes")
         super().__init__()
-        mesh = _mesh(given, _device_type(module, given))
-        self._hook: list[Callable[[Tensor], None]] = []
-        options = self._options(given, mesh)
+        mesh = mesh_of(given, device_type_of(module, given))
+        options = _options(given)
         if auto_wrap_policy is not None:
             self._wrap_below(module, given, auto_wrap_policy, mesh, options)
-        holdings = collect([module], ignored=ignored, is_unit=lambda inner: unit_of(inner) is not None)
-        _materialize(holdings, given, mesh)
-        fully_shard(module, mesh=mesh, ignored_params=set(ignored), **options)
+        holdings = collect([module], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
+        materialize(holdings, given, mesh)
+        fully_shard(module, mesh=mesh, ignored_params=set(given.ignored), **options)
         self._fsdp_wrapped_module = module
         self._is_root: bool | None = None
-        self._strategy = strategy
+        self._strategy = given.strategy
         self._casts_root = mixed_precision is None or mixed_precision.cast_root_forward_inputs
         self._casts = mixed_precision is not None and mixed_precision.cast_forward_inputs
         self._input_dtype = None if mixed_precision is None else mixed_precision.param_dtype
         self._settings = _settings(StateDictType.FULL_STATE_DICT)
-        self._buffer_dtypes = _cast_buffers(holdings, given)
+        self._buffer_dtypes = cast_buffers(module, holdings, given)
         if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-            self._unit.follow(backward=())
+            self.unit.follow(backward=())
         self.register_state_dict_post_hook(_after_save)
         self.register_load_state_dict_pre_hook(_before_load)
         self.register_load_state_dict_post_hook(_after_load)
 
-    def _options(self, given: _Given, mesh: DeviceMesh) -> dict[str, Any]:
-        """Those of `fully_shard`."""
-        mixed = given.mixed_precision or MixedPrecision()
-        comm = CommPolicy()
-        if given.strategy is ShardingStrategy.NO_SHARD:
-            comm = CommPolicy(collectives=_WithHook(mesh.device_type, self._hook))
-        return {
-            "reshard_after_forward": False if given.strategy in _KEEPS else None,
-            "mp_policy": MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False),
-            "offload_policy": CPUOffloadPolicy() if given.offload else OffloadPolicy(),
-            "comm_policy": comm,
-        }
-
-    def _wrap_below(self, module: nn.Module, given: _Given, policy: Any, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    def _wrap_below(self, module: nn.Module, given: Given, policy: Any, mesh: DeviceMesh, options: dict[str, Any]) -> None:
         """Wrap the modules that `policy` chooses, children first, and those that are left out of mixed precision."""
         plan = plan_model(module, policy, ignored_modules=given.ignored_modules, ignored_params=given.ignored)
         mixed = given.mixed_precision
@@ -391,26 +212,49 @@ class FullyShardedDataParallel(nn.Module):
         below = [unit for unit in plan.units if "" not in unit.modules]
         Order(module, mesh=mesh, ignored_params=given.ignored, **options)
         _check_overrides(below)
-        for unit in below:
-            for name in unit.modules:
-                inner = module.get_submodule(name)
-                full = {"mixed_precision": None} if name in kept else {}
-                wrapper = type(self)(inner, **given.overridden({**unit.options, **full}))
-                if name in kept:
-                    _compute_in_full(wrapper, inner)
-                parent, _, own = name.rpartition(".")
-                setattr(module.get_submodule(parent), own, wrapper)
+        chosen = [(name, unit.options) for unit in below for name in unit.modules]
+        every = {name: given.overridden({**o, **({"mixed_precision": None} if name in kept else {})}) for name, o in chosen}
+        for name, arguments in every.items():  # all are checked before the first is made
+            inner = module.get_submodule(name)
+            theirs = Given.of(inner, **arguments)
+            their_mesh = mesh_of(theirs, device_type_of(inner, theirs))
+            Order(inner, mesh=their_mesh, ignored_params=theirs.ignored, **_options(theirs))
+        for name, arguments in every.items():
+            inner = module.get_submodule(name)
+            wrapper = type(self)(inner, **arguments)
+            if name in kept:
+                _InFull(inner).put_on(wrapper)
+            for parent in [m for m in module.modules() if m is not wrapper]:
+                for own, child in list(parent.named_children()):
+                    if child is inner:
+                        setattr(parent, own, wrapper)
 
     # --- looking through -------------------------------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._fsdp_wrapped_module
+        """The wrapped module, without what activation checkpointing put around it since."""
+        inner = self._fsdp_wrapped_module
+        return _torch.children_of(inner).get(_LOOKED_THROUGH[0]) or inner
 
     @property
-    def _unit(self) -> Unit:
-        unit = unit_of(self._fsdp_wrapped_module)
+    def sharded(self) -> Any:
+        """The module that is a unit: what was wrapped, also if something was put around it since."""
+        inner: nn.Module | None = self._fsdp_wrapped_module
+        while inner is not None and unit_of(inner) is None:
+            children = _torch.children_of(inner)
+            inner = next((children[name] for name in _LOOKED_THROUGH if name in children), None)
+        if inner is None:
+            raise StateError(
+                f"the module inside of this wrapper was replaced by a {type(self._fsdp_wrapped_module).__name__}, which is no "
+                "unit: replace it before wrapping"
+            )
+        return inner
+
+    @property
+    def unit(self) -> Unit:
+        """The unit of the wrapped module."""
+        unit = unit_of(self.sharded)
         assert unit is not None
         return unit
 
@@ -444,11 +288,28 @@ class FullyShardedDataParallel(nn.Module):
         return [inner for inner in found if not root_only or inner.check_is_root()]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """As `nn.Module.apply`, with full parameters in place; what `fn` writes to them is kept. Collective."""
-        if self._unit.shown:
+        """As `nn.Module.apply`, with full parameters in place, and modules of the class they had; what `fn` writes to
+        parameters is kept. Collective.
+        """
+        if self.unit.shown:
             return super().apply(fn)  # type: ignore[return-value]
-        with full_params(self):
+        with full_params(self), assembly.undressed(units_of(self, True), plain_class):
             return super().apply(fn)  # type: ignore[return-value]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; also discards what backwards in `no_sync()` kept, which an optimizer's cannot see."""
+        super().zero_grad(set_to_none)
+        for wrapper in self.fsdp_modules(self):
+            wrapper.sharded.zero_grad(set_to_none)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.load_state_dict`, of the form that was set. Names are those that the unwrapped module has."""
+        if any(unit.shown for unit in units_of(self, True)):
+            raise StateError("load_state_dict() was called inside summon_full_params(): call it outside of the block")
+        try:
+            return super().load_state_dict(*args, **kwargs)
+        except RuntimeError as wrong:
+            raise type(wrong)(str(wrong).replace(f"{_INNER}.", "")) from None
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As `nn.Module.named_parameters`, under the names that the unwrapped module has."""
@@ -471,9 +332,13 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients on each rank, whole; the first one after it reduces the sum of all."""
+        """Backwards inside keep their gradients on each rank, whole; the first one after it reduces the sum of all.
+
+        `model.zero_grad()` discards what was kept. An optimizer's `zero_grad()` does not see it: unlike in FSDP1, it is in no
+        `.grad` until it is reduced.
+        """
         self._only_root("no_sync()")
-        with self._fsdp_wrapped_module.accumulate():  # type: ignore[operator]
+        with self.sharded.accumulate():
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -495,19 +360,22 @@ class FullyShardedDataParallel(nn.Module):
             raise ValueError(f"register_comm_hook takes a callable, got {type(hook).__name__}")
         wrappers = self.fsdp_modules(self)
         for wrapper in wrappers:
-            if wrapper._strategy in _HYBRID:
+            if wrapper._strategy in HYBRID:
                 raise ValueError(
                     f"register_comm_hook: {wrapper._strategy.name} reduces in two steps, a hook would be one: use "
                     "set_all_reduce_hook() of the unit (wrapper.module), which runs behind both"
                 )
-            if wrapper._hook:
+            options = wrapper.unit.options
+            if isinstance(options.reduce_scatter, _HookReduce) or isinstance(options.comm.collectives, _WithHook):
                 raise ValueError("register_comm_hook was called before: a hook cannot be replaced")
         for wrapper in wrappers:
-            unit: Any = wrapper._fsdp_wrapped_module
-            wrapper._hook.append(lambda flat: hook(state, flat))
-            unit.set_gradient_divide_factor(1.0)
-            if wrapper._strategy is not ShardingStrategy.NO_SHARD:
-                unit.set_custom_reduce_scatter(_HookReduce(state, hook))
+            unit = wrapper.unit
+            wrapper.sharded.set_gradient_divide_factor(1.0)
+            if wrapper._strategy is ShardingStrategy.NO_SHARD:
+                sums = _WithHook(unit.axis.device.type, partial(hook, state))
+                unit.reconfigure(doing="register_comm_hook()", comm=replace(unit.options.comm, collectives=sums))
+            else:
+                wrapper.sharded.set_custom_reduce_scatter(_HookReduce(state, hook))
 
     # --- full parameters -------------------------------------------------------------------------------------------------
 
@@ -522,7 +390,7 @@ class FullyShardedDataParallel(nn.Module):
         with_grads: bool = False,
     ) -> Iterator[None]:
         """Full, ordinary Parameters for the length of the block, as `fullshard.full_params`, below any module. Collective."""
-        inside = module._fsdp_wrapped_module if isinstance(module, FullyShardedDataParallel) else module
+        inside: nn.Module = module.sharded if isinstance(module, FullyShardedDataParallel) else module
         if not recurse and unit_of(inside) is None:
             yield
             return
@@ -586,7 +454,7 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict: the optimizer's own `state_dict()`, where the caller has it already.
         """
         form = _optimizer_form(FullyShardedDataParallel.get_state_dict_type(model))
-        return formats.optimizer_state(model, optim, form, given=optim_state_dict, group=group)
+        return formats.optimizer_state(model, optim, form, given=optim_state_dict, first=_is_first(model, group))
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -625,14 +493,15 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: FSDP1 needed what the optimizer was built with; `optim` knows it.
         """
         del optim_input
-        return formats.optimizer_state(model, optim, Form(formats.FULL, True, rank0_only), group=group)
+        form = Form(formats.FULL, True, rank0_only)
+        return formats.optimizer_state(model, optim, form, first=_is_first(model, group))
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
         """The optimizer's state by names, as DTensors."""
-        return formats.optimizer_state(model, optim, Form(formats.SHARDED), group=group)
+        return formats.optimizer_state(model, optim, Form(formats.SHARDED), first=_is_first(model, group))
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -683,6 +552,17 @@ FSDP = FullyShardedDataParallel
 # --- building -------------------------------------------------------------------------------------------------------------
 
 
+def _options(given: Given) -> dict[str, Any]:
+    """Those of `fully_shard`."""
+    mixed = given.mixed_precision or MixedPrecision()
+    return {
+        "reshard_after_forward": False if given.strategy in _KEEPS else None,
+        "mp_policy": MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy() if given.offload else OffloadPolicy(),
+        "comm_policy": CommPolicy(),
+    }
+
+
 def _check_overrides(units: Iterable[Any]) -> None:
     known = set(FullyShardedDataParallel.__init__.__annotations__) - {"module", "auto_wrap_policy", "return"}
     for unit in units:
@@ -694,120 +574,25 @@ def _check_overrides(units: Iterable[Any]) -> None:
                 )
 
 
-def _compute_in_full(wrapper: FullyShardedDataParallel, module: nn.Module) -> None:
+class _InFull:
     """Inputs of a module that is left out of mixed precision come in its own dtype, outputs go in that of the inputs."""
-    tensors = [*module.parameters(), *module.buffers()]
-    own = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
-    given: list[torch.dtype] = []
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        given[:] = [x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()][:1]
-        return cast_floats(args, own), cast_floats(kwargs, own)
+    def __init__(self, module: nn.Module) -> None:
+        tensors = [*module.parameters(), *module.buffers()]
+        self._own = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+        self._given: torch.dtype | None = None
 
-    def after(_: nn.Module, args: Any, output: Any) -> Any:
-        return cast_floats(output, given[0]) if given else output
+    def put_on(self, wrapper: nn.Module) -> None:
+        wrapper.register_forward_pre_hook(self._before, with_kwargs=True)
+        wrapper.register_forward_hook(self._after)
 
-    wrapper.register_forward_pre_hook(before, with_kwargs=True)
-    wrapper.register_forward_hook(after)
+    def _before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        self._given = tensors[0].dtype if tensors else None
+        return cast_floats(args, self._own), cast_floats(kwargs, self._own)
 
-
-def _materialize(holdings: Holdings, given: _Given, mesh: DeviceMesh) -> None:
-    """Memory and values for what is on meta, and the first rank's values for all, if that was asked for. Collective.
-
-    Raises ValueError, on every rank, if some ranks have values, others do not, and nobody said that they get the first's.
-    """
-    for claim in holdings.claims:  # tied to what a wrapper before this one gave memory to
-        _install(claim, claim.parameter.__dict__.get(_MATERIALIZED))
-    waiting = [module for module in holdings.modules if _on_meta(module, given)]
-    device = torch.device(mesh.device_type)
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.get_device_module(device.type).current_device())
-    if not given.sync and len(_said(mesh, device, bool(waiting))) > 1:
-        raise ValueError(
-            "some ranks have this module on meta and others have values for it: pass sync_module_states=True, so that all get "
-            "those of the first rank"
-        )
-    if waiting:
-        init = given.init or (lambda module: _reset(module, device))
-        seed = 0 if given.sync else common_seed(mesh, device)
-        with torch.no_grad(), seeded(device, seed):
-            for module in waiting:
-                init(module)
-        left = [type(module).__name__ for module in waiting if _on_meta(module, given)]
-        if left:
-            raise ValueError(
-                f"param_init_fn left parameters or buffers of {left[:3]} on meta: it must give each module it is called with "
-                "memory, module.to_empty(device=..., recurse=False), and values"
-            )
-        for claim in holdings.claims:  # they have Parameters of their own now: tied ones have one again
-            made = _torch.parameters_of(claim.slots[0].module)[claim.slots[0].name]
-            if made is not claim.parameter:
-                claim.parameter.__dict__[_MATERIALIZED] = made
-                _install(claim, made)
-    if waiting:
-        fresh = collect([holdings.modules[-1]], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
-        holdings.claims[:], holdings.buffers[:] = fresh.claims, fresh.buffers
-    if given.sync:
-        tensors = [claim.parameter for claim in holdings.claims] + [buffer for _, _, buffer in holdings.buffers]
-        for tensor in tensors:
-            _broadcast(tensor, mesh, device)
-
-
-_MATERIALIZED = "_fullshard_materialized"  # on a parameter that was on meta: the one with memory that took its place
-
-
-def _install(claim: Claim, parameter: nn.Parameter | None) -> None:
-    """Have every slot of `claim` hold `parameter`, unless that is None."""
-    for slot in claim.slots if parameter is not None else ():
-        setattr(slot.module, slot.name, parameter)
-
-
-def _on_meta(module: nn.Module, given: _Given) -> bool:
-    left_out = set(map(id, given.ignored))
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(tensor.device.type == "meta" and id(tensor) not in left_out for tensor in own)
-
-
-def _reset(module: nn.Module, device: torch.device) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if not callable(reset):
-        raise ValueError(
-            f"{type(module).__name__} holds parameters or buffers on meta and has no reset_parameters(): pass param_init_fn="
-        )
-    module.to_empty(device=device, recurse=False)
-    reset()
-
-
-def _said(mesh: DeviceMesh, device: torch.device, flag: bool) -> set[bool]:
-    """What the ranks of `mesh` say."""
-    votes = torch.tensor([flag, not flag], dtype=torch.uint8, device=device)
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    return {value for value, said in zip((True, False), votes.tolist()) if said}
-
-
-@torch.no_grad()
-def _broadcast(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> None:
-    """The first rank's values, on all of `mesh`."""
-    travelling = tensor.detach().to(device).contiguous()
-    for axis in reversed(range(mesh.ndim)):
-        if mesh.size(axis) > 1:
-            group = mesh.get_group(axis)
-            dist.broadcast(travelling, dist.get_process_group_ranks(group)[0], group=group)
-    tensor.copy_(travelling)
-
-
-def _cast_buffers(holdings: Holdings, given: _Given) -> dict[str, torch.dtype]:
-    """Cast the wrapper's own floating-point buffers, if that was asked for; what they were, by name."""
-    dtype = given.mixed_precision.buffer_dtype if given.mixed_precision is not None else None
-    before: dict[str, torch.dtype] = {}
-    left_out = set(map(id, given.ignored_modules))
-    for name, slot, buffer in holdings.buffers if dtype is not None else ():
-        if buffer.is_floating_point() and id(slot.module) not in left_out:
-            before[clean_name(name)] = buffer.dtype
-            buffer.data = buffer.data.to(dtype)
-    return before
+    def _after(self, _: nn.Module, args: Any, output: Any) -> Any:
+        return output if self._given is None else cast_floats(output, self._given)
 
 
 # --- saving and loading ---------------------------------------------------------------------------------------------------
@@ -842,14 +627,16 @@ def _optimizer_form(settings: StateDictSettings) -> Form:
 
 
 def _after_save(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Under clean names, in the form that was set. Wrappers below did theirs already."""
+    """Under clean names, in the form that was set. Wrappers below did theirs already, which can only become full."""
     form = _model_form(module._settings)
-    keep = form.keeps(first=not any(module._unit.axis.mesh.get_coordinate() or ()))
+    if module.unit.shown and form.kind is not formats.FULL:
+        raise StateError(f"a state dict of {form.kind.name} was asked for inside summon_full_params(): take it outside of it")
+    keep = form.keeps(first=_is_first(module, None))
     dtypes = module._buffer_dtypes
     for key in [key for key in state_dict if key.startswith(prefix)]:
         value = state_dict.pop(key)
         name = clean_name(key[len(prefix) :])
-        if name in dtypes and isinstance(value, Tensor) and form.kind is formats.FULL:
+        if name in dtypes and isinstance(value, Tensor) and form.kind is not formats.LOCAL:
             value = value.to(dtypes[name])
         value = form.of(value, keep=keep)
         if keep:
@@ -858,11 +645,15 @@ def _after_save(module: Any, state_dict: dict[str, Any], prefix: str, metadata: 
 
 def _before_load(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Names as the wrapper has them, and this rank's rows as what they are rows of."""
-    unit: Unit = module._unit
+    unit: Unit = module.unit
     rows = module._settings.state_dict_type is formats.LOCAL
-    known = {
-        clean_name(name): parameter for name, parameter in module._fsdp_wrapped_module.named_parameters(remove_duplicate=False)
-    }
+    inner: nn.Module = module._fsdp_wrapped_module
+    parameters = dict(inner.named_parameters(remove_duplicate=False))
+    known = {clean_name(name): parameter for name, parameter in parameters.items()}
+    compiled: dict[str, str] = {}  # names of modules that were compiled apart; what else wraps puts its own names in
+    for name in (*parameters, *dict(inner.named_buffers(remove_duplicate=False))):
+        if "_orig_mod" in name.split("."):
+            compiled[clean_name(name)] = ".".join(part for part in name.split(".") if part not in (_INNER, _LOOKED_THROUGH[0]))
     inside = f"{prefix}{_INNER}."
     for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inside)]:
         value = state_dict.pop(key)
@@ -875,7 +666,7 @@ def _before_load(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) 
                     f"{tuple(logical.local.shape)}: load it on as many ranks as saved it, or save it as SHARDED_STATE_DICT"
                 )
             value = logical.face(value.to(logical.local.dtype))
-        state_dict[inside + name] = value
+        state_dict[inside + compiled.get(name, name)] = value
 
 
 def _after_load(module: Any, incompatible: Any) -> None:
@@ -897,7 +688,17 @@ def _scatter(
         fits = parameter is not None and whole.shape == parameter.shape
         return parameter.shard_of(whole, dtype=whole.dtype) if parameter is not None and fits else whole
 
+    if group is None and units and units[0].axis.mesh.ndim == 1:
+        group = units[0].axis.mesh.get_group()
     return formats.scattered(saved, group, device, cut)
+
+
+def _is_first(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank is the first of `group`; without one, of the mesh that `model` is on."""
+    if group is not None:
+        return dist.get_rank(group) == 0
+    unit = next(units_of(model, True), None)
+    return dist.get_rank() == 0 if unit is None else not any(unit.axis.mesh.get_coordinate() or ())
 
 
 __all__ = [

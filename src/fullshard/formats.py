@@ -40,12 +40,15 @@ class Form:
         """`value` in this form. Making a full tensor of a DTensor is collective, also for ranks that do not keep it."""
         if not isinstance(value, Tensor):
             return value
-        if isinstance(value, DTensor) and self.kind is FULL:
-            value = full_tensor(value)
-        elif isinstance(value, DTensor) and self.kind is LOCAL:
+        if self.kind is FULL:  # never the memory that training goes on in
+            whole = full_tensor(value) if isinstance(value, DTensor) else value
+            if not keep:
+                return None
+            return whole.detach().to("cpu" if self.to_cpu else whole.device, copy=True)
+        if isinstance(value, DTensor) and self.kind is LOCAL:
             value = _torch.local_tensor(value)
-        if not keep or not self.to_cpu:
-            return value if keep else None
+        if not self.to_cpu:
+            return value
         if isinstance(value, DTensor):
             local = _torch.local_tensor(value)
             return value if local.device.type == "cpu" else _torch.dtensor(local.cpu(), _torch.spec_of(value))
@@ -95,21 +98,23 @@ def optimizer_state(
     form: Form,
     *,
     given: dict[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
+    first: bool,
 ) -> dict[str, Any]:
     """{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]} in `form` (collective).
 
-    given: the optimizer's own state dict, where the caller has one already.
+    given: the optimizer's own state dict, where the caller has one already.   first: whether this is the first rank.
     """
     groups = groups_of(model, optimizer)
     names = _named(model, groups)
     flat = [name for group_names in names for name in group_names]
     source = optimizer.state_dict() if given is None else given
-    keep = form.keeps(first=dist.get_rank(group) == 0)
+    keep = form.keeps(first=first)
+    found = {flat[key] if isinstance(key, int) else key: values for key, values in source["state"].items()}
     state: dict[Any, Any] = {}
-    for key, values in source["state"].items():
-        name = flat[key] if isinstance(key, int) else key
-        state[name] = {inner: form.of(value, keep=keep) for inner, value in values.items()}
+    for name in (*(name for name in flat if name in found), *(key for key in found if key not in flat)):
+        values = found[name]  # in one order on all ranks, whatever the order of their dicts
+        saved_as = {inner: form.of(values[inner], keep=keep) for inner in sorted(values, key=str)}
+        state[name] = {inner: saved_as[inner] for inner in values}
     if not keep:
         return {}
     settings: list[dict[str, Any]] = []
@@ -144,31 +149,53 @@ def state_to_load(
         )
     state: dict[Any, Any] = {}
     for name, values in saved["state"].items():
-        fitted = {key: _fit(value, parameters[name], name, local=local) for key, value in values.items()}
+        fitted = {key: _fit(value, parameters[name], name, key, local=local) for key, value in values.items()}
         state[name if by_name else places[name]] = fitted
-    settings_of = {name: entry for entry in saved["param_groups"] for name in entry["params"]}
+    settings_of = {
+        name: {key: value for key, value in entry.items() if key != "params"}
+        for entry in saved["param_groups"]
+        for name in entry["params"]
+    }
     settings: list[dict[str, Any]] = []
     for own in names:
-        entry = next((settings_of[name] for name in own if name in settings_of), None)
-        if entry is None and own:
-            raise ValueError(f"the saved optimizer has no parameter group with '{own[0]}': take the same groups")
-        kept = {key: value for key, value in (entry or {}).items() if key != "params"}
+        missing = [name for name in own if name not in settings_of]
+        if missing:
+            raise ValueError(
+                f"the saved optimizer has no parameters {missing[:3]}, which the optimizer to load trains: take the same model "
+                "and parameters"
+            )
+        kept = settings_of[own[0]] if own else {}
+        other = next((name for name in own if settings_of[name] != kept), None)
+        if other is not None:
+            raise ValueError(
+                f"'{own[0]}' and '{other}' are in groups of different settings in the saved optimizer, but in one group of the "
+                "optimizer to load: build it with the same groups"
+            )
         settings.append({**kept, "params": list(own) if by_name else [places[name] for name in own]})
     return {"state": state, "param_groups": settings}
 
 
-def _fit(value: Any, parameter: Tensor, name: str, *, local: bool) -> Any:
+_NUMBERS = ("step", "mu_product", "mu", "eta")  # states that are one number, whatever the shape of their parameter
+
+
+def _fit(value: Any, parameter: Tensor, name: str, key: Any, *, local: bool) -> Any:
     """One value of a parameter's state, cut as the parameter is."""
     logical: ShardedParameter | None = next(iter(logical_parameters([parameter])), None)
-    if not isinstance(value, Tensor) or value.ndim == 0 or logical is None:
+    if not isinstance(value, Tensor):
         return value
+    if logical is None or (value.ndim == 0 and key in _NUMBERS):
+        return value.clone()
     if isinstance(value, DTensor):
         return logical.face(logical.take(value, what="has in the saved optimizer").to(logical.local.device, copy=True))
-    if local and value.shape == logical.local.shape:
-        return logical.face(value.to(logical.local.device, copy=True))
-    if not local and value.shape == logical.shape:
-        return logical.shard_of(value, dtype=value.dtype)
-    return value
+    wanted = logical.local.shape if local else logical.shape
+    if value.shape == wanted:
+        return logical.face(value.to(logical.local.device, copy=True)) if local else logical.shard_of(value, dtype=value.dtype)
+    if value.ndim == len(wanted):
+        hint = ", the rows of this rank: it was saved on another number of ranks, or in another form" if local else ""
+        raise ValueError(
+            f"the saved optimizer has a '{key}' of shape {tuple(value.shape)} for '{name}', expected {tuple(wanted)}{hint}"
+        )
+    return value.clone()
 
 
 def scattered(
@@ -202,7 +229,7 @@ def scattered(
 
 
 def _travels(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
+    return isinstance(value, Tensor) and value.ndim > 0  # numbers go along as they are
 
 
 def rekeyed(saved: dict[str, Any], to: OptimStateKeyType, names: Sequence[str]) -> dict[str, Any]:

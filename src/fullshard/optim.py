@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.parameter import logical_parameters, successor
+from fullshard.schedule import StateError
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
@@ -112,7 +113,14 @@ def clip_grad_norm_(
 
     Source: Pascanu et al. (arXiv 1211.5063); the interface of torch.nn.utils.clip_grad_norm_.
     """
-    grads = [p.grad for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for logical in logical_parameters(listed):
+        if logical.kept is not None and logical.sharded.grad is None:
+            raise StateError(
+                f"clip_grad_norm_ was called while the gradient of '{logical.name}' is only kept on each rank: run the last "
+                "backward of the step outside of accumulate() or no_sync() first"
+            )
+    grads = [p.grad for p in listed if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)
     for grad in grads:
