@@ -766,3 +766,263 @@ def test_arguments_that_mean_nothing_here_are_said_once(world: World) -> None:
         warnings.simplefilter("always")
         FSDP(nn.Linear(2, 2), limit_all_gathers=False), FSDP(nn.Linear(2, 2), limit_all_gathers=False)
     assert [str(w.message).split(":")[0] for w in caught] == ["use_orig_params=False", "limit_all_gathers=False"]
+
+
+# --- told by a hostile reading --------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_what_no_sync_kept_can_be_discarded_and_is_not_clipped(world: World) -> None:
+    """zero_grad() of the wrapper never reached the unit's, so a dropped microbatch was added to the next step."""
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    with sharded.no_sync():
+        square(sharded(world.mine(batch(0)))).backward()
+    with pytest.raises(StateError, match="only kept on each rank"):
+        sharded.clip_grad_norm_(1.0)
+    sharded.zero_grad()
+    square(sharded(world.mine(batch(1)))).backward()
+    square(model(batch(1))).backward()
+    assert_same_grads(sharded, model)
+
+
+@ranks(2)
+def test_a_copy_has_hooks_of_its_own(world: World) -> None:
+    """Original and copy shared the list that the hook was in, but not the wrapper's view of it."""
+    model = Stack()
+    first = wrapped(model, auto_wrap_policy=BLOCKS, sharding_strategy=ShardingStrategy.NO_SHARD)
+    second, third = copy.deepcopy(first), copy.deepcopy(first)
+    second.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.allreduce_hook)
+    square(model(batch(0))).backward()
+    for each in (first, second, third, copy.deepcopy(second)):
+        square(each(world.mine(batch(0)))).backward()
+        assert_same_grads(each, model)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@ranks(2)
+def test_what_was_saved_does_not_change_with_training(world: World, strategy: ShardingStrategy) -> None:
+    """The number of steps, buffers, and under NO_SHARD all weights, were the very memory that training went on in."""
+    sharded = wrapped(nn.Sequential(Stack(), nn.BatchNorm1d(3)), auto_wrap_policy=BLOCKS, sharding_strategy=strategy)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+
+    def step() -> None:
+        square(sharded(world.mine(batch(0)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    weights, states = sharded.state_dict(), FSDP.optim_state_dict(sharded, optimizer)
+    before = copy.deepcopy((weights, states))
+    others = [torch.optim.AdamW(sharded.parameters()) for _ in range(2)]
+    for other in others:
+        FSDP.optim_state_dict_to_load(sharded, other, states, load_directly=True)
+    step()
+    square(sharded(world.mine(batch(0)))).backward()
+    others[0].step()
+    for name, value in weights.items():
+        assert torch.equal(value, before[0][name]), name
+    for name, values in states["state"].items():
+        for key, value in values.items():
+            assert torch.equal(value, before[1]["state"][name][key]), (name, key)
+            assert torch.equal(full(others[1].state[dict(sharded.named_parameters())[name]][key]), value)
+
+
+@ranks(2)
+def test_activation_checkpointing_may_come_after_wrapping(world: World) -> None:
+    """Between the wrapper and its unit, it hid the unit: saving died with an empty AssertionError, summoning did nothing."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    apply_activation_checkpointing(sharded, check_fn=lambda module: isinstance(module, Block))
+    train(world, model, sharded, steps=2)
+    assert list(sharded.state_dict()) == list(model.state_dict())
+    sharded.load_state_dict(Stack().state_dict())
+    assert isinstance(sharded.blocks[0].module, Block)
+    with FSDP.summon_full_params(sharded.blocks[0], recurse=False):
+        assert not hasattr(sharded.blocks[0].module.up.weight, "placements")
+    sharded.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
+    model.load_state_dict(sharded.state_dict())
+    train(world, model, sharded, steps=1)
+    copied = copy.deepcopy(sharded)
+    train(world, copy.deepcopy(model), copied, steps=1)
+
+
+@ranks(2)
+def test_modules_that_were_compiled_apart_load_what_they_saved(world: World) -> None:
+    model = Stack()
+    inner = copy.deepcopy(model)
+    inner.head = torch.compile(inner.head, backend="eager")
+    inner.blocks[0] = torch.compile(inner.blocks[0], backend="eager")
+    sharded = FSDP(inner, auto_wrap_policy=BLOCKS, use_orig_params=True)
+    state = sharded.state_dict()
+    assert list(state) == list(model.state_dict())
+    result = sharded.load_state_dict(Stack().state_dict())
+    assert not result.missing_keys and not result.unexpected_keys
+    sharded.load_state_dict(state)
+    assert torch.equal(full(sharded.head.weight), model.head.weight)
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.") as wrong:
+        sharded.load_state_dict({**state, "head.weight": torch.zeros(2, 2)})
+    assert "_fsdp_wrapped_module" not in str(wrong.value)
+
+
+@ranks(2)
+def test_optimizer_states_that_do_not_fit_are_refused_by_name(world: World) -> None:
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    optimizer, _ = train(world, model, sharded, steps=1)
+    saved = FSDP.optim_state_dict(sharded, optimizer)
+    fewer = {"state": {}, "param_groups": [{**saved["param_groups"][0], "params": saved["param_groups"][0]["params"][:3]}]}
+    assert_expected_inline(refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, fewer)), """the saved optimizer has no parameters ['blocks.0.norm.bias', 'blocks.0.up.weight', 'blocks.0.up.bias'], which the optimizer to load trains: take the same model and parameters""")
+    odd = copy.deepcopy(saved)
+    odd["state"]["head.weight"]["exp_avg"] = torch.zeros(2, 2)
+    assert_expected_inline(refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, odd)), """the saved optimizer has a 'exp_avg' of shape (2, 2) for 'head.weight', expected (3, 7)""")
+    names = saved["param_groups"][0]["params"]
+    split = [{**saved["param_groups"][0], "params": names[:2]}, {**saved["param_groups"][0], "params": names[2:], "lr": 5.0}]
+    apart = {"state": saved["state"], "param_groups": split}
+    assert_expected_inline(refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, apart)), """'inp.weight' and 'blocks.0.norm.weight' are in groups of different settings in the saved optimizer, but in one group of the optimizer to load: build it with the same groups""")
+    with (
+        FSDP.state_dict_type(sharded, StateDictType.LOCAL_STATE_DICT),
+        pytest.raises(ValueError, match="the rows of this rank"),
+    ):
+        FSDP.optim_state_dict_to_load(sharded, optimizer, saved)
+
+
+@ranks(2)
+def test_ranks_may_have_their_optimizer_states_in_another_order(world: World) -> None:
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    optimizer, plain = train(world, model, sharded, steps=1)
+    own = optimizer.state_dict()
+    if world.rank:
+        own["state"] = {key: dict(reversed(own["state"][key].items())) for key in reversed(own["state"])}
+    saved = FSDP.optim_state_dict(sharded, optimizer, own)
+    for name, parameter in model.named_parameters():
+        assert_near(saved["state"][name]["exp_avg"], plain.state[parameter]["exp_avg"], name)
+
+
+class Scaled(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("kind", list(StateDictType), ids=lambda kind: kind.name)
+@ranks(2)
+def test_parameters_without_dims_keep_their_states(world: World, kind: StateDictType) -> None:
+    model = Scaled()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    optimizer, plain = train(world, model, sharded, steps=2)
+    with FSDP.state_dict_type(sharded, kind):
+        saved = FSDP.optim_state_dict(sharded, optimizer)
+        FSDP.optim_state_dict_to_load(sharded, optimizer, saved, load_directly=True)
+    for m, o in ((sharded, optimizer), (model, plain)):
+        square(m(world.mine(batch(3)) if m is sharded else batch(3))).backward()
+        o.step()
+    assert_near(full(sharded.scale), model.scale, "scale")
+
+
+@ranks(2)
+def test_apply_shows_modules_of_the_class_they_had(world: World) -> None:
+    """`type(module) == nn.Linear`, as torch's tutorial has it, missed every module that was wrapped itself."""
+    sharded = wrapped(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), auto_wrap_policy=always_wrap_policy)
+    seen: list[type] = []
+    sharded.apply(lambda module: seen.append(type(module)))
+    assert seen.count(nn.Linear) == 2 and nn.Sequential in seen
+
+
+class Shared(nn.Module):
+    """One buffer in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.register_buffer("mask", torch.ones(4))
+        self.second.register_buffer("mask", self.first.mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * self.first.mask.to(x.dtype)) * self.second.mask.to(x.dtype)
+
+
+@ranks(1)
+def test_shared_buffers_stay_shared_and_have_their_dtype_under_every_name(world: World) -> None:
+    sharded = FSDP(Shared(), mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    assert sharded.first.mask is sharded.second.mask and sharded.first.mask.dtype == torch.bfloat16
+    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        with FSDP.state_dict_type(sharded, kind):
+            assert {v.dtype for k, v in sharded.state_dict().items() if "mask" in k} == {torch.float32}
+    with torch.device("meta"):
+        model = Shared()
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.fill_(1.0)
+
+    fresh = FSDP(model, param_init_fn=init)
+    assert fresh.first.mask is fresh.second.mask and not fresh.first.mask.is_meta
+
+
+@ranks(1)
+def test_options_that_a_policy_gives_are_checked_before_anything_changed(world: World) -> None:
+    model = Stack()
+    odd = CustomPolicy(lambda m: {"device_id": 7} if m is model.blocks[2] else type(m) is Block)
+    with pytest.raises(ValueError, match="device_id=7"):
+        FSDP(model, auto_wrap_policy=odd)
+    assert type(model.blocks[0]) is Block and type(model.blocks[0].up.weight) is nn.Parameter
+
+
+@ranks(2)
+def test_a_module_with_two_names_is_wrapped_under_both(world: World) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), Block())
+    model.append(model[1])
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    assert sharded[1] is sharded[2] and isinstance(sharded[1], FSDP)
+    train(world, model, sharded, steps=2)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(input=self.first(x)))
+
+
+@ranks(1)
+def test_wrappers_in_mixed_precision_take_keywords_and_can_be_pickled(world: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sharded = FSDP(Named(), mixed_precision=MixedPrecision(torch.bfloat16), auto_wrap_policy="auto")
+    out = sharded(batch(0))
+    assert out.dtype == torch.bfloat16
+    again = saved_and_loaded(sharded)
+    assert torch.equal(again(batch(1)), sharded(batch(1)))
+
+
+@ranks(1)
+def test_a_module_that_is_partly_on_meta_is_told(world: World) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    model.weight = nn.Parameter(torch.ones(3, 3))
+    with pytest.warns(UserWarning, match=r"has values for \['weight'\]"):
+        FSDP(model)
+
+
+@ranks(2)
+def test_every_block_on_meta_draws_numbers_of_its_own(world: World) -> None:
+    """With sync_module_states one seed was set for each wrapper anew: all blocks were alike."""
+    for sync in (False, True):
+        with torch.device("meta"):
+            model = Random()
+        sharded = FSDP(model, auto_wrap_policy=BLOCKS, sync_module_states=sync)
+        weights = [full(block.up.weight) for block in sharded.blocks]
+        assert not torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
+        mine = weights[0].clone()
+        dist.broadcast(mine, 0)
+        assert torch.equal(mine, weights[0])

@@ -225,7 +225,7 @@ class FullyShardedDataParallel(nn.Module):
             if name in kept:
                 _InFull(inner).put_on(wrapper)
             for parent in [m for m in module.modules() if m is not wrapper]:
-                for own, child in list(parent.named_children()):
+                for own, child in list(_torch.children_of(parent).items()):
                     if child is inner:
                         setattr(parent, own, wrapper)
 
