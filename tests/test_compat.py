@@ -37,9 +37,11 @@ from fullshard.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,
+    enable_wrap,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
+    wrap,
 )
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -142,6 +144,28 @@ def test_wrapping_by_hand_bottom_up(world: World) -> None:
     train(world, model, sharded)
     assert FSDP.fsdp_modules(sharded, root_only=True) == [sharded]
     assert sharded.check_is_root() and not sharded[0].check_is_root()
+
+
+class Built(nn.Module):
+    """Wraps its parts while it is built, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = wrap(nn.Linear(5, 8)), wrap(nn.Linear(8, 3), use_orig_params=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+@ranks(2)
+def test_models_can_wrap_their_parts_while_they_are_built(world: World) -> None:
+    model = Built()
+    torch.manual_seed(3)
+    with enable_wrap(wrapper_cls=FSDP, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP):
+        sharded = wrap(Built())
+    assert len(FSDP.fsdp_modules(sharded)) == 3 and not isinstance(model.first, FSDP)
+    model.load_state_dict(sharded.state_dict())
+    train(world, model, sharded, steps=2)
 
 
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
@@ -874,14 +898,23 @@ def test_optimizer_states_that_do_not_fit_are_refused_by_name(world: World) -> N
     optimizer, _ = train(world, model, sharded, steps=1)
     saved = FSDP.optim_state_dict(sharded, optimizer)
     fewer = {"state": {}, "param_groups": [{**saved["param_groups"][0], "params": saved["param_groups"][0]["params"][:3]}]}
-    assert_expected_inline(refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, fewer)), """the saved optimizer has no parameters ['blocks.0.norm.bias', 'blocks.0.up.weight', 'blocks.0.up.bias'], which the optimizer to load trains: take the same model and parameters""")
+    assert_expected_inline(
+        refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, fewer)),
+        """the saved optimizer has no parameters ['blocks.0.norm.bias', 'blocks.0.up.weight', 'blocks.0.up.bias'], which the optimizer to load trains: take the same model and parameters""",
+    )
     odd = copy.deepcopy(saved)
     odd["state"]["head.weight"]["exp_avg"] = torch.zeros(2, 2)
-    assert_expected_inline(refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, odd)), """the saved optimizer has a 'exp_avg' of shape (2, 2) for 'head.weight', expected (3, 7)""")
+    assert_expected_inline(
+        refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, odd)),
+        """the saved optimizer has a 'exp_avg' of shape (2, 2) for 'head.weight', expected (3, 7)""",
+    )
     names = saved["param_groups"][0]["params"]
     split = [{**saved["param_groups"][0], "params": names[:2]}, {**saved["param_groups"][0], "params": names[2:], "lr": 5.0}]
     apart = {"state": saved["state"], "param_groups": split}
-    assert_expected_inline(refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, apart)), """'inp.weight' and 'blocks.0.norm.weight' are in groups of different settings in the saved optimizer, but in one group of the optimizer to load: build it with the same groups""")
+    assert_expected_inline(
+        refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, apart)),
+        """'inp.weight' and 'blocks.0.norm.weight' are in groups of different settings in the saved optimizer, but in one group of the optimizer to load: build it with the same groups""",
+    )
     with (
         FSDP.state_dict_type(sharded, StateDictType.LOCAL_STATE_DICT),
         pytest.raises(ValueError, match="the rows of this rank"),

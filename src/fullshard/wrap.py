@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -124,6 +126,37 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
     """Modules that any of `policies` chooses; to be given as `functools.partial(or_policy, policies=[...])`."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
+
+
+# --- by hand, while a model is built -----------------------------------------------------------------------------------
+
+_WRAPPING: ContextVar[tuple[Callable[..., Any], dict[str, Any]] | None] = ContextVar("fullshard wrapping", default=None)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., Any], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Inside the block `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`; the innermost block counts.
+
+    >>> with enable_wrap(wrapper_cls=nn.Sequential):
+    ...     type(wrap(nn.Linear(2, 2))).__name__
+    'Sequential'
+
+    Source: `torch.distributed.fsdp.wrap.enable_wrap`.
+    """
+    token = _WRAPPING.set((wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _WRAPPING.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> Any:
+    """`module`, wrapped as the `enable_wrap` block around says, with these arguments going first; outside of one, as it is."""
+    around = _WRAPPING.get()
+    if around is None:
+        return module
+    wrapper, arguments = around
+    return wrapper(module, **{**arguments, **wrap_overrides})
 
 
 # --- from a policy to a plan -------------------------------------------------------------------------------------------
@@ -422,6 +455,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "Policy",
     "always_wrap_policy",
+    "enable_wrap",
     "lambda_auto_wrap_policy",
     "mind_mixtures",
     "or_policy",
@@ -429,4 +463,5 @@ __all__ = [
     "shard_model",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
+    "wrap",
 ]
