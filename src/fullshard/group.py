@@ -14,7 +14,7 @@ from fullshard.comm import Ticket
 from fullshard.extension import ExtensionSide, extends, own_shard
 from fullshard.full import Carriers, FullSide, GatheredSide, Storage
 from fullshard.layout import GroupLayout, Piece, plan_layout
-from fullshard.parameter import ShardedParameter, all_current
+from fullshard.parameter import ShardedParameter, all_current, install_full, install_sharded
 from fullshard.policies import Dtypes
 from fullshard.schedule import StateError
 
@@ -231,15 +231,13 @@ class Group:
         """Have the slots hold the full parameters."""
         if not self._installed:
             self._installed = True
-            for parameter in self.parameters:
-                parameter.install_full()
+            install_full(self.parameters)
 
     def uninstall(self) -> None:
         """Have the slots hold the sharded parameters."""
         if self._installed:
             self._installed = False
-            for parameter in self.parameters:
-                parameter.install_sharded()
+            install_sharded(self.parameters)
 
     def retain(self) -> None:
         """Before the full parameters go: keep this rank's part of the smaller group's copy of them."""

@@ -95,6 +95,35 @@ def all_current(parameters: Iterable[ShardedParameter]) -> bool:
     return True
 
 
+def install_full(parameters: Iterable[ShardedParameter]) -> None:
+    """Have every slot hold the full face. Runs at each forward and backward, so it is one loop, and does what `put` does."""
+    for parameter in parameters:
+        full = parameter.full
+        assert full is not None
+        if full.requires_grad is not parameter.sharded.requires_grad:
+            full.requires_grad_(parameter.sharded.requires_grad)
+        for installation in parameter.installations:
+            if installation.custom:
+                installation.put(full)
+            else:
+                installation.parameters[installation.name] = full
+
+
+def install_sharded(parameters: Iterable[ShardedParameter]) -> None:
+    """Give the slots back their sharded face; a Parameter assigned meanwhile stays and is seen at the next gather."""
+    for parameter in parameters:
+        full, sharded = parameter.full, parameter.sharded
+        for installation in parameter.installations if full is not None else ():
+            held, name = installation.parameters, installation.name
+            if held.get(name) is full:
+                if installation.custom:
+                    installation.put(sharded)
+                else:
+                    held[name] = sharded
+                if full.requires_grad is not sharded.requires_grad:  # type: ignore[union-attr]
+                    sharded.requires_grad_(full.requires_grad)  # type: ignore[union-attr]
+
+
 def move_data(parameter: nn.Parameter, device: torch.device) -> None:
     """Move a parameter that is not sharded yet, and its gradient, in place; what is on meta stays there."""
     if parameter.device.type in ("meta", device.type):
@@ -338,31 +367,6 @@ class ShardedParameter:
         """Let the full face require grad as the sharded one does."""
         if self.full is not None and self.full.requires_grad is not self.sharded.requires_grad:
             self.full.requires_grad_(self.sharded.requires_grad)
-
-    def install_full(self) -> None:
-        full = self.full
-        assert full is not None
-        if full.requires_grad is not self.sharded.requires_grad:
-            full.requires_grad_(self.sharded.requires_grad)
-        for installation in self.installations:
-            if installation.custom:
-                installation.put(full)
-            else:  # as `put`, which costs more than what it does
-                installation.parameters[installation.name] = full
-
-    def install_sharded(self) -> None:
-        """Give the slots back their sharded face; a Parameter assigned meanwhile stays and is seen at the next gather."""
-        full, sharded = self.full, self.sharded
-        if full is None:
-            return
-        for installation in self.installations:
-            if installation.parameters.get(installation.name) is full:
-                if installation.custom:
-                    installation.put(sharded)
-                else:
-                    installation.parameters[installation.name] = sharded
-                if full.requires_grad is not sharded.requires_grad:
-                    sharded.requires_grad_(full.requires_grad)
 
     def install_in(self, slots: Iterable[Slot]) -> None:
         """Also be installed in these slots, if it is not yet."""
