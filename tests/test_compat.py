@@ -135,6 +135,20 @@ def test_auto_wrap_by_each_kind_of_policy(world: World, kind: str) -> None:
 
 
 @ranks(2)
+def test_a_plan_says_what_is_wrapped_and_how(world: World) -> None:
+    model = Stack()
+    plan = fullshard.plan_model(model)
+    plan.drop("blocks.1")
+    plan.set("blocks.2", sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    sharded = wrapped(model, auto_wrap_policy=plan)
+    assert [isinstance(block, FSDP) for block in sharded.blocks] == [True, False, True]
+    train(world, model, sharded, steps=2)
+    plan.set("", sharding_strategy=ShardingStrategy.NO_SHARD)
+    with pytest.warns(UserWarning, match="are not used: pass them"):
+        FSDP(copy.deepcopy(model), auto_wrap_policy=plan)
+
+
+@ranks(2)
 def test_wrapping_by_hand_bottom_up(world: World) -> None:
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)))
     parts = copy.deepcopy(model)

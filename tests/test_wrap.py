@@ -537,6 +537,12 @@ def test_units_that_mix_trainable_and_frozen_parameters_are_told(world: World) -
     assert len(said) == 2 and said[0].endswith("(and alike: blocks.1, blocks.2)")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        other = Stack(depth=2)  # alike in shapes only: both are told
+        other.blocks[0].norm.weight.requires_grad_(False)
+        other.blocks[1].norm.bias.requires_grad_(False)
+        with pytest.warns(UserWarning, match="mixes") as both:
+            shard_model(other, world.mesh)
+        assert len(both) == 2
         alone = plan_model(half_frozen())
         for index in range(3):
             alone.add(f"blocks.{index}.up")

@@ -210,6 +210,11 @@ class FullyShardedDataParallel(nn.Module):
             say_once(f"mixed precision and auto_wrap_policy: {', '.join(names)} are wrapped on their own, in full precision")
         mind_mixtures(plan.mixtures())
         below = [unit for unit in plan.units if "" not in unit.modules]
+        if plan.units[-1].options:
+            say_once(
+                f"auto_wrap_policy gives the module that is wrapped options, {sorted(plan.units[-1].options)}, which "
+                "are not used: pass them to FullyShardedDataParallel itself"
+            )
         Order(module, mesh=mesh, ignored_params=given.ignored, **options)
         _check_overrides(below)
         chosen = [(name, unit.options) for unit in below for name in unit.modules]
@@ -309,7 +314,9 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().load_state_dict(*args, **kwargs)
         except RuntimeError as wrong:
-            raise type(wrong)(str(wrong).replace(f"{_INNER}.", "")) from None
+            if f"{_INNER}." not in str(wrong):
+                raise
+            raise RuntimeError(str(wrong).replace(f"{_INNER}.", "")) from wrong
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As `nn.Module.named_parameters`, under the names that the unwrapped module has."""
@@ -368,6 +375,8 @@ class FullyShardedDataParallel(nn.Module):
             options = wrapper.unit.options
             if isinstance(options.reduce_scatter, _HookReduce) or isinstance(options.comm.collectives, _WithHook):
                 raise ValueError("register_comm_hook was called before: a hook cannot be replaced")
+            wrapper.unit.runtime.check_idle(wrapper.unit, doing="register_comm_hook()")
+            wrapper.unit.runtime.check_delivered(wrapper.unit, doing="register_comm_hook()")
         for wrapper in wrappers:
             unit = wrapper.unit
             wrapper.sharded.set_gradient_divide_factor(1.0)
@@ -688,8 +697,14 @@ def _scatter(
         fits = parameter is not None and whole.shape == parameter.shape
         return parameter.shard_of(whole, dtype=whole.dtype) if parameter is not None and fits else whole
 
-    if group is None and units and units[0].axis.mesh.ndim == 1:
-        group = units[0].axis.mesh.get_group()
+    mesh = units[0].axis.mesh if units else None
+    if group is None and mesh is not None and mesh.ndim == 1:
+        group = mesh.get_group()
+    elif group is None and mesh is not None and mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"the optimizer's state is on the first of {mesh.size()} ranks of {dist.get_world_size()}: pass group=, their "
+            "process group, to say who takes part"
+        )
     return formats.scattered(saved, group, device, cut)
 
 

@@ -172,9 +172,9 @@ def plan_model(
     """What `shard_model` would do, as a `Plan` to print and edit. Nothing is touched, and no process group is needed.
 
     Args:
-        policy: "auto" or an `AutoPolicy`; a `Policy`, or one of FSDP1's policy objects; a function
-            (module, recurse, nonwrapped_numel) -> bool, called as FSDP1 does, root first with recurse=True, and with
-            recurse=False, from the leaves up, with the elements that no unit below holds.
+        policy: "auto" or an `AutoPolicy`; a `Policy`, or one of FSDP1's policy objects; a `Plan` of a model like this one; a
+            function (module, recurse, nonwrapped_numel) -> bool, called as FSDP1 does, root first with recurse=True, and
+            with recurse=False, from the leaves up, with the elements that no unit below holds.
         ignored_modules: left alone, with all below them.
         ignored_params: left alone.
 
@@ -194,6 +194,10 @@ def plan_model(
     _check_untouched(model, skipped)
     ignored = [*ignored_params, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
     outline = Outline.of(model, ignored=ignored)
+    if isinstance(policy, Plan):
+        plan = Plan(outline, policy.units)
+        _check_ignored(plan, model, skipped)
+        return plan
     if policy == "auto" or isinstance(policy, AutoPolicy):
         chosen = AutoPolicy() if isinstance(policy, str) else policy
         units = chosen.units(model, ignored_modules=skipped, ignored=ignored)
@@ -332,7 +336,7 @@ def shard_model(
 
     Args:
         mesh, **options: as of `fully_shard`, for all units; what a policy or plan says of one unit goes first.
-        policy: as of `plan_model`, or a `Plan` that it made (of this model or one like it).
+        policy: as of `plan_model`.
         strict: refuse units that would mix trainable and frozen parameters, which travel in groups of their own, instead
             of warning.
         full_precision: under `mp_policy.param_dtype`, modules of these classes (batch norms) are units that compute in the
@@ -355,12 +359,7 @@ def shard_model(
     ignored_modules = list(ignored_modules)
     skipped = _inside(ignored_modules)
     ignored = [*ignored_params, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
-    if isinstance(policy, Plan):
-        _check_untouched(model, skipped)
-        plan = Plan(Outline.of(model, ignored=ignored), policy.units)
-        _check_ignored(plan, model, skipped)
-    else:
-        plan = plan_model(model, policy, ignored_modules=ignored_modules, ignored_params=ignored)
+    plan = plan_model(model, policy, ignored_modules=ignored_modules, ignored_params=ignored)
     _check_options([options, *(unit.options for unit in plan.units)])
     mind_mixtures(plan.mixtures(), strict=strict)
     _keep_precision(plan, model, options, _classes(full_precision, "full_precision takes"), skipped)
@@ -404,8 +403,9 @@ def mind_mixtures(mixtures: Sequence[Mixture], *, strict: bool = False) -> None:
     """
     alike: dict[tuple[Any, ...], list[Mixture]] = {}
     for mixture in mixtures:
-        shape = tuple((entry.name.rsplit(".", 1)[-1], entry.numel) for entry in (*mixture.trainable, *mixture.frozen))
-        alike.setdefault((shape, len(mixture.trainable)), []).append(mixture)
+        entries = (*mixture.trainable, *mixture.frozen)
+        inside = tuple((entry.name.removeprefix(f"{mixture.unit}."), entry.numel) for entry in entries)
+        alike.setdefault((inside, len(mixture.trainable)), []).append(mixture)
     said = []
     for first, *others in alike.values():
         more = f" (and alike: {', '.join(other.unit for other in others)})" if others else ""
