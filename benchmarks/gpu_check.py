@@ -56,7 +56,8 @@ except ModuleNotFoundError:  # a checkout that is not installed
 
 from fullshard import CheckPolicy, CommPolicy, MixedPrecisionPolicy, fully_shard
 from fullshard import runtime as fullshard_runtime
-from fullshard.comm import CoalescedCollectives, GlooCollectives, OneRank, Pending, lane_for
+from fullshard.comm import CoalescedCollectives, OneRank, Pending, lane_for
+from fullshard.gloo import GlooCollectives
 
 PASS, FAIL, SKIP, NOTE = "PASS", "FAIL", "SKIP", "note"
 MIB = 1 << 20

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from harness import World, ranks
 
-from fullshard.comm import CoalescedCollectives, GlooCollectives, OneRank, collectives_for
+from fullshard.comm import CoalescedCollectives, OneRank
+from fullshard.gloo import GlooCollectives, collectives_for
 
 
 def finish(pending: object) -> None:

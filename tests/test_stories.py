@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
 from fullshard import StateError, _torch, fully_shard
-from fullshard.comm import GlooCollectives, OneRank, Pending
+from fullshard.comm import OneRank, Pending
+from fullshard.gloo import GlooCollectives
 
 
 class Raises(torch.autograd.Function):

@@ -43,16 +43,19 @@ __all__ = [
     "chunk_cat",
     "contiguous_strides",
     "current_graph_task",
+    "default_store",
     "detach_state",
     "disable_tracing",
     "dtensor",
     "dtensor_like",
     "flat_axis",
+    "global_rank",
     "group_name",
     "has_backend",
     "has_reduction_hooks",
     "is_cut",
     "is_done",
+    "is_handled",
     "is_in_forward",
     "is_non_composable",
     "is_over",
@@ -64,6 +67,7 @@ __all__ = [
     "new_group",
     "on_backward_end",
     "on_stream",
+    "own_store",
     "parameter_hooks",
     "parameters_of",
     "persists",
@@ -424,6 +428,40 @@ def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Who carries tensors of `device` in `group`, also in one that was made for several kinds of device."""
     return group._get_backend(device).name()
+
+
+def default_store() -> Any:
+    """The store by which the default process group was made, None if there is none."""
+    if not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def own_store(store: Any, prefix: str) -> Any:
+    """The same store under a prefix of our own, over a connection of its own if it has connections."""
+    try:
+        return dist.distributed_c10d.PrefixStore(prefix, store.clone())
+    except (RuntimeError, NotImplementedError):
+        return dist.distributed_c10d.PrefixStore(prefix, store)
+
+
+def global_rank() -> int:
+    return dist.get_rank()
+
+
+def is_handled(number: int) -> bool:
+    """Whether the process has a handler for a signal, which Python need not know of (faulthandler sets its own)."""
+    import ctypes
+
+    class Action(ctypes.Structure):  # begins with the handler wherever Python runs threads of POSIX; the rest is room
+        _fields_ = (("handler", ctypes.c_void_p), ("rest", ctypes.c_byte * 512))
+
+    action = Action()
+    try:
+        ctypes.CDLL(None).sigaction(int(number), None, ctypes.byref(action))
+    except (AttributeError, OSError, TypeError):
+        return True
+    return bool(action.handler)
 
 
 def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -67,6 +67,7 @@ class PartOfUnit:
     name: str
     axis: ShardAxis
     options: UnitOptions
+    ordinal: int
     parameters: list[PartOfParameter]
 
 
@@ -119,7 +120,7 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
             )
             for parameter in unit.parameters
         ]
-        parts.append(PartOfUnit(copies, unit.name, unit.axis, unit.options, parameters))
+        parts.append(PartOfUnit(copies, unit.name, unit.axis, unit.options, unit.ordinal, parameters))
     return Parts(plain, parts)
 
 
@@ -133,7 +134,7 @@ def put_together(parts: Parts, dress: Dress) -> nn.Module:
                 parameter = ShardedParameter(claim, piece.cut, sharded=piece.shard)
                 parameter.sharded.__dict__.update(piece.attributes)
                 rebuilt.append(parameter)
-            unit = Unit(part.modules, rebuilt, part.axis, part.options)
+            unit = Unit(part.modules, rebuilt, part.axis, part.options, ordinal=part.ordinal)
             unit.rename(part.name)
             for parameter in rebuilt:
                 parameter.restore_sharded(forget=True)

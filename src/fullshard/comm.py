@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -120,97 +120,6 @@ class CoalescedCollectives:
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         return Pending((_torch.all_reduce_max(self._group, tensor),))
-
-
-class GlooCollectives:
-    """gloo on the CPU, by what is fastest there (`make bench` measures it again).
-
-    gloo's all-gather stages through two buffers of full size, so gathers are sends and receives straight between
-    shard and region: 1.5 to 4 times faster from 64 KiB on, and no staging memory. Its reduce-scatter is an all-reduce
-    in disguise; an all-to-all and a local sum move half the bytes.
-    """
-
-    direct_min_bytes: float = 256 * KIB
-    _GATHER_TAG, _REDUCE_TAG = 0x66730001, 0x66730002  # messages match in order per peer and tag
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.ranks, self.rank = group.size(), group.rank()
-
-    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
-        group, rank, ranks, tag = self._group, self.rank, self.ranks, self._GATHER_TAG
-        receives: list[tuple[Tensor, int]] = []
-        sends: list[tuple[Tensor, int]] = []
-        copies: list[tuple[Tensor, Tensor]] = []
-        for out, shard in zip(outs, shards):
-            if not shard.numel():
-                continue
-            slots = out.split(shard.numel())
-            if slots[rank].storage_offset() != shard.storage_offset() or not _torch.same_storage(out, shard):
-                copies.append((slots[rank], shard))
-            for step in range(1, ranks):
-                receives.append((slots[(rank - step) % ranks], (rank - step) % ranks))
-                sends.append((shard, (rank + step) % ranks))
-
-        def gather() -> Pending:
-            works = [_torch.recv(group, tensor, peer, tag) for tensor, peer in receives]
-            works += [_torch.send(group, tensor, peer, tag) for tensor, peer in sends]
-            for slot, shard in copies:
-                slot.copy_(shard)
-            return Pending(works, silent=True)
-
-        return gather
-
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
-        if self.ranks == 2:
-            return self._add_peer(outs, fulls, scale)
-        received = [torch.empty_like(full) for full in fulls]
-        works = [_torch.all_to_all(self._group, parts, full) for parts, full in zip(received, fulls)]
-
-        def add() -> None:
-            for parts, out in zip(received, outs):
-                torch.sum(parts.view(self.ranks, -1), 0, out=out)
-            if scale != 1.0:
-                torch._foreach_mul_(list(outs), scale)
-            received.clear()
-
-        return Pending(works, add)
-
-    def _add_peer(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
-        """Of two ranks: send the other's half, receive mine, and average in one pass over memory instead of four."""
-        peer = 1 - self.rank
-        halves = [full.view(2, -1) for full in fulls]
-        received = [torch.empty_like(half[0]) for half in halves]
-        works = [_torch.recv(self._group, theirs, peer, self._REDUCE_TAG) for theirs in received]
-        works += [_torch.send(self._group, half[peer], peer, self._REDUCE_TAG) for half in halves]
-
-        def add() -> None:
-            for half, theirs, out in zip(halves, received, outs):
-                if scale == 0.5:
-                    torch.lerp(half[self.rank], theirs, 0.5, out=out)
-                else:
-                    torch.add(half[self.rank], theirs, out=out)
-            if scale not in (0.5, 1.0):
-                torch._foreach_mul_(list(outs), scale)
-            received.clear()
-            halves.clear()
-
-        return Pending(works, add, silent=True)
-
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        return Pending((_torch.all_reduce_sum(self._group, tensor),))
-
-    def all_reduce_max(self, tensor: Tensor) -> Pending:
-        return Pending((_torch.all_reduce_max(self._group, tensor),))
-
-
-def collectives_for(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
-    """torch's collectives on `group` (None: this rank alone), in the form that suits its backend."""
-    if group is None or group.size() == 1:
-        return OneRank()
-    if device.type == "cpu" and _torch.backend_name(group, device) == "gloo":
-        return GlooCollectives(group)
-    return CoalescedCollectives(group)
 
 
 # --- the caller's own collectives ---------------------------------------------------------------------------------------
@@ -592,6 +501,12 @@ class InFlight:
 
     def drain(self) -> None:
         self.make_room(1)
+
+    def abandon(self) -> None:
+        """As `drain`, whatever the work came to."""
+        while self._entries:
+            with suppress(Exception):
+                self._leave()
 
     def _leave(self) -> None:
         ticket, landed, _ = self._entries.popleft()

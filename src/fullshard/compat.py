@@ -32,9 +32,10 @@ from torch.distributed.fsdp import (
 
 from fullshard import _torch, assembly, formats
 from fullshard.api import Order, fully_shard
-from fullshard.comm import Collectives, Pending, ReduceScatter, collectives_for
+from fullshard.comm import Collectives, Pending, ReduceScatter
 from fullshard.formats import Form
 from fullshard.given import HYBRID, Given, cast_buffers, device_type_of, materialize, mesh_of
+from fullshard.gloo import collectives_for
 from fullshard.hooks import cast_floats
 from fullshard.module import plain_class, units_of
 from fullshard.modules import clean_name, collect
@@ -58,6 +59,15 @@ class _Hookable:
         self._inner, self._hook = inner, hook
         self.ranks, self.rank, self.direct_min_bytes = inner.ranks, inner.rank, inner.direct_min_bytes
         self.gatherer, self.reduce_scatter, self.all_reduce_max = inner.gatherer, inner.reduce_scatter, inner.all_reduce_max
+
+    @property
+    def tag(self) -> Any:
+        """Of the messages of the inner ones."""
+        return getattr(self._inner, "tag", None)
+
+    @tag.setter
+    def tag(self, tag: Any) -> None:
+        self._inner.tag = tag  # type: ignore[attr-defined]
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         self._hook(tensor)

@@ -14,6 +14,7 @@ from fullshard.comm import Ticket
 from fullshard.extension import ExtensionSide, extends, own_shard
 from fullshard.full import Carriers, FullSide, GatheredSide, Storage
 from fullshard.layout import GroupLayout, Piece, plan_layout
+from fullshard.ledger import Line
 from fullshard.parameter import ShardedParameter, all_current, install_full, install_sharded
 from fullshard.policies import Dtypes
 from fullshard.schedule import StateError
@@ -64,8 +65,10 @@ class Group:
         dtypes: Dtypes,
         carriers: Carriers,
         storage: Storage,
+        line: Line,
     ) -> None:
         self.parameters = parameters
+        self.line = line
         self.dtypes = dtypes
         self.carriers = carriers
         self.storage = storage
@@ -174,8 +177,8 @@ class Group:
     def _full_side(self) -> FullSide:
         return FullSide(self.layout, self.dtypes, self.carriers, self.storage, self.shard)
 
-    def gather_copy(self) -> list[Tensor]:
-        """What modules compute with, gathered into memory of its own: one tensor per parameter (collective)."""
+    def second_side(self) -> FullSide:
+        """A full side in memory of its own, to be gathered into and read (`lifted`)."""
         self._check_device()
         if self.extension:
             raise StateError(
@@ -185,13 +188,10 @@ class Group:
         with torch.no_grad():
             side = self._full_side()
             side.grow()
-            pending = side.start()
-            for work in pending.works:
-                work.wait()
-            if pending.then is not None:
-                pending.then()
-            side.finish()
-            side.settle()
+        return side
+
+    def lifted(self, side: FullSide) -> list[Tensor]:
+        """What modules compute with, of a side that was gathered: one tensor per parameter."""
         return [parameter.cut.lift(view) for parameter, view in zip(self.parameters, side.views)]
 
     def _check_device(self) -> None:

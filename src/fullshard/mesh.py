@@ -73,6 +73,11 @@ class ShardAxis:
     dims: DataParallelMeshDims | None = field(default=None, compare=False)
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The global ranks that run the same program on it."""
+        return tuple(self.mesh.mesh.flatten().tolist())
+
+    @property
     def replicated(self) -> int:
         """How many ranks hold each shard."""
         return 1 if self.replicas is None else self.replicas.ranks

@@ -141,9 +141,24 @@ class CheckPolicy:
         not use a parameter learns whether any other did: used nowhere leaves `.grad` None, used somewhere gives every
         rank its part of the mean. Without it, a parameter that this rank did not use gets a gradient (of zeros, if no
         rank used it).
+    patience: seconds that a rank waits for a message of others before it asks, through the store of the process group,
+        where they are. Ranks that ran different units then stop, each naming both. At least 0.
+    timeout: seconds after which a rank that waits gives up, naming the unit and where the others are; None waits as long as
+        the process group does.
     poison: fill the memory that parameters are gathered into with NaN first, so that whatever computes before the
         gather was waited for cannot go unnoticed. For tests; costs a pass over the memory.
     """
 
     heartbeat: bool = True
+    every: int = 1
+    patience: float = 1.0
+    timeout: float | None = None
     poison: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.every, int) and self.every >= 1):
+            raise ValueError(f"CheckPolicy.every must be an int >= 1, got {self.every!r}")
+        if not self.patience >= 0:
+            raise ValueError(f"CheckPolicy.patience must be a number of seconds >= 0, got {self.patience!r}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"CheckPolicy.timeout must be None or a number of seconds > 0, got {self.timeout!r}")

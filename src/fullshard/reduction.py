@@ -14,6 +14,7 @@ from fullshard import _torch
 from fullshard.comm import Pending, Ticket
 from fullshard.full import Carriers, folds
 from fullshard.group import Group
+from fullshard.ledger import Line
 from fullshard.parameter import ShardedParameter
 
 ReduceHook = Callable[[Tensor], None]
@@ -193,6 +194,10 @@ class Reduction:
     @property
     def parameters(self) -> Sequence[ShardedParameter]:
         return self._group.parameters
+
+    @property
+    def line(self) -> Line:
+        return self._group.line
 
     @property
     def carriers(self) -> Carriers:

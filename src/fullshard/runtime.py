@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,16 @@ from fullshard.comm import (
     Journal,
     Journaled,
     Lane,
+    Pending,
     ReduceScatter,
     Ticket,
-    collectives_for,
     lane_for,
 )
 from fullshard.full import Carriers, Storage
+from fullshard.gloo import Tag, collectives_for
 from fullshard.group import Group, group_parameters
+from fullshard.heartbeat import Heartbeat
+from fullshard.ledger import Entry, Label, Ledger, Line
 from fullshard.mesh import ShardAxis, beside
 from fullshard.modules import clean_name
 from fullshard.parameter import ShardedParameter
@@ -53,6 +57,7 @@ from fullshard.schedule import (
     Wait,
 )
 from fullshard.unwritten import Unwritten
+from fullshard.watch import Waiter, Watch, watch_of
 
 _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 
@@ -84,10 +89,18 @@ class Unit:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], parameters: list[ShardedParameter], axis: ShardAxis, options: UnitOptions
+        self,
+        modules: Sequence[nn.Module],
+        parameters: list[ShardedParameter],
+        axis: ShardAxis,
+        options: UnitOptions,
+        *,
+        ordinal: int | None = None,
     ) -> None:
+        """`ordinal`: of the unit that this one is a copy of."""
         self.runtime = Runtime.of(axis.device, options.comm)
-        self.name = type(modules[0]).__name__
+        self.label = Label(type(modules[0]).__name__)
+        self.ordinal = self.runtime.ledger(axis).enroll() if ordinal is None else ordinal
         self.axis = axis
         self.options = options
         self.parameters = parameters
@@ -111,6 +124,10 @@ class Unit:
     @property
     def modules(self) -> list[nn.Module]:
         return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def name(self) -> str:
+        return self.label.name
 
     @property
     def residency(self) -> Residency:
@@ -169,10 +186,15 @@ class Unit:
                     mp=options.mp,
                 )
                 parameters = [self.parameters[i] for i in members]
+                subject = f"{self.ordinal}.{len(groups)} {[(p.name, tuple(p.shape)) for p in parameters]} {shared}"
+                line = Line(self.runtime.ledger(parameters[0].cut.axis), self.label, subject)
                 groups.append(
-                    Group(parameters, [values[i] for i in members], dtypes=shared, carriers=carriers, storage=storage)
+                    Group(
+                        parameters, [values[i] for i in members], dtypes=shared, carriers=carriers, storage=storage, line=line
+                    )
                 )
         self.groups = groups
+        self.runtime.heed(options.checks)
         for parameter in self.parameters:
             parameter.before_step = self.check
         self._inform()
@@ -293,7 +315,7 @@ class Unit:
         self.shown = shown
 
     def rename(self, name: str) -> None:
-        self.name = name
+        self.label.name = name
 
     @property
     def shows_full(self) -> bool:
@@ -404,6 +426,8 @@ def say_once(text: str) -> None:
 
 
 _UNIT = "_fullshard_unit"
+_NOBODY = Label("")
+_BOOKS: dict[str, Iterator[int]] = {}  # ledgers of equal names, which all ranks make in one order
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -452,6 +476,39 @@ class StepCheck:
         unit = self._unit()
         if unit is not None:
             unit.runtime.check_step(unit)
+
+
+class Sent:
+    """A ticket of work in which other ranks take part: while it is waited for, the watch knows for what."""
+
+    __slots__ = ("_entry", "_ledger", "_runtime", "ticket")
+
+    def __init__(self, ticket: Ticket, runtime: Runtime, ledger: Ledger, entry: Entry) -> None:
+        self.ticket, self._runtime, self._ledger, self._entry = ticket, runtime, ledger, entry
+
+    def done(self) -> bool:
+        return self.ticket.done()
+
+    def wait(self) -> None:
+        self._await(self.ticket.wait)
+
+    def block(self) -> None:
+        self._await(self.ticket.block)
+
+    def _await(self, wait: Callable[[], None]) -> None:
+        """Raises StateError if the work failed, or ended because the ranks parted."""
+        ledger, waiter = self._ledger, self._runtime.waiter
+        if waiter is None:
+            return wait()
+        before = waiter.enter(ledger, self._entry)
+        try:
+            wait()
+        except Exception as failure:
+            raise self._runtime.explained(failure, ledger, self._entry) from failure
+        finally:
+            waiter.leave(before)
+        if ledger.verdict is not None:
+            raise StateError(ledger.verdict)
 
 
 class BackwardHook:
@@ -511,6 +568,10 @@ class Runtime:
         self.device = device
         self.planner = Planner(self._may_expect)
         self.journal = Journal()
+        self.tag = Tag()
+        self.watch: Watch | None = None
+        self.waiter: Waiter | None = None  # None as long as nobody else takes part in anything
+        self._ledgers: dict[tuple[int, int], Ledger] = {}
         self._gather_lane, self._reduce_lane, self._replicate_lane = lanes(device), lanes(device), lanes(device)
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
@@ -521,6 +582,7 @@ class Runtime:
         self._gathering: dict[int, list[tuple[Group, Ticket]]] = {}
         self._backward: weakref.ref[BackwardEnd] | None = None
         self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
+        self._beats: deque[tuple[Heartbeat, Sent]] = deque()  # that nobody has looked at
         # Those whose parameters have hooks land early, but never by polling: a hook may talk to other ranks.
         self._hooked: deque[Reduction] = deque()
         self._touched: dict[int, Unit] = {}  # units that entered the running backward
@@ -532,6 +594,62 @@ class Runtime:
             Reshard: self._reshard,
             Reduce: self._reduce,
         }
+
+    # --- what is said to other ranks ---
+
+    def ledger(self, axis: ShardAxis) -> Ledger:
+        """What is said on an axis, one as long as the runtime lives."""
+        found = self._ledgers.get(axis.key)
+        if found is None:
+            ranks = axis.members
+            name = f"{crc32(repr(ranks).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
+            found = Ledger(f"{name} {next(_BOOKS.setdefault(name, itertools.count()))}", ranks, dist.get_rank())
+            self._ledgers[axis.key] = found
+            group = axis.group if axis.group is not None or axis.replicas is None else axis.replicas.group
+            if len(ranks) > 1 and group is not None:
+                self.watch = watch_of(_torch.backend_name(group, axis.device))
+                if self.watch is not None:
+                    self.waiter = self.waiter or self.watch.waiter()
+                    self.watch.add(found)
+        return found
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        return list(self._ledgers.values())
+
+    def heed(self, checks: CheckPolicy) -> None:
+        """The shortest patience of the units counts."""
+        waiter = self.waiter
+        if waiter is not None:
+            timeouts = [timeout for timeout in (waiter.timeout, checks.timeout) if timeout is not None]
+            waiter.configure(min(waiter.patience, checks.patience), min(timeouts, default=None))
+
+    def explained(self, failure: BaseException, ledger: Ledger, entry: Entry) -> StateError:
+        """What a failed collective was about, and where the other ranks are."""
+        if ledger.verdict is not None:
+            return StateError(ledger.verdict)
+        where = "" if self.watch is None else self.watch.survey(ledger)
+        text = f"rank {ledger.rank}, {entry}: {str(failure).splitlines()[0]}. {where}"
+        return StateError(text if ledger.verdict is None else ledger.verdict)
+
+    def _send(
+        self,
+        lane: Lane,
+        line: Line,
+        action: str,
+        start: Callable[[], Pending],
+        finish: Callable[[], None],
+        after: Sent | None = None,
+    ) -> Sent:
+        """Run a collective on a lane and enter it in the ledger. Raises StateError if the ranks parted."""
+        entry = line.note(action)
+        tagged = partial(self._start, entry.tag, line.ledger.name, start)
+        ticket = lane.run(tagged, finish) if after is None else lane.run(tagged, finish, after=after.ticket)
+        return Sent(ticket, self, line.ledger, entry)
+
+    def _start(self, tag: int, book: str, start: Callable[[], Pending]) -> Pending:
+        self.tag.set(tag, book)
+        return start()
 
     # --- units ---
 
@@ -603,11 +721,14 @@ class Runtime:
         else:
             made = group
         if comm.collectives is not None and made is not None:
-            return Journaled(comm.collectives(made), self.journal)
+            given = comm.collectives(made)
+            if isinstance(getattr(given, "tag", None), Tag):
+                given.tag = self.tag
+            return Journaled(given, self.journal)
         key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.group)}")
         found = self._collectives.get(key)
         if found is None:
-            found = Journaled(collectives_for(made, axis.device), self.journal, keeps=owner)
+            found = Journaled(collectives_for(made, axis.device, self.tag), self.journal, keeps=owner)
             self._collectives[key] = found
         return found
 
@@ -638,6 +759,8 @@ class Runtime:
             if unit.unwritten is not None:
                 unit.refresh()
                 unit.check_written()
+            if first and self._beats:
+                self._read_beats(keep=len(self._beats))
             if first and self._event is not None:
                 _torch.wait_for_event(self.device, self._event)
                 self._event = None
@@ -750,6 +873,14 @@ class Runtime:
         if held:
             self.fulfil(unit)
 
+    def gather_copy(self, group: Group) -> list[Tensor]:
+        """What modules compute with, gathered into memory of its own: one tensor per parameter (collective)."""
+        with torch.no_grad():
+            side = group.second_side()
+            self._send(self._gather_lane, group.line, "gather by hand", side.start, side.finish).wait()
+            side.settle()
+        return group.lifted(side)
+
     def reduce_now(self, unit: Unit, group: Group) -> None:
         """Reduce what a group's parameters were given so far, for a caller that runs backwards piece by piece."""
         self.check_idle(unit, doing="post_backward()")
@@ -839,6 +970,8 @@ class Runtime:
     def check_step(self, unit: Unit) -> None:
         """Raises StateError if an optimizer may not write the unit's shards now."""
         self._recover_if_stale()
+        if self._beats:
+            self._read_beats(keep=len(self._beats))
         if self.planner.running(unit.number) and any(_torch.is_in_forward(module) for module in unit.modules):
             raise StateError(f"optimizer.step() was called inside the forward of unit '{unit.name}': call it after backward")
         for group in unit.groups:
@@ -876,7 +1009,7 @@ class Runtime:
         for number in dict.fromkeys(action.unit for action in actions):
             unit = self._units.get(number)
             if unit is not None:
-                self._settle_or_abandon(self._gathering.pop(number, ()))
+                self._settle_or_abandon(self._gathering.pop(number, []))
                 self._reshard(unit)
                 self.planner.void(number)
 
@@ -921,12 +1054,13 @@ class Runtime:
 
     def _unshard(self, unit: Unit) -> None:
         unit.refresh()
+        action = "forward gather" if self._backward is None else "backward gather"
         tickets: list[tuple[Group, Ticket]] = []
         self._gathering[unit.number] = tickets
         for group in unit.groups:
             full = group.grow()
             try:
-                ticket = self._gather_lane.run(full.start, full.finish)
+                ticket = self._send(self._gather_lane, group.line, action, full.start, full.finish)
             except BaseException:
                 group.abandon()
                 raise
@@ -981,11 +1115,18 @@ class Runtime:
             self._hooked.popleft().land()
         reduction = Reduction(group, group.with_accumulated(grads), unit.options.reduce)
         grads.clear()
-        ticket = self._reduce_lane.run(reduction.start, reduction.finish)
+        ticket = self._send(self._reduce_lane, group.line, "reduction", reduction.start, reduction.finish)
         # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
         self._in_flight.push(ticket, reduction.settle, polled=not reduction.replicated)
         if reduction.replicated:
-            ticket = self._replicate_lane.run(reduction.replicate, reduction.finish_replicated, after=ticket)
+            ticket = self._send(
+                self._replicate_lane,
+                group.line,
+                "sum over replicas",
+                reduction.replicate,
+                reduction.finish_replicated,
+                after=ticket,
+            )
             self._replicating.push(ticket, reduction.end, polled=reduction.polled)
         reduction.follow(ticket)
         group.defers(reduction.deferred)
@@ -1015,43 +1156,64 @@ class Runtime:
         self._reduced = [entry for entry in self._reduced if not entry[0].options.last_backward]
         if len(self._replicating):  # on the replicas, too, sums begin before the heartbeat on every rank
             self._in_flight.drain()
-        heartbeats = self._start_heartbeats(reduced)
+        beats = self._start_heartbeats(reduced)
+        beating = {id(reduction) for beat, _ in beats for reduction in beat.reductions}
         self._drain()
         self._hooked.clear()
-        for unit, reduction in reduced:
+        if self.device.type == "cpu":  # of ranks that parted none has a gradient
+            for beat, ticket in beats:
+                ticket.wait()
+                self._check_beat(beat)
+        for _, reduction in reduced:
             reduction.land()
-            if not unit.options.checks.heartbeat:
+            if id(reduction) not in beating:
                 reduction.decide([True] * len(reduction.used))
-        self._read_heartbeats(heartbeats)
+        for beat, ticket in beats:
+            if beat.undecided:
+                ticket.block()
+                beat.decide()
+            if self.device.type != "cpu":
+                self._beats.append((beat, ticket))
+        if len(self._beats) > len(beats):
+            self._read_beats(keep=len(beats))
 
-    def _start_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[tuple[list[Reduction], Tensor, Ticket]]:
-        """One message per process group: which parameters of the reductions since the last one this rank used."""
-        heartbeats: list[tuple[list[Reduction], Tensor, Ticket]] = []
-        axes: dict[tuple[int, int], list[Reduction]] = {}
+    def _start_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[tuple[Heartbeat, Sent]]:
+        """One message per set of process groups."""
+        beats: list[tuple[Heartbeat, Sent]] = []
+        axes: dict[tuple[int, int], list[tuple[Unit, Reduction]]] = {}
         for unit, reduction in reduced:
             if unit.options.checks.heartbeat:
-                axes.setdefault(reduction.parameters[0].cut.axis.key, []).append(reduction)
-        for reductions in axes.values():
-            carriers = reductions[0].carriers
-            flags = [used for reduction in reductions for used in reduction.used]
-            message = torch.tensor(flags, dtype=torch.uint8).to(self.device, non_blocking=True)
-            ticket = self._reduce_lane.run(partial(carriers.reduce.all_reduce_max, message), _nothing)
-            if carriers.replicate is not None:
-                start = partial(carriers.replicate.all_reduce_max, message)
-                ticket = self._replicate_lane.run(start, _nothing, after=ticket)
-            heartbeats.append((reductions, message, ticket))
-        return heartbeats
-
-    def _read_heartbeats(self, heartbeats: list[tuple[list[Reduction], Tensor, Ticket]]) -> None:
-        """Only a rank that did not use some parameter reads the answer, which on an accelerator waits for the device."""
-        for reductions, message, ticket in heartbeats:
-            ticket.wait()
-            if not any(reduction.undecided for reduction in reductions):
+                axes.setdefault(reduction.parameters[0].cut.axis.key, []).append((unit, reduction))
+        for entries in axes.values():
+            unit, first = entries[0]
+            ledger = first.line.ledger
+            if not ledger.beats(unit.options.checks.every):
                 continue
-            answer = [bool(used) for used in message.tolist()]
-            for reduction in reductions:
-                mine, answer = answer[: len(reduction.used)], answer[len(reduction.used) :]
-                reduction.decide(mine)
+            line = Line(ledger, _NOBODY, "")
+            entry = line.note("heartbeat")
+            beat = Heartbeat(ledger, [reduction for _, reduction in entries], self.device)
+            over = first.carriers.replicate is not None
+            start = partial(self._start, entry.tag, ledger.name, beat.start)
+            ticket = self._reduce_lane.run(start, _nothing if over else beat.finish)
+            if over:
+                start = partial(self._start, entry.tag, ledger.name, beat.start_over_replicas)
+                ticket = self._replicate_lane.run(start, beat.finish, after=ticket)
+            beats.append((beat, Sent(ticket, self, ledger, entry)))
+        return beats
+
+    def _check_beat(self, beat: Heartbeat) -> None:
+        """Raises StateError if the ranks did not run the same."""
+        if beat.differs():
+            text = "" if self.watch is None else self.watch.confront(beat.ledger)
+            beat.ledger.close(text or "the ranks ran different units, or the same ones in different orders, in this step")
+            raise StateError(beat.ledger.verdict)
+
+    def _read_beats(self, *, keep: int = 0) -> None:
+        """On an accelerator: look at what has arrived, and wait for all but the last `keep`."""
+        while self._beats and (len(self._beats) > keep or self._beats[0][1].done()):
+            beat, ticket = self._beats.popleft()
+            ticket.block()
+            self._check_beat(beat)
 
     # --- backward's end, and what to do when it never comes ---
 
@@ -1104,7 +1266,15 @@ class Runtime:
     def _abandon(self) -> None:
         """Forget a forward or backward that died half way, and free what it held."""
         self._backward = None
-        self._drain()
+        self._in_flight.abandon()
+        self._replicating.abandon()
+        self._beats.clear()
+        for number in list(self._gathering):
+            gathering = self._units.get(number)
+            self._settle_or_abandon(self._gathering.pop(number))
+            if gathering is not None:
+                self._reshard(gathering)
+                self.planner.void(number)
         for number in self.planner.underway():
             self._uninstall_number(number)
             broken = self._units.get(number)

@@ -116,7 +116,7 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
         unit.runtime.check_idle(unit, doing="gathered()")
         unit.runtime.consult(unit)
         for group in unit.groups:
-            tensors = group.gather_copy()
+            tensors = unit.runtime.gather_copy(group)
             if grad and torch.is_grad_enabled() and group.trainable:
                 source = _Source(group, unit.runtime.glimpse(unit))
                 handle = torch.zeros((), device=tensors[0].device, requires_grad=True)

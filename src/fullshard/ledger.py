@@ -1,0 +1,162 @@
+"""What a rank said to the others, in order: numbers and a hash that must be alike on all of them, and the last entries."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fullshard.schedule import StateError
+
+REMEMBERED = 256  # entries of each ledger
+
+_FACTOR, _MODULUS = 0x5DEECE66D1F, (1 << 61) - 1
+
+
+@dataclass(slots=True, eq=False)
+class Label:
+    """The name of a unit, which it may only learn when the model first runs."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an entry is about: an action of one group of a unit."""
+
+    label: Label
+    action: str
+    code: int
+
+    def __str__(self) -> str:
+        return f"'{self.label.name}' {self.action}" if self.label.name else self.action
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One call: `hash` is that of all entries up to it."""
+
+    number: int
+    kind: Kind
+    hash: int
+
+    @property
+    def tag(self) -> int:
+        """24 bits for the messages of the call, which no other call of the ledger shares."""
+        return (self.hash ^ (self.hash >> 31)) & 0xFFFFFF
+
+    def __str__(self) -> str:
+        return f"call {self.number}, {self.kind}"
+
+
+class Ledger:
+    """The calls of one set of ranks, in the order of the program. ledger 1 - n lines, line 1 - n entries.
+
+    Ranks that run the same program have equal ledgers; the first entry that differs says where they parted.
+
+        rank 0   1 'a' forward gather   2 'b' forward gather   3 'b' backward gather
+        rank 1   1 'a' forward gather   2 'c' forward gather                          <- they parted at call 2
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
+        """`name`: alike on all `ranks` (global numbers), of which `rank` is this one."""
+        self.name, self.ranks, self.rank = name, tuple(ranks), rank
+        self.count = 0
+        self.hash = zlib.crc32(name.encode())
+        self.ring: deque[Entry] = deque(maxlen=REMEMBERED)
+        self.verdict: str | None = None  # why nothing can be said any more
+        self.epoch = 0  # how often all ranks began anew together
+        self._backwards = 0
+        self._ordinals = itertools.count()
+
+    def enroll(self) -> int:
+        """A number for one more unit, alike on all ranks, since units are made by all of them together."""
+        return next(self._ordinals)
+
+    def note(self, kind: Kind) -> Entry:
+        """The next call is of this kind. Raises StateError if the ranks have parted."""
+        if self.verdict is not None:
+            raise StateError(self.verdict)
+        self.count += 1
+        self.hash = (self.hash * _FACTOR + kind.code) % _MODULUS
+        entry = Entry(self.count, kind, self.hash)
+        self.ring.append(entry)
+        return entry
+
+    def beats(self, every: int) -> bool:
+        """Whether the backward that ends now has a heartbeat, as each `every`-th has."""
+        self._backwards += 1
+        return self._backwards % every == 0
+
+    def close(self, verdict: str) -> None:
+        """From now on every call raises, with `verdict`."""
+        if self.verdict is None:
+            self.verdict = verdict
+
+    def reopen(self) -> None:
+        """All ranks agreed to go on from here: what each said before no longer matters."""
+        self.epoch += 1
+        self.ring.clear()
+        self.count, self.hash = 0, zlib.crc32(f"{self.name} {self.epoch}".encode())
+        self.verdict = None
+
+
+class Line:
+    """What one group may say in a ledger."""
+
+    __slots__ = ("_kinds", "_label", "_seed", "ledger")
+
+    def __init__(self, ledger: Ledger, label: Label, subject: str) -> None:
+        """`subject`: what all ranks know alike of the group and no other has."""
+        self.ledger, self._label, self._seed = ledger, label, subject
+        self._kinds: dict[str, Kind] = {}
+
+    def note(self, action: str) -> Entry:
+        kind = self._kinds.get(action)
+        if kind is None:
+            code = zlib.crc32(f"{self._seed} {action}".encode()) + 1
+            kind = self._kinds[action] = Kind(self._label, action, code)
+        return self.ledger.note(kind)
+
+
+def parted(windows: dict[int, Sequence[tuple[int, int, str]]]) -> tuple[int, dict[str, list[int]]] | None:
+    """The first call in which ranks differ, and who called what there. `windows`: by rank, (number, hash, text) in order.
+
+    >>> parted({0: [(1, 77, "a"), (2, 88, "b")], 1: [(1, 77, "a"), (2, 99, "c")], 2: [(1, 77, "a")]})
+    (2, {'b': [0], 'c': [1]})
+    """
+    calls: dict[int, dict[int, tuple[int, str]]] = {}
+    for rank, window in windows.items():
+        for number, digest, text in window:
+            calls.setdefault(number, {})[rank] = digest, text
+    for number in sorted(calls):
+        if len({digest for digest, _ in calls[number].values()}) > 1:
+            found: dict[str, list[int]] = {}
+            for rank, (_, text) in sorted(calls[number].items()):
+                found.setdefault(text, []).append(rank)
+            return number, found
+    return None
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """
+    >>> listed([3]), listed([0, 1]), listed([0, 1, 2, 5, 7, 8, 9])
+    ('rank 3', 'ranks 0 and 1', 'ranks 0-2, 5 and 7-9')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    if len(ranks) == 1:
+        return f"rank {parts[0]}"
+    return "ranks " + (parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + f" and {parts[-1]}")
+
+
+__all__ = ["Entry", "Kind", "Label", "Ledger", "Line", "listed", "parted"]

@@ -1,0 +1,428 @@
+"""Watches over what this rank waits for: asks the others where they are, finds where they parted, and ends waits in vain."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fullshard import _torch
+from fullshard.gloo import Posted, all_of_gloo
+from fullshard.ledger import Entry, Ledger, listed, parted
+from fullshard.schedule import StateError
+
+_TICK = 0.1  # seconds between two looks
+_LISTEN = 5.0  # seconds between two looks whether another rank is concerned
+_ATTENTIVE = 10.0  # seconds for which others are followed closely once somebody is concerned
+_WINDOW = 64  # entries and messages that are told to others
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Waiter:
+    """What one thread waits for. patience, timeout: seconds until it asks the others, until it gives up (None: never)."""
+
+    patience: float = 1.0
+    timeout: float | None = None
+    ledger: Ledger | None = None
+    entry: Entry | None = None
+    seen: Entry | None = None
+    since: float = 0.0
+
+    def configure(self, patience: float, timeout: float | None) -> None:
+        self.patience, self.timeout = patience, timeout
+
+    def enter(self, ledger: Ledger, entry: Entry) -> tuple[Ledger | None, Entry | None]:
+        before = self.ledger, self.entry
+        self.ledger, self.entry = ledger, entry
+        return before
+
+    def leave(self, before: tuple[Ledger | None, Entry | None] = (None, None)) -> None:
+        self.ledger, self.entry = before
+
+    def stuck(self, now: float) -> float:
+        """For how many seconds it has waited for one call, as far as is known."""
+        entry = self.entry
+        if entry is not self.seen:
+            self.seen, self.since = entry, now
+        return 0.0 if entry is None else now - self.since
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is in one ledger: the last calls (number, hash, text), the one it waits for, and why it gave up."""
+
+    calls: list[tuple[int, int, str]]
+    waiting: int | None
+    verdict: str | None
+    epoch: int
+
+    def __str__(self) -> str:
+        if not self.calls:
+            return "before the first call"
+        texts = {number: text for number, _, text in self.calls}
+        number, _, text = self.calls[-1]
+        if self.waiting is None:
+            return f"computing, or elsewhere, after call {number}, {text}"
+        return f"waiting in call {self.waiting}, {texts.get(self.waiting, text)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """What a rank tells the others."""
+
+    positions: dict[str, Position]
+    posted: dict[str, list[Posted]]
+    ended: bool = False
+
+    def dumps(self) -> str:
+        places = {name: (p.calls, p.waiting, p.verdict, p.epoch) for name, p in self.positions.items()}
+        return json.dumps([places, {g: [(p.book, p.tag, p.sizes) for p in ps] for g, ps in self.posted.items()}, self.ended])
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> Whereabouts:
+        places, posted, ended = json.loads(text)
+        return cls(
+            {name: Position([(n, h, t) for n, h, t in calls], w, v, e) for name, (calls, w, v, e) in places.items()},
+            {g: [Posted(book, tag, tuple(sizes)) for book, tag, sizes in ps] for g, ps in posted.items()},
+            ended,
+        )
+
+
+def _copied(ring: deque[T]) -> list[T]:
+    """The end of a deque that another thread may be writing to."""
+    while True:
+        try:
+            return list(ring)[-_WINDOW:]
+        except RuntimeError:  # it changed meanwhile
+            continue
+
+
+class Watch:
+    """One per process: a thread that looks ten times a second whether somebody waits for long.
+
+    A rank that has waited longer than its patience says so in the store of the process group. Then every rank tells its
+    position there. If two ranks' ledgers differ, they have parted: both stop, naming both calls, and each exchanges
+    meaningless messages for what the other still waits for, so that all of them return. Messages carry the tag of their
+    call, so until then nobody has received what was meant for somebody else.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._ledgers: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()
+        self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._told = ""
+        self._alarms = 0
+        self._listened = 0.0
+        self._attentive = 0.0
+        self._ended = threading.Event()
+        self._asked = False
+        self._thread: threading.Thread | None = None
+
+    # --- who is watched ---
+
+    def add(self, ledger: Ledger) -> None:
+        with self._lock:
+            self._ledgers[ledger.name] = ledger
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="fullshard-watch", daemon=True)
+            self._thread.start()
+
+    def waiter(self) -> Waiter:
+        """For one thread."""
+        waiter = Waiter()
+        with self._lock:
+            self._waiters.add(waiter)
+        return waiter
+
+    def ask(self) -> None:
+        """Have all ranks say where they are, and print it here."""
+        self._asked = True
+
+    def end(self) -> None:
+        """The program ends."""
+        if not self._ended.is_set():
+            self._ended.set()
+            if self._thread is not None:
+                self._thread.join(2.0)
+            with contextlib.suppress(Exception):
+                if self._told or self._alarms:  # somebody is, or was, concerned
+                    self._tell(ended=True)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._ended.wait(_TICK):
+            try:
+                self.look()
+                failures = 0
+            except Exception:  # the store is gone, or busy: the process group ends
+                failures += 1
+                if failures > 20:
+                    return
+
+    def look(self) -> None:
+        """One look at this rank and, if anybody is concerned, at the others."""
+        now = time.monotonic()
+        with self._lock:
+            concerned = [w for w in self._waiters if w.stuck(now) > w.patience and w.ledger is not None]
+            if self._asked or _signalled():
+                self._asked = False
+                self._report()
+            if concerned:
+                if now > self._attentive:
+                    self._alarms = self._store.add("alarm", 1)
+                self._attentive = now + _ATTENTIVE
+            elif now > self._listened + _LISTEN:
+                self._listened = now
+                if self._store.check(["alarm"]) and (alarms := self._store.add("alarm", 0)) != self._alarms:
+                    self._alarms, self._attentive = alarms, now + _ATTENTIVE
+            if now > self._attentive:
+                return
+            self._tell()
+            for ledger in list(self._ledgers.values()):
+                self._inquire(ledger, [w for w in concerned if w.ledger is ledger], now)
+
+    def _inquire(self, ledger: Ledger, concerned: Sequence[Waiter], now: float) -> None:
+        others = self._others(ledger)
+        if ledger.verdict is None:
+            verdict = self._judge(ledger, others, concerned, now)
+            if verdict is not None:
+                ledger.close(verdict)
+                self._tell()
+        if ledger.verdict is not None:
+            self.answer(ledger, others)
+
+    def _judge(self, ledger: Ledger, others: dict[int, Whereabouts], concerned: Sequence[Waiter], now: float) -> str | None:
+        """Why there is no use in waiting, None if there may be."""
+        name = ledger.name
+        places = {rank: there.positions[name] for rank, there in others.items() if name in there.positions}
+        for place in places.values():
+            if place.verdict is not None:
+                return place.verdict
+        mine = self._position(ledger)
+        found = parted({self._rank: mine.calls, **{rank: place.calls for rank, place in places.items()}})
+        if found is not None:
+            number, calls = found
+            said = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in calls.items())
+            return (
+                f"the ranks parted at call {number}. {said}. All ranks must run the same units in the same order: have a rank "
+                "that has nothing to compute for a unit call its join(), and all ranks any_failed() when some may have raised"
+            )
+        for waiter in concerned:
+            if waiter.entry is None:
+                continue
+            meeting = [rank for rank, there in others.items() if _meets(there, self._ledgers)]
+            if meeting:
+                return (
+                    f"{listed(meeting)} {'is' if len(meeting) == 1 else 'are'} in fullshard.any_failed(), and this rank (rank "
+                    f"{self._rank}) waits in {waiter.entry}: the step failed, or ended early, there. Call any_failed() here too"
+                )
+            gone = [rank for rank in ledger.ranks if rank in others and others[rank].ended]
+            if gone:
+                last = "; ".join(f"{listed([rank])}: {places[rank]}" for rank in gone if rank in places)
+                return f"{listed(gone)} ended the program, while this rank (rank {self._rank}) waits in {waiter.entry}. {last}"
+            if waiter.timeout is not None and waiter.stuck(now) > waiter.timeout:
+                return (
+                    f"rank {self._rank} waited {waiter.timeout:g} seconds (CheckPolicy.timeout) in {waiter.entry}. "
+                    + self._said(ledger, others)
+                )
+        return None
+
+    def answer(self, ledger: Ledger, others: dict[int, Whereabouts] | None = None) -> None:
+        """Exchange messages for what other ranks still wait for in a ledger that is closed, and this rank takes no part in."""
+        others = self._others(ledger) if others is None else others
+        noted = {entry.tag for entry in _copied(ledger.ring)}
+        for collectives in all_of_gloo():
+            for peer, rank in enumerate(collectives.members):
+                posted = others[rank].posted.get(collectives.name, []) if rank in others and rank != self._rank else []
+                collectives.answer(peer, [message for message in posted if message.book == ledger.name], noted)
+
+    # --- telling and asking ---
+
+    def _position(self, ledger: Ledger) -> Position:
+        waiting = next((w.entry for w in self._waiters if w.ledger is ledger and w.entry is not None), None)
+        calls = [(entry.number, entry.hash, str(entry.kind)) for entry in _copied(ledger.ring)]
+        return Position(calls, None if waiting is None else waiting.number, ledger.verdict, ledger.epoch)
+
+    def _tell(self, *, ended: bool = False) -> None:
+        positions = {name: self._position(ledger) for name, ledger in list(self._ledgers.items())}
+        posted = {c.name: _copied(c.posted) for c in all_of_gloo()}
+        text = Whereabouts(positions, posted, ended).dumps()
+        if text != self._told:
+            self._store.set(f"at/{self._rank}", text)
+            self._told = text
+
+    def tell(self) -> None:
+        """Have the others know where this rank is."""
+        with self._lock:
+            self._tell()
+
+    def _others(self, ledger: Ledger) -> dict[int, Whereabouts]:
+        found: dict[int, Whereabouts] = {}
+        for rank in ledger.ranks:
+            key = f"at/{rank}"
+            if rank != self._rank and self._store.check([key]):
+                there = Whereabouts.loads(self._store.get(key))
+                place = there.positions.get(ledger.name)
+                if place is not None and place.epoch != ledger.epoch:  # of a step that all gave up since, or begin to
+                    del there.positions[ledger.name]
+                    there.posted.clear()
+                found[rank] = there
+        return found
+
+    def _said(self, ledger: Ledger, others: dict[int, Whereabouts]) -> str:
+        """Where the other ranks are, in one sentence."""
+        by_text: dict[str, list[int]] = {}
+        for rank in ledger.ranks:
+            if rank != self._rank:
+                place = others[rank].positions.get(ledger.name) if rank in others else None
+                by_text.setdefault("does not answer" if place is None else str(place), []).append(rank)
+        return "; ".join(f"{listed(ranks)}: {text}" for text, ranks in by_text.items())
+
+    def survey(self, ledger: Ledger, seconds: float = 2.0) -> str:
+        """Where the other ranks are, once they had some time to say so."""
+        try:
+            with self._lock:
+                self._alarms = self._store.add("alarm", 1)
+                self._tell()
+            end = time.monotonic() + seconds
+            while time.monotonic() < end and len(self._others(ledger)) < len(ledger.ranks) - 1:
+                time.sleep(_TICK)
+            return self._said(ledger, self._others(ledger))
+        except Exception as failure:
+            return f"(the store does not answer: {str(failure).splitlines()[0]})"
+
+    def confront(self, ledger: Ledger, seconds: float = 5.0) -> str:
+        """Where the ranks parted, which each of them knows they did; empty if what they remember does not say."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with self._lock:
+                self._tell()
+                others = self._others(ledger)
+                verdict = ledger.verdict or self._judge(ledger, others, (), end)
+            if verdict is not None:
+                return verdict
+            time.sleep(_TICK)
+        return ""
+
+    def _report(self) -> None:
+        self._alarms = self._store.add("alarm", 1)
+        self._attentive = time.monotonic() + _ATTENTIVE
+        self._tell()
+        self._ended.wait(_LISTEN + 1.0)
+        lines = []
+        for ledger in list(self._ledgers.values()):
+            if ledger.count:
+                there = self._said(ledger, self._others(ledger))
+                lines.append(f"fullshard: rank {self._rank}: {self._position(ledger)}; {there}")
+        print("\n".join(lines) or f"fullshard: rank {self._rank}: before the first call", file=sys.stderr, flush=True)
+
+
+def _meets(there: Whereabouts, mine: Any) -> bool:
+    """Whether a rank waits in a meeting that this one has not come to."""
+    for name, place in there.positions.items():
+        if name.startswith(MEETING) and place.waiting is not None and name in mine:
+            ledger = mine[name]
+            if ledger.count < place.waiting:
+                return True
+    return False
+
+
+MEETING = "any_failed "  # how the names of such ledgers begin
+
+
+@dataclass(slots=True)
+class _Of:
+    watch: Watch | None = None
+    store: Any = None
+    pipe: int | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_OF = _Of()
+
+
+def watch_of(backend: str) -> Watch | None:
+    """The watch of this process, None if its ranks do not talk (`backend` is torch's "fake" one) or have no store."""
+    if backend == "fake":
+        return None
+    store = _torch.default_store()
+    if store is None:
+        return None
+    with _OF.lock:
+        if _OF.watch is None or _OF.store is not store:
+            if _OF.watch is not None:
+                _OF.watch.end()
+            _OF.watch, _OF.store = Watch(_torch.own_store(store, "fullshard"), _torch.global_rank()), store
+            _listen_to_signal()
+        return _OF.watch
+
+
+@atexit.register
+def _end() -> None:
+    if _OF.watch is not None:
+        _OF.watch.end()
+
+
+def _on_signal(number: int, frame: Any) -> None:
+    if _OF.watch is not None and _OF.pipe is None:
+        _OF.watch.ask()
+
+
+def _listen_to_signal() -> None:
+    """On SIGUSR1 print where all ranks are, unless somebody else listens to it already.
+
+    A thread that waits for a message runs no handlers; the number of the signal arrives through a pipe meanwhile.
+    """
+    if threading.current_thread() is not threading.main_thread() or _torch.is_handled(signal.SIGUSR1):
+        return
+    signal.signal(signal.SIGUSR1, _on_signal)
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if before == -1:
+        _OF.pipe = reader
+    else:
+        signal.set_wakeup_fd(before)
+
+
+def _signalled() -> bool:
+    if _OF.pipe is None:
+        return False
+    try:
+        return signal.SIGUSR1 in os.read(_OF.pipe, 4096)
+    except BlockingIOError:
+        return False
+
+
+@contextlib.contextmanager
+def waiting(waiter: Waiter, ledger: Ledger, entry: Entry) -> Iterator[None]:
+    before = waiter.enter(ledger, entry)
+    try:
+        yield
+    finally:
+        waiter.leave(before)
+
+
+def raise_if_closed(ledgers: Iterable[Ledger]) -> None:
+    for ledger in ledgers:
+        if ledger.verdict is not None:
+            raise StateError(ledger.verdict)
+
+
+__all__ = ["MEETING", "Position", "Waiter", "Watch", "Whereabouts", "raise_if_closed", "waiting", "watch_of"]
