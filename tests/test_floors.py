@@ -22,7 +22,7 @@ FLOORS = [
     {"assembly"},
     {"module", "ties"},
     {"api"},
-    {"optim", "scopes", "materialize", "install", "auto"},
+    {"together", "optim", "scopes", "materialize", "install", "auto"},
     {"wrap", "formats", "given"},
     {"compat"},
     {"__main__"},

@@ -15,6 +15,7 @@ materialize.py  materialize(): memory and first values for a model built on meta
 install.py      install(): fullshard in place of torch's FSDP2
 __main__.py     python -m fullshard run script.py
 optim.py        clip_grad_norm_, optimizers built before sharding
+together.py     any_failed(): skipping a step on all ranks
 --- what moves (data plane)
 mesh.py         the axes parameters are sharded and replicated over
 cut.py          how one parameter is cut, and what its DTensors say: tensor parallelism, hybrid meshes
@@ -23,13 +24,17 @@ layout.py       integers only: Extent, Bucket, GroupLayout, padding, alignment
 parameter.py    ShardedParameter: two faces, the slots it is installed in
 extension.py    tensor subclasses that say themselves what is gathered of them
 comm.py         Collectives and the torch.distributed ones, Journal, Lane, InFlight
+gloo.py         gloo's collectives, as messages under tags
 full.py         the gathered side of a group: memory, and the collective that fills it
 group.py        parameters that move together: flat shard, what is gathered of it, where gradients land
 reduction.py    gradients on their way to the shards
+heartbeat.py    the message that ends a synchronised backward
 unwritten.py    memory that nobody has written yet
 --- when it moves (control plane)
 schedule.py     Residency, MOVES, actions, the pure Planner; StateError, InternalError
-runtime.py      Unit, Runtime: runs actions on lanes, heartbeat, recovery
+runtime.py      Unit, Runtime: runs actions on lanes, recovery
+ledger.py       what a rank said to the others, in order
+watch.py        asks where the others are when a wait is long; ends waits in vain
 hooks.py        translates torch's callbacks into runtime events
 ties.py         parameters that an earlier unit owns already
 views.py        FSDP2's state objects, as views on units
@@ -59,6 +64,7 @@ from fullshard.plan import Plan, PlannedUnit
 from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.schedule import InternalError, StateError
 from fullshard.scopes import full_params, gathered
+from fullshard.together import any_failed
 from fullshard.wrap import plan_model, shard_model
 
 __version__ = "0.1.0"
@@ -83,6 +89,7 @@ __all__ = [
     "ShardPlacementResult",
     "StateError",
     "UnshardHandle",
+    "any_failed",
     "clip_grad_norm_",
     "counting",
     "full_params",

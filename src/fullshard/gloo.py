@@ -41,6 +41,60 @@ class Posted:
     sizes: tuple[int, ...]
 
 
+class Wire:
+    """What one process group sends and receives, whoever asks for it. process group 1 - 1 wire."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.name = _torch.group_name(group)  # the same on all its ranks
+        self.members = dist.get_process_group_ranks(group)  # global ranks, by their rank in the group
+        self.posted: deque[Posted] = deque(maxlen=_REMEMBERED)
+        self._group = group
+        self._kept: list[object] = []
+        self._answered: set[tuple[int, int]] = set()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Wire:
+        name = _torch.group_name(group)
+        found = _WIRES.get(name)
+        if found is None or not found.carries(group):
+            found = _WIRES[name] = cls(group)
+        return found
+
+    def carries(self, group: dist.ProcessGroup) -> bool:
+        return self._group is group
+
+    def answer(self, peer: int, posted: Sequence[Posted], noted: set[int]) -> int:
+        """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank takes
+        no part in, so that nobody waits for them any longer; how many there were.
+
+        noted: the numbers of calls that this rank takes part in, or is about to.
+        """
+        known = {mine.tag for mine in list(self.posted)} | {_TAGS + (now << 1) + stage for now in noted for stage in (0, 1)}
+        missing = [theirs for theirs in posted if theirs.tag not in known and (peer, theirs.tag) not in self._answered]
+        longest = max((size for theirs in missing for size in theirs.sizes), default=0)
+        sent, received = torch.zeros(longest, dtype=torch.uint8), torch.empty(longest, dtype=torch.uint8)
+        for theirs in missing:
+            self._answered.add((peer, theirs.tag))
+            for size in theirs.sizes:
+                self._kept.append(_torch.recv(self._group, received[:size], peer, theirs.tag))
+                self._kept.append(_torch.send(self._group, sent[:size], peer, theirs.tag))
+        return len(missing)
+
+    def forget_answers(self) -> None:
+        """Everybody has received what `answer` sent."""
+        self._kept.clear()
+        self._answered.clear()
+        self.posted.clear()
+
+
+_WIRES: weakref.WeakValueDictionary[str, Wire] = weakref.WeakValueDictionary()
+
+
+def wires() -> list[Wire]:
+    """Those of this process that somebody uses."""
+    return list(_WIRES.values())
+
+
 class GlooCollectives:
     """gloo on the CPU, by what is fastest there (`make bench` measures it again).
 
@@ -59,25 +113,12 @@ class GlooCollectives:
         self.tag = Tag() if tag is None else tag
         self.ranks, self.rank = group.size(), group.rank()
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        self.posted: deque[Posted] = deque(maxlen=_REMEMBERED)
-        self._kept: list[object] = []
-        self._answered: set[tuple[int, int]] = set()
-        _ALL.add(self)
-
-    @property
-    def name(self) -> str:
-        """Of the process group, the same on all its ranks."""
-        return _torch.group_name(self._group)
-
-    @property
-    def members(self) -> list[int]:
-        """The global ranks of the process group, by their rank in it."""
-        return dist.get_process_group_ranks(self._group)
+        self._wire = Wire.of(group)
 
     def _post(self, sizes: tuple[int, ...]) -> int:
         """The tag of the messages that are sent next."""
         tag = _TAGS + (self.tag.now << 1)
-        self.posted.append(Posted(self.tag.book, tag, sizes))
+        self._wire.posted.append(Posted(self.tag.book, tag, sizes))
         return tag
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
@@ -162,13 +203,13 @@ class GlooCollectives:
         padded = torch.zeros(chunk * self.ranks, dtype=tensor.dtype)
         padded[:numel].copy_(tensor)
         works, received = self._exchange([padded])
-        first = self.posted[-1]
+        first = self._wire.posted[-1]
         second = first.tag + 1
 
         def share() -> None:
             mine = padded[self.rank * chunk :][:chunk]
             torch.sum(received.pop(), 0, out=mine)
-            self.posted.append(Posted(first.book, second, _sizes([mine])))
+            self._wire.posted.append(Posted(first.book, second, _sizes([mine])))
             slots = padded.view(self.ranks, -1)
             again = [_torch.recv(self._group, slots[peer], peer, second) for peer in self._others]
             again += [_torch.send(self._group, mine, peer, second) for peer in self._others]
@@ -199,37 +240,6 @@ class GlooCollectives:
         for rank in range(1, self.ranks):
             merge(tensor, sent if rank == self.rank else parts[rank], out=tensor)
 
-    def answer(self, peer: int, posted: Sequence[Posted], noted: set[int]) -> int:
-        """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank takes
-        no part in, so that nobody waits for them any longer; how many there were.
-
-        noted: the numbers of calls that this rank takes part in, or is about to.
-        """
-        known = {mine.tag for mine in list(self.posted)} | {_TAGS + (now << 1) + stage for now in noted for stage in (0, 1)}
-        missing = [theirs for theirs in posted if theirs.tag not in known and (peer, theirs.tag) not in self._answered]
-        longest = max((size for theirs in missing for size in theirs.sizes), default=0)
-        sent, received = torch.zeros(longest, dtype=torch.uint8), torch.empty(longest, dtype=torch.uint8)
-        for theirs in missing:
-            self._answered.add((peer, theirs.tag))
-            for size in theirs.sizes:
-                self._kept.append(_torch.recv(self._group, received[:size], peer, theirs.tag))
-                self._kept.append(_torch.send(self._group, sent[:size], peer, theirs.tag))
-        return len(missing)
-
-    def forget_answers(self) -> None:
-        """Everybody has received what `answer` sent."""
-        self._kept.clear()
-        self._answered.clear()
-        self.posted.clear()
-
-
-_ALL: weakref.WeakSet[GlooCollectives] = weakref.WeakSet()
-
-
-def all_of_gloo() -> list[GlooCollectives]:
-    """Those of this process."""
-    return list(_ALL)
-
 
 def _sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(tensor.numel() * tensor.itemsize for tensor in tensors if tensor.numel())
@@ -244,4 +254,4 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: 
     return CoalescedCollectives(group)
 
 
-__all__ = ["GlooCollectives", "Posted", "Tag", "all_of_gloo", "collectives_for"]
+__all__ = ["GlooCollectives", "Posted", "Tag", "Wire", "collectives_for", "wires"]

@@ -276,6 +276,9 @@ class Unit:
         """Whether another module of the unit runs around this one."""
         return any(key != id(module) for key, _ in self._open)
 
+    def forget_rounds(self) -> None:
+        self._round = Round()
+
     def forget_forwards(self) -> None:
         self._open.clear()
 
@@ -563,6 +566,10 @@ class Runtime:
         if key not in known:
             known[key] = cls(device, comm.lanes or lane_for)
         return known[key]
+
+    @classmethod
+    def all_of_thread(cls) -> list[Runtime]:
+        return list(cls._of_thread.__dict__.get("runtimes", {}).values())
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
         self.device = device
@@ -903,6 +910,14 @@ class Runtime:
         """Order the next forward behind an event of the caller's."""
         self._event = event
 
+    def give_up(self) -> None:
+        """Forget the step that is under way, with all gradients that are not delivered, as all ranks do."""
+        self._abandon()
+        self.planner.forget_orders()
+        for unit in list(self._units.values()):
+            self.discard(unit)
+            unit.forget_rounds()
+
     def reset(self, unit: Unit) -> None:
         """Forget a step that was interrupted, as the next forward would."""
         self._recover_if_stale()
@@ -957,7 +972,8 @@ class Runtime:
     def discard(self, unit: Unit) -> None:
         """Forget the gradients of the unit that are not delivered: kept on this rank, deferred, or on their way."""
         if any(held is unit for held, _ in self._reduced) or any(group.deferring for group in unit.groups):
-            self._drain()
+            self._in_flight.abandon()
+            self._replicating.abandon()
             dropped = [reduction for held, reduction in self._reduced if held is unit]
             self._reduced = [entry for entry in self._reduced if entry[0] is not unit]
             self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)

@@ -126,6 +126,10 @@ class Seat:
     def ended(self, call: Call, *, hooked: bool) -> None:
         self.last, self.hooked = call, hooked
 
+    def unknown(self) -> None:
+        """It never ran, as far as what comes is concerned."""
+        self.last, self.hooked = None, False
+
     def hold(self, held: bool) -> None:
         self.held = held
 
@@ -184,12 +188,6 @@ class Order:
     def restart(self) -> None:
         """This run came to nothing."""
         self.now, self.at = [], 0
-
-    def drop(self, unit: int) -> None:
-        """The unit is no more."""
-        self.runs = {first: [other for other in run if other != unit] for first, run in self.runs.items() if first != unit}
-        self.now = [other for other in self.now if other != unit]
-        self.at = min(self.at, len(self.runs.get(self.now[0], ())) if self.now else 0)
 
 
 @dataclass(slots=True)
@@ -268,16 +266,7 @@ class Planner:
         self._entered.pop(unit, None)
         self._running = [call for call in self._running if call.unit != unit]
         self._calls = {end: call for end, call in self._calls.items() if call.unit != unit}
-        self._ahead.pop(unit, None)
-        for seat in self._seats.values():
-            if seat.next_forward or seat.next_backward:
-                forward, backward = (
-                    None if listed is None else tuple(other for other in listed if other != unit)
-                    for listed in (seat.next_forward, seat.next_backward)
-                )
-                seat.follow(forward=forward, backward=backward)
-        for order in (self._forward_order, self._backward_order):
-            order.drop(unit)
+        self._ahead.pop(unit, None)  # orders keep its number: some ranks may still have it, and none expects it any more
 
     def knows(self, unit: int) -> bool:
         return unit in self._seats
@@ -504,6 +493,13 @@ class Planner:
                 actions += self._free(unit)
         return actions
 
+    def forget_orders(self) -> None:
+        """As if nothing had run yet: after a step that ended at different places on different ranks."""
+        self._forward_order, self._backward_order = Order(), Order()
+        self._runs.clear()
+        for seat in self._seats.values():
+            seat.unknown()
+
     def hold(self, unit: int, *, stale: bool = False) -> list[Action]:
         """The caller asked for the full parameters; started, not waited for."""
         seat = self._seats[unit]
@@ -581,11 +577,13 @@ class Planner:
             actions += self._gather(unit)
         actions += self.ready(unit)
         for other in expected if listed is None else listed:
+            if other not in self._seats or not self._may_expect(other):
+                continue
             ahead = self._seats[other]
             if listed is None and not self._affords(seat.budget, ahead.nbytes):
                 break
             wanted = ahead.residency is Residency.SHARDED and (ahead.in_backward or not self._entered)
-            if wanted and self._may_expect(other):
+            if wanted:
                 actions += self._gather(other)
                 self._ahead[other] = self._run
                 self.stats.prefetched += 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fullshard import _torch
-from fullshard.gloo import Posted, all_of_gloo
+from fullshard.gloo import Posted, wires
 from fullshard.ledger import Entry, Ledger, listed, parted
 from fullshard.schedule import StateError
 
@@ -246,10 +246,10 @@ class Watch:
         """Exchange messages for what other ranks still wait for in a ledger that is closed, and this rank takes no part in."""
         others = self._others(ledger) if others is None else others
         noted = {entry.tag for entry in _copied(ledger.ring)}
-        for collectives in all_of_gloo():
-            for peer, rank in enumerate(collectives.members):
-                posted = others[rank].posted.get(collectives.name, []) if rank in others and rank != self._rank else []
-                collectives.answer(peer, [message for message in posted if message.book == ledger.name], noted)
+        for wire in wires():
+            for peer, rank in enumerate(wire.members):
+                posted = others[rank].posted.get(wire.name, []) if rank in others and rank != self._rank else []
+                wire.answer(peer, [message for message in posted if message.book == ledger.name], noted)
 
     # --- telling and asking ---
 
@@ -260,7 +260,7 @@ class Watch:
 
     def _tell(self, *, ended: bool = False) -> None:
         positions = {name: self._position(ledger) for name, ledger in list(self._ledgers.items())}
-        posted = {c.name: _copied(c.posted) for c in all_of_gloo()}
+        posted = {wire.name: _copied(wire.posted) for wire in wires()}
         text = Whereabouts(positions, posted, ended).dumps()
         if text != self._told:
             self._store.set(f"at/{self._rank}", text)

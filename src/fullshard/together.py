@@ -1,0 +1,144 @@
+"""What ranks decide together: whether a step failed anywhere, so that all of them skip it and go on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from zlib import crc32
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import _torch
+from fullshard.comm import Collectives
+from fullshard.gloo import Tag, collectives_for, wires
+from fullshard.ledger import Label, Ledger, Line
+from fullshard.mesh import resolve_mesh
+from fullshard.runtime import Runtime
+from fullshard.schedule import StateError
+from fullshard.watch import MEETING, Waiter, Watch, watch_of
+
+
+class _Meeting:
+    """Where the ranks of a mesh meet: a ledger of its own, whatever they said elsewhere."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.ranks = tuple(mesh.mesh.flatten().tolist())
+        name = f"{MEETING}{crc32(repr(self.ranks).encode()):08x} {tuple(mesh.mesh.shape)}"
+        self._tag = Tag()
+        self.device = _device_of(mesh)
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        self._collectives: list[Collectives] = [collectives_for(group, self.device, self._tag) for group in groups]
+        self.watch: Watch | None = watch_of(_torch.backend_name(groups[0], self.device)) if groups else None
+        self._ledger = Ledger(f"{name} {next(_NUMBERS.setdefault(name, itertools.count()))}", self.ranks, _torch.global_rank())
+        self._line = Line(self._ledger, Label(""), "")
+        self._waiter = Waiter()
+        if self.watch is not None:
+            self.watch.add(self._ledger)
+            self._waiter = self.watch.waiter()
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any rank says so (collective)."""
+        for collectives in self._collectives:
+            entry = self._line.note("any_failed()")
+            message = torch.tensor([flag], dtype=torch.uint8, device=self.device)
+            self._tag.set(entry.tag, self._ledger.name)
+            before = self._waiter.enter(self._ledger, entry)
+            try:
+                pending = collectives.all_reduce_max(message)
+                for work in pending.works:
+                    work.wait()
+                if pending.then is not None:
+                    pending.then()
+            except Exception as failure:
+                where = "" if self.watch is None else self.watch.survey(self._ledger)
+                raise StateError(
+                    f"rank {self._ledger.rank}, any_failed(): {str(failure).splitlines()[0]}. {where}"
+                ) from failure
+            finally:
+                self._waiter.leave(before)
+            flag = bool(message.item())
+        return flag
+
+
+_NUMBERS: dict[str, Iterator[int]] = {}
+_MEETINGS: dict[int, _Meeting] = {}
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _meeting(mesh: DeviceMesh | None) -> _Meeting:
+    mesh = resolve_mesh(None, None).mesh if mesh is None else mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"any_failed takes a DeviceMesh or None, got {type(mesh).__name__}")
+    found = _MEETINGS.get(id(mesh))
+    if found is None or found.mesh is not mesh:
+        found = _MEETINGS[id(mesh)] = _Meeting(mesh)
+    return found
+
+
+def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
+    """Whether the step failed on any rank of `mesh`, so that all of them skip it together. Collective.
+
+    If so, every rank forgets the step: what was gathered is freed, and gradients that are not in a `.grad` yet (on their way,
+    or kept by accumulation) are discarded on all ranks alike. The next forward is right. Gradients that were delivered
+    before stay, until `zero_grad()`.
+
+    With gloo the ranks need not have failed at the same place: those that wait for a rank that is here already
+    raise StateError where they are, and come here too. Other backends cannot end a wait; there, call it for
+    failures that happen between collectives (data, losses) or alike on all ranks.
+
+    Args:
+        mesh: the ranks that run the same program; None means all.
+        failed: whether it failed on this rank: a bool, or the exception or None.
+
+    Returns:
+        The same on every rank.
+
+    Example:
+        >>> error = None                                                                      # doctest: +SKIP
+        >>> try:                                                                              # doctest: +SKIP
+        ...     model(batch).mean().backward()
+        ... except RuntimeError as caught:
+        ...     error = caught
+        >>> if fullshard.any_failed(mesh, error):                                             # doctest: +SKIP
+        ...     optimizer.zero_grad()
+        ... else:
+        ...     optimizer.step()
+    """
+    meeting = _meeting(mesh)
+    result = meeting.agree(bool(failed))
+    if result:
+        _begin_anew(meeting)
+    return result
+
+
+def _begin_anew(meeting: _Meeting) -> None:
+    """Forget on all ranks what any of them was in the midst of."""
+    inside = set(meeting.ranks)
+    runtimes = Runtime.all_of_thread()
+    ledgers = [ledger for runtime in runtimes for ledger in runtime.ledgers if set(ledger.ranks) <= inside]
+    for ledger in ledgers:
+        ledger.close("the step failed on some rank, and any_failed() is under way")
+    if meeting.watch is not None:
+        meeting.watch.tell()
+    meeting.agree(True)  # now everybody has told what it waits for
+    if meeting.watch is not None:
+        for ledger in ledgers:
+            meeting.watch.answer(ledger)
+    for runtime in runtimes:
+        runtime.give_up()
+    meeting.agree(True)  # now nobody waits for anything
+    for wire in wires():
+        if inside.issuperset(wire.members):
+            wire.forget_answers()
+    for ledger in ledgers:
+        ledger.reopen()
+
+
+__all__ = ["any_failed"]
