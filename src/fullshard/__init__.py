@@ -15,7 +15,9 @@ materialize.py  materialize(): memory and first values for a model built on meta
 install.py      install(): fullshard in place of torch's FSDP2
 __main__.py     python -m fullshard run script.py
 optim.py        clip_grad_norm_, optimizers built before sharding
+grads.py        grad(): gradients as values
 together.py     any_failed(): skipping a step on all ranks
+sync.py         weights and buffers in step on all ranks
 --- what moves (data plane)
 mesh.py         the axes parameters are sharded and replicated over
 cut.py          how one parameter is cut, and what its DTensors say: tensor parallelism, hybrid meshes
@@ -46,6 +48,7 @@ _torch.py       every private torch name we lean on
 from fullshard.api import fully_shard
 from fullshard.comm import AllGather, Collectives, Comm, Lane, Message, ReduceScatter
 from fullshard.cut import ShardPlacementResult
+from fullshard.grads import grad
 from fullshard.install import install, installed, uninstall
 from fullshard.materialize import materialize
 from fullshard.mesh import DataParallelMeshDims
@@ -95,6 +98,7 @@ __all__ = [
     "full_params",
     "fully_shard",
     "gathered",
+    "grad",
     "install",
     "installed",
     "materialize",

@@ -53,10 +53,13 @@ __all__ = [
     "group_name",
     "has_backend",
     "has_reduction_hooks",
+    "in_functional_call",
+    "in_transform",
     "is_cut",
     "is_done",
     "is_handled",
     "is_in_forward",
+    "is_in_graph",
     "is_non_composable",
     "is_over",
     "is_wrap_policy",
@@ -295,6 +298,31 @@ def left_out_of(mixed_precision: torch_fsdp.MixedPrecision) -> tuple[type[nn.Mod
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_functional_call() -> bool:
+    """Whether torch.func.functional_call is on this thread's stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.nn.utils.stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def is_in_graph(leaf: Tensor) -> bool:
+    """Whether some graph that is alive leads to `leaf`: the node that collects its gradient then outlives our look at it."""
+    key = "fullshard"
+    first: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+    first.metadata[key] = True
+    del first
+    second: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+    return second.metadata.pop(key, None) is not None
 
 
 def current_graph_task() -> int:

@@ -28,6 +28,7 @@ from fullshard.policies import (
     resolve_offload,
 )
 from fullshard.runtime import Runtime, Unit, UnitOptions, unit_of
+from fullshard.sync import BUFFERS, SYNCS, broadcast, check_alike, has_values_everywhere
 from fullshard.ties import Ties, find_ties
 from fullshard.views import view_of
 
@@ -50,6 +51,8 @@ def fully_shard(  # type: ignore[misc]
     dp_mesh_dims: DataParallelMeshDims | None = None,
     comm_policy: CommPolicy = CommPolicy(),
     check_policy: CheckPolicy = CheckPolicy(),
+    sync: str = "check",
+    buffers: str = "local",
 ) -> nn.Module | list[nn.Module]:
     """Shard the parameters of `module` over `mesh`, in place, and make it a unit that gathers them when it runs.
 
@@ -80,6 +83,12 @@ def fully_shard(  # type: ignore[misc]
             data parallel.
         comm_policy: how messages are cut and carried.
         check_policy: what is checked while training.
+        sync: "check" raises, naming the first one, if a parameter has different values on different ranks (they were built
+            with different seeds, say); "broadcast" gives all ranks the parameters and buffers of the first; "off" does
+            neither. Of what is on meta, replicas are compared at the first forward.
+        buffers: "local" leaves buffers to each rank, as FSDP2 does. After each forward in training mode, "mean" averages
+            floating-point buffers (running statistics of batch norms) over all ranks, and takes the others from the first
+            rank; "broadcast" takes all from the first rank. They are new tensors then, since a graph may need the old.
 
     Parameters that are DTensors already (tensor or expert parallelism) are sharded further, along any dim; their mesh and
     `mesh` must be axes of one DeviceMesh with names.
@@ -89,8 +98,9 @@ def fully_shard(  # type: ignore[misc]
 
     Raises:
         ValueError: before anything has changed, naming the module or parameter, for a container without forward, a
-            module that is a unit already, a parameter on another device type, a tie between
-            units of different options, a mesh of more than two axes, an impossible placement, or options of the wrong type.
+            module that is a unit already, a parameter on another device type or with different values on different ranks,
+            a tie between units of different options, a mesh of more than two axes, an impossible placement, or options of
+            the wrong type.
 
     Example:
         >>> for block in model.blocks:                                                        # doctest: +SKIP
@@ -103,7 +113,16 @@ def fully_shard(  # type: ignore[misc]
     """
     modules = _check_modules(module)
     shaped = _Shape.of(
-        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims, comm_policy, check_policy
+        mesh,
+        reshard_after_forward,
+        shard_placement_fn,
+        mp_policy,
+        offload_policy,
+        dp_mesh_dims,
+        comm_policy,
+        check_policy,
+        sync,
+        buffers,
     )
     _shard(modules, shaped, ignored_params or (), frozenset())
     return module
@@ -113,6 +132,7 @@ def _shard(modules: list[nn.Module], shaped: _Shape, ignored: Iterable[nn.Parame
     """Make a unit of `modules`. `planned`: modules (by id) that others will be made of, and that this one does not enter."""
     found = _inspect(modules, shaped, ignored, planned)
     axis, options, claims = shaped.axis, shaped.options, found.claims
+    _synchronise(found, axis, options.sync)
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
     _move(claims, found.holdings, home, axis.device)
     with torch.no_grad():
@@ -147,7 +167,12 @@ class _Shape:
         dp_mesh_dims: DataParallelMeshDims | None = None,
         comm_policy: CommPolicy = CommPolicy(),
         check_policy: CheckPolicy = CheckPolicy(),
+        sync: str = "check",
+        buffers: str = "local",
     ) -> _Shape:
+        for option, choice, allowed in (("sync", sync, SYNCS), ("buffers", buffers, BUFFERS)):
+            if choice not in allowed:
+                raise ValueError(f"{option} must be one of {allowed}, got {choice!r}")
         for name, value, kind in (
             ("comm_policy", comm_policy, CommPolicy),
             ("check_policy", check_policy, CheckPolicy),
@@ -158,7 +183,14 @@ class _Shape:
         axis = resolve_mesh(mesh, dp_mesh_dims)
         keep, retain = keep_of(reshard_after_forward, axis)
         options = UnitOptions(
-            keep=keep, retain=retain, mp=mp_policy, offload=offload_policy, comm=comm_policy, checks=check_policy
+            keep=keep,
+            retain=retain,
+            mp=mp_policy,
+            offload=offload_policy,
+            comm=comm_policy,
+            checks=check_policy,
+            sync=sync,
+            buffers=buffers,
         )
         return cls(axis, options, shard_placement_fn)
 
@@ -212,6 +244,35 @@ class Order:
 
     def carry_out(self) -> None:
         _shard(self._modules, self._shaped, self._ignored, self._planned)
+
+
+def _synchronise(found: _Found, axis: ShardAxis, how: str) -> None:
+    """Raises ValueError on every rank if the ranks hold different values, or have all hold those of the first."""
+    if how == "off" or not (found.claims or found.holdings.buffers):
+        return
+    sets: dict[tuple[int, int], tuple[ShardAxis, list[tuple[str, torch.Tensor]]]] = {}  # by the ranks that should agree
+    for claim, how_cut in zip(found.claims, found.cuts):
+        where = axis if how_cut.axis.cuts_nothing else how_cut.axis
+        sets.setdefault(where.key, (where, []))[1].append((f"parameter '{claim.name}'", claim.parameter))
+    if how == "check":
+        for where, named in sets.values():
+            wrong = check_alike(named, where)
+            if wrong is not None:
+                raise ValueError(
+                    f"{wrong}: each would keep a part of a different model. Seed all ranks alike before the model is built, "
+                    "or pass sync='broadcast' to take the values of the first rank, or sync='off' if that is what you want"
+                )
+        return
+    own = sets.setdefault(axis.key, (axis, []))[1]
+    own += [(f"buffer '{name}'", buffer) for name, _, buffer in found.holdings.buffers]
+    for where, named in sets.values():
+        partly = has_values_everywhere(named, where)
+        if partly is not None:
+            raise ValueError(
+                f"sync='broadcast': {partly} is on meta on some ranks and not on others: call to_empty() on those ranks first"
+            )
+    for where, named in sets.values():
+        broadcast([tensor for _, tensor in named], where)
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:

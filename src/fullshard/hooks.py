@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import update_wrapper
@@ -106,7 +107,13 @@ class ForwardHooks:
                     base = _torch.view_base(tensor)
                     if base is not None and base.grad_fn is not None:
                         base.grad_fn.register_prehook(hook)
+            if hook is None and not (output is None and sys.exc_info()[1] is not None):
+                unit.check_hidden(output)
         return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
+
+    def share(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Behind a forward that did not raise."""
+        self._unit.runtime.share_buffers(self._unit, module)
 
     def _own(self, module: nn.Module, output: Any) -> Any:
         """A unit that returns one of its parameters, or a view of it, returns a copy: the parameter itself is about to go."""
@@ -207,10 +214,13 @@ def install(unit: Unit) -> None:
     """Install every hook of a unit, once."""
     forward, state = ForwardHooks(unit), StateHooks(unit)
     before, after = _torch.disable_tracing(forward.before), _torch.disable_tracing(forward.after)
+    share = _torch.disable_tracing(forward.share) if unit.options.buffers != "local" else None
     holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.installations}
     for root in unit.modules:
         unit.handle(root, root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         unit.handle(root, root.register_forward_hook(after, always_call=True))
+        if share is not None:
+            unit.handle(root, root.register_forward_hook(share))
         unit.handle(root, root.register_state_dict_pre_hook(state.before_save))
         unit.handle(root, root.register_load_state_dict_post_hook(state.after_load))
         for module in root.modules():

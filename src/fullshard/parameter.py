@@ -331,7 +331,14 @@ class ShardedParameter:
                 )
             if current is self.sharded or current is self.full:
                 kept = True
-            elif all(current is not other for other in found):
+                continue
+            if not isinstance(current, nn.Parameter) or _torch.in_functional_call():
+                raise StateError(
+                    f"parameter '{self.name}' was replaced by a {type(current).__name__} for the length of a call, as "
+                    "torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the "
+                    "model, or compute with the tensors of fullshard.gathered()"
+                )
+            if all(current is not other for other in found):
                 found.append(current)
         ours = _torch.local_tensor(self.sharded)  # type: ignore[arg-type]
         if not found:

@@ -56,6 +56,7 @@ from fullshard.schedule import (
     Unshard,
     Wait,
 )
+from fullshard.sync import broadcast, check_alike
 from fullshard.unwritten import Unwritten
 from fullshard.watch import Waiter, Watch, watch_of
 
@@ -73,6 +74,8 @@ class UnitOptions:
     offload: OffloadPolicy = _NO_OFFLOAD
     retain: int | None = None  # ranks that keep one copy together between forward and backward
     reduce: ReduceOptions = _REDUCE
+    sync: str = "check"
+    buffers: str = "local"
     separate_reduce: bool = False  # reductions have a process group of their own
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
@@ -242,6 +245,26 @@ class Unit:
     def lends(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in memory that goes with the full parameters."""
         return any(group.lends(tensor) for group in self.groups)
+
+    def check_hidden(self, output: Any) -> None:
+        """No tensor with a graph was found in `output`. Raises StateError if a graph leads to the parameters all the same."""
+        if self.runtime.planner.has_graph(self.number) or _torch.current_graph_task() != -1:
+            return  # it may be an older one, whose backward announces itself
+        for parameter in self.parameters:
+            full = parameter.full
+            if full is not None and full.requires_grad and _torch.is_in_graph(full):
+                raise StateError(
+                    f"the forward of unit '{self.name}' returned a {type(output).__name__} in which no tensor with a graph is "
+                    f"found, but a graph leads to its parameter '{parameter.name}' all the same: its backward would neither be "
+                    "gathered for nor reduced. Return the tensor itself, or in a list, dict, dataclass or attribute"
+                )
+
+    def watch_late(self) -> None:
+        """Have gradients announce themselves that arrive in a second backward, through the graph of the first one."""
+        for parameter in self.parameters:
+            full = parameter.full
+            if full is not None and full.requires_grad and _LATE not in full.__dict__:
+                full.__dict__[_LATE] = full.register_post_accumulate_grad_hook(LateHook(self))
 
     @property
     def is_list(self) -> bool:
@@ -430,6 +453,7 @@ def say_once(text: str) -> None:
 
 _UNIT = "_fullshard_unit"
 _NOBODY = Label("")
+_LATE = "_fullshard_late"  # on a full parameter: the handle of its LateHook
 _BOOKS: dict[str, Iterator[int]] = {}  # ledgers of equal names, which all ranks make in one order
 
 
@@ -537,6 +561,20 @@ class BackwardHook:
         if not self._reached:
             self._reached = True
             self._unit.runtime.planner.forget(self._call)
+
+
+class LateHook:
+    """On a full parameter that is in the graph of a backward: a gradient of second order arrived at it."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, _: Tensor) -> None:
+        unit = self._unit()
+        if unit is not None:
+            unit.runtime.enter_late(unit)
 
 
 class BackwardEnd:
@@ -744,6 +782,11 @@ class Runtime:
     def enter_forward(self, unit: Unit, module: nn.Module) -> None:
         self._recover_if_stale()
         planner, number = self.planner, unit.number
+        if _torch.in_transform():
+            raise StateError(
+                f"unit '{unit.name}' was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev), which cannot "
+                "gather: use torch.autograd.grad or fullshard.grad, or compute with the tensors of fullshard.gathered()"
+            )
         if unit.shown:
             raise StateError(
                 f"the forward of unit '{unit.name}' was called inside full_params(), which shows its parameters to read and "
@@ -766,6 +809,7 @@ class Runtime:
             if unit.unwritten is not None:
                 unit.refresh()
                 unit.check_written()
+                self._check_replicas(unit)
             if first and self._beats:
                 self._read_beats(keep=len(self._beats))
             if first and self._event is not None:
@@ -780,6 +824,59 @@ class Runtime:
         unit.entered(module, planner.clock)
         for group in unit.groups:
             group.install()
+
+    def _check_replicas(self, unit: Unit) -> None:
+        """Of parameters that got their values after they were cut, replicas must hold the same."""
+        axis = unit.axis
+        if axis.replicas is None or unit.options.sync == "off":
+            return
+        shards = [(f"parameter '{p.name}' of unit '{unit.name}'", p.local) for p in unit.parameters]
+        if unit.options.sync == "broadcast":
+            return broadcast([shard for _, shard in shards], axis, groups=[axis.replicas.group])
+        wrong = check_alike(shards, axis, groups=[axis.replicas.group])
+        if wrong is not None:
+            raise StateError(
+                f"{wrong}, which hold the same rows: initialise it from one seed on all replicas, as fullshard.materialize() "
+                "does, load it, or pass sync='broadcast' to fully_shard"
+            )
+
+    def share_buffers(self, unit: Unit, root: nn.Module) -> None:
+        """After a forward in training mode: have all ranks hold the mean of buffers, or those of the first rank.
+
+        Buffers become new tensors: a graph may have saved the old ones.
+        """
+        if not root.training or _torch.current_graph_task() != -1:
+            return
+        axis, mean = unit.axis, unit.options.buffers == "mean"
+        ranks = axis.ranks * axis.replicated
+        first = axis.rank == 0 and (axis.replicas is None or axis.replicas.rank == 0)
+        kinds: dict[torch.dtype, dict[int, Tensor]] = {}
+        slots: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        for module in own_modules(root):
+            for name, buffer in module.named_buffers(recurse=False):
+                kinds.setdefault(buffer.dtype, {})[id(buffer)] = buffer
+                slots.append((_torch.buffers_of(module), name, buffer))
+        shared: dict[int, Tensor] = {}
+        carriers = self.carriers(axis, unit.options)
+        line = Line(self.ledger(axis), unit.label, f"{unit.ordinal} buffers")
+        with torch.no_grad():
+            for dtype, found in kinds.items():
+                buffers = list(found.values())
+                message = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                message = message.to(torch.uint8) if dtype is torch.bool else message
+                averaged = mean and dtype.is_floating_point
+                if not (averaged or first):
+                    message.zero_()
+                self._send(self._reduce_lane, line, "buffers", partial(carriers.reduce.all_reduce, message), _nothing).wait()
+                if carriers.replicate is not None:
+                    over = partial(carriers.replicate.all_reduce, message)
+                    self._send(self._replicate_lane, line, "buffers", over, _nothing).wait()
+                if averaged:
+                    message.div_(ranks)
+                for buffer, part in zip(buffers, message.split([buffer.numel() for buffer in buffers])):
+                    shared[id(buffer)] = part.view(buffer.shape).to(dtype, copy=True)
+        for held, name, buffer in slots:
+            held[name] = shared[id(buffer)]
 
     def leave_forward(self, unit: Unit, module: nn.Module) -> Call | None:
         """The call that just ended, for a `BackwardHook`; None if it cannot have a backward."""
@@ -818,18 +915,27 @@ class Runtime:
         self._touched[unit.number] = unit
         self._poll()
         stale = not glimpse and self._is_stale(unit, first)
+        again = torch.is_grad_enabled()  # create_graph=True: the graph of this backward needs the parameters, too
         with torch.no_grad():
-            self._execute(self.planner.before_backward(call, stale=stale, glimpse=glimpse))
+            self._execute(self.planner.before_backward(call, stale=stale, glimpse=glimpse, again=again))
+        if again and not glimpse:
+            unit.watch_late()
         if unit.residency is Residency.FULL:
             for group in unit.groups:  # what is recomputed inside the unit runs without its hooks
                 group.install()
+
+    def enter_late(self, unit: Unit) -> None:
+        """A gradient arrived in a backward that none of the unit's outputs announced."""
+        if self.planner.knows(unit.number) and unit.number not in self._touched:
+            self._begin_backward()
+            self._touched[unit.number] = unit
 
     def leave_backward(self) -> None:
         """The outermost backward that touched a unit is over."""
         self._backward = None
         with torch.no_grad():
             self._execute(self.planner.after_backward())
-            for unit in self._touched.values():
+            for _, unit in sorted(self._touched.items()):
                 if not self.planner.is_held(unit.number):
                     self._uninstall(unit)
                 self._reduce_late(unit)

@@ -104,6 +104,7 @@ class Seat:
     last: Call | None = None  # the last forward outside backward; a recomputation takes its place in time from it
     hooked: bool = False  # whether that forward, or a recomputation of it, had grad, so that its backward announces itself
     held: bool = False  # unsharded by the caller
+    again: int = -1  # the run in which a backward made a graph of its own, which needs the parameters until the next one ends
 
     def move(self, unit: int, to: Residency) -> None:
         if (self.residency, to) not in MOVES:
@@ -146,7 +147,11 @@ class Seat:
 
     def void(self) -> None:
         """The data is gone, whatever was planned."""
-        self.residency, self.held = Residency.SHARDED, False
+        self.residency, self.held, self.again = Residency.SHARDED, False, -1
+
+    def graph_of_backward(self, run: int) -> None:
+        """A backward in `run` makes a graph of its own (-1: that is over)."""
+        self.again = run
 
 
 @dataclass(slots=True)
@@ -445,8 +450,16 @@ class Planner:
         seat.ended(seat.last, hooked=seat.hooked or grad)
         return seat.last
 
-    def before_backward(self, call: Call, *, stale: bool = False, glimpse: bool = False) -> list[Action]:
-        """`glimpse`: of a call that `glimpse` made, whose backward needs no parameters."""
+    def has_graph(self, unit: int) -> bool:
+        """Whether a graph of the unit that announces its backward is alive on this rank."""
+        return self._seats[unit].alive > 0
+
+    def before_backward(self, call: Call, *, stale: bool = False, glimpse: bool = False, again: bool = False) -> list[Action]:
+        """glimpse: of a call that `glimpse` made, whose backward needs no parameters.
+        again: this backward makes a graph (`create_graph=True`), so the unit stays full until the next backward ends.
+        """
+        if again and not glimpse:
+            self._seats[call.unit].graph_of_backward(self._run)
         actions = self._finish(beyond=call.end)
         self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
         self._latest = max(self._latest, call.start)
@@ -460,6 +473,9 @@ class Planner:
     def after_backward(self) -> list[Action]:
         """Backward is over: reduce what is left, free what nobody will use. Calls older than what it reached will not come."""
         self._recomputing.clear()
+        for seat in self._seats.values():
+            if seat.again not in (-1, self._run):
+                seat.graph_of_backward(-1)
         self._run += 1
         actions = self._finish(beyond=-1, even_if_waiting=True)
         self._expire(before=self._latest)
@@ -482,6 +498,8 @@ class Planner:
         self._recomputing.clear()
         self._ahead.clear()
         self._latest = -1
+        for seat in self._seats.values():
+            seat.graph_of_backward(-1)
         self._expire(before=self.clock + 1)
         self._forward_order.restart()
         self._backward_order.restart()
@@ -499,6 +517,7 @@ class Planner:
         self._runs.clear()
         for seat in self._seats.values():
             seat.unknown()
+            seat.graph_of_backward(-1)
 
     def hold(self, unit: int, *, stale: bool = False) -> list[Action]:
         """The caller asked for the full parameters; started, not waited for."""
@@ -546,7 +565,7 @@ class Planner:
     def _free(self, unit: int, *, even_resident: bool = False) -> list[Action]:
         seat = self._seats[unit]
         seat.hold(False)
-        if seat.residency is not Residency.FULL or (seat.resident and not even_resident):
+        if seat.residency is not Residency.FULL or ((seat.resident or seat.again != -1) and not even_resident):
             return []
         self.move(unit, Residency.SHARDED)
         return [Reshard(unit)]

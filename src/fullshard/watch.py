@@ -23,6 +23,7 @@ from fullshard.schedule import StateError
 
 _TICK = 0.1  # seconds between two looks
 _LISTEN = 5.0  # seconds between two looks whether another rank is concerned
+_GRACE = 0.5  # seconds for which ranks that parted wait for what the others say of it
 _ATTENTIVE = 10.0  # seconds for which others are followed closely once somebody is concerned
 _WINDOW = 64  # entries and messages that are told to others
 
@@ -124,6 +125,7 @@ class Watch:
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._told = ""
+        self._found: dict[tuple[str, int], float] = {}  # when it was first seen that ranks of a ledger parted
         self._alarms = 0
         self._listened = 0.0
         self._attentive = 0.0
@@ -217,6 +219,9 @@ class Watch:
         found = parted({self._rank: mine.calls, **{rank: place.calls for rank, place in places.items()}})
         if found is not None:
             number, calls = found
+            since = self._found.setdefault((name, ledger.epoch), now)
+            if sum(map(len, calls.values())) < len(ledger.ranks) and now < since + _GRACE:
+                return None  # others may say so soon, and all should say the same
             said = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in calls.items())
             return (
                 f"the ranks parted at call {number}. {said}. All ranks must run the same units in the same order: have a rank "
@@ -313,7 +318,7 @@ class Watch:
             with self._lock:
                 self._tell()
                 others = self._others(ledger)
-                verdict = ledger.verdict or self._judge(ledger, others, (), end)
+                verdict = ledger.verdict or self._judge(ledger, others, (), time.monotonic())
             if verdict is not None:
                 return verdict
             time.sleep(_TICK)

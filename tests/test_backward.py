@@ -1,0 +1,160 @@
+"""Backwards of unusual kinds: hidden outputs, gradients of gradients, gradients as values, transforms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from harness import World, ranks
+from models import Stack, assert_near, assert_same_grads, batch, shard_stack, square
+from torch import Tensor, nn
+
+import fullshard
+from fullshard import StateError, fully_shard
+
+
+class Texts(expecttest.TestCase):
+    def runTest(self) -> None: ...
+
+
+def text_of(fn: Callable[[], Any], error: type[Exception] = StateError) -> str:
+    with pytest.raises(error) as caught:
+        fn()
+    return str(caught.value)
+
+
+class Hides(nn.Module):
+    """Returns its output where no search finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Callable[[], Tensor]:
+        y = self.linear(x)
+        return lambda: y
+
+
+@ranks(1, 2)
+def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> None:
+    """Elsewhere its backward dies of a storage of size 0 that belongs to nobody, or its gradients are never reduced."""
+    for options in ({"reshard_after_forward": True}, {"reshard_after_forward": False}):
+        model = fully_shard(Hides(), mesh=world.mesh, **options)
+        for _ in range(2):
+            text = text_of(lambda model=model: model(torch.ones(2, 5)))
+            Texts().assertExpectedInline(text, """the forward of unit 'Hides' returned a function in which no tensor with a graph is found, but a graph leads to its parameter 'linear.weight' all the same: its backward would neither be gathered for nor reduced. Return the tensor itself, or in a list, dict, dataclass or attribute""")
+    with torch.no_grad():
+        model(torch.ones(2, 5))  # nothing hangs on this one
+
+
+@ranks(1, 2)
+def test_outputs_without_a_graph_are_no_hidden_outputs(world: World) -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x).argmax(-1)
+
+    model = fully_shard(Tokens(), mesh=world.mesh)
+    stack = shard_stack(Stack(), world.mesh)
+    kept = stack(world.mine(batch(0)))  # a graph that is alive, and announces itself
+    for block in stack.blocks:
+        block.register_forward_hook(lambda m, a, o: o.detach())
+    for _ in range(2):
+        model(torch.ones(2, 5))
+        stack(world.mine(batch(0)))
+    assert kept.requires_grad
+
+
+class Smooth(nn.Module):
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(3))
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.linear else torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("reshard", [True, False, None])
+@ranks(1, 2)
+def test_gradient_penalties(world: World, reshard: bool | None, linear: bool) -> None:
+    """A gradient of a gradient needs the weights once more, after the first backward freed them: elsewhere it dies of a
+    storage of size 0, and of a linear model no hook would have reduced what arrives."""
+    model = Smooth(linear)
+    sharded = copy.deepcopy(model)
+    for module in (*sharded.layers, sharded):
+        fully_shard(module, mesh=world.mesh, reshard_after_forward=reshard)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, model)]
+    for step in range(3):
+        for m, part in ((sharded, world.mine), (model, lambda x: x)):
+            x = part(batch(step)).requires_grad_()
+            loss = square(m(x))
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            scale = world.size**2 if m is model else 1  # of the mean over fewer rows
+            (loss + scale * slope.square().sum() * (1 if m is sharded else 1 / world.size)).backward()
+        assert_same_grads(sharded, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for module in (*sharded.layers, sharded):
+        assert module._fullshard_unit.residency.value == "sharded", "the second backward freed them"
+
+
+@ranks(1, 2)
+def test_gradients_of_sharded_parameters_as_values(world: World) -> None:
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    square(sharded(world.mine(batch(0)))).backward()
+    before = sharded.head.weight.grad
+    x = world.mine(batch(1)).requires_grad_()
+    loss = square(sharded(x))
+    expected = torch.autograd.grad(square(model(batch(1))), [model.head.weight, model.blocks[1].up.bias])
+    found = fullshard.grad(loss, [sharded.head.weight, sharded.blocks[1].up.bias, x])
+    for got, want in zip(found, expected):
+        assert_near(got, want, "gradient")
+    assert found[2].shape == x.shape and x.grad is None
+    assert sharded.head.weight.grad is before
+    frozen = fully_shard(nn.Linear(5, 5), mesh=world.mesh)
+    loss = square(sharded(x))
+    Texts().assertExpectedInline(
+        text_of(lambda: fullshard.grad(loss, [frozen.weight])),
+        """grad(): parameter 'weight' was never gathered, so it is in no graph: run a forward first""",
+    )
+    square(frozen(x)).backward()
+    Texts().assertExpectedInline(
+        text_of(lambda: fullshard.grad(loss, [frozen.weight, sharded.head.weight])),
+        """grad(): parameter 'weight' was not used by any rank: pass allow_unused=True to get None for it""",
+    )
+
+
+@ranks(1)
+def test_transforms_of_torch_func_are_refused_by_name_and_write_nothing(world: World) -> None:
+    """functional_call put tensors into the slots, which a unit took for assigned parameters: the weights were gone."""
+    model = fully_shard(nn.Linear(3, 3), mesh=world.mesh)
+    x = torch.randn(2, 3)
+    before = model(x).detach()
+    for fn in (
+        lambda: torch.func.grad(lambda x: model(x).sum())(x),
+        lambda: torch.func.vjp(model, x),
+        lambda: torch.func.vmap(model)(x),
+        lambda: torch.func.jvp(model, (x,), (x,)),
+        lambda: torch.func.jacrev(model)(x),
+    ):
+        Texts().assertExpectedInline(text_of(fn), """unit 'Linear' was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev), which cannot gather: use torch.autograd.grad or fullshard.grad, or compute with the tensors of fullshard.gathered()""")
+    plain = {name: parameter.full_tensor().detach() * 0 for name, parameter in model.named_parameters()}
+    Texts().assertExpectedInline(text_of(lambda: torch.func.functional_call(model, plain, (x,))), """parameter 'weight' was replaced by a Tensor for the length of a call, as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the model, or compute with the tensors of fullshard.gathered()""")
+    learned = {name: nn.Parameter(value) for name, value in plain.items()}
+    text_of(lambda: torch.func.functional_call(model, learned, (x,)))
+    assert torch.equal(model(x), before)
+    square(model(x)).backward()
+    assert model.weight.grad is not None

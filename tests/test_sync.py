@@ -1,0 +1,131 @@
+"""Weights and buffers in step: found at wrap, repaired by a broadcast, averaged after forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from harness import World, ranks
+from models import Stack, batch, shard_stack, square
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import StateError, fully_shard
+from fullshard.sync import digest
+
+
+class Texts(expecttest.TestCase):
+    def runTest(self) -> None: ...
+
+
+def text_of(error: type[Exception], fn: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        fn()
+    return str(caught.value)
+
+
+@ranks(2, 4)
+def test_ranks_built_with_different_seeds_are_found_at_wrap(world: World) -> None:
+    """Elsewhere the sharded weight is a patchwork of several initialisations, or replicas train different models."""
+    meshes = [world.mesh]
+    if world.size == 4:
+        meshes.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    for mesh in meshes:
+        torch.manual_seed(world.rank // 2 if mesh.ndim == 2 else world.rank)  # replicas differ, or all do
+        block = Stack().blocks[0]
+        before = copy.deepcopy(block.state_dict())
+        text = text_of(ValueError, lambda block=block, mesh=mesh: fully_shard(block, mesh=mesh))
+        assert "parameter 'up.weight' differs between " in text, text
+        if world.size == 2:
+            Texts().assertExpectedInline(
+                text,
+                """parameter 'up.weight' differs between rank 0 and rank 1: each would keep a part of a different model. Seed all ranks alike before the model is built, or pass sync='broadcast' to take the values of the first rank, or sync='off' if that is what you want""",
+            )
+        assert type(block).__name__ == "Block"
+        assert all(torch.equal(value, before[name]) for name, value in block.state_dict().items())
+
+
+@ranks(2, 4)
+def test_a_broadcast_repairs_it_and_off_lets_it_be(world: World) -> None:
+    meshes = [world.mesh]
+    if world.size == 4:
+        meshes.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    for mesh in meshes:
+        torch.manual_seed(0)
+        first = Stack()
+        torch.manual_seed(world.rank)
+        model = Stack()
+        model.register_buffer("noise", torch.randn(3))
+        shard_stack(model, mesh, sync="broadcast")
+        for name, parameter in first.named_parameters():
+            assert torch.equal(model.get_parameter(name).full_tensor(), parameter), name
+        torch.manual_seed(0)
+        Stack()
+        assert torch.equal(model.noise, torch.randn(3))
+    torch.manual_seed(world.rank)
+    fully_shard(nn.Linear(4, 4), mesh=world.mesh, sync="off")
+
+
+@ranks(4)
+def test_replicas_that_were_initialised_after_sharding_are_compared_at_the_first_forward(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for how in ("check", "broadcast"):
+        with torch.device("meta"):
+            model = nn.Linear(4, 4)
+        fully_shard(model, mesh=mesh, sync=how)
+        model.to_empty(device="cpu")
+        torch.manual_seed(world.rank)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().normal_()
+        if how == "broadcast":
+            model(torch.ones(1, 4))
+            continue
+        text = text_of(StateError, lambda model=model: model(torch.ones(1, 4)))
+        Texts().assertExpectedInline(
+            text.replace("rank 1 and rank 3", "rank 0 and rank 2"),
+            """parameter 'weight' of unit 'Linear' differs between rank 0 and rank 2, which hold the same rows: initialise it from one seed on all replicas, as fullshard.materialize() does, load it, or pass sync='broadcast' to fully_shard""",
+        )
+
+
+@ranks(1)
+def test_any_changed_byte_changes_the_digest(world: World) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64):
+        for numel in (1, 3, 8, 1001, 20_000):
+            tensor = torch.zeros(numel, dtype=dtype)
+            for index in {0, numel // 2, numel - 1}:
+                other = tensor.clone()
+                other[index] = 1
+                assert int(digest(other)) != int(digest(tensor)), (dtype, numel, index)
+    swapped = torch.arange(10.0)
+    assert int(digest(swapped)) != int(digest(swapped.flip(0))), "the order counts, too"
+
+
+@pytest.mark.parametrize("how", ["local", "mean", "broadcast"])
+@ranks(2, 3)
+def test_running_statistics_of_batch_norms(world: World, how: str) -> None:
+    """Each rank keeps its own, as elsewhere, or all have the mean, or those of the first rank, from the first step on."""
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    model = copy.deepcopy(plain)
+    fully_shard(model, mesh=world.mesh, buffers=how)
+    expected = [copy.deepcopy(plain) for _ in range(world.size)]
+    for step in range(2):
+        square(model(world.mine(batch(step)))).backward()
+        for one, part in zip(expected, batch(step).chunk(world.size)):
+            one(part)
+        means = [one[1].running_mean for one in expected]
+        want = {"local": means[world.rank], "mean": torch.stack(means).mean(0), "broadcast": means[0]}[how]
+        torch.testing.assert_close(model[1].running_mean, want)
+        if how != "local":
+            for one in expected:
+                one[1].running_mean.copy_(want)
+        assert int(model[1].num_batches_tracked) == step + 1
+    model.eval()
+    before = model[1].running_mean.clone()
+    with torch.no_grad():
+        model(world.mine(batch(5)))
+    assert torch.equal(model[1].running_mean, before)
