@@ -46,7 +46,10 @@ def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> N
         model = fully_shard(Hides(), mesh=world.mesh, **options)
         for _ in range(2):
             text = text_of(lambda model=model: model(torch.ones(2, 5)))
-            Texts().assertExpectedInline(text, """the forward of unit 'Hides' returned a function in which no tensor with a graph is found, but a graph leads to its parameter 'linear.weight' all the same: its backward would neither be gathered for nor reduced. Return the tensor itself, or in a list, dict, dataclass or attribute""")
+            Texts().assertExpectedInline(
+                text,
+                """the forward of unit 'Hides' returned a function in which no tensor with a graph is found, but a graph leads to its parameter 'linear.weight' all the same: its backward would neither be gathered for nor reduced. Return the tensor itself, or in a list, dict, dataclass or attribute""",
+            )
     with torch.no_grad():
         model(torch.ones(2, 5))  # nothing hangs on this one
 
@@ -150,9 +153,15 @@ def test_transforms_of_torch_func_are_refused_by_name_and_write_nothing(world: W
         lambda: torch.func.jvp(model, (x,), (x,)),
         lambda: torch.func.jacrev(model)(x),
     ):
-        Texts().assertExpectedInline(text_of(fn), """unit 'Linear' was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev), which cannot gather: use torch.autograd.grad or fullshard.grad, or compute with the tensors of fullshard.gathered()""")
+        Texts().assertExpectedInline(
+            text_of(fn),
+            """unit 'Linear' was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev), which cannot gather: use torch.autograd.grad or fullshard.grad, or compute with the tensors of fullshard.gathered()""",
+        )
     plain = {name: parameter.full_tensor().detach() * 0 for name, parameter in model.named_parameters()}
-    Texts().assertExpectedInline(text_of(lambda: torch.func.functional_call(model, plain, (x,))), """parameter 'weight' was replaced by a Tensor for the length of a call, as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the model, or compute with the tensors of fullshard.gathered()""")
+    Texts().assertExpectedInline(
+        text_of(lambda: torch.func.functional_call(model, plain, (x,))),
+        """parameter 'weight' was replaced by a Tensor for the length of a call, as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the model, or compute with the tensors of fullshard.gathered()""",
+    )
     learned = {name: nn.Parameter(value) for name, value in plain.items()}
     text_of(lambda: torch.func.functional_call(model, learned, (x,)))
     assert torch.equal(model(x), before)

@@ -18,13 +18,14 @@ FLOORS = [
     {"reduction"},
     {"heartbeat"},
     {"runtime"},
+    {"lint"},
     {"hooks", "views"},
     {"assembly"},
     {"module", "ties"},
     {"api"},
     {"together", "grads", "optim", "scopes", "materialize", "install", "auto"},
     {"wrap", "formats", "given"},
-    {"compat"},
+    {"compat", "verify"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}

@@ -13,7 +13,8 @@ plan.py         Plan: the units to be made, as data; prints as a table, can be e
 auto.py         AutoPolicy: repeated blocks, and what is as large beside them
 materialize.py  materialize(): memory and first values for a model built on meta
 install.py      install(): fullshard in place of torch's FSDP2
-__main__.py     python -m fullshard run script.py
+verify.py       verify(): sharded against plain, the first thing that differs
+__main__.py     python -m fullshard run script.py, python -m fullshard verify module:factory
 optim.py        clip_grad_norm_, optimizers built before sharding
 grads.py        grad(): gradients as values
 together.py     any_failed(): skipping a step on all ranks
@@ -37,6 +38,7 @@ schedule.py     Residency, MOVES, actions, the pure Planner; StateError, Interna
 runtime.py      Unit, Runtime: runs actions on lanes, recovery
 ledger.py       what a rank said to the others, in order
 watch.py        asks where the others are when a wait is long; ends waits in vain
+lint.py         parameters that nobody reduces; remarks about waste
 hooks.py        translates torch's callbacks into runtime events
 ties.py         parameters that an earlier unit owns already
 views.py        FSDP2's state objects, as views on units
@@ -64,10 +66,11 @@ from fullshard.module import (
 )
 from fullshard.optim import clip_grad_norm_
 from fullshard.plan import Plan, PlannedUnit
-from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, LintWarning, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.schedule import InternalError, StateError
 from fullshard.scopes import full_params, gathered
 from fullshard.together import any_failed
+from fullshard.verify import verify
 from fullshard.wrap import plan_model, shard_model
 
 __version__ = "0.1.0"
@@ -83,6 +86,7 @@ __all__ = [
     "FSDPModule",
     "InternalError",
     "Lane",
+    "LintWarning",
     "Message",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -110,4 +114,5 @@ __all__ = [
     "stats",
     "undo",
     "uninstall",
+    "verify",
 ]

@@ -1,13 +1,15 @@
-"""`python -m fullshard run script.py ...`: run a program that was written for torch's FSDP2 on fullshard."""
+"""`python -m fullshard run script.py`: an FSDP2 program on fullshard; `... verify module:factory`: sharded against plain."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import runpy
 import sys
 from pathlib import Path
 
 from fullshard.install import install
+from fullshard.verify import parts_of, verify
 
 
 def main() -> None:
@@ -17,7 +19,20 @@ def main() -> None:
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", help="path of a Python file")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to it")
+    check = commands.add_parser("verify", help="train a model sharded and plain on this machine's CPU, and say what differs")
+    check.add_argument(
+        "factory", help="module:function, which returns (build, batch) or a dict of fullshard.verify's arguments"
+    )
+    check.add_argument("--ranks", type=int, default=2)
+    check.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()
+    if options.command == "run":
+        _run(options)
+    else:
+        sys.exit(_verify(options, check))
+
+
+def _run(options: argparse.Namespace) -> None:
     install()
     sys.argv = [options.script, *options.arguments]
     if options.module:
@@ -25,6 +40,18 @@ def main() -> None:
     else:
         sys.path.insert(0, str(Path(options.script).resolve().parent))
         runpy.run_path(options.script, run_name="__main__")
+
+
+def _verify(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """0 if nothing differs, 1 if something does."""
+    module, _, function = options.factory.partition(":")
+    if not function:
+        parser.error(f"expected module:function, got {options.factory!r}")
+    sys.path.insert(0, "")
+    told = {"ranks": options.ranks, "steps": options.steps, **parts_of(getattr(importlib.import_module(module), function))}
+    verdict = verify(**told)
+    print(verdict)
+    return 0 if verdict else 1
 
 
 if __name__ == "__main__":

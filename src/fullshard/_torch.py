@@ -69,6 +69,7 @@ __all__ = [
     "mark_managed",
     "new_group",
     "on_backward_end",
+    "on_registration",
     "on_stream",
     "own_store",
     "parameter_hooks",
@@ -201,6 +202,12 @@ def allocates(fn: Callable[..., Any]) -> bool:
 def persists(module: nn.Module, name: str) -> bool:
     """Whether state dicts have this buffer of `module`."""
     return name not in module._non_persistent_buffers_set
+
+
+def on_registration(hook: Callable[[nn.Module, str, object], None]) -> None:
+    """Call `hook` (module, name, value) before a parameter or submodule is registered in any module."""
+    nn.modules.module.register_module_parameter_registration_hook(hook)
+    nn.modules.module.register_module_module_registration_hook(hook)
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:

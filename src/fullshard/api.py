@@ -14,6 +14,7 @@ from fullshard import _torch, assembly
 from fullshard.cut import Cut, PlacementFn, cut
 from fullshard.extension import extends, half_extends
 from fullshard.group import is_plain
+from fullshard.lint import mark_ignored
 from fullshard.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh
 from fullshard.module import keep_of, plain_class, sharded_class
 from fullshard.modules import Claim, Holdings, collect, roots_of
@@ -142,6 +143,8 @@ def _shard(modules: list[nn.Module], shaped: _Shape, ignored: Iterable[nn.Parame
         for parameter, claim in zip(new, claims):
             parameter.succeed(claim.parameter)
         found.ties.settle()
+    for left_alone in ignored:
+        mark_ignored(left_alone)
     assembly.assemble(unit, sharded_class, found.holdings.modules)
 
 

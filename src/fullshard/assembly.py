@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import _torch, hooks
+from fullshard import _torch, hooks, lint
 from fullshard.cut import Cut
 from fullshard.mesh import ShardAxis
 from fullshard.modules import Claim, Slot
@@ -27,6 +27,7 @@ def assemble(unit: Unit, dress: Dress, managed: Iterable[nn.Module]) -> None:
     """Put a new unit on its modules: strong references to it, hooks, marks, and their class."""
     attach(unit)
     hooks.install(unit)
+    lint.mark(unit)
     view = UnitView(unit)
     for module in managed:
         _torch.mark_managed(module)

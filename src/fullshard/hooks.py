@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard import _torch, lint
 from fullshard.runtime import BackwardHook, Unit, unit_of
 from fullshard.schedule import Residency, StateError
 
@@ -88,6 +88,8 @@ class ForwardHooks:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         unit = self._unit
+        if unit.due:
+            lint.examine(unit, module)
         unit.runtime.enter_forward(unit, module)
         if self._input_dtype is None:
             return None
@@ -96,7 +98,8 @@ class ForwardHooks:
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
         output = self._own(module, output)
-        call = unit.runtime.leave_forward(unit, module)
+        failed = output is None and sys.exc_info()[1] is not None
+        call = unit.runtime.leave_forward(unit, module, failed=failed)
         if call is not None:
             hook: BackwardHook | None = None
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
@@ -107,8 +110,10 @@ class ForwardHooks:
                     base = _torch.view_base(tensor)
                     if base is not None and base.grad_fn is not None:
                         base.grad_fn.register_prehook(hook)
-            if hook is None and not (output is None and sys.exc_info()[1] is not None):
-                unit.check_hidden(output)
+            if not failed:
+                unit.announced(hook is not None)
+                if hook is None:
+                    unit.check_hidden(output)
         return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
 
     def share(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

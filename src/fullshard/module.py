@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fullshard import _torch, assembly, hooks
+from fullshard import _torch, assembly, hooks, lint
 from fullshard.comm import AllGather, GatherInMemory, Message, ReduceInMemory, ReduceScatter
 from fullshard.mesh import ShardAxis
 from fullshard.runtime import Unit, say_once, unit_of
@@ -105,6 +105,27 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Free this unit's full parameters. Raises StateError while its forward or backward runs."""
         unit = _unit(self)
         unit.runtime.release(unit)
+
+    def join(self) -> torch.Tensor:
+        """Take part in the collectives of this unit and those below, forward and backward, without computing anything.
+
+        For a rank that has no work for a unit that others run: no image for the vision tower, no batch at the end of an
+        epoch, no token for an expert. Call it where the forward would be, at the same place of the program on all ranks. The
+        units below are entered as the last time this unit ran on this rank, before that in the order they are registered in.
+        Backward follows by itself, in the backward of whatever else this rank computed; gradients are as if this rank's loss
+        did not depend on the unit.
+
+        Returns:
+            A zero, 0-dim, to be added to the loss of a rank that computes nothing else: `model.join().backward()`.
+
+        Raises:
+            StateError: inside a backward, or for a unit of several modules at or below this one.
+
+        Example:
+            >>> features = model.vision(images) if images is not None else model.vision.join()      # doctest: +SKIP
+        """
+        unit = _unit(self)
+        return unit.runtime.join(unit)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward of the units at and below is the last of the step.
@@ -473,10 +494,13 @@ def counting(module: nn.Module) -> Iterator[list[Message]]:
 
 
 def stats(module: nn.Module) -> Stats:
-    """A snapshot of what the runtime of `module` counted so far, for all its units: gathers, gathers issued ahead, and those
-    of them that nobody used.
+    """A snapshot of what the runtime of `module` counted so far, for all its units: gathers, gathers issued ahead, those of
+    them that nobody used, and those that could have been issued ahead had units run in the order of the step before. If
+    these are many, a remark says so, once.
     """
-    return replace(_any_unit(module).runtime.planner.stats)
+    unit = _any_unit(module)
+    lint.remark_on_prefetch(unit)
+    return replace(unit.runtime.planner.stats)
 
 
 def _any_unit(module: nn.Module) -> Unit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.lint import is_ignored, remark_on_optimizer
 from fullshard.parameter import logical_parameters, successor
+from fullshard.runtime import Unit, owner_of
 from fullshard.schedule import StateError
 
 
@@ -49,8 +52,28 @@ def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
     return logical.shard_of(value, dtype=value.dtype)
 
 
+_SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _remark(optimizer: torch.optim.Optimizer) -> None:
+    """Once per optimizer: plain parameters beside sharded ones."""
+    _SEEN.add(optimizer)
+    plain: list[str] = []
+    units: list[Unit] = []
+    for group in optimizer.param_groups:
+        names = group.get("param_names", [f"one of shape {tuple(p.shape)}" for p in group["params"]])
+        for name, parameter in zip(names, group["params"]):
+            if type(parameter) is nn.Parameter and parameter.grad is not None and not is_ignored(parameter):
+                plain.append(name)
+        units += [unit for p in logical_parameters(group["params"][:1]) if (unit := owner_of(p)) is not None]
+    if plain and units:
+        remark_on_optimizer(units[0], plain)
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     rebind(optimizer)
+    if optimizer not in _SEEN:
+        _remark(optimizer)
     for group in optimizer.param_groups:
         for check in dict.fromkeys(parameter.before_step for parameter in logical_parameters(group["params"])):
             if check is not None:
@@ -113,7 +136,8 @@ def clip_grad_norm_(
 
     Source: Pascanu et al. (arXiv 1211.5063); the interface of torch.nn.utils.clip_grad_norm_.
     """
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    listed = [parameter if (now := successor(parameter)) is None else now for parameter in given]  # a list made before sharding
     for logical in logical_parameters(listed):
         if logical.kept is not None and logical.sharded.grad is None:
             raise StateError(

@@ -22,14 +22,14 @@ _LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to
 
 
 class Back:
-    """A weak way back from the sharded face. A copy or a pickle of the face leads nowhere."""
+    """A weak way back, from the sharded face say. A copy or a pickle of what has it leads nowhere."""
 
     __slots__ = ("_ref",)
 
-    def __init__(self, parameter: ShardedParameter | None = None) -> None:
-        self._ref = None if parameter is None else weakref.ref(parameter)
+    def __init__(self, target: Any = None) -> None:
+        self._ref = None if target is None else weakref.ref(target)
 
-    def __call__(self) -> ShardedParameter | None:
+    def __call__(self) -> Any:
         return None if self._ref is None else self._ref()
 
     def __reduce__(self) -> Any:

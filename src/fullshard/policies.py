@@ -133,6 +133,13 @@ class CommPolicy:
             raise ValueError(f"CommPolicy.prefetch_bytes must be None or an int >= 0, got {self.prefetch_bytes!r}")
 
 
+LINTS = ("root", "large", "padding", "ignored", "prefetch", "optimizer")
+
+
+class LintWarning(UserWarning):
+    """One line about a sharded model that wastes memory or may train wrongly; `CheckPolicy(silence=...)` knows it by name."""
+
+
 @dataclass(frozen=True)
 class CheckPolicy:
     """What is checked while training.
@@ -143,6 +150,9 @@ class CheckPolicy:
         rank used it).
     patience: seconds that a rank waits for a message of others before it asks, through the store of the process group,
         where they are. Ranks that ran different units then stop, each naming both. At least 0.
+    silence: names of remarks that are not wanted: "root" (the outermost unit holds most of the parameters), "large" (a unit far
+        larger than the others), "padding" (above a tenth), "ignored" (trainable, and reduced by nobody), "prefetch" (often
+        missed), "optimizer" (it steps plain parameters beside sharded ones).
     timeout: seconds after which a rank that waits gives up, naming the unit and where the others are; None waits as long as
         the process group does.
     poison: fill the memory that parameters are gathered into with NaN first, so that whatever computes before the
@@ -154,8 +164,12 @@ class CheckPolicy:
     patience: float = 1.0
     timeout: float | None = None
     poison: bool = False
+    silence: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        unknown = [name for name in self.silence if name not in LINTS]
+        if unknown:
+            raise ValueError(f"CheckPolicy.silence takes names out of {LINTS}, got {unknown[0]!r}")
         if not (isinstance(self.every, int) and self.every >= 1):
             raise ValueError(f"CheckPolicy.every must be an int >= 1, got {self.every!r}")
         if not self.patience >= 0:

@@ -109,6 +109,8 @@ class Unit:
         self.parameters = parameters
         self.groups: list[Group] = []
         self._modules = [weakref.ref(module) for module in modules]
+        self.due = True  # whether to look for parameters that nobody reduces before the next forward
+        self.examined = False  # whether remarks were made about the model it is the outermost unit of
         self.handles: list[tuple[weakref.ref[nn.Module], Any]] = []  # of the hooks, and the modules that have them
         self._left: set[int] = set()  # modules (by id) that this round of forwards has yet to run
         self._round = Round()
@@ -117,6 +119,9 @@ class Unit:
         self.unwritten: Unwritten | None = None
         self._listed: dict[str, tuple[int, ...]] = {}
         self._residents = 0  # resident() blocks it is in
+        self._script: tuple[tuple[int, bool], ...] = ()  # units that its last forward entered (True) and left, itself included
+        self._traced_from = 0
+        self.announces: bool | None = None  # whether its last forward had an output with a graph
         self.shown = False  # full_params() has plain Parameters in its slots
         self._methods = 0  # calls of registered methods under way
         self._named_below = False
@@ -281,6 +286,45 @@ class Unit:
         """
         self._left.discard(id(module))
         return self._round.is_last(run) and not self._left
+
+    def examine(self, due: bool) -> None:
+        """Whether to look at its modules before its next forward."""
+        self.due = due
+
+    def end_examination(self) -> None:
+        self.examined = True
+
+    def trace(self, at: int) -> None:
+        """Its forward begins at this place of the runtime's trace."""
+        self._traced_from = at
+
+    def learn(self, trace: Sequence[tuple[int, bool]]) -> None:
+        """Its forward ended well, at the end of the runtime's trace."""
+        self._script = tuple(trace[self._traced_from :])
+
+    def announced(self, announces: bool) -> None:
+        """Whether the forward that just ended will announce its backward."""
+        self.announces = announces
+
+    @property
+    def script(self) -> Sequence[tuple[int, bool]]:
+        """Which units run within it, and in which order: as the last time it ran on this rank, else as they are registered."""
+        if self._script:
+            return self._script
+        found: list[tuple[int, bool]] = []
+
+        def walk(module: nn.Module) -> None:
+            unit = unit_of(module)
+            if unit is not None:
+                found.append((unit.number, True))
+            for child in module.children():
+                walk(child)
+            if unit is not None:
+                found.append((unit.number, False))
+
+        for module in self.modules:
+            walk(module)
+        return found
 
     def entered(self, module: nn.Module, clock: int) -> None:
         """A module of the unit began its forward."""
@@ -563,6 +607,15 @@ class BackwardHook:
             self._unit.runtime.planner.forget(self._call)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """A call in which other ranks compute and this one only takes part. alone: it was no part of another unit's forward."""
+
+    unit: Unit
+    call: Call
+    alone: bool
+
+
 class LateHook:
     """On a full parameter that is in the graph of a backward: a gradient of second order arrived at it."""
 
@@ -631,6 +684,9 @@ class Runtime:
         # Those whose parameters have hooks land early, but never by polling: a hook may talk to other ranks.
         self._hooked: deque[Reduction] = deque()
         self._touched: dict[int, Unit] = {}  # units that entered the running backward
+        self._trace: list[tuple[int, bool]] = []  # units that the outermost forward under way entered (True) and left
+        self._joined: list[Joined] = []  # whose backward is to come; oldest first
+        self._reached: set[int] = set()  # the outermost forwards that the running backward came to
         self._collectives: weakref.WeakValueDictionary[tuple[int, str], Journaled] = weakref.WeakValueDictionary()
         self._run: dict[type[Action], Callable[[Unit], None]] = {
             Unshard: self._unshard,
@@ -820,6 +876,9 @@ class Runtime:
             unit.begin_round()
             if first:
                 unit.name_below(module)
+                self._trace.clear()
+            unit.trace(len(self._trace))
+            self._trace.append((number, True))
             self._execute(planner.before_forward(number, stale=self._is_stale(unit, first)))
         unit.entered(module, planner.clock)
         for group in unit.groups:
@@ -878,7 +937,7 @@ class Runtime:
         for held, name, buffer in slots:
             held[name] = shared[id(buffer)]
 
-    def leave_forward(self, unit: Unit, module: nn.Module) -> Call | None:
+    def leave_forward(self, unit: Unit, module: nn.Module, *, failed: bool = False) -> Call | None:
         """The call that just ended, for a `BackwardHook`; None if it cannot have a backward."""
         planner, number = self.planner, unit.number
         grad = torch.is_grad_enabled()
@@ -892,6 +951,9 @@ class Runtime:
             unit.left(module)
             return planner.interim(number)
         ended = planner.after_forward(number, grad=grad, since=unit.left(module))
+        self._trace.append((number, False))
+        if not failed and not ended.closed:
+            unit.learn(self._trace)
         for inner in ended.closed:
             self._uninstall_number(inner)
         if not planner.running(number) and not planner.is_held(number):
@@ -914,6 +976,9 @@ class Runtime:
         first = self._begin_backward()
         self._touched[unit.number] = unit
         self._poll()
+        self._reached.add(self.planner.run_of(call))
+        if self._joined:
+            self._join_backward(beyond=call.end)
         stale = not glimpse and self._is_stale(unit, first)
         again = torch.is_grad_enabled()  # create_graph=True: the graph of this backward needs the parameters, too
         with torch.no_grad():
@@ -932,8 +997,11 @@ class Runtime:
 
     def leave_backward(self) -> None:
         """The outermost backward that touched a unit is over."""
-        self._backward = None
         with torch.no_grad():
+            if self._joined:
+                self._join_backward(beyond=-1)
+            self._backward = None
+            self._reached.clear()
             self._execute(self.planner.after_backward())
             for _, unit in sorted(self._touched.items()):
                 if not self.planner.is_held(unit.number):
@@ -941,6 +1009,99 @@ class Runtime:
                 self._reduce_late(unit)
             self._touched.clear()
             self._collect()
+
+    # --- taking part without computing ---
+
+    def join(self, unit: Unit) -> Tensor:
+        """Take part in what a forward of the unit sends, and later in backward. A zero whose backward is that one."""
+        planner = self.planner
+        self._recover_if_stale()
+        script = [(self._units[number], enters) for number, enters in unit.script if number in self._units]
+        lists = [inner.name for inner, _ in script if inner.is_list]
+        if lists:
+            raise StateError(
+                f"join() of unit '{unit.name}': unit '{lists[0]}' has several modules, so how often they run cannot be known: "
+                "shard them one by one"
+            )
+        if _torch.current_graph_task() != -1:
+            raise StateError(f"join() of unit '{unit.name}' was called inside a backward: call it where the forward would be")
+        grad = torch.is_grad_enabled()
+        flows = planner.flows()  # whether its input would have a graph
+        alone = planner.outermost() is None
+        last: Joined | None = None
+        for inner, enters in script:
+            if enters:
+                first = planner.outermost() is None
+                self._forwards += first
+                if inner.unwritten is not None:
+                    inner.refresh()
+                    inner.check_written()
+                    self._check_replicas(inner)
+                if first or inner.residency is Residency.FULL or not planner.is_ahead(inner.number):
+                    self._refresh(inner)
+                if first:
+                    inner.name_below(inner.modules[0])
+                self._execute(planner.before_forward(inner.number, stale=self._is_stale(inner, first)))
+                continue
+            ended = planner.after_forward(inner.number, grad=grad)
+            self._execute(ended.actions)
+            flows = flows or any(group.trainable for group in inner.groups)
+            announces = flows if inner.announces is None else inner.announces
+            if grad and announces:
+                planner.expect_backward(ended.call)
+                last = Joined(inner, ended.call, alone)
+                self._joined.append(last)
+            if inner.options.buffers != "local":
+                self.share_buffers(inner, inner.modules[0])
+        self._poll()
+        if last is None:
+            return torch.zeros((), device=self.device)
+        zero = torch.zeros((), device=self.device, requires_grad=True).clone()
+        assert zero.grad_fn is not None
+        zero.grad_fn.register_prehook(partial(self._enter_joined, last.call))
+        return zero
+
+    def _enter_joined(self, call: Call, *_: object) -> None:
+        """A backward begins in which this rank computes nothing, or nothing yet."""
+        self._recover_if_stale()
+        self._begin_backward()
+        self._reached.add(self.planner.run_of(call))
+        self._join_backward(beyond=call.end - 1)
+
+    def _join_backward(self, *, beyond: int) -> None:
+        """Take part in the backward of joined calls that ended after `beyond`, latest first, as ranks that computed do."""
+        later: list[Joined] = []
+        while self._joined and self._joined[-1].call.end > beyond:
+            joined = self._joined.pop()
+            unit, call = joined.unit, joined.call
+            if not self.planner.knows(unit.number) or not self.planner.recalls(call):
+                self.planner.forget(call)  # its backward never came
+            elif not self._is_joined_to(joined):
+                later.append(joined)
+            else:
+                self.planner.forget(call)
+                self._touched[unit.number] = unit
+                with torch.no_grad():
+                    self._execute(self.planner.before_backward(call, stale=self._is_stale(unit, False)))
+        self._joined += reversed(later)
+
+    def _is_joined_to(self, joined_call: Joined) -> bool:
+        """Whether a joined call belongs to the running backward: that came to its outermost forward; or nothing but joined
+        calls was in it, and the backward came to the one behind it, or, if there is none, to the one before.
+        """
+        planner, reached = self.planner, self._reached
+        run = planner.run_of(joined_call.call)
+        if not joined_call.alone:
+            return run in reached
+        joined = {planner.run_of(other.call) for other in self._joined if other.alone} | {run}
+        found: int | None = run
+        while found is not None and found in joined and found not in reached:
+            found = planner.next_run(found)
+        if found is None:
+            found = run
+            while found is not None and found in joined and found not in reached:
+                found = planner.next_run(found, backwards=True)
+        return found in reached
 
     # --- what callers ask for ---
 
@@ -1388,6 +1549,10 @@ class Runtime:
     def _abandon(self) -> None:
         """Forget a forward or backward that died half way, and free what it held."""
         self._backward = None
+        self._reached.clear()
+        for joined in self._joined:
+            self.planner.forget(joined.call)
+        self._joined.clear()
         self._in_flight.abandon()
         self._replicating.abandon()
         self._beats.clear()

@@ -184,6 +184,11 @@ class Order:
         self.at += 1
         return run[self.at : self.at + count]
 
+    @property
+    def at_known_place(self) -> bool:
+        """Whether the unit needed now is not the first, and runs like this one were seen before."""
+        return len(self.now) > 1 and self.now[0] in self.runs
+
     def close(self) -> None:
         """This run is over; the next one may be like it."""
         if self.now:
@@ -220,11 +225,14 @@ class Round:
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the planner was made: gathers, how many were issued ahead, and how many of those nobody used."""
+    """Counts since the planner was made: gathers, how many were issued ahead, how many of those nobody used, and how many
+    could have been issued ahead, had the units run in the same order as before.
+    """
 
     gathers: int = 0
     prefetched: int = 0
     unused: int = 0
+    missed: int = 0
 
 
 _AHEAD = 64  # how many units may be gathered ahead, whatever the budget
@@ -309,6 +317,25 @@ class Planner:
     def awaiting(self) -> list[int]:
         """Units with a forward whose backward has not begun."""
         return list(dict.fromkeys(call.unit for call in self._calls.values()))
+
+    def run_of(self, call: Call) -> int:
+        """The outermost forward that `call` was part of, -1 if that is too long ago."""
+        return max((run for run in self._runs if run < call.start), default=-1)
+
+    def next_run(self, run: int, *, backwards: bool = False) -> int | None:
+        """The outermost forward after `run`, or before it; None if there is none."""
+        if backwards:
+            return max((other for other in self._runs if other < run), default=None)
+        return min((other for other in self._runs if other > run), default=None)
+
+    def recalls(self, call: Call) -> bool:
+        """Whether the backward of `call` may still begin: not too many outermost forwards were since."""
+        return self.run_of(call) >= 0
+
+    def flows(self) -> bool:
+        """Whether a call of the outermost forward under way has an output with a graph."""
+        begin = self._running[0].start if self._running else self.clock + 1
+        return any(call.start >= begin for call in self._calls.values())
 
     def expects_backward(self, unit: int) -> bool:
         """Whether a backward of the unit may come, or is under way, by the order of events alone."""
@@ -438,6 +465,8 @@ class Planner:
         call = seat.last
         assert call is not None
         self._recomputing.append(unit)
+        if unit in self._entered and seat.hooked:  # what comes next was expected when its backward was announced
+            return actions + self._need(unit, [], (), stale)
         return actions + self._need(unit, self._expect_in_backward(call), seat.next_backward, stale)
 
     def after_recompute(self, unit: int, *, grad: bool) -> Call:
@@ -593,6 +622,8 @@ class Planner:
             actions += self._free(unit, even_resident=True)
             seat.hold(held)
         if seat.residency is Residency.SHARDED and itself:
+            order = self._backward_order if self._entered else self._forward_order
+            self.stats.missed += order.at_known_place
             actions += self._gather(unit)
         actions += self.ready(unit)
         for other in expected if listed is None else listed:
