@@ -20,7 +20,7 @@ FLOORS = [
     {"runtime"},
     {"lint"},
     {"hooks", "views"},
-    {"assembly"},
+    {"assembly", "methods"},
     {"module", "ties"},
     {"api"},
     {"together", "grads", "optim", "scopes", "materialize", "install", "auto"},

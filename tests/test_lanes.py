@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.comm import HostLane, InFlight, Pending
+from fullshard.schedule import Wait
 
 
 class Procrastinator:
@@ -207,3 +208,28 @@ def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:
     assert events[2:] == ["wait b", "land b"]
     flight.drain()
     assert events[4:] == ["wait c", "land c"] and len(flight) == 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "accumulate", "eval", "checkpoint"])
+@ranks(1, 2, 3)
+def test_poison_mode_delays_collectives_at_random_and_changes_nothing(world: World, kind: str) -> None:
+    """`CheckPolicy(poison=True)` alone: memory is NaN wherever nobody has waited, and each rank begins messages when it likes."""
+    for reshard in (True, None):
+        train(world, CommPolicy(), kind=kind, reshard_after_forward=reshard)
+    if world.size == 2:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        train(world, CommPolicy(reductions_in_flight=2), kind=kind, mesh=mesh)
+
+
+@ranks(2)
+def test_poison_shows_who_computes_before_the_gather_was_waited_for(world: World) -> None:
+    model = shard_stack(Stack(), world.mesh, check_policy=CheckPolicy(poison=True))
+    square(model(world.mine(batch(0)))).backward()
+    runtime = model._fullshard_unit.runtime
+    wait = runtime._run[Wait]
+    runtime._run[Wait] = lambda unit: None  # a missing wait
+    try:
+        with torch.no_grad():
+            assert torch.isnan(model(world.mine(batch(0)))).any()
+    finally:
+        runtime._run[Wait] = wait

@@ -69,7 +69,9 @@ def test_the_first_difference_is_named_with_its_step(world: World) -> None:
     assert (verdict.first.step, verdict.first.what) == (1, "loss")
     biased = verify(lambda: nn.Linear(5, 3), batch(0), 2, shard=_twice_the_gradient)
     assert biased.first is not None
-    Texts().assertExpectedInline(str(biased).split(" differs by")[0], """DIFFERS on 2 ranks. step 0: the gradient of 'weight'""")
+    Texts().assertExpectedInline(
+        str(biased).split(" differs by")[0], """DIFFERS on 2 ranks. step 0: the gradient of 'weight'"""
+    )
 
 
 def _twice_the_gradient(model: nn.Module) -> None:

@@ -40,6 +40,7 @@ ledger.py       what a rank said to the others, in order
 watch.py        asks where the others are when a wait is long; ends waits in vain
 lint.py         parameters that nobody reduces; remarks about waste
 hooks.py        translates torch's callbacks into runtime events
+methods.py      methods that gather as forward does, with the units below that they touch
 ties.py         parameters that an earlier unit owns already
 views.py        FSDP2's state objects, as views on units
 assembly.py     putting units on modules and taking them off: copies, pickles, plain modules again

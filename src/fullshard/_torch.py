@@ -64,6 +64,7 @@ __all__ = [
     "is_over",
     "is_wrap_policy",
     "join_meshes",
+    "keep_busy",
     "left_out_of",
     "local_tensor",
     "mark_managed",
@@ -83,6 +84,7 @@ __all__ = [
     "reduce_scatter_coalesced",
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
+    "replace_parameters",
     "run_wrap_policy",
     "same_memory",
     "same_storage",
@@ -202,6 +204,11 @@ def allocates(fn: Callable[..., Any]) -> bool:
 def persists(module: nn.Module, name: str) -> bool:
     """Whether state dicts have this buffer of `module`."""
     return name not in module._non_persistent_buffers_set
+
+
+def replace_parameters(module: nn.Module, held: Any) -> None:
+    """Have `module.name` read `held` instead of the dict that `parameters_of` gave."""
+    module.__dict__["_parameters"] = held
 
 
 def on_registration(hook: Callable[[nn.Module, str, object], None]) -> None:
@@ -399,6 +406,12 @@ def on_stream(stream: Any, fn: Callable[..., Any], *args: Any) -> None:
     with module.stream(stream):
         fn(*args)
     current.wait_stream(stream)
+
+
+def keep_busy(device: torch.device, cycles: int) -> None:
+    """Have the current stream of `device` do nothing for so many cycles, where it can be told to."""
+    if device.type == "cuda":
+        torch.cuda._sleep(cycles)
 
 
 def wait_for_event(device: torch.device, event: Any) -> None:

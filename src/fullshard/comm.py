@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -467,6 +468,93 @@ class StreamLane:
 
 def lane_for(device: torch.device) -> Lane:
     return HostLane() if device.type == "cpu" else StreamLane(device)
+
+
+class Delays:
+    """Lanes whose work is put off at random, always legally: what computes before it has waited then shows. For tests.
+
+    On the CPU the lanes of one `Delays` share a queue: work starts when it is waited for, or whenever the dice say so, and
+    always after all that was queued before it, so ranks that queue the same things never wait for each other in a circle. On
+    an accelerator the stream is kept busy for a random time first.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._dice = random.Random(seed)
+        self._queue: deque[_PutOff] = deque()
+
+    def lane(self, device: torch.device) -> Lane:
+        return _DelayedLane(self, device)
+
+    def stall(self, device: torch.device) -> None:
+        _torch.keep_busy(device, self._dice.randrange(2_000_000))
+
+    def add(self, work: _PutOff) -> None:
+        self._queue.append(work)
+        if self._dice.random() < 0.3:
+            self.start(work)
+
+    def start(self, work: _PutOff) -> None:
+        """Start `work` and all that was queued before it."""
+        while work.ticket is None:
+            self._queue.popleft().start()
+
+    def start_all(self) -> None:
+        while self._queue:
+            self._queue.popleft().start()
+
+
+class _PutOff:
+    """Work that may not have started; a ticket for it."""
+
+    __slots__ = ("_after", "_delays", "_failure", "_finish", "_start", "ticket")
+
+    def __init__(self, delays: Delays, start: Callable[[], Pending], finish: Callable[[], None], after: _PutOff | None) -> None:
+        self._delays, self._start, self._finish, self._after = delays, start, finish, after
+        self.ticket: Ticket | None = None
+        self._failure: BaseException | None = None
+
+    def start(self) -> None:
+        try:
+            after = None if self._after is None else self._after.ticket
+            self.ticket = HostLane().run(self._start, self._finish, after)
+        except Exception as failure:  # whoever waits for it learns of it
+            self._failure = failure
+            self.ticket = _HostTicket(Pending(), _nothing)
+
+    def done(self) -> bool:
+        return self.ticket is not None and self.ticket.done()
+
+    def wait(self) -> None:
+        self._delays.start(self)
+        assert self.ticket is not None
+        if self._failure is not None:
+            raise self._failure
+        self.ticket.wait()
+
+    def block(self) -> None:
+        self.wait()
+
+
+class _DelayedLane:
+    def __init__(self, delays: Delays, device: torch.device) -> None:
+        self._delays, self._device = delays, device
+        self._inner = None if device.type == "cpu" else StreamLane(device)
+
+    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: Any = None) -> Ticket:
+        if self._inner is None:
+            work = _PutOff(self._delays, start, finish, after)
+            self._delays.add(work)
+            return work
+
+        def stalled() -> Pending:
+            self._delays.stall(self._device)
+            return start()
+
+        return self._inner.run(stalled, finish, after)
+
+
+def _nothing() -> None:
+    pass
 
 
 class InFlight:

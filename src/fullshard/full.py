@@ -262,6 +262,7 @@ class FullSide:
         self._retained = None
 
     def shrink(self) -> None:
-        self._storage.shrink()
-        for storage in self._temporary:
+        for storage in (self._storage, *self._temporary):
+            if self._poison and storage.storage.size():
+                storage.poison()
             storage.shrink()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import update_wrapper
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch, lint
-from fullshard.runtime import BackwardHook, Unit, unit_of
-from fullshard.schedule import Residency, StateError
+from fullshard.runtime import BackwardHook, Unit
+from fullshard.schedule import Call, Residency, StateError
 
 _DEPTH = 16  # how deep nested outputs are searched
 _OPAQUE = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType)
@@ -101,18 +99,10 @@ class ForwardHooks:
         failed = output is None and sys.exc_info()[1] is not None
         call = unit.runtime.leave_forward(unit, module, failed=failed)
         if call is not None:
-            hook: BackwardHook | None = None
-            for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    hook = hook or BackwardHook(unit, call)
-                    tensor.grad_fn.register_prehook(hook)
-                    # Writing to a view in place gives it a new graph node, but keeps that of the tensor it views.
-                    base = _torch.view_base(tensor)
-                    if base is not None and base.grad_fn is not None:
-                        base.grad_fn.register_prehook(hook)
+            announced = announce(unit, call, output)
             if not failed:
-                unit.announced(hook is not None)
-                if hook is None:
+                unit.announced(announced)
+                if not announced:
                     unit.check_hidden(output)
         return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
 
@@ -134,6 +124,20 @@ class ForwardHooks:
                 "goes when its forward ends: return a clone() of it"
             )
         return output
+
+
+def announce(unit: Unit, call: Call, output: Any) -> bool:
+    """Have the graph of `output` tell the runtime when the backward of `call` begins; whether there is a graph."""
+    hook: BackwardHook | None = None
+    for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            hook = hook or BackwardHook(unit, call)
+            tensor.grad_fn.register_prehook(hook)
+            # Writing to a view in place gives it a new graph node, but keeps that of the tensor it views.
+            base = _torch.view_base(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(hook)
+    return hook is not None
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -233,68 +237,14 @@ def install(unit: Unit) -> None:
                 unit.handle(module, module.register_load_state_dict_pre_hook(state.before_load))
 
 
-class Method:
-    """A method of a unit's module, with what the unit does around its forward. Copies and pickles with its module."""
-
-    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
-        own = getattr(method, "__self__", None) is module
-        self._module = weakref.ref(module)  # which holds this
-        self._method: Callable[..., Any] = method.__func__ if own else method  # type: ignore[attr-defined]
-        self._own = own
-        update_wrapper(self, method, updated=())
-        del self.__wrapped__  # type: ignore[attr-defined]  # it holds the module
-
-    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._method(module, *args, **kwargs) if self._own else self._method(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Method:
-        return Method(memo[id(self._module())], self._bound(memo))
-
-    def _bound(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return MethodType(self._method, memo[id(self._module())]) if self._own else copy.deepcopy(self._method, memo)
-
-    def __reduce__(self) -> Any:
-        module = self._module()
-        name = getattr(self._method, "__name__", "")
-        if not self._own or getattr(type(module), name, None) is not self._method:
-            raise StateError(f"the registered method '{name}' is no method of its module's class, so it cannot be pickled")
-        return _method_again, (module, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None
-        unit = unit_of(module)
-        if unit is None:  # plain again
-            return self._call(module, *args, **kwargs)
-        hooks = ForwardHooks(unit)
-        with unit.in_method():
-            changed = hooks.before(module, args, kwargs)
-            args, kwargs = (args, kwargs) if changed is None else changed
-            try:
-                output = self._call(module, *args, **kwargs)
-            except BaseException:
-                hooks.after(module, args, None)
-                raise
-            return hooks.after(module, args, output)
-
-
-def _method_again(module: nn.Module, name: str) -> Method:
-    return Method(module, getattr(module, name))
-
-
-def wrap_method(module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` of `module` with what its unit does around its forward."""
-    return method if isinstance(method, Method) else Method(module, method)
-
-
 __all__ = [
     "ForwardHooks",
     "StateHooks",
+    "announce",
     "cast_floats",
     "install",
     "map_tensors",
     "purge",
     "remove",
     "tensors_in",
-    "wrap_method",
 ]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fullshard import _torch, assembly, hooks, lint
+from fullshard import _torch, assembly, lint, methods
 from fullshard.comm import AllGather, GatherInMemory, Message, ReduceInMemory, ReduceScatter
 from fullshard.mesh import ShardAxis
 from fullshard.runtime import Unit, say_once, unit_of
@@ -425,6 +425,9 @@ def resident(module: nn.Module) -> Iterator[None]:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have `module.method_name(...)` gather and free the unit's parameters as its forward does: `generate`, `encode`.
 
+    Units below whose parameters the method reads without calling them (a tied projection, a chunked loss) are
+    gathered when it first reads one, and freed when it ends.
+
     Does nothing for a module that is no unit. Raises ValueError if there is no such method.
 
     >>> register_fsdp_forward_method(model, "generate")                                       # doctest: +SKIP
@@ -440,7 +443,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"{type(module).__name__}.{method_name} is a generator or coroutine, whose body runs after the call has returned: "
             "use it inside `with model.resident():` instead"
         )
-    setattr(module, method_name, hooks.wrap_method(module, method))
+    setattr(module, method_name, methods.wrap_method(module, method))
 
 
 def share_comm_ctx(modules: list[nn.Module]) -> None:

@@ -155,8 +155,9 @@ class CheckPolicy:
         missed), "optimizer" (it steps plain parameters beside sharded ones).
     timeout: seconds after which a rank that waits gives up, naming the unit and where the others are; None waits as long as
         the process group does.
-    poison: fill the memory that parameters are gathered into with NaN first, so that whatever computes before the
-        gather was waited for cannot go unnoticed. For tests; costs a pass over the memory.
+    poison: for tests. Memory of gathered parameters is filled with NaN before it is gathered into and before it is freed, and
+        collectives begin late at random, so that whatever computes too early or too late cannot go unnoticed. Costs two
+        passes over the memory.
     """
 
     heartbeat: bool = True

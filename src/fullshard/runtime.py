@@ -23,6 +23,7 @@ from fullshard import _torch
 from fullshard.comm import (
     AllGather,
     CustomCollectives,
+    Delays,
     InFlight,
     Journal,
     Journaled,
@@ -101,7 +102,7 @@ class Unit:
         ordinal: int | None = None,
     ) -> None:
         """`ordinal`: of the unit that this one is a copy of."""
-        self.runtime = Runtime.of(axis.device, options.comm)
+        self.runtime = Runtime.of(axis.device, options.comm, options.checks)
         self.label = Label(type(modules[0]).__name__)
         self.ordinal = self.runtime.ledger(axis).enroll() if ordinal is None else ordinal
         self.axis = axis
@@ -650,20 +651,22 @@ class Runtime:
     _of_thread = threading.local()
 
     @classmethod
-    def of(cls, device: torch.device, comm: CommPolicy) -> Runtime:
-        """The runtime of this thread and device; a policy that brings lanes of its own has a runtime of its own."""
-        known: dict[tuple[torch.device, object], Runtime] = cls._of_thread.__dict__.setdefault("runtimes", {})
-        key = (device, comm.lanes)
+    def of(cls, device: torch.device, comm: CommPolicy, checks: CheckPolicy = CheckPolicy()) -> Runtime:
+        """The runtime of this thread and device; policies that bring lanes of their own, or delays, have one of their own."""
+        known: dict[tuple[torch.device, object, bool], Runtime] = cls._of_thread.__dict__.setdefault("runtimes", {})
+        delayed = checks.poison and comm.lanes is None
+        key = (device, comm.lanes, delayed)
         if key not in known:
-            known[key] = cls(device, comm.lanes or lane_for)
+            delays = Delays(dist.get_rank()) if delayed else None
+            known[key] = cls(device, comm.lanes or (lane_for if delays is None else delays.lane), delays)
         return known[key]
 
     @classmethod
     def all_of_thread(cls) -> list[Runtime]:
         return list(cls._of_thread.__dict__.get("runtimes", {}).values())
 
-    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane], delays: Delays | None = None) -> None:
+        self.device, self._delays = device, delays
         self.planner = Planner(self._may_expect)
         self.journal = Journal()
         self.tag = Tag()
@@ -1176,6 +1179,11 @@ class Runtime:
     def wait_for(self, event: object) -> None:
         """Order the next forward behind an event of the caller's."""
         self._event = event
+
+    def flush(self) -> None:
+        """Have everything begin that was put off."""
+        if self._delays is not None:
+            self._delays.start_all()
 
     def give_up(self) -> None:
         """Forget the step that is under way, with all gradients that are not delivered, as all ranks do."""

@@ -125,6 +125,8 @@ def _begin_anew(meeting: _Meeting) -> None:
     ledgers = [ledger for runtime in runtimes for ledger in runtime.ledgers if set(ledger.ranks) <= inside]
     for ledger in ledgers:
         ledger.close("the step failed on some rank, and any_failed() is under way")
+    for runtime in runtimes:
+        runtime.flush()
     if meeting.watch is not None:
         meeting.watch.tell()
     meeting.agree(True)  # now everybody has told what it waits for
