@@ -31,7 +31,7 @@ def run(script: str, *arguments: str) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    host, memory, speed = run("host.py"), run("memory.py"), run("train_cpu.py")
+    host, memory, speed, checks = run("host.py"), run("memory.py"), run("train_cpu.py"), run("checks.py")
     rows: list[tuple[str, float, float, str]] = []
     for label, found in host.items():
         rows.append((f"host time per unit, {label} (us)", found["fullshard"], found["FSDP2"], "0.40"))
@@ -47,6 +47,9 @@ def main() -> None:
     print(f"|{'-' * 46}|----------:|--------:|------:|--------:|")
     for name, ours, theirs, limit in rows:
         print(f"| {name:44s} | {ours:9.2f} | {theirs:7.2f} | {ours / theirs:5.2f} | {limit:>7s} |")
+    share = 100 * (checks["step"]["with"] / checks["step"]["without"] - 1)
+    print(f"\nchecks: {checks['host']['per unit']:.1f} us of host time per unit and step (at most 15)")
+    print(f"checks: {share:.2f} % of forward and backward of `make train` (at most 1)")
     for label, found in speed.items():
         print(
             f"fullshard of DDP, {label}: {found['fullshard'] / found['DDP']:.2f} (FSDP2 of DDP {found['FSDP2'] / found['DDP']:.2f})"
