@@ -1,0 +1,96 @@
+"""A rank is killed in the midst of a step: the others end soon and say where, and the last checkpoint goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import Stack, batch, shard_stack, square
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+STEPS, SAVED, KILLED = 5, 2, 3
+
+
+def program(rank: int, size: int, folder: str, resume: bool, kill: str, results: Any) -> None:
+    """Train, save behind step `SAVED`, and have the last rank die in step `KILLED` where `kill` says."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store-{kill or 'none'}-{resume}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    torch.manual_seed(0)
+    model = shard_stack(Stack(), init_device_mesh("cpu", (size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if resume:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    losses: list[float] = []
+
+    def die(*_: Any) -> None:
+        if step == KILLED and rank == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if kill == "forward":
+        model.blocks[1].up.register_forward_pre_hook(die)
+    elif kill == "backward":
+        model.blocks[1].up.register_full_backward_pre_hook(die)
+    begin = time.monotonic()
+    try:
+        for step in range(SAVED if resume else 0, STEPS):
+            begin = time.monotonic()
+            loss = square(model(batch(step).chunk(size)[rank]))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step + 1 == SAVED and not resume:
+                state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+                dcp.save(state, checkpoint_id=f"{folder}/checkpoint")
+    except Exception as failure:
+        results.put((rank, losses, f"{type(failure).__name__}: {failure}", time.monotonic() - begin))
+        results.close()
+        results.join_thread()
+        os._exit(1)
+    results.put((rank, losses, "", 0.0))
+    dist.destroy_process_group()
+
+
+def run(size: int, folder: Path, *, resume: bool = False, kill: str = "") -> dict[int, tuple[list[float], str, float]]:
+    """By rank: losses, what it raised, and how long after the step began."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=program, args=(r, size, str(folder), resume, kill, results)) for r in range(size)]
+    for process in ranks:
+        process.start()
+    answers = [results.get(timeout=90) for _ in range(size - bool(kill))]
+    for process in ranks:
+        process.join(30)
+        assert not process.is_alive()
+    return {rank: (losses, text, seconds) for rank, losses, text, seconds in answers}
+
+
+@pytest.mark.parametrize("kill", ["forward", "backward"])
+def test_the_others_name_the_unit_and_the_checkpoint_goes_on(tmp_path: Path, kill: str) -> None:
+    size = 3
+    whole = run(size, tmp_path)
+    left = run(size, tmp_path, kill=kill)
+    for rank in range(size - 1):
+        losses, text, seconds = left[rank]
+        assert losses == whole[rank][0][:KILLED], "until then nothing differed"
+        assert text.startswith(f"StateError: rank {rank}, call "), text
+        assert "'blocks." in text and ("gather" in text or "reduction" in text), text
+        assert "onnection" in text or "closed" in text, "what gloo said"
+        assert f"rank {size - 1}: does not answer" in text, text
+        assert seconds < 20
+    again = run(size, tmp_path, resume=True)
+    for rank in range(size):
+        assert again[rank][0] == pytest.approx(whole[rank][0][SAVED:], rel=1e-6)
