@@ -25,11 +25,13 @@ class Pending:
     """A collective that was started: `works` to wait for, then `then()` to finish it on the lane it was started on.
 
     silent: these works never say that they are over (asking gloo's messages costs 25 us, in vain); only waiting tells.
+    lost: where works go that nobody waited for: gloo reads nothing more from a peer that sends to a receive that is gone.
     """
 
     works: Sequence[Any] = ()
     then: Callable[[], None] | None = None
     silent: bool = False
+    lost: list[object] | None = None
 
 
 class Collectives(Protocol):
@@ -352,6 +354,11 @@ class _HostTicket:
         self._finish: Callable[[], None] | None = finish
         self._followers: list[_LaterTicket] = []
         self._failure: BaseException | None = None
+
+    def __del__(self) -> None:
+        pending = self._pending
+        if pending is not None and pending.lost is not None:
+            pending.lost.extend(pending.works)
 
     def follow(self, later: _LaterTicket) -> None:
         """Begin `later` as soon as this is waited for."""

@@ -50,6 +50,7 @@ class Wire:
         self.posted: deque[Posted] = deque(maxlen=_REMEMBERED)
         self._group = group
         self._kept: list[object] = []
+        self.lost: list[object] = []  # what was begun, and nobody waited for
         self._answered: set[tuple[int, int]] = set()
 
     @classmethod
@@ -83,6 +84,7 @@ class Wire:
     def forget_answers(self) -> None:
         """Everybody has received what `answer` sent."""
         self._kept.clear()
+        self.lost.clear()
         self._answered.clear()
         self.posted.clear()
 
@@ -135,7 +137,7 @@ class GlooCollectives:
             for step in range(1, ranks):
                 receives.append((slots[(rank - step) % ranks], (rank - step) % ranks))
                 sends.append((shard, (rank + step) % ranks))
-        sizes = _sizes(shards)
+        sizes, lost = _sizes(shards), self._wire.lost
 
         def gather() -> Pending:
             tag = self._post(sizes)
@@ -143,7 +145,7 @@ class GlooCollectives:
             works += [_torch.send(group, tensor, peer, tag) for tensor, peer in sends]
             for slot, shard in copies:
                 slot.copy_(shard)
-            return Pending(works, silent=True)
+            return Pending(works, silent=True, lost=lost)
 
         return gather
 
@@ -159,7 +161,7 @@ class GlooCollectives:
                 torch._foreach_mul_(list(outs), scale)
             received.clear()
 
-        return Pending(works, add, silent=True)
+        return Pending(works, add, silent=True, lost=self._wire.lost)
 
     def _exchange(self, fulls: Sequence[Tensor]) -> tuple[list[dist.Work], list[Tensor]]:
         """Each rank gets its chunk of everybody's `fulls`: works, and per full one tensor (ranks, size)."""
@@ -193,7 +195,7 @@ class GlooCollectives:
             received.clear()
             halves.clear()
 
-        return Pending(works, add, silent=True)
+        return Pending(works, add, silent=True, lost=self._wire.lost)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Of more than two ranks in two stages, the second when the first is waited for; as many bytes as a ring."""
@@ -217,7 +219,7 @@ class GlooCollectives:
                 work.wait()
             tensor.copy_(padded[:numel])
 
-        return Pending(works, share, silent=True)
+        return Pending(works, share, silent=True, lost=self._wire.lost)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         return self._everybody(tensor, torch.maximum)
@@ -231,7 +233,7 @@ class GlooCollectives:
             return Pending()
         works = [_torch.recv(self._group, theirs, peer, tag) for theirs, peer in zip(received, self._others)]
         works += [_torch.send(self._group, sent, peer, tag) for peer in self._others]
-        return Pending(works, partial(self._merge, tensor, received, sent, merge), silent=True)
+        return Pending(works, partial(self._merge, tensor, received, sent, merge), silent=True, lost=self._wire.lost)
 
     def _merge(self, tensor: Tensor, received: list[Tensor], sent: Tensor, merge: Callable[..., Tensor]) -> None:
         """In one order on all ranks, so that all get the same bits."""

@@ -254,7 +254,7 @@ class Unit:
 
     def check_hidden(self, output: Any) -> None:
         """No tensor with a graph was found in `output`. Raises StateError if a graph leads to the parameters all the same."""
-        if self.runtime.planner.has_graph(self.number) or _torch.current_graph_task() != -1:
+        if not torch.is_grad_enabled() or self.runtime.planner.has_graph(self.number) or _torch.current_graph_task() != -1:
             return  # it may be an older one, whose backward announces itself
         for parameter in self.parameters:
             full = parameter.full
@@ -959,7 +959,7 @@ class Runtime:
             unit.learn(self._trace)
         for inner in ended.closed:
             self._uninstall_number(inner)
-        if not planner.running(number) and not planner.is_held(number):
+        if not planner.running(number) and not planner.is_kept(number):
             self._uninstall(unit)
         self._execute(ended.actions)
         if grad and not unit.options.in_backward and unit.residency is Residency.SHARDED:
@@ -1007,7 +1007,7 @@ class Runtime:
             self._reached.clear()
             self._execute(self.planner.after_backward())
             for _, unit in sorted(self._touched.items()):
-                if not self.planner.is_held(unit.number):
+                if not self.planner.is_kept(unit.number):
                     self._uninstall(unit)
                 self._reduce_late(unit)
             self._touched.clear()
@@ -1137,7 +1137,6 @@ class Runtime:
             self.check_idle(unit, doing="resident()")
             self.planner.reside(unit.number, True)
             self.fulfil(unit)
-            self._uninstall(unit)
         else:
             self.planner.reside(unit.number, False)
             self.release(unit, doing="the end of resident()")
@@ -1382,7 +1381,7 @@ class Runtime:
             group.uninstall()
 
     def _reduce(self, unit: Unit) -> None:
-        if not self.planner.is_held(unit.number):
+        if not self.planner.is_kept(unit.number):
             self._uninstall(unit)
         for group in unit.groups:
             if group.trainable:
@@ -1406,7 +1405,9 @@ class Runtime:
             self._hooked.popleft().land()
         reduction = Reduction(group, group.with_accumulated(grads), unit.options.reduce)
         grads.clear()
-        ticket = self._send(self._reduce_lane, group.line, "reduction", reduction.start, reduction.finish)
+        frozen = [p.name for p in group.parameters if not p.requires_grad]
+        action = f"reduction without {', '.join(frozen)}" if frozen else "reduction"  # ranks must agree on it
+        ticket = self._send(self._reduce_lane, group.line, action, reduction.start, reduction.finish)
         # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
         self._in_flight.push(ticket, reduction.settle, polled=not reduction.replicated)
         if reduction.replicated:

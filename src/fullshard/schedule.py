@@ -350,6 +350,11 @@ class Planner:
         seat = self._seats[unit]
         return seat.held and seat.residency is Residency.FULL
 
+    def is_kept(self, unit: int) -> bool:
+        """Whether the caller wants the unit full: unsharded by hand, or resident."""
+        seat = self._seats[unit]
+        return (seat.held or seat.resident) and seat.residency is Residency.FULL
+
     def in_backward(self, unit: int) -> bool:
         return unit in self._entered
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from zlib import crc32
 
 import torch
@@ -136,11 +137,12 @@ def _begin_anew(meeting: _Meeting) -> None:
     for runtime in runtimes:
         runtime.give_up()
     meeting.agree(True)  # now nobody waits for anything
-    for wire in wires():
-        if inside.issuperset(wire.members):
-            wire.forget_answers()
-    for ledger in ledgers:
-        ledger.reopen()
+    with meeting.watch.paused() if meeting.watch is not None else nullcontext():  # what it has read is of the old epoch
+        for wire in wires():
+            if inside.issuperset(wire.members):
+                wire.forget_answers()
+        for ledger in ledgers:
+            ledger.reopen()
 
 
 __all__ = ["any_failed"]

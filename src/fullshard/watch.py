@@ -68,6 +68,7 @@ class Position:
     waiting: int | None
     verdict: str | None
     epoch: int
+    ranks: tuple[int, ...]  # of a meeting, who comes to it
 
     def __str__(self) -> str:
         if not self.calls:
@@ -88,14 +89,17 @@ class Whereabouts:
     ended: bool = False
 
     def dumps(self) -> str:
-        places = {name: (p.calls, p.waiting, p.verdict, p.epoch) for name, p in self.positions.items()}
+        places = {name: (p.calls, p.waiting, p.verdict, p.epoch, p.ranks) for name, p in self.positions.items()}
         return json.dumps([places, {g: [(p.book, p.tag, p.sizes) for p in ps] for g, ps in self.posted.items()}, self.ended])
 
     @classmethod
     def loads(cls, text: str | bytes) -> Whereabouts:
         places, posted, ended = json.loads(text)
         return cls(
-            {name: Position([(n, h, t) for n, h, t in calls], w, v, e) for name, (calls, w, v, e) in places.items()},
+            {
+                name: Position([(n, h, t) for n, h, t in calls], w, v, e, tuple(ranks))
+                for name, (calls, w, v, e, ranks) in places.items()
+            },
             {g: [Posted(book, tag, tuple(sizes)) for book, tag, sizes in ps] for g, ps in posted.items()},
             ended,
         )
@@ -148,6 +152,12 @@ class Watch:
         with self._lock:
             self._waiters.add(waiter)
         return waiter
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The watch is not in the midst of a look."""
+        with self._lock:
+            yield
 
     def ask(self) -> None:
         """Have all ranks say where they are, and print it here."""
@@ -230,8 +240,8 @@ class Watch:
         for waiter in concerned:
             if waiter.entry is None:
                 continue
-            meeting = [rank for rank, there in others.items() if _meets(there, self._ledgers)]
-            if meeting:
+            meeting = [rank for rank, there in others.items() if _meets(there, self._ledgers, self._rank)]
+            if meeting and not name.startswith(MEETING):
                 return (
                     f"{listed(meeting)} {'is' if len(meeting) == 1 else 'are'} in fullshard.any_failed(), and this rank (rank "
                     f"{self._rank}) waits in {waiter.entry}: the step failed, or ended early, there. Call any_failed() here too"
@@ -253,7 +263,11 @@ class Watch:
         noted = {entry.tag for entry in _copied(ledger.ring)}
         for wire in wires():
             for peer, rank in enumerate(wire.members):
-                posted = others[rank].posted.get(wire.name, []) if rank in others and rank != self._rank else []
+                there = others.get(rank) if rank != self._rank else None
+                place = None if there is None else there.positions.get(ledger.name)
+                if there is None or place is None or place.verdict is None:
+                    continue  # it would take the answer for data
+                posted = there.posted.get(wire.name, [])
                 wire.answer(peer, [message for message in posted if message.book == ledger.name], noted)
 
     # --- telling and asking ---
@@ -261,7 +275,8 @@ class Watch:
     def _position(self, ledger: Ledger) -> Position:
         waiting = next((w.entry for w in self._waiters if w.ledger is ledger and w.entry is not None), None)
         calls = [(entry.number, entry.hash, str(entry.kind)) for entry in _copied(ledger.ring)]
-        return Position(calls, None if waiting is None else waiting.number, ledger.verdict, ledger.epoch)
+        ranks = ledger.ranks if ledger.name.startswith(MEETING) else ()
+        return Position(calls, None if waiting is None else waiting.number, ledger.verdict, ledger.epoch, ranks)
 
     def _tell(self, *, ended: bool = False) -> None:
         positions = {name: self._position(ledger) for name, ledger in list(self._ledgers.items())}
@@ -337,12 +352,12 @@ class Watch:
         print("\n".join(lines) or f"fullshard: rank {self._rank}: before the first call", file=sys.stderr, flush=True)
 
 
-def _meets(there: Whereabouts, mine: Any) -> bool:
-    """Whether a rank waits in a meeting that this one has not come to."""
+def _meets(there: Whereabouts, mine: Any, rank: int) -> bool:
+    """Whether another rank waits in a meeting that `rank`, this one, has not come to."""
     for name, place in there.positions.items():
-        if name.startswith(MEETING) and place.waiting is not None and name in mine:
-            ledger = mine[name]
-            if ledger.count < place.waiting:
+        if name.startswith(MEETING) and place.waiting is not None and rank in place.ranks:
+            ledger = mine.get(name)
+            if ledger is None or ledger.count < place.waiting:
                 return True
     return False
 
