@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 FLOORS = [
     {"_torch", "policies", "layout"},
     {"mesh", "modules", "comm", "schedule"},
-    {"cut", "plan", "gloo", "ledger"},
+    {"cut", "face", "plan", "gloo", "ledger"},
     {"parameter", "watch", "sync"},
     {"extension", "full", "unwritten"},
     {"group"},

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 __all__ = [
     "BATCH_NORM",
+    "HONOURS_SUBCLASSES",
     "HYBRID_ZERO2",
     "DTensorSpec",
     "TorchFSDPModule",
@@ -67,6 +68,7 @@ __all__ = [
     "keep_busy",
     "left_out_of",
     "local_tensor",
+    "makes_parameter",
     "mark_managed",
     "new_group",
     "on_backward_end",
@@ -97,6 +99,7 @@ __all__ = [
     "view_base",
     "wait_for_event",
     "waited",
+    "writes",
 ]
 
 
@@ -105,6 +108,10 @@ _TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard.__wrapped__  # type: ignore[att
 
 
 # --- DTensor ---------------------------------------------------------------------------------------------------------
+
+
+HONOURS_SUBCLASSES: bool = torch.torch_version.TorchVersion(torch.__version__) >= (2, 12)
+"""Whether the `__torch_dispatch__` of a subclass of DTensor is called; torch 2.11 takes it for DTensor's own."""
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -165,6 +172,16 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
+def makes_parameter() -> bool:
+    """Whether the caller of our caller is the constructor of nn.Parameter."""
+    return sys._getframe(2).f_code is nn.Parameter.__new__.__code__
+
+
+def writes(operation: Any) -> bool:
+    """Whether an operation of torch writes to what it is given."""
+    return operation._schema.is_mutable
+
+
 def at_origin(tensor: Tensor) -> Tensor:
     """The same memory as `tensor`, at the beginning of a storage of its own that ends with it; no copy.
 
@@ -186,6 +203,7 @@ local_tensor: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 def point_at(tensor: DTensor, local: Tensor) -> None:
     """Make `tensor` a face of the memory of `local`. Its global shape and dtype must already fit."""
     tensor._local_tensor = local
+    tensor.__dict__.pop("_fullshard_bare", None)
 
 
 # --- modules and parameters --------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.face import sleep, wake
 from fullshard.lint import is_ignored, remark_on_optimizer
 from fullshard.parameter import logical_parameters, successor
 from fullshard.runtime import Unit, owner_of
@@ -78,10 +79,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         for check in dict.fromkeys(parameter.before_step for parameter in logical_parameters(group["params"])):
             if check is not None:
                 check()
+    for group in optimizer.param_groups:
+        sleep(group["params"])
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
+        wake(group["params"])
         for parameter in logical_parameters(tensor for tensor in group["params"] if tensor.grad is not None):
             parameter.wrote()
 

@@ -12,13 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.cut import Cut
+from fullshard.face import LOGICAL, as_parameter
+from fullshard.ledger import Label
 from fullshard.modules import Claim, Slot
 from fullshard.schedule import StateError
 
 _SUCCESSOR = "_fullshard_sharded"  # on a plain parameter: the sharded one that took its place
-
-
-_LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to the ShardedParameter it is the face of
 
 
 class Back:
@@ -54,13 +53,13 @@ def successor(tensor: Tensor) -> nn.Parameter | None:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether `tensor` is the sharded face of a parameter of a unit."""
-    back = tensor.__dict__.get(_LOGICAL)
+    back = tensor.__dict__.get(LOGICAL)
     return back is not None and back() is not None
 
 
 def logical_parameters(tensors: Iterable[Tensor]) -> list[ShardedParameter]:
     """The sharded parameters among `tensors`."""
-    references = [tensor.__dict__.get(_LOGICAL) for tensor in tensors]
+    references = [tensor.__dict__.get(LOGICAL) for tensor in tensors]
     return [found for reference in references if reference is not None and (found := reference()) is not None]
 
 
@@ -171,6 +170,7 @@ class ShardedParameter:
     sharded: the DTensor Parameter callers see, over `local` (cut.shard_shape), a view of the group's flat shard.
     full: the Parameter modules compute with, over the group's full storage; None until first gathered.
     writes: how often an optimizer wrote the shard.
+    label: of the unit that gathers it.
     kept: the full gradient of backwards that did not communicate, in the reduce dtype.
     before_step: raises StateError if this is no moment for an optimizer to write the shard.
     """
@@ -183,6 +183,7 @@ class ShardedParameter:
         "full",
         "installations",
         "kept",
+        "label",
         "local",
         "name",
         "sharded",
@@ -201,10 +202,11 @@ class ShardedParameter:
         self.writes = 0
         self._plain = cut.dense is None and len(cut.shape) > 0  # modules compute with `cut.whole` as it is
         self.before_step: Callable[[], None] | None = None
+        self.label = Label("")
         self.local: Tensor = cut.slice(inside(original.detach())) if sharded is None else inside(sharded)
         if sharded is None:
             face = _torch.dtensor(_torch.at_origin(self.local), self.spec)
-            sharded = nn.Parameter(face, requires_grad=original.requires_grad)
+            sharded = as_parameter(face, original.requires_grad)
         self.sharded = sharded
 
     @property
@@ -300,13 +302,13 @@ class ShardedParameter:
         self.local = local
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device:
             # The wrapper's own dtype and device are fixed when it is made: give this object the inside of a fresh one.
-            fresh = nn.Parameter(_torch.dtensor(local, self.spec), requires_grad=self.sharded.requires_grad)
+            fresh = as_parameter(_torch.dtensor(local, self.spec), self.sharded.requires_grad)
             extras = {k: v for k, v in self.sharded.__dict__.items() if k not in fresh.__dict__}
             _torch.carry_hooks(self.sharded, fresh)
             torch.utils.swap_tensors(self.sharded, fresh)
             self.sharded.__dict__.update(extras)
         _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
-        self.sharded.__dict__[_LOGICAL] = Back(self)
+        self.sharded.__dict__[LOGICAL] = Back(self)
 
     def materialize(self, view: Tensor) -> None:
         """`view` (cut.whole, over the full storage) becomes the full face."""
@@ -425,7 +427,7 @@ class ShardedParameter:
     def copied(self) -> nn.Parameter:
         """A sharded face of its own memory, for a copy of the model."""
         face = _torch.dtensor(self.local.detach().clone(), self.spec)
-        return nn.Parameter(face, requires_grad=self.sharded.requires_grad)
+        return as_parameter(face, self.sharded.requires_grad)
 
     def become_plain(self) -> nn.Parameter:
         """Put one ordinary Parameter with the full value into every slot (collective); gradients, attributes and hooks too."""
@@ -436,7 +438,7 @@ class ShardedParameter:
         if self.sharded.grad is not None:
             plain.grad = self.cut.lift(self._whole(self.sharded.grad))
         self.sharded.__dict__[_SUCCESSOR] = plain
-        self.sharded.__dict__.pop(_LOGICAL, None)
+        self.sharded.__dict__.pop(LOGICAL, None)
         for installation in self.installations:
             installation.put(plain)
         return plain

@@ -205,7 +205,7 @@ class Unit:
         self.groups = groups
         self.runtime.heed(options.checks)
         for parameter in self.parameters:
-            parameter.before_step = self.check
+            parameter.before_step, parameter.label = self.check, self.label
         self._inform()
 
     def _can_pin(self) -> bool:

@@ -1,0 +1,158 @@
+"""The class of sharded parameters: DTensors that, mixed with plain tensors, raise an error which names the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.schedule import StateError
+
+LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to the ShardedParameter it is the face of
+_VIEWED = "_fullshard_viewed"  # on a view of a sharded parameter: the same
+_BARE = "_fullshard_bare"  # on both: the DTensor over the same memory that torch computes with
+_MIXED = "got mixed torch.Tensor and DTensor"
+
+
+class Face(DTensor):
+    """A sharded parameter, or a view of one. What other operations make of it (and `detach()` of a parameter) is a DTensor.
+
+    torch raises "got mixed torch.Tensor and DTensor" from its C++ parts, without a name. A subclass is asked first, computes
+    with a bare DTensor over the same memory, and names what it was given. While an optimizer steps, faces sleep: their class is
+    DTensor then, and so is what their operations cost. Attributes (`.grad`, `.shape`) are torch's own and cost nothing more.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        faces: list[Face] = []
+        bare = [_bared(value, faces) for value in args]
+        if kwargs:
+            kwargs = {key: _bared(value, faces) for key, value in kwargs.items()}
+        try:
+            made = func(*bare, **(kwargs or {}))
+        except RuntimeError as error:
+            names = _names(faces) if _MIXED in str(error) else ""
+            if not names:
+                raise
+            raise StateError(
+                f"{func} was given sharded {names} together with a plain tensor: outside of that forward a rank holds only its "
+                "part of the parameter. Compute with the tensors of `with fullshard.gathered(module)` (differentiable), call "
+                "register_fsdp_forward_method() for the method that reads it, or keep it full in `with model.resident():`"
+            ) from error
+        if made is None:
+            return None
+        if _torch.writes(func):
+            return _originals(made, faces)
+        if func.is_view:
+            for view in made if isinstance(made, (list, tuple)) else (made,):
+                _name(view, faces[0], func)
+        return made
+
+    def detach(self) -> Any:
+        made = super().detach()  # type: ignore[misc]
+        if _torch.makes_parameter():  # which insists on the class it was given
+            _turn(made, Face)
+        return made
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> Any:  # what torch.compile makes of a Face must be one
+        made = DTensor.__tensor_unflatten__(*args)
+        _turn(made, Face)
+        return made
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = _as_dtensor(self, DTensor.__deepcopy__, memo)  # type: ignore[attr-defined]
+        _turn(made, Face)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_dtensor(self, DTensor.__reduce_ex__, protocol)
+
+
+def as_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
+    """A Parameter over a DTensor of ours, which leaves `tensor` as it is."""
+    made = nn.Parameter(tensor, requires_grad=requires_grad)
+    if _torch.HONOURS_SUBCLASSES:
+        _turn(made, Face)  # as torch.utils.swap_tensors does
+    return made
+
+
+def _turn(tensor: Any, cls: type[DTensor]) -> None:
+    tensor.__class__ = cls
+
+
+def sleep(tensors: Iterable[Tensor]) -> None:
+    """Let Faces be DTensors until `wake`: an optimizer's operations then cost what they cost torch."""
+    for tensor in tensors:
+        if type(tensor) is Face:
+            _turn(tensor, DTensor)
+
+
+def wake(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        if type(tensor) is DTensor and LOGICAL in tensor.__dict__ and _torch.HONOURS_SUBCLASSES:
+            _turn(tensor, Face)
+
+
+def _bare(face: Face) -> DTensor:
+    """The DTensor that torch computes with: over the same memory, so that it writes the same."""
+    held = face.__dict__.get(_BARE)
+    local, spec = _torch.local_tensor(face), _torch.spec_of(face)
+    if held is None or _torch.local_tensor(held) is not local or _torch.spec_of(held) is not spec:
+        held = face.__dict__[_BARE] = _torch.dtensor(local, spec)
+    return held
+
+
+def _bared(value: Any, faces: list[Face]) -> Any:
+    if type(value) is Face:
+        faces.append(value)
+        return _bare(value)
+    if isinstance(value, (list, tuple)) and any(type(one) is Face for one in value):
+        return [_bared(one, faces) for one in value]
+    return value
+
+
+def _originals(made: Any, faces: list[Face]) -> Any:
+    """What an operation wrote to, as it was given."""
+    if isinstance(made, (list, tuple)):
+        return type(made)(_originals(one, faces) for one in made)
+    if type(made) is DTensor:
+        for face in faces:
+            if face.__dict__[_BARE] is made:
+                return face
+    return made
+
+
+def _name(view: Any, face: Face, func: Any) -> None:
+    back = face.__dict__.get(_VIEWED)
+    if back is None:
+        back = face.__dict__.get(LOGICAL)
+        if func is torch.ops.aten.detach.default:
+            return
+    if back is not None and type(view) is DTensor:
+        view.__dict__[_VIEWED] = back
+        _turn(view, Face)
+
+
+def _as_dtensor(face: Face, fn: Any, argument: Any) -> Any:
+    """`fn` of a tensor that is of torch's own class meanwhile, for what asks for the very class."""
+    face.__dict__.pop(_BARE, None)
+    _turn(face, DTensor)
+    try:
+        return fn(face, argument)
+    finally:
+        _turn(face, Face)
+
+
+def _names(faces: list[Face]) -> str:
+    """Which parameters they are, and that their units' forward is not running; empty for parameters of units that are gone."""
+    backs = [face.__dict__.get(LOGICAL) or face.__dict__.get(_VIEWED) for face in faces]
+    found = [logical for back in backs if back is not None and (logical := back()) is not None]
+    parts = [f"parameter '{one.name}' of unit '{one.label.name}', whose forward is not running," for one in found]
+    return " and ".join(dict.fromkeys(parts))

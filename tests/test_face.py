@@ -1,0 +1,72 @@
+"""A sharded parameter that is mixed with a plain tensor outside of forward is named; what works stays as DTensor has it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import World, ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import StateError, _torch, fully_shard
+
+
+class Texts(expecttest.TestCase):
+    def runTest(self) -> None: ...
+
+
+@pytest.mark.skipif(not _torch.HONOURS_SUBCLASSES, reason="this torch calls no dispatch of DTensor's subclasses")
+@ranks(2)
+def test_a_mix_with_plain_tensors_names_the_parameter(world: World) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    fully_shard(model, mesh=world.mesh)
+    weight, bias, x = model[0].weight, model[1].bias, torch.ones(2, 4)
+    for mixed in (
+        lambda: x @ weight.t(),
+        lambda: F.linear(x, weight),
+        lambda: weight + torch.ones(4, 4),
+        lambda: torch.cat([torch.ones(4, 4), weight]),
+        lambda: torch._foreach_add([weight], [torch.ones(4, 4)]),
+        lambda: x * weight[0],
+    ):
+        with pytest.raises(StateError) as caught:
+            mixed()
+        assert "parameter '0.weight' of unit 'Sequential', whose forward is not running" in str(caught.value)
+    Texts().assertExpectedInline(
+        str(caught.value),
+        """aten.mul.Tensor was given sharded parameter '0.weight' of unit 'Sequential', whose forward is not running, together with a plain tensor: outside of that forward a rank holds only its part of the parameter. Compute with the tensors of `with fullshard.gathered(module)` (differentiable), call register_fsdp_forward_method() for the method that reads it, or keep it full in `with model.resident():`""",
+    )
+    with pytest.raises(StateError, match="'1.bias'"):
+        F.layer_norm(x, (4,), bias)
+
+
+@ranks(2)
+def test_a_face_is_a_dtensor_in_all_else(world: World) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    fully_shard(model, mesh=world.mesh)
+    weight = model[0].weight
+    assert isinstance(weight, DTensor) and isinstance(weight, nn.Parameter)
+    assert {type(value) for value in (weight.detach(), weight.clone(), weight * 2, *model.state_dict().values())} == {DTensor}
+    assert type(nn.Parameter(weight)) is type(weight)
+    version = weight._version
+    with torch.no_grad():
+        assert weight.mul_(2) is weight and weight._version == version + 1
+        assert weight.t()._base is weight
+    (weight.t() * 3).sum().backward()
+    assert type(weight.grad) is DTensor
+    copied = copy.deepcopy(weight)
+    assert type(copied) is type(weight) and torch.equal(copied.full_tensor(), weight.full_tensor())
+    assert type(pickle.loads(pickle.dumps(weight))) is DTensor
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    assert {type(value) for value in torch.load(file, weights_only=True).values()} == {DTensor}
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    assert type(weight) is type(copied)
