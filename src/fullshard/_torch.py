@@ -110,7 +110,7 @@ _TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard.__wrapped__  # type: ignore[att
 # --- DTensor ---------------------------------------------------------------------------------------------------------
 
 
-HONOURS_SUBCLASSES: bool = torch.torch_version.TorchVersion(torch.__version__) >= (2, 12)
+HONOURS_SUBCLASSES: bool = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 """Whether the `__torch_dispatch__` of a subclass of DTensor is called; torch 2.11 takes it for DTensor's own."""
 
 
