@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 
 LIMIT = 60.0
+DIED = "the process died"
 TESTS = str(Path(__file__).parent)
 
 
@@ -57,6 +58,7 @@ class World:
 
 
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.path.insert(0, TESTS)
     import torch
@@ -105,14 +107,17 @@ class Pool:
         try:
             return connection.recv()
         except EOFError:
-            return "the process died"
+            return DIED
 
     def run(self, module: str, name: str, arguments: dict[str, Any], limit: float) -> None:
         for connection in self._connections:
             connection.send((module, name, arguments))
         replies = []
-        for connection in self._connections:
+        for connection, process in zip(self._connections, self._processes):
             reply = self._receive(connection, limit)
+            if reply == DIED:
+                process.join(5.0)
+                reply = f"{DIED}, exit code {process.exitcode}"
             replies.append(reply)
             limit = 5.0 if reply is not None else limit  # one failed: the others may be stuck behind it
         failed = {rank: reply for rank, reply in enumerate(replies) if reply is not None}
