@@ -60,6 +60,7 @@ def examine(unit: Unit, root: nn.Module) -> None:
             )
     if unit.runtime.planner.outermost() is None and not unit.examined and _is_first_rank(unit):
         unit.end_examination()
+        unit.name_below(root)
         for name, line in remarks(root):
             if name not in unit.options.checks.silence:
                 say(line)
@@ -93,11 +94,11 @@ def remarks(root: nn.Module) -> list[tuple[str, str]]:
     The names are those of `CheckPolicy(silence=...)`.
     """
     units = list(dict.fromkeys(unit for module in root.modules() if (unit := unit_of(module)) is not None))
-    sizes = {unit.name: sum(p.cut.whole.numel() for p in unit.parameters) for unit in units}
-    total = sum(sizes.values())
+    sizes = [sum(p.cut.whole.numel() for p in unit.parameters) for unit in units]
+    total = sum(sizes)
     found: list[tuple[str, str]] = []
     if len(units) > 1 and units[0].modules[0] is root:
-        own = sizes[units[0].name]
+        own = sizes[0]
         if own > total / 2 and own >= _LARGE:
             found.append(
                 (
@@ -106,9 +107,8 @@ def remarks(root: nn.Module) -> list[tuple[str, str]]:
                     "parameters: call fully_shard on its large parts first, or shard_model(), which chooses them",
                 )
             )
-    middle = median(sizes.values()) if sizes else 0
-    for unit in units[1:]:
-        size = sizes[unit.name]
+    middle = median(sizes) if sizes else 0
+    for unit, size in list(zip(units, sizes))[1:]:
         if len(units) > 3 and size > 8 * middle and size >= _LARGE:
             found.append(
                 (

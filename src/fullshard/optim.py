@@ -66,7 +66,7 @@ def _remark(optimizer: torch.optim.Optimizer) -> None:
         for name, parameter in zip(names, group["params"]):
             if type(parameter) is nn.Parameter and parameter.grad is not None and not is_ignored(parameter):
                 plain.append(name)
-        units += [unit for p in logical_parameters(group["params"][:1]) if (unit := owner_of(p)) is not None]
+        units += [unit for p in logical_parameters(group["params"])[:1] if (unit := owner_of(p)) is not None]
     if plain and units:
         remark_on_optimizer(units[0], plain)
 

@@ -1,0 +1,171 @@
+"""What looks wrong is said: parameters that nobody reduces raise, waste and skew get one line, once, with the fix."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from harness import World, ranks
+from models import Stack, batch, shard_stack, square
+from torch import Tensor, nn
+
+import fullshard
+from fullshard import CheckPolicy, LintWarning, StateError, fully_shard
+
+
+class Texts(expecttest.TestCase):
+    def runTest(self) -> None: ...
+
+
+def lines(fn: Callable[[], Any]) -> list[str]:
+    """The remarks made while `fn` runs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fn()
+    return [str(w.message) for w in caught if issubclass(w.category, LintWarning)]
+
+
+class Wide(nn.Module):
+    """Most of it in the root, one block far larger than the others, and a parameter with few rows."""
+
+    def __init__(self, root: int = 1, block: int = 1, rows: int = 64) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 64 * (block if i == 3 else 1), bias=False) for i in range(5)])
+        self.table = nn.Parameter(torch.ones(64 * root, 64))
+        self.few = nn.Parameter(torch.ones(rows, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)[..., :64]
+        return x * self.table.sum() * self.few.sum()
+
+
+def wide(world: World, silence: tuple[str, ...] = (), **sizes: int) -> Wide:
+    model = Wide(**sizes)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=world.mesh, check_policy=CheckPolicy(silence=silence))
+    return model
+
+
+@ranks(2)
+def test_waste_is_said_once_on_one_rank_and_can_be_silenced(world: World) -> None:
+    cases = {
+        "root": {"root": 512},
+        "large": {"block": 512},
+    }
+    for name, sizes in cases.items():
+        x = torch.ones(1, 64)
+        model = wide(world, **sizes)
+        said = lines(lambda model=model, x=x: [model(x) for _ in range(3)])
+        assert len(said) == (world.rank == 0), said
+        if world.rank == 0 and name == "root":
+            Texts().assertExpectedInline(
+                said[0],
+                """unit 'Wide' is full from its forward to its backward's end and holds 99% of the parameters: call fully_shard on its large parts first, or shard_model(), which chooses them""",
+            )
+        if world.rank == 0 and name == "large":
+            Texts().assertExpectedInline(
+                said[0],
+                """unit 'blocks.3' has 2,097,152 elements, 512 times the median of the units, and decides the peak of memory: call fully_shard on parts of it""",
+            )
+        quiet = wide(world, silence=(name,), **sizes)
+        assert lines(lambda quiet=quiet, x=x: quiet(x)) == []
+    assert lines(lambda: shard_stack(Stack(), world.mesh)(batch(0))) == [], "small models are left in peace"
+
+
+@ranks(4)
+def test_padding_is_said(world: World) -> None:
+    class Few(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(1, 2_000_000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table.sum() * x
+
+    model = fully_shard(Few(), mesh=world.mesh)
+    said = lines(lambda: model(torch.ones(1)))
+    if world.rank == 0:
+        Texts().assertExpectedInline(
+            said[0],
+            """unit 'Few' is padded by 300%, since its parameters have few rows for 4 ranks: cut them along another dim with shard_placement_fn""",
+        )
+
+
+@ranks(2)
+def test_trainable_parameters_that_nobody_reduces(world: World) -> None:
+    """Ignored ones are said; those added after sharding raise by name; those of a forgotten root are said by the optimizer."""
+    model = Stack(1)
+    shared = copy.deepcopy(model)
+    fully_shard(shared, mesh=world.mesh, ignored_params={shared.head.bias})
+    said = lines(lambda: shared(batch(0)))
+    if world.rank == 0:
+        Texts().assertExpectedInline(
+            said[0],
+            """ignored parameters 'head.bias' are trainable, and nobody reduces their gradients: each rank trains its own, unless you average them after backward""",
+        )
+
+    late = shard_stack(Stack(), world.mesh)
+    square(late(batch(0))).backward()
+    late.blocks[1].scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(StateError) as caught:
+        late(batch(0))
+    Texts().assertExpectedInline(
+        str(caught.value),
+        """unit 'blocks.1': parameters added after fully_shard ('scale') would be trained by each rank alone: add them before, call fully_shard on the module that holds them, or freeze them (requires_grad_(False))""",
+    )
+    late.blocks[1].scale.requires_grad_(False)
+    late(batch(0))
+    late.blocks[1].adapter = fully_shard(nn.Linear(3, 3), mesh=world.mesh)
+    late(batch(0))
+    late.head = nn.Linear(7, 3)
+    with pytest.raises(StateError, match=r"parameters added after fully_shard \('head.weight', 'head.bias'\)"):
+        late(batch(0))
+
+    rootless = Stack(2)
+    for block in rootless.blocks:
+        fully_shard(block, mesh=world.mesh)
+    optimizer = torch.optim.SGD(rootless.parameters(), lr=0.1)
+    square(rootless(batch(0))).backward()
+    said = lines(lambda: [optimizer.step() for _ in range(2)])
+    if world.rank == 0:
+        (line,) = said
+        Texts().assertExpectedInline(
+            line,
+            """an optimizer steps sharded parameters and 4 plain ones ('one of shape (7, 5)', 'one of shape (7,)', 'one of shape (3, 7)' and 1 more), whose gradients no unit reduces: each rank trains its own. Call fully_shard on the module that holds them, the outermost one for example""",
+        )
+
+
+@ranks(2)
+def test_prefetches_that_are_missed_are_counted_and_said(world: World) -> None:
+    class Shuffled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+        def forward(self, x: Tensor, order: list[int]) -> Tensor:
+            for index in order:
+                x = self.parts[index](x)
+            return x
+
+    model = Shuffled()
+    policy = fullshard.CommPolicy(lanes=lambda device: fullshard.comm.HostLane())  # counted apart from other models
+    for module in (*model.parts, model):
+        fully_shard(module, mesh=world.mesh, comm_policy=policy)
+    generator = torch.Generator().manual_seed(0)
+    before = fullshard.stats(model)
+    assert before.missed == 0
+    for _ in range(8):
+        square(model(torch.ones(2, 4), torch.randperm(6, generator=generator).tolist())).backward()
+    assert fullshard.stats(model).missed >= 8
+    in_order = shard_stack(
+        Stack(), world.mesh, comm_policy=fullshard.CommPolicy(lanes=lambda device: fullshard.comm.HostLane())
+    )
+    for step in range(4):
+        square(in_order(batch(step))).backward()
+    assert fullshard.stats(in_order).missed == 0

@@ -1,0 +1,108 @@
+"""Where a program is, when somebody asks; and that it ends cleanly when nobody does."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import TESTS, World, ranks
+from models import Stack, batch, shard_stack, square
+
+import fullshard
+from fullshard import CheckPolicy, StateError
+from fullshard.ledger import listed, parted
+
+PROGRAM = """
+import os, sys, time
+import torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from models import Stack, batch, shard_stack, square
+from torch.distributed.device_mesh import init_device_mesh
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + folder + "/store", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = shard_stack(Stack(), init_device_mesh("cpu", (2,)))
+square(model(batch(0))).backward()
+{body}
+"""
+
+
+def start(folder: Path, body: str) -> list[subprocess.Popen[str]]:
+    text = PROGRAM.format(tests=TESTS, body=body)
+    return [
+        subprocess.Popen([sys.executable, "-c", text, str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+
+
+def test_a_signal_has_all_ranks_say_where_they_are(tmp_path: Path) -> None:
+    """Rank 0 waits in backward for rank 1, which is somewhere else; a thread that waits in C++ runs no Python handlers."""
+    processes = start(
+        tmp_path,
+        "loss = square(model(batch(0)))\n"
+        "open(f'{folder}/ready{rank}', 'w').close()\n"
+        "time.sleep(12 if rank else 0)\n"
+        "loss.backward()\n",
+    )
+    while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+        time.sleep(0.1)
+    time.sleep(1.0)
+    os.kill(processes[0].pid, signal.SIGUSR1)
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    (line,) = [line for line in said[0].splitlines() if line.startswith("fullshard: ")]
+    expected = (
+        r"fullshard: rank 0: waiting in call \d+, 'blocks\.2' backward gather; "
+        r"rank 1: computing, or elsewhere, after call \d+, 'blocks\.2' forward gather"
+    )
+    assert re.fullmatch(expected, line), line
+
+
+@pytest.mark.parametrize(
+    "ending", ["", "dist.destroy_process_group()", "time.sleep(0.5 * rank)", "time.sleep(0.5 * (1 - rank))"]
+)
+def test_programs_end_quietly(tmp_path: Path, ending: str) -> None:
+    processes = start(tmp_path, ending)
+    for process in processes:
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == 0
+        assert "fullshard" not in said and "Traceback" not in said and "store" not in said.lower().replace("/store", ""), said
+
+
+@ranks(2)
+def test_a_timeout_says_for_whom_it_waited(world: World) -> None:
+    policy = CheckPolicy(patience=0.2, timeout=1.0)
+    lanes = fullshard.CommPolicy(lanes=lambda device: fullshard.comm.HostLane())  # a waiter of its own
+    model = shard_stack(Stack(), world.mesh, check_policy=policy, comm_policy=lanes)
+    square(model(batch(0))).backward()
+    error = None
+    if world.rank == 0:
+        with pytest.raises(StateError) as caught:
+            model(batch(0))
+        error = caught.value
+        text = re.sub(r"call \d+", "call N", str(error))
+        assert text.startswith("rank 0 waited 1 seconds (CheckPolicy.timeout) in call N, 'Stack' forward gather. rank 1: "), (
+            text
+        )
+    else:
+        time.sleep(7.0)  # computing, as far as anybody knows
+    assert fullshard.any_failed(world.mesh, error)
+
+
+def test_ranks_are_listed_shortly() -> None:
+    assert listed([4]) == "rank 4"
+    assert listed(range(8)) == "ranks 0-7"
+    assert listed([9, 1, 2, 3, 5]) == "ranks 1-3, 5 and 9"
+
+
+def test_the_first_difference_counts_and_ranks_that_are_behind_do_not() -> None:
+    same = [(1, 10, "a"), (2, 20, "b")]
+    assert parted({0: same, 1: same[:1], 2: []}) is None
+    assert parted({0: [*same, (3, 30, "c")], 1: [*same, (3, 31, "d"), (4, 41, "e")]}) == (3, {"c": [0], "d": [1]})
