@@ -70,3 +70,38 @@ def test_a_face_is_a_dtensor_in_all_else(world: World) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
     assert type(weight) is type(copied)
+
+
+@pytest.mark.skipif(not _torch.HONOURS_SUBCLASSES, reason="this torch asks no subclass of DTensor")
+@ranks(1, 2)
+def test_assigning_data_is_honoured_or_refused_by_name(world: World) -> None:
+    """Elsewhere `.data = x` is ignored by the next forward."""
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=world.mesh, reshard_after_forward=False)
+    x = torch.ones(2, 4)
+    for value in (torch.full((4, 4), 2.0), torch.full((4, 4), 3.0)):
+        model(x)
+        model.weight.data = value
+        assert torch.equal(model(x), nn.functional.linear(x, value))
+        model.weight.data = model.weight.data * 2
+        assert torch.equal(model(x), nn.functional.linear(x, 2 * value))
+    with pytest.raises(StateError, match=r"parameter 'weight' of shape \(4, 4\) was assigned .data a tensor of shape \(2, 4\)"):
+        model.weight.data = torch.ones(2, 4)
+    with pytest.raises(StateError, match="'weight' of dtype torch.float32 was assigned .data of torch.float64"):
+        model.weight.data = torch.ones(4, 4).double()
+
+
+@ranks(1, 2)
+def test_writing_to_a_parameter_that_was_unsharded_by_hand_is_refused_when_it_goes(world: World) -> None:
+    """Elsewhere what was written is gone after `reshard()`."""
+    for write in (lambda p: p.mul_(2), lambda p: setattr(p, "data", torch.ones(4, 4))):
+        model = fully_shard(nn.Linear(4, 4, bias=False), mesh=world.mesh)
+        model.unshard()
+        with torch.no_grad():
+            write(model.weight)
+        with pytest.raises(StateError, match="'weight' of unit 'Linear' was written while it was unsharded by hand"):
+            model.reshard()
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=world.mesh)
+    model.unshard()
+    model(torch.ones(2, 4)).sum().backward()
+    model.unshard()
+    model.reshard()

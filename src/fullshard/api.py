@@ -29,7 +29,7 @@ from fullshard.policies import (
     resolve_offload,
 )
 from fullshard.runtime import Runtime, Unit, UnitOptions, unit_of
-from fullshard.sync import BUFFERS, SYNCS, broadcast, check_alike, has_values_everywhere
+from fullshard.sync import BUFFERS, SYNCS, broadcast, check_alike, check_structure, has_values_everywhere
 from fullshard.ties import Ties, find_ties
 from fullshard.views import view_of
 
@@ -250,7 +250,10 @@ class Order:
 
 
 def _synchronise(found: _Found, axis: ShardAxis, how: str) -> None:
-    """Raises ValueError on every rank if the ranks hold different values, or have all hold those of the first."""
+    """Raises ValueError on every rank if the ranks hold different parameters or values, or have all hold those of the first."""
+    wrong = check_structure([(f"'{claim.name}'", claim.parameter) for claim in found.claims], axis)
+    if wrong is not None:
+        raise ValueError(f"the ranks call fully_shard for different parameters. {wrong}. Build the same model on all ranks")
     if how == "off" or not (found.claims or found.holdings.buffers):
         return
     sets: dict[tuple[int, int], tuple[ShardAxis, list[tuple[str, torch.Tensor]]]] = {}  # by the ranks that should agree

@@ -173,6 +173,8 @@ def undo(root: nn.Module, undress: Dress) -> None:
                 f"undo() was called while gradients of unit '{unit.name}' are only kept on each rank: run the last backward of "
                 "the step first, or call zero_grad()"
             )
+    for unit in units[:1]:
+        unit.runtime.attend(unit, doing="undo()")
     for unit in units:
         unit.runtime.release(unit, doing="undo()")
         unit.refresh()

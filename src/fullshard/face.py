@@ -54,6 +54,20 @@ class Face(DTensor):
                 _name(view, faces[0], func)
         return made
 
+    @property
+    def data(self) -> Any:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        """Of a parameter of a unit: the values are taken over, the memory stays. Raises StateError for what does not fit."""
+        back = self.__dict__.get(LOGICAL)
+        logical = None if back is None else back()
+        if logical is None:
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        else:
+            logical.assign(value)
+
     def detach(self) -> Any:
         made = super().detach()  # type: ignore[misc]
         if _torch.makes_parameter():  # which insists on the class it was given

@@ -177,6 +177,7 @@ class ShardedParameter:
 
     __slots__ = (
         "__weakref__",
+        "_lent",
         "_plain",
         "before_step",
         "cut",
@@ -203,6 +204,7 @@ class ShardedParameter:
         self._plain = cut.dense is None and len(cut.shape) > 0  # modules compute with `cut.whole` as it is
         self.before_step: Callable[[], None] | None = None
         self.label = Label("")
+        self._lent: tuple[int, int] | None = None
         self.local: Tensor = cut.slice(inside(original.detach())) if sharded is None else inside(sharded)
         if sharded is None:
             face = _torch.dtensor(_torch.at_origin(self.local), self.spec)
@@ -313,6 +315,7 @@ class ShardedParameter:
     def materialize(self, view: Tensor) -> None:
         """`view` (cut.whole, over the full storage) becomes the full face."""
         self.full = nn.Parameter(self.cut.lift(view), requires_grad=self.sharded.requires_grad)
+        self.full.__dict__.update({k: v for k, v in self.sharded.__dict__.items() if not is_ours(k)})
         self.full.__dict__[_SUCCESSOR] = self.sharded
 
     def incoming(self) -> Tensor:
@@ -371,6 +374,31 @@ class ShardedParameter:
             f"parameter '{self.name}' {what} a DTensor on {value.device_mesh} with {value.placements}; expected "
             f"{cut.mesh} with {cut.placements}: redistribute() it first, or give the full tensor"
         )
+
+    def assign(self, value: Tensor) -> None:
+        """As `.data = value`: take over these values."""
+        if value.dtype != self.local.dtype:
+            raise StateError(
+                f"parameter '{self.name}' of dtype {self.local.dtype} was assigned .data of {value.dtype}: cast the model "
+                "with .to(dtype) first"
+            )
+        rows = self.take(value.detach(), what="was assigned .data")
+        with torch.no_grad():
+            self.local.copy_(rows)
+        self.wrote()
+
+    def note_version(self) -> None:
+        """The full face is handed to the caller."""
+        self._lent = None if self.full is None else (self.full._version, self.full.data_ptr())
+
+    def check_unwritten(self) -> None:
+        """Raises StateError if the caller wrote to the full face that was handed out, which is about to go."""
+        lent, self._lent = self._lent, None
+        if lent is not None and self.full is not None and lent != (self.full._version, self.full.data_ptr()):
+            raise StateError(
+                f"parameter '{self.name}' of unit '{self.label.name}' was written while it was unsharded by hand, which "
+                "reshard() loses: write to it in `with fullshard.full_params(module):`, or to its shard while it is sharded"
+            )
 
     def match_trainability(self) -> None:
         """Let the full face require grad as the sharded one does."""

@@ -148,6 +148,7 @@ class CheckPolicy:
         not use a parameter learns whether any other did: used nowhere leaves `.grad` None, used somewhere gives every
         rank its part of the mean. Without it, a parameter that this rank did not use gets a gradient (of zeros, if no
         rank used it).
+    every: only each n-th synchronised backward ends with a heartbeat; the others are as without it. At least 1.
     patience: seconds that a rank waits for a message of others before it asks, through the store of the process group,
         where they are. Ranks that ran different units then stop, each naming both. At least 0.
     silence: names of remarks that are not wanted: "root" (the outermost unit holds most of the parameters), "large" (a unit far

@@ -203,7 +203,7 @@ class Unit:
                     )
                 )
         self.groups = groups
-        self.runtime.heed(options.checks)
+        self.runtime.heed()
         for parameter in self.parameters:
             parameter.before_step, parameter.label = self.check, self.label
         self._inform()
@@ -721,12 +721,13 @@ class Runtime:
     def ledgers(self) -> list[Ledger]:
         return list(self._ledgers.values())
 
-    def heed(self, checks: CheckPolicy) -> None:
-        """The shortest patience of the units counts."""
-        waiter = self.waiter
-        if waiter is not None:
-            timeouts = [timeout for timeout in (waiter.timeout, checks.timeout) if timeout is not None]
-            waiter.configure(min(waiter.patience, checks.patience), min(timeouts, default=None))
+    def heed(self) -> None:
+        """Of the units that there are, the shortest patience counts."""
+        if self.waiter is not None:
+            checks = [unit.options.checks for unit in self._units.values()]
+            timeouts = [check.timeout for check in checks if check.timeout is not None]
+            patience = min((check.patience for check in checks), default=1.0)
+            self.waiter.configure(patience, min(timeouts, default=None))
 
     def explained(self, failure: BaseException, ledger: Ledger, entry: Entry) -> StateError:
         """What a failed collective was about, and where the other ranks are."""
@@ -888,14 +889,20 @@ class Runtime:
             group.install()
 
     def _check_replicas(self, unit: Unit) -> None:
-        """Of parameters that got their values after they were cut, replicas must hold the same."""
-        axis = unit.axis
-        if axis.replicas is None or unit.options.sync == "off":
+        """Of parameters that got their values after they were cut, ranks that hold the same rows must hold the same values."""
+        if unit.options.sync == "off":
             return
-        shards = [(f"parameter '{p.name}' of unit '{unit.name}'", p.local) for p in unit.parameters]
-        if unit.options.sync == "broadcast":
-            return broadcast([shard for _, shard in shards], axis, groups=[axis.replicas.group])
-        wrong = check_alike(shards, axis, groups=[axis.replicas.group])
+        wrong: str | None = None
+        axes: dict[int, tuple[ShardAxis, list[tuple[str, Tensor]]]] = {}
+        for p in unit.parameters:
+            name = f"parameter '{p.name}' of unit '{unit.name}'"
+            axes.setdefault(id(p.cut.axis), (p.cut.axis, []))[1].append((name, p.local))
+        for axis, shards in axes.values():
+            groups = [] if axis.replicas is None else [axis.replicas.group]
+            if unit.options.sync == "broadcast":
+                broadcast([shard for _, shard in shards], axis, groups=groups)
+            else:
+                wrong = wrong or check_alike(shards, axis, groups=groups)
         if wrong is not None:
             raise StateError(
                 f"{wrong}, which hold the same rows: initialise it from one seed on all replicas, as fullshard.materialize() "
@@ -1119,10 +1126,15 @@ class Runtime:
         self._execute(self.planner.ready(unit.number))
         for group in unit.groups:
             group.install()
+        for parameter in unit.parameters:
+            parameter.note_version()
 
     def release(self, unit: Unit, *, doing: str = "reshard()") -> None:
         """Free the full parameters. Raises StateError while the unit's forward or backward needs them."""
         self.check_idle(unit, doing=doing)
+        if unit.residency is Residency.FULL:
+            for parameter in unit.parameters:
+                parameter.check_unwritten()
         self._uninstall(unit)
         self._execute(self.planner.release(unit.number))
         for group in unit.groups:
@@ -1165,6 +1177,14 @@ class Runtime:
                 self._reduce_group(unit, group, group.take_gradients() or [None] * len(group.parameters))
         if not unit.options.keep_after_backward:
             self.release(unit)
+
+    def attend(self, unit: Unit, *, doing: str) -> None:
+        """A collective of torch's follows, which knows no names: first make sure that all ranks are about to begin it."""
+        carriers = self.carriers(unit.axis, unit.options)
+        line = Line(self.ledger(unit.axis), unit.label, f"{unit.ordinal} {doing}")
+        message = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        if unit.axis.ranks > 1:
+            self._send(self._gather_lane, line, doing, partial(carriers.gather.all_reduce_max, message), _nothing).wait()
 
     def collect_now(self) -> None:
         """Wait for what is in flight and hand out gradients, for a caller that runs backwards piece by piece."""
@@ -1361,6 +1381,9 @@ class Runtime:
             ticket.wait()
             group.settle(ticket)
         del self._gathering[unit.number]
+        if self.planner.is_kept(unit.number):
+            for parameter in unit.parameters:
+                parameter.note_version()
 
     def _retain(self, unit: Unit) -> None:
         for group in unit.groups:

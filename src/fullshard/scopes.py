@@ -54,6 +54,8 @@ def full_params(
     for unit in units:
         unit.runtime.release(unit, doing="full_params()")
         unit.refresh()
+    for unit in units[:1]:
+        unit.runtime.attend(unit, doing="full_params()")
     shown: list[tuple[ShardedParameter, nn.Parameter]] = []
     assigned: list[str] = []
     for unit in units:

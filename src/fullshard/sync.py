@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -85,6 +86,30 @@ def check_alike(
     return f"{named[index][0]} differs between {_who(digests[index], groups, axis)}"
 
 
+def check_structure(named: Sequence[tuple[str, Tensor]], axis: ShardAxis) -> str | None:
+    """What is wrong if the ranks of `axis` are about to shard different parameters; the same on all of them (collective)."""
+    groups = _groups(axis)
+    if not groups:
+        return None
+    parts = [f"{name} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named]
+    hashed = hashlib.sha256("; ".join(parts).encode()).digest()[:8]
+    mine = torch.tensor(list(hashed), dtype=torch.uint8, device=axis.device)
+    message = torch.cat([mine, 255 - mine])
+    for group in groups:
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+    head = message.cpu().int()
+    if bool((head[:8] + head[8:] == 255).all()):
+        return None
+    room = 256  # bytes for what each rank says of itself, all of one length
+    rank = dist.get_rank()
+    text = f"rank {rank} has {len(named)}: {'; '.join(parts)}".encode()[:room].ljust(room)
+    group = groups[-1]
+    found = [torch.zeros(room, dtype=torch.uint8, device=axis.device) for _ in range(group.size())]
+    dist.all_gather(found, torch.tensor(list(text), dtype=torch.uint8, device=axis.device), group=group)
+    texts = [bytes(one.tolist()).decode(errors="ignore").strip() for one in found]
+    return ". ".join(dict.fromkeys(texts))
+
+
 def _who(mine: Tensor, groups: Sequence[dist.ProcessGroup], axis: ShardAxis) -> str:
     """The ranks that hold other values than the first one, as far as one of the process groups shows it (collective)."""
     for group in reversed(groups):
@@ -128,4 +153,4 @@ def has_values_everywhere(named: Sequence[tuple[str, Tensor]], axis: ShardAxis) 
     return None
 
 
-__all__ = ["BUFFERS", "SYNCS", "broadcast", "check_alike", "digest", "has_values_everywhere"]
+__all__ = ["BUFFERS", "SYNCS", "broadcast", "check_alike", "check_structure", "digest", "has_values_everywhere"]

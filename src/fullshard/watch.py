@@ -233,6 +233,8 @@ class Watch:
             if sum(map(len, calls.values())) < len(ledger.ranks) and now < since + _GRACE:
                 return None  # others may say so soon, and all should say the same
             said = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in calls.items())
+            if len(calls) == 1:
+                said += ", but of other parameters, shapes or dtypes, or after other calls"
             return (
                 f"the ranks parted at call {number}. {said}. All ranks must run the same units in the same order: have a rank "
                 "that has nothing to compute for a unit call its join(), and all ranks any_failed() when some may have raised"
