@@ -73,6 +73,12 @@ def test_outputs_without_a_graph_are_no_hidden_outputs(world: World) -> None:
         model(torch.ones(2, 5))
         stack(world.mine(batch(0)))
     assert kept.requires_grad
+    later = shard_stack(Stack(), world.mesh)
+    loss = square(later(world.mine(batch(0))))
+    loss.backward()  # the graph is used up, and its nodes live as long as the loss
+    later.head.register_forward_hook(lambda m, a, o: o.detach())
+    later(world.mine(batch(0)))
+    assert loss.requires_grad
 
 
 class Smooth(nn.Module):

@@ -122,6 +122,7 @@ class Unit:
         self._residents = 0  # resident() blocks it is in
         self._script: tuple[tuple[int, bool], ...] = ()  # units that its last forward entered (True) and left, itself included
         self._traced_from = 0
+        self._graphs = 0
         self.announces: bool | None = None  # whether its last forward had an output with a graph
         self.shown = False  # full_params() has plain Parameters in its slots
         self._methods = 0  # calls of registered methods under way
@@ -254,8 +255,8 @@ class Unit:
 
     def check_hidden(self, output: Any) -> None:
         """No tensor with a graph was found in `output`. Raises StateError if a graph leads to the parameters all the same."""
-        if not torch.is_grad_enabled() or self.runtime.planner.has_graph(self.number) or _torch.current_graph_task() != -1:
-            return  # it may be an older one, whose backward announces itself
+        if not torch.is_grad_enabled() or self._graphs or _torch.current_graph_task() != -1:
+            return  # it may be an older one, whose backward announces itself or did
         for parameter in self.parameters:
             full = parameter.full
             if full is not None and full.requires_grad and _torch.is_in_graph(full):
@@ -302,6 +303,10 @@ class Unit:
     def learn(self, trace: Sequence[tuple[int, bool]]) -> None:
         """Its forward ended well, at the end of the runtime's trace."""
         self._script = tuple(trace[self._traced_from :])
+
+    def count_graph(self, more: int) -> None:
+        """One more graph with an output of the unit exists, or one less; whether its backward has been does not matter."""
+        self._graphs += more
 
     def announced(self, announces: bool) -> None:
         """Whether the forward that just ended will announce its backward."""
@@ -591,6 +596,7 @@ class BackwardHook:
     def __init__(self, unit: Unit, call: Call, *, glimpse: bool = False) -> None:
         self._unit, self._call, self._task, self._reached, self._glimpse = unit, call, -1, False, glimpse
         unit.runtime.planner.expect_backward(call)
+        unit.count_graph(1)
 
     def __call__(self, *_: object) -> None:
         task = _torch.current_graph_task()
@@ -600,6 +606,7 @@ class BackwardHook:
             self._forget()
 
     def __del__(self) -> None:
+        self._unit.count_graph(-1)
         self._forget()
 
     def _forget(self) -> None:

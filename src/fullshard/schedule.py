@@ -484,10 +484,6 @@ class Planner:
         seat.ended(seat.last, hooked=seat.hooked or grad)
         return seat.last
 
-    def has_graph(self, unit: int) -> bool:
-        """Whether a graph of the unit that announces its backward is alive on this rank."""
-        return self._seats[unit].alive > 0
-
     def before_backward(self, call: Call, *, stale: bool = False, glimpse: bool = False, again: bool = False) -> list[Action]:
         """glimpse: of a call that `glimpse` made, whose backward needs no parameters.
         again: this backward makes a graph (`create_graph=True`), so the unit stays full until the next backward ends.
