@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,15 +42,26 @@ class Hides(nn.Module):
 
 @ranks(1, 2)
 def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> None:
-    """Elsewhere its backward dies of a storage of size 0 that belongs to nobody, or its gradients are never reduced."""
-    for options in ({"reshard_after_forward": True}, {"reshard_after_forward": False}):
-        model = fully_shard(Hides(), mesh=world.mesh, **options)
+    """Elsewhere its backward dies of a storage of size 0 that belongs to nobody, or its gradients are never reduced. Here it is
+    said at forward, once, and where the parameters stay, the backward is right."""
+    for reshard in (True, False):
+        plain = Hides()
+        model = fully_shard(copy.deepcopy(plain), mesh=world.mesh, reshard_after_forward=reshard)
         for _ in range(2):
-            text = text_of(lambda model=model: model(torch.ones(2, 5)))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                square(model(world.mine(batch(0)))()).backward() if not reshard else model(world.mine(batch(0)))
+            said = [str(w.message) for w in caught if issubclass(w.category, fullshard.LintWarning)]
+            if not said:
+                continue  # it was said before
+            (text,) = said
             Texts().assertExpectedInline(
                 text,
-                """the forward of unit 'Hides' returned a function in which no tensor with a graph is found, but a graph leads to its parameter 'linear.weight' all the same: its backward would neither be gathered for nor reduced. Return the tensor itself, or in a list, dict, dataclass or attribute""",
+                """the forward of unit 'Hides' returned a function in which no tensor with a graph is found, but a graph leads to its parameter 'linear.weight' all the same: a backward through it cannot be gathered for. Return the tensor itself, or in a list, dict, dataclass or attribute, or keep the parameters with reshard_after_forward=False""",
             )
+    for _ in range(2):
+        square(plain(batch(0))()).backward()
+    assert_same_grads(model, plain)
     with torch.no_grad():
         model(torch.ones(2, 5))  # nothing hangs on this one
 

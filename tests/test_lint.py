@@ -117,7 +117,7 @@ def test_trainable_parameters_that_nobody_reduces(world: World) -> None:
         late(batch(0))
     Texts().assertExpectedInline(
         str(caught.value),
-        """unit 'blocks.1': parameters added after fully_shard ('scale') would be trained by each rank alone: add them before, call fully_shard on the module that holds them, or freeze them (requires_grad_(False))""",
+        """unit 'blocks.1': parameters added after fully_shard ('scale') would be trained by each rank alone: add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their gradients yourself, pass CheckPolicy(silence=('added',))""",
     )
     late.blocks[1].scale.requires_grad_(False)
     late(batch(0))

@@ -63,11 +63,11 @@ TEXTS = {
     ),
     "head replaced": (
         "unit 'Stack': parameters added after fully_shard ('head.weight', 'head.bias') would be trained by each rank alone: "
-        "add them before, call fully_shard on the module that holds them, or freeze them (requires_grad_(False))"
+        "add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their gradients yourself, pass CheckPolicy(silence=('added',))"
     ),
     "adapter added": (
         "unit 'blocks.0': parameters added after fully_shard ('up.lora') would be trained by each rank alone: "
-        "add them before, call fully_shard on the module that holds them, or freeze them (requires_grad_(False))"
+        "add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their gradients yourself, pass CheckPolicy(silence=('added',))"
     ),
     "ignored": (
         "ignored parameters 'inp.weight' are trainable, and nobody reduces their gradients: each rank trains its own, "
@@ -91,7 +91,7 @@ TEXTS = {
     ),
     "unknown option": "fully_shard() got an unexpected keyword argument 'reshard_after_foward'",
     "unknown remark": (
-        "CheckPolicy.silence takes names out of ('root', 'large', 'padding', 'ignored', 'prefetch', 'optimizer'), got 'rot'"
+        "CheckPolicy.silence takes names out of ('root', 'large', 'padding', 'ignored', 'prefetch', 'optimizer', 'hidden', 'added'), got 'rot'"
     ),
     "no unit": "this Linear is no unit: call fully_shard on it first",
 }

@@ -43,7 +43,7 @@ def test_ranks_built_with_different_seeds_are_found_at_wrap(world: World) -> Non
         if world.size == 2:
             Texts().assertExpectedInline(
                 text,
-                """parameter 'up.weight' differs between rank 0 and rank 1: each would keep a part of a different model. Seed all ranks alike before the model is built, or pass sync='broadcast' to take the values of the first rank, or sync='off' if that is what you want""",
+                """parameter 'up.weight' differs between rank 0 and rank 1: each would keep a part of a different model. Seed all ranks alike before the model is built, or pass sync='broadcast' to take the values of the first rank, or sync='off' if they are loaded later (FULLSHARD_SYNC=off in the environment does that for a program that you cannot change)""",
             )
         assert type(block).__name__ == "Block"
         assert all(torch.equal(value, before[name]) for name, value in block.state_dict().items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -173,6 +174,7 @@ class _Shape:
         sync: str = "check",
         buffers: str = "local",
     ) -> _Shape:
+        sync = os.environ.get("FULLSHARD_SYNC", sync) if sync == "check" else sync
         for option, choice, allowed in (("sync", sync, SYNCS), ("buffers", buffers, BUFFERS)):
             if choice not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {choice!r}")
@@ -266,7 +268,8 @@ def _synchronise(found: _Found, axis: ShardAxis, how: str) -> None:
             if wrong is not None:
                 raise ValueError(
                     f"{wrong}: each would keep a part of a different model. Seed all ranks alike before the model is built, "
-                    "or pass sync='broadcast' to take the values of the first rank, or sync='off' if that is what you want"
+                    "or pass sync='broadcast' to take the values of the first rank, or sync='off' if they are loaded later "
+                    "(FULLSHARD_SYNC=off in the environment does that for a program that you cannot change)"
                 )
         return
     own = sets.setdefault(axis.key, (axis, []))[1]

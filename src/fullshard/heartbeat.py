@@ -35,7 +35,7 @@ class Heartbeat:
         self._message = torch.tensor(content, dtype=torch.uint8).to(device, non_blocking=True)
         self._host: Tensor | None = None
         if device.type != "cpu":
-            self._host = torch.empty(len(content), dtype=torch.uint8, pin_memory=True)
+            self._host = torch.empty(len(content), dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def start(self) -> Pending:
         return self.reductions[0].carriers.reduce.all_reduce_max(self._message)

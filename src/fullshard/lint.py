@@ -5,7 +5,10 @@ from __future__ import annotations
 import warnings
 from statistics import median
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import _torch
 from fullshard.modules import clean_name
@@ -49,14 +52,15 @@ def examine(unit: Unit, root: nn.Module) -> None:
     """Before a forward if the unit is new or something was added. Raises StateError for parameters that nobody would reduce."""
     unit.examine(False)
     mark(unit)
-    if unit.axis.ranks * unit.axis.replicated > 1:
+    if unit.axis.ranks * unit.axis.replicated > 1 and torch.is_grad_enabled() and "added" not in unit.options.checks.silence:
         slots = {(id(i.parameters), i.name) for parameter in unit.parameters for i in parameter.installations}
         stray = [name for module in unit.modules for name, p in _unowned(module, slots) if _IGNORED not in p.__dict__]
         if stray:
             unit.examine(True)
             raise StateError(
                 f"unit '{unit.name}': parameters added after fully_shard ({_listed(stray)}) would be trained by each rank "
-                "alone: add them before, call fully_shard on the module that holds them, or freeze them (requires_grad_(False))"
+                "alone: add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their "
+                "gradients yourself, pass CheckPolicy(silence=('added',))"
             )
     if unit.runtime.planner.outermost() is None and not unit.examined and _is_first_rank(unit):
         unit.end_examination()
@@ -70,14 +74,21 @@ def _unowned(root: nn.Module, slots: set[tuple[int, str]]) -> list[tuple[str, nn
     """Trainable parameters of a unit's own modules that are no unit's, with their names; not those in its own `slots`."""
     names = {id(module): name for name, module in root.named_modules()}
     found: list[tuple[str, nn.Parameter]] = []
+    theirs = [module for module in root.modules() if isinstance(module, DistributedDataParallel)]
+    reduced = {id(inner) for module in theirs for inner in module.modules()}
     for module in own_modules(root):
-        if _torch.is_non_composable(module):
+        if _torch.is_non_composable(module) or id(module) in reduced:
             continue
         held = _torch.parameters_of(module)
         for name, parameter in held.items():
             if (id(held), name) in slots:
                 continue  # what was assigned there, it takes over or refuses itself
-            if parameter is None or not parameter.requires_grad or logical_parameters([parameter]):
+            if (
+                parameter is None
+                or isinstance(parameter, DTensor)
+                or not parameter.requires_grad
+                or logical_parameters([parameter])
+            ):
                 continue
             if successor(parameter) is None:  # it does not stand for a sharded one
                 found.append((clean_name(f"{names[id(module)]}.{name}".lstrip(".")), parameter))

@@ -29,12 +29,16 @@ class Touched:
         if not unit.shows_full and not unit.runtime.planner.running(unit.number):
             unit.runtime.enter_forward(unit, root)
             self._units.append((unit, root))
+            for parameter in unit.parameters:
+                parameter.note_version()
 
     def leave(self, *, failed: bool) -> list[tuple[Unit, Call]]:
         """The method ends: the calls of those that may have a backward, latest first."""
         calls: list[tuple[Unit, Call]] = []
         while self._units:
             unit, root = self._units.pop()
+            for parameter in unit.parameters:
+                parameter.take_written()
             call = unit.runtime.leave_forward(unit, root, failed=failed)
             if call is not None:
                 calls.append((unit, call))
@@ -68,6 +72,21 @@ class Slots(MutableMapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.held
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.held, memo)
+
+    def __reduce__(self) -> Any:
+        return dict, (self.held,)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.held)
+
+    def __or__(self, other: Any) -> dict[str, Any]:
+        return self.held | dict(other)
+
+    def __ror__(self, other: Any) -> dict[str, Any]:
+        return dict(other) | self.held
 
     # Walking over parameters, as `parameters()` does, reads none of them.
 

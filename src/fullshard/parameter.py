@@ -391,6 +391,21 @@ class ShardedParameter:
         """The full face is handed to the caller."""
         self._lent = None if self.full is None else (self.full._version, self.full.data_ptr())
 
+    def take_written(self) -> None:
+        """As `check_unwritten`, but what was written becomes the shard's, if it can be."""
+        lent, self._lent = self._lent, None
+        full = self.full
+        if lent is None or full is None or lent == (full._version, full.data_ptr()):
+            return
+        if full.dtype != self.local.dtype:
+            raise StateError(
+                f"parameter '{self.name}' of unit '{self.label.name}' was written in a registered method as {full.dtype}, but "
+                f"is stored as {self.local.dtype}: write to it in `with fullshard.full_params(module):`"
+            )
+        with torch.no_grad():
+            self.local.copy_(self.cut.slice(inside(full.detach())))
+        self.wrote()
+
     def check_unwritten(self) -> None:
         """Raises StateError if the caller wrote to the full face that was handed out, which is about to go."""
         lent, self._lent = self._lent, None

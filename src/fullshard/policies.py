@@ -133,7 +133,7 @@ class CommPolicy:
             raise ValueError(f"CommPolicy.prefetch_bytes must be None or an int >= 0, got {self.prefetch_bytes!r}")
 
 
-LINTS = ("root", "large", "padding", "ignored", "prefetch", "optimizer")
+LINTS = ("root", "large", "padding", "ignored", "prefetch", "optimizer", "hidden", "added")
 
 
 class LintWarning(UserWarning):
@@ -144,16 +144,17 @@ class LintWarning(UserWarning):
 class CheckPolicy:
     """What is checked while training.
 
-    heartbeat: one all-reduce of a byte per trainable parameter ends each synchronised backward. By it a rank that did
-        not use a parameter learns whether any other did: used nowhere leaves `.grad` None, used somewhere gives every
-        rank its part of the mean. Without it, a parameter that this rank did not use gets a gradient (of zeros, if no
-        rank used it).
+    heartbeat: one all-reduce ends each synchronised backward: a hash of what this rank ran, which must be that of all, and
+        a byte per trainable parameter, in whole KiB. By it a rank that did not use a parameter learns whether any other did:
+        used nowhere leaves `.grad` None, used somewhere gives every rank its part of the mean. Without it, a parameter that
+        this rank did not use gets a gradient (of zeros, if no rank used it).
     every: only each n-th synchronised backward ends with a heartbeat; the others are as without it. At least 1.
     patience: seconds that a rank waits for a message of others before it asks, through the store of the process group,
         where they are. Ranks that ran different units then stop, each naming both. At least 0.
     silence: names of remarks that are not wanted: "root" (the outermost unit holds most of the parameters), "large" (a unit far
         larger than the others), "padding" (above a tenth), "ignored" (trainable, and reduced by nobody), "prefetch" (often
-        missed), "optimizer" (it steps plain parameters beside sharded ones).
+        missed), "optimizer" (it steps plain parameters beside sharded ones), "hidden" (an output that no search finds), and
+        "added", which is an error: trainable parameters put into a unit after fully_shard, whose gradients the caller reduces.
     timeout: seconds after which a rank that waits gives up, naming the unit and where the others are; None waits as long as
         the process group does.
     poison: for tests. Memory of gathered parameters is filled with NaN before it is gathered into and before it is freed, and

@@ -41,7 +41,7 @@ from fullshard.ledger import Entry, Label, Ledger, Line
 from fullshard.mesh import ShardAxis, beside
 from fullshard.modules import clean_name
 from fullshard.parameter import ShardedParameter
-from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, LintWarning, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.reduction import ReduceOptions, Reduction
 from fullshard.schedule import (
     Action,
@@ -254,17 +254,25 @@ class Unit:
         return any(group.lends(tensor) for group in self.groups)
 
     def check_hidden(self, output: Any) -> None:
-        """No tensor with a graph was found in `output`. Raises StateError if a graph leads to the parameters all the same."""
+        """No tensor with a graph was found in `output`: say so if a graph leads to the parameters all the same.
+
+        Whether it does depends on what else is alive on this rank, so nothing that is sent may follow from it.
+        """
         if not torch.is_grad_enabled() or self._graphs or _torch.current_graph_task() != -1:
             return  # it may be an older one, whose backward announces itself or did
         for parameter in self.parameters:
             full = parameter.full
             if full is not None and full.requires_grad and _torch.is_in_graph(full):
-                raise StateError(
-                    f"the forward of unit '{self.name}' returned a {type(output).__name__} in which no tensor with a graph is "
-                    f"found, but a graph leads to its parameter '{parameter.name}' all the same: its backward would neither be "
-                    "gathered for nor reduced. Return the tensor itself, or in a list, dict, dataclass or attribute"
-                )
+                self.watch_late()
+                if "hidden" not in self.options.checks.silence:
+                    say_once(
+                        f"the forward of unit '{self.name}' returned a {type(output).__name__} in which no tensor with a graph "
+                        f"is found, but a graph leads to its parameter '{parameter.name}' all the same: a backward through it "
+                        "cannot be gathered for. Return the tensor itself, or in a list, dict, dataclass or attribute, or keep "
+                        "the parameters with reshard_after_forward=False",
+                        LintWarning,
+                    )
+                return
 
     def watch_late(self) -> None:
         """Have gradients announce themselves that arrive in a second backward, through the graph of the first one."""
@@ -495,10 +503,10 @@ def _nothing() -> None:
 _SAID: set[str] = set()
 
 
-def say_once(text: str) -> None:
+def say_once(text: str, category: type[Warning] = UserWarning) -> None:
     if text not in _SAID:
         _SAID.add(text)
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, category, stacklevel=2)
 
 
 _UNIT = "_fullshard_unit"
@@ -679,7 +687,7 @@ class Runtime:
         self.tag = Tag()
         self.watch: Watch | None = None
         self.waiter: Waiter | None = None  # None as long as nobody else takes part in anything
-        self._ledgers: dict[tuple[int, int], Ledger] = {}
+        self._ledgers: dict[tuple[int, int], tuple[Ledger, tuple[object, object]]] = {}  # with the groups they are for
         self._gather_lane, self._reduce_lane, self._replicate_lane = lanes(device), lanes(device), lanes(device)
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
@@ -710,23 +718,29 @@ class Runtime:
 
     def ledger(self, axis: ShardAxis) -> Ledger:
         """What is said on an axis, one as long as the runtime lives."""
-        found = self._ledgers.get(axis.key)
-        if found is None:
-            ranks = axis.members
-            name = f"{crc32(repr(ranks).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
-            found = Ledger(f"{name} {next(_BOOKS.setdefault(name, itertools.count()))}", ranks, dist.get_rank())
-            self._ledgers[axis.key] = found
-            group = axis.group if axis.group is not None or axis.replicas is None else axis.replicas.group
-            if len(ranks) > 1 and group is not None:
-                self.watch = watch_of(_torch.backend_name(group, axis.device))
-                if self.watch is not None:
-                    self.waiter = self.waiter or self.watch.waiter()
-                    self.watch.add(found)
+        groups = (axis.group, None if axis.replicas is None else axis.replicas.group)
+        known = self._ledgers.get(axis.key)
+        if known is not None and all(one is other for one, other in zip(known[1], groups)):
+            return known[0]
+        ranks = axis.members
+        name = f"{crc32(repr(ranks).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
+        if axis.group is not None and axis.replicas is None:
+            name = f"{name} {_torch.group_name(axis.group)}"  # threads may make theirs in any order
+        found = Ledger(f"{name} {next(_BOOKS.setdefault(name, itertools.count()))}", ranks, dist.get_rank())
+        self._ledgers[axis.key] = found, groups
+        group = groups[0] if groups[0] is not None else groups[1]
+        if len(ranks) > 1 and group is not None:
+            watch = watch_of(_torch.backend_name(group, axis.device))
+            if watch is not None:
+                if watch is not self.watch:  # also of a process group that was made anew
+                    self.watch, self.waiter = watch, watch.waiter()
+                    self.heed()
+                watch.add(found)
         return found
 
     @property
     def ledgers(self) -> list[Ledger]:
-        return list(self._ledgers.values())
+        return [ledger for ledger, _ in self._ledgers.values()]
 
     def heed(self) -> None:
         """Of the units that there are, the shortest patience counts."""

@@ -28,7 +28,7 @@ def digest(tensor: Tensor) -> Tensor:
     for part in parts:
         if not part.numel():
             continue
-        data = part.detach().contiguous()
+        data = part.detach().resolve_conj().resolve_neg().contiguous()
         if data.is_complex():
             data = torch.view_as_real(data)
         flat = data.reshape(-1).view(torch.uint8)

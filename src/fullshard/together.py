@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
@@ -65,6 +66,7 @@ class _Meeting:
 
 _NUMBERS: dict[str, Iterator[int]] = {}
 _MEETINGS: dict[int, _Meeting] = {}
+_WORLD: list[tuple[object, DeviceMesh]] = []  # the default process group, and the mesh of all its ranks
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -74,7 +76,11 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _meeting(mesh: DeviceMesh | None) -> _Meeting:
-    mesh = resolve_mesh(None, None).mesh if mesh is None else mesh
+    if mesh is None:
+        world = dist.group.WORLD
+        if not _WORLD or _WORLD[0][0] is not world:
+            _WORLD[:] = [(world, resolve_mesh(None, None).mesh)]
+        mesh = _WORLD[0][1]
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"any_failed takes a DeviceMesh or None, got {type(mesh).__name__}")
     found = _MEETINGS.get(id(mesh))

@@ -23,6 +23,7 @@ from fullshard.schedule import StateError
 
 _TICK = 0.1  # seconds between two looks
 _LISTEN = 5.0  # seconds between two looks whether another rank is concerned
+_PER_RANK = 0.005  # seconds between two readings of all positions, for each rank of the largest ledger
 _GRACE = 0.5  # seconds for which ranks that parted wait for what the others say of it
 _ATTENTIVE = 10.0  # seconds for which others are followed closely once somebody is concerned
 _WINDOW = 64  # entries and messages that are told to others
@@ -133,6 +134,8 @@ class Watch:
         self._alarms = 0
         self._listened = 0.0
         self._attentive = 0.0
+        self._asking = 0.0  # when the others' positions are read next
+        self._process = os.getpid()
         self._ended = threading.Event()
         self._asked = False
         self._thread: threading.Thread | None = None
@@ -165,7 +168,7 @@ class Watch:
 
     def end(self) -> None:
         """The program ends."""
-        if not self._ended.is_set():
+        if not self._ended.is_set() and os.getpid() == self._process:
             self._ended.set()
             if self._thread is not None:
                 self._thread.join(2.0)
@@ -176,15 +179,13 @@ class Watch:
     # --- the thread ---
 
     def _run(self) -> None:
-        failures = 0
         while not self._ended.wait(_TICK):
             try:
+                if _torch.default_store() is not _OF.store:
+                    return  # the process group was destroyed
                 self.look()
-                failures = 0
-            except Exception:  # the store is gone, or busy: the process group ends
-                failures += 1
-                if failures > 20:
-                    return
+            except Exception:  # the store is gone: its rank ended
+                return
 
     def look(self) -> None:
         """One look at this rank and, if anybody is concerned, at the others."""
@@ -205,8 +206,14 @@ class Watch:
             if now > self._attentive:
                 return
             self._tell()
-            for ledger in list(self._ledgers.values()):
-                self._inquire(ledger, [w for w in concerned if w.ledger is ledger], now)
+            if now < self._asking:
+                return
+            ledgers = list(self._ledgers.values())
+            self._asking = now + _PER_RANK * max((len(ledger.ranks) for ledger in ledgers), default=1)
+            for ledger in ledgers:
+                waits = [w for w in concerned if w.ledger is ledger]
+                if waits or ledger.verdict is not None or not concerned:
+                    self._inquire(ledger, waits, now)
 
     def _inquire(self, ledger: Ledger, concerned: Sequence[Waiter], now: float) -> None:
         others = self._others(ledger)
@@ -372,6 +379,7 @@ class _Of:
     watch: Watch | None = None
     store: Any = None
     pipe: int | None = None
+    writer: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -394,6 +402,16 @@ def watch_of(backend: str) -> Watch | None:
         return _OF.watch
 
 
+def _in_child() -> None:
+    """A forked process has no watch: its thread, its connection and its pipe are the parent's."""
+    if _OF.writer is not None and threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+    _OF.watch, _OF.store, _OF.pipe, _OF.writer = None, None, None, None
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 @atexit.register
 def _end() -> None:
     if _OF.watch is not None:
@@ -401,7 +419,10 @@ def _end() -> None:
 
 
 def _on_signal(number: int, frame: Any) -> None:
-    if _OF.watch is not None and _OF.pipe is None:
+    """In the main thread, once it runs Python again: if the pipe is still ours, the watch knows already."""
+    current = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(current)
+    if _OF.watch is not None and (_OF.writer is None or current != _OF.writer):
         _OF.watch.ask()
 
 
@@ -418,7 +439,7 @@ def _listen_to_signal() -> None:
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if before == -1:
-        _OF.pipe = reader
+        _OF.pipe, _OF.writer = reader, writer
     else:
         signal.set_wakeup_fd(before)
 
