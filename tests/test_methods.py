@@ -92,3 +92,25 @@ def test_walking_over_parameters_in_a_method_gathers_nothing(world: World) -> No
     with fullshard.counting(model) as messages:
         assert model.count() == sum(p.numel() for p in Counts().parameters())
     assert len(messages) == 1, "the root's own"
+
+
+@ranks(1, 2)
+def test_a_method_that_writes_to_parameters_below_keeps_what_it_wrote(world: World) -> None:
+    """What a registered method wrote to a unit that it had gathered went with the gathered copy."""
+
+    class Norms(Stack):
+        def renorm(self) -> None:
+            with torch.no_grad():
+                for block in self.blocks:
+                    block.up.weight.mul_(0.5)
+
+    model = Norms()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    register_fsdp_forward_method(sharded, "renorm")
+    for _ in range(2):
+        sharded.renorm(), model.renorm()
+        square(sharded(world.mine(batch(0)))).backward()
+        square(model(batch(0))).backward()
+    assert_same_grads(sharded, model)
+    for block, plain in zip(sharded.blocks, model.blocks):
+        assert_near(block.up.weight, plain.up.weight, "weight")

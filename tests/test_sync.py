@@ -129,3 +129,41 @@ def test_running_statistics_of_batch_norms(world: World, how: str) -> None:
     with torch.no_grad():
         model(world.mine(batch(5)))
     assert torch.equal(model[1].running_mean, before)
+
+
+@ranks(2, 3)
+def test_ranks_that_build_different_models_are_told_what_each_has(world: World) -> None:
+    """Elsewhere messages of different lengths meet, and one process is aborted."""
+    other = nn.Linear(4, 4, bias=world.rank == 0)
+    for how in ("check", "off", "broadcast"):
+        text = text_of(ValueError, lambda how=how: fully_shard(other, mesh=world.mesh, sync=how))
+        if world.size == 2:
+            Texts().assertExpectedInline(text, """the ranks call fully_shard for different parameters. rank 0 has 2: 'weight' (4, 4) torch.float32; 'bias' (4,) torch.float32. rank 1 has 1: 'weight' (4, 4) torch.float32. Build the same model on all ranks""")
+        assert "rank 0 has 2: 'weight' (4, 4) torch.float32; 'bias' (4,)" in text
+    for odd in (nn.Linear(4, 4 + world.rank), nn.Linear(4, 4, dtype=torch.float64 if world.rank else None)):
+        assert "call fully_shard for different parameters" in text_of(
+            ValueError, lambda odd=odd: fully_shard(odd, mesh=world.mesh)
+        )
+    frozen = nn.Linear(4, 4)
+    frozen.bias.requires_grad_(world.rank == 0)
+    assert "'bias' (4,) torch.float32 frozen" in text_of(ValueError, lambda: fully_shard(frozen, mesh=world.mesh))
+
+
+@ranks(2)
+def test_a_scalar_that_every_rank_holds_is_compared_too(world: World) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    with torch.device("meta"):
+        model = Scaled()
+    fully_shard(model, mesh=world.mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.scale.to_local().fill_(world.rank + 1.0)
+    text = text_of(StateError, lambda: model(torch.ones(1)))
+    assert "parameter 'scale' of unit 'Scaled' differs between rank 0 and rank 1" in text

@@ -106,3 +106,33 @@ def test_the_first_difference_counts_and_ranks_that_are_behind_do_not() -> None:
     same = [(1, 10, "a"), (2, 20, "b")]
     assert parted({0: same, 1: same[:1], 2: []}) is None
     assert parted({0: [*same, (3, 30, "c")], 1: [*same, (3, 31, "d"), (4, 41, "e")]}) == (3, {"c": [0], "d": [1]})
+
+
+@ranks(2)
+def test_a_forked_process_that_ends_does_not_end_its_parent(world: World) -> None:
+    """The child ran the parent's exit handler, and told all ranks that the program had ended."""
+    policy = CheckPolicy(patience=0.2)
+    model = shard_stack(Stack(), world.mesh, check_policy=policy)
+    time.sleep(0.0 if world.rank else 0.8)  # somebody waits, so everybody tells where it is
+    square(model(world.mine(batch(0)))).backward()
+    if world.rank == 0:
+        child = os.fork()
+        if child == 0:
+            import atexit
+
+            atexit._run_exitfuncs()
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(1.0)
+    square(model(world.mine(batch(0)))).backward()
+
+
+@ranks(2)
+def test_meetings_without_a_mesh_are_one_meeting(world: World) -> None:
+    from fullshard.together import _MEETINGS
+
+    fullshard.any_failed()
+    before = len(_MEETINGS)
+    for _ in range(20):
+        assert not fullshard.any_failed()
+    assert len(_MEETINGS) == before
