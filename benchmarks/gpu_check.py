@@ -858,7 +858,7 @@ def parity(cases: Callable[[], list[Case]], world: World) -> None:
     world.report.table(["case", "largest difference", ""], rows)
 
 
-def staged_for(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+def staged_for(group: dist.ProcessGroup | None, device: torch.device, tag: object = None) -> Any:
     return OneRank() if group is None or group.size() == 1 else StagedCollectives(group)
 
 

@@ -138,7 +138,10 @@ def test_ranks_that_build_different_models_are_told_what_each_has(world: World) 
     for how in ("check", "off", "broadcast"):
         text = text_of(ValueError, lambda how=how: fully_shard(other, mesh=world.mesh, sync=how))
         if world.size == 2:
-            Texts().assertExpectedInline(text, """the ranks call fully_shard for different parameters. rank 0 has 2: 'weight' (4, 4) torch.float32; 'bias' (4,) torch.float32. rank 1 has 1: 'weight' (4, 4) torch.float32. Build the same model on all ranks""")
+            Texts().assertExpectedInline(
+                text,
+                """the ranks call fully_shard for different parameters. rank 0 has 2: 'weight' (4, 4) torch.float32; 'bias' (4,) torch.float32. rank 1 has 1: 'weight' (4, 4) torch.float32. Build the same model on all ranks""",
+            )
         assert "rank 0 has 2: 'weight' (4, 4) torch.float32; 'bias' (4,)" in text
     for odd in (nn.Linear(4, 4 + world.rank), nn.Linear(4, 4, dtype=torch.float64 if world.rank else None)):
         assert "call fully_shard for different parameters" in text_of(
