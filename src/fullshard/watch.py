@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from fullshard import _torch
 from fullshard.gloo import Posted, wires
 from fullshard.ledger import Entry, Ledger, listed, parted
@@ -179,13 +181,19 @@ class Watch:
     # --- the thread ---
 
     def _run(self) -> None:
+        failures = 0
         while not self._ended.wait(_TICK):
             try:
                 if _torch.default_store() is not _OF.store:
                     return  # the process group was destroyed
                 self.look()
-            except Exception:  # the store is gone: its rank ended
+                failures = 0
+            except dist.DistNetworkError:  # the store is gone: its rank ended
                 return
+            except Exception:
+                failures += 1
+                if failures > 20:
+                    return
 
     def look(self) -> None:
         """One look at this rank and, if anybody is concerned, at the others."""
@@ -210,10 +218,8 @@ class Watch:
                 return
             ledgers = list(self._ledgers.values())
             self._asking = now + _PER_RANK * max((len(ledger.ranks) for ledger in ledgers), default=1)
-            for ledger in ledgers:
-                waits = [w for w in concerned if w.ledger is ledger]
-                if waits or ledger.verdict is not None or not concerned:
-                    self._inquire(ledger, waits, now)
+            for ledger in ledgers:  # of all: who waits elsewhere may be waited for here
+                self._inquire(ledger, [w for w in concerned if w.ledger is ledger], now)
 
     def _inquire(self, ledger: Ledger, concerned: Sequence[Waiter], now: float) -> None:
         others = self._others(ledger)
