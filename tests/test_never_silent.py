@@ -9,10 +9,7 @@ import ast
 import contextlib
 import copy
 import itertools
-import os
 import re
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard import CheckPolicy, LintWarning, MixedPrecisionPolicy, StateError, fully_shard, lint, watch
+from fullshard import CheckPolicy, LintWarning, MixedPrecisionPolicy, StateError, fully_shard, lint
 
 ROOT = Path(__file__).parent.parent
 EAGER = CheckPolicy(patience=0.2)
@@ -57,9 +54,6 @@ TEXTS = {
     "one rank has fewer batches": (
         "rank 1 is in fullshard.any_failed(), and this rank (rank 0) waits in call N, 'Stack' forward gather: "
         "the step failed, or ended early, there. Call any_failed() here too"
-    ),
-    "report": (
-        "fullshard: rank 0: waiting in call N, 'Stack' forward gather; rank 1: computing, or elsewhere, after call N, heartbeat"
     ),
     "head replaced": (
         "unit 'Stack': parameters added after fully_shard ('head.weight', 'head.bias') would be trained by each rank alone: "
@@ -288,30 +282,6 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(world: World) -> N
         goes_on(world, model, plain)
     finally:  # the shortest timeout of all models of a process counts, and these ranks run other tests
         model._fullshard_unit.runtime.waiter.configure(1.0, None)
-
-
-@ranks(2)
-def test_a_report_says_where_all_ranks_are(world: World) -> None:
-    """The program hangs and you want to know where. Elsewhere: py-spy on every rank. Here `kill -USR1` on one of them has it
-    print where all are (`ask()` is what the signal does; the ranks of these tests use the signal for something else)."""
-    model = shard_stack(Stack(), world.mesh, check_policy=CheckPolicy(patience=0.2))
-    square(model(world.mine(batch(0)))).backward()
-    if world.rank == 0:
-        with tempfile.TemporaryFile() as file:
-            kept = os.dup(2)
-            os.dup2(file.fileno(), 2)
-            try:
-                watch._OF.watch.ask()
-                model(world.mine(batch(1)))
-            finally:
-                sys.stderr.flush()
-                os.dup2(kept, 2)
-            file.seek(0)
-            says("report", next(line for line in file.read().decode().splitlines() if "waiting" in line))
-    else:
-        time.sleep(7.0)
-        model(world.mine(batch(1)))
-    assert fullshard.any_failed(world.mesh) is False
 
 
 @ranks(2)

@@ -315,7 +315,6 @@ class ShardedParameter:
     def materialize(self, view: Tensor) -> None:
         """`view` (cut.whole, over the full storage) becomes the full face."""
         self.full = nn.Parameter(self.cut.lift(view), requires_grad=self.sharded.requires_grad)
-        self.full.__dict__.update({k: v for k, v in self.sharded.__dict__.items() if not is_ours(k)})
         self.full.__dict__[_SUCCESSOR] = self.sharded
 
     def incoming(self) -> Tensor:
