@@ -542,7 +542,7 @@ def test_a_penalty_on_sharded_weights_needs_no_gathering(world: World) -> None:
     stops("no unit", lambda: fullshard.gathered(nn.Linear(2, 2)).__enter__())
 
 
-# TODO(row 3): no parameter is named yet in mixes of gradients and of detached parameters with plain tensors (torch's own
+# Of row 3 no parameter is named in mixes of gradients and of detached parameters with plain tensors (torch's own
 # clip_grad_norm_ over sharded and ignored parameters, fused optimizers over both, averages of weights by lerp_).
 
 

@@ -625,9 +625,12 @@ class BackwardHook:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """A call in which other ranks compute and this one only takes part. alone: it was no part of another unit's forward."""
+    """A call in which other ranks compute and this one only takes part. alone: it was no part of another unit's forward.
 
-    unit: Unit
+    The unit goes by its number, so that what waits for a backward keeps no model alive.
+    """
+
+    unit: int
     call: Call
     alone: bool
 
@@ -1080,7 +1083,7 @@ class Runtime:
             announces = flows if inner.announces is None else inner.announces
             if grad and announces:
                 planner.expect_backward(ended.call)
-                last = Joined(inner, ended.call, alone)
+                last = Joined(inner.number, ended.call, alone)
                 self._joined.append(last)
             if inner.options.buffers != "local":
                 self.share_buffers(inner, inner.modules[0])
@@ -1104,8 +1107,8 @@ class Runtime:
         later: list[Joined] = []
         while self._joined and self._joined[-1].call.end > beyond:
             joined = self._joined.pop()
-            unit, call = joined.unit, joined.call
-            if not self.planner.knows(unit.number) or not self.planner.recalls(call):
+            unit, call = self._units.get(joined.unit), joined.call
+            if unit is None or not self.planner.knows(unit.number) or not self.planner.recalls(call):
                 self.planner.forget(call)  # its backward never came
             elif not self._is_joined_to(joined):
                 later.append(joined)

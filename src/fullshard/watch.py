@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from fullshard import _torch
 from fullshard.gloo import Posted, wires
 from fullshard.ledger import Entry, Ledger, listed, parted
-from fullshard.schedule import StateError
 
 _TICK = 0.1  # seconds between two looks
 _LISTEN = 5.0  # seconds between two looks whether another rank is concerned
@@ -459,19 +458,4 @@ def _signalled() -> bool:
         return False
 
 
-@contextlib.contextmanager
-def waiting(waiter: Waiter, ledger: Ledger, entry: Entry) -> Iterator[None]:
-    before = waiter.enter(ledger, entry)
-    try:
-        yield
-    finally:
-        waiter.leave(before)
-
-
-def raise_if_closed(ledgers: Iterable[Ledger]) -> None:
-    for ledger in ledgers:
-        if ledger.verdict is not None:
-            raise StateError(ledger.verdict)
-
-
-__all__ = ["MEETING", "Position", "Waiter", "Watch", "Whereabouts", "raise_if_closed", "waiting", "watch_of"]
+__all__ = ["MEETING", "Position", "Waiter", "Watch", "Whereabouts", "watch_of"]
