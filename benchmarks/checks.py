@@ -30,8 +30,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fullshard
 from fullshard import CheckPolicy
 from fullshard.comm import HostLane, Pending, lane_for
+from fullshard.communicator import Communicator
 from fullshard.ledger import Label, Ledger, Line
-from fullshard.runtime import Runtime
 from fullshard.watch import Waiter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -42,7 +42,7 @@ def unchecked() -> Iterator[None]:
     """Collectives go straight to their lanes."""
 
     def send(
-        self: Runtime,
+        self: Communicator,
         lane: Any,
         line: Any,
         action: str,
@@ -53,23 +53,23 @@ def unchecked() -> Iterator[None]:
         ticket = lane.run(start, finish) if after is None else lane.run(start, finish, after=after)
         return ticket
 
-    checked, Runtime._send = Runtime._send, send  # type: ignore[method-assign]
+    checked, Communicator.send = Communicator.send, send  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Runtime._send = checked  # type: ignore[method-assign]
+        Communicator.send = checked  # type: ignore[method-assign]
 
 
 def host(repeats: int) -> dict[str, float]:
     """Microseconds of the host per collective, with and without. A unit has two gathers and a reduction per step."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    runtime = Runtime(torch.device("cpu"), lane_for)
-    runtime.waiter = Waiter()
+    communicator = Communicator(torch.device("cpu"), lane_for)
+    communicator.waiter = Waiter()
     lane, line = HostLane(), Line(Ledger("ranks", range(8), 0), Label("unit"), "subject")
 
     def watched() -> None:
-        runtime._send(lane, line, "forward gather", Pending, _nothing).wait()
+        communicator.send(lane, line, "forward gather", Pending, _nothing).wait()
 
     def bare() -> None:
         lane.run(Pending, _nothing).wait()

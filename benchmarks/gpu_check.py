@@ -55,7 +55,7 @@ except ModuleNotFoundError:  # a checkout that is not installed
     import fullshard
 
 from fullshard import CheckPolicy, CommPolicy, MixedPrecisionPolicy, fully_shard
-from fullshard import runtime as fullshard_runtime
+from fullshard import communicator as fullshard_communicator
 from fullshard.comm import CoalescedCollectives, OneRank, Pending, lane_for
 from fullshard.gloo import GlooCollectives
 
@@ -838,7 +838,7 @@ class Trial:
 def parity(cases: Callable[[], list[Case]], world: World) -> None:
     """All cases, several seeds each; of several ranks, the first that raises ends the job, since they are out of step."""
     if world.job.backend == "gloo" and world.ranks > 1:
-        fullshard_runtime.collectives_for = staged_for  # type: ignore[assignment]  # over replicas, smaller groups
+        fullshard_communicator.collectives_for = staged_for  # type: ignore[assignment]  # over replicas, smaller groups
     rows = []
     for case in cases():
         found = 0.0

@@ -33,6 +33,7 @@ from fullshard.compat import (
     StateDictType,
 )
 from fullshard.compat import FullyShardedDataParallel as FSDP
+from fullshard.notices import forget_said
 from fullshard.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -799,7 +800,7 @@ def test_wrapping_what_is_wrapped_names_it(world: World) -> None:
 
 @ranks(1)
 def test_arguments_that_mean_nothing_here_are_said_once(world: World) -> None:
-    fullshard.runtime._SAID.clear()
+    forget_said()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FSDP(nn.Linear(2, 2), limit_all_gathers=False), FSDP(nn.Linear(2, 2), limit_all_gathers=False)

@@ -9,14 +9,17 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 FLOORS = [
-    {"_torch", "policies", "layout"},
+    {"_torch", "policies", "layout", "notices"},
     {"mesh", "modules", "comm", "schedule"},
-    {"cut", "face", "plan", "gloo", "ledger"},
+    {"cut", "face", "plan", "gloo", "ledger", "joined"},
     {"parameter", "watch", "sync"},
     {"extension", "full", "unwritten"},
     {"group"},
     {"reduction"},
-    {"heartbeat"},
+    {"heartbeat", "options"},
+    {"communicator"},
+    {"unit"},
+    {"alike", "backward", "delivery"},
     {"runtime"},
     {"lint"},
     {"hooks", "views"},

@@ -225,7 +225,7 @@ def test_poison_mode_delays_collectives_at_random_and_changes_nothing(world: Wor
 def test_poison_shows_who_computes_before_the_gather_was_waited_for(world: World) -> None:
     model = shard_stack(Stack(), world.mesh, check_policy=CheckPolicy(poison=True))
     square(model(world.mine(batch(0)))).backward()
-    runtime = model._fullshard_unit.runtime
+    runtime = model._fullshard_unit.keeper
     wait = runtime._run[Wait]
     runtime._run[Wait] = lambda unit: None  # a missing wait
     try:

@@ -44,7 +44,7 @@ def test_deleting_a_model_frees_its_memory_with_the_collector_off(world: World) 
             unit = model._fullshard_unit
             watched = [weakref.ref(model), weakref.ref(unit), *(weakref.ref(g) for g in unit.groups)]
             watched += [weakref.ref(p.local) for p in unit.parameters] + [weakref.ref(g.shard) for g in unit.groups]
-            runtime, number = unit.runtime, unit.number
+            runtime, number = unit.keeper, unit.number
             del model, loss, unit
             assert [ref() for ref in watched] == [None] * len(watched)
             assert number not in runtime._units and number not in runtime.planner._seats
@@ -55,7 +55,7 @@ def test_deleting_a_model_frees_its_memory_with_the_collector_off(world: World) 
 @ranks(2)
 def test_forwards_whose_output_is_dropped_leave_nothing_that_grows(world: World) -> None:
     model = shard_stack(Stack(), world.mesh, reshard_after_forward=False)
-    planner = model._fullshard_unit.runtime.planner
+    planner = model._fullshard_unit.keeper.planner
     for _ in range(200):
         model(batch(0))
     assert all(seat.alive == 0 for seat in planner._seats.values())

@@ -281,7 +281,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(world: World) -> N
         stops("too late", load_and_train)
         goes_on(world, model, plain)
     finally:  # the shortest timeout of all models of a process counts, and these ranks run other tests
-        model._fullshard_unit.runtime.waiter.configure(1.0, None)
+        model._fullshard_unit.keeper.communicator.waiter.configure(1.0, None)
 
 
 @ranks(2)

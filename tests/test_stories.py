@@ -180,7 +180,7 @@ def test_waiting_for_the_last_message_before_the_group_is_destroyed(world: World
     """A heartbeat that nobody waited for outlived its process group and aborted the process at exit."""
     model = shard_stack(Stack(1), world.mesh)
     square(model(world.mine(batch(0)))).backward()
-    assert len(model._fullshard_unit.runtime._in_flight) == 0
+    assert len(model._fullshard_unit.keeper.delivery._in_flight) == 0
 
 
 @ranks(2)
@@ -551,7 +551,7 @@ def test_a_unit_that_returns_its_own_parameter_returns_a_copy(world: World) -> N
 @ranks(2)
 def test_deleting_a_model_while_it_is_being_gathered(world: World) -> None:
     model = shard_stack(Stack(), world.mesh)
-    runtime = model._fullshard_unit.runtime
+    runtime = model._fullshard_unit.keeper
     model.blocks[0].unshard(async_op=True)
     del model
     assert not runtime._gathering

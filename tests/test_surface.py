@@ -483,9 +483,9 @@ def test_a_tie_has_one_owner_however_its_modules_are_sharded(world: World, how: 
 
 @ranks(2)
 def test_ties_are_said(world: World) -> None:
-    from fullshard import runtime
+    from fullshard.notices import forget_said
 
-    runtime._SAID.clear()
+    forget_said()
     model = Decoder()
     fully_shard(model.embed, mesh=world.mesh)
     with pytest.warns(UserWarning, match=r"'weight' is tied to 'weight' of unit 'Embedding': both units are one now"):

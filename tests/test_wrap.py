@@ -22,7 +22,7 @@ import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard, plan_model, shard_model, wrap
 from fullshard.module import units_of
 from fullshard.plan import Outline, Plan, PlannedUnit
-from fullshard.runtime import unit_of
+from fullshard.unit import unit_of
 
 
 def chosen(plan: Plan) -> list[str]:

@@ -36,7 +36,14 @@ heartbeat.py    the message that ends a synchronised backward
 unwritten.py    memory that nobody has written yet
 --- when it moves (control plane)
 schedule.py     Residency, MOVES, actions, the pure Planner; StateError, InternalError
-runtime.py      Unit, Runtime: runs actions on lanes, recovery
+options.py      what one unit was told, resolved
+unit.py         Unit: one fully_shard call, its modules, parameters and groups
+runtime.py      Runtime: runs actions on lanes, recovery
+backward.py     what rides on graphs and tells that a backward is here, or over
+joined.py       calls in which this rank takes part without computing
+delivery.py     gradients on their way, and when they are handed out
+communicator.py lanes, process groups, and the ledger of what is said on them
+alike.py        a unit's weights and buffers, alike on all ranks
 ledger.py       what a rank said to the others, in order
 watch.py        asks where the others are when a wait is long; ends waits in vain
 lint.py         parameters that nobody reduces; remarks about waste
@@ -46,6 +53,7 @@ ties.py         parameters that an earlier unit owns already
 views.py        FSDP2's state objects, as views on units
 assembly.py     putting units on modules and taking them off: copies, pickles, plain modules again
 --- the basement
+notices.py      warnings that are said once
 _torch.py       every private torch name we lean on
 """
 

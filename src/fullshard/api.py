@@ -19,6 +19,7 @@ from fullshard.lint import mark_ignored
 from fullshard.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh
 from fullshard.module import keep_of, plain_class, sharded_class
 from fullshard.modules import Claim, Holdings, collect, roots_of
+from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter, inside, move_data
 from fullshard.policies import (
     CheckPolicy,
@@ -29,9 +30,10 @@ from fullshard.policies import (
     resolve_mp,
     resolve_offload,
 )
-from fullshard.runtime import Runtime, Unit, UnitOptions, unit_of
+from fullshard.runtime import Runtime, make_unit
 from fullshard.sync import BUFFERS, SYNCS, broadcast, check_alike, check_structure, has_values_everywhere
 from fullshard.ties import Ties, find_ties
+from fullshard.unit import unit_of
 from fullshard.views import view_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -140,7 +142,7 @@ def _shard(modules: list[nn.Module], shaped: _Shape, ignored: Iterable[nn.Parame
     with torch.no_grad():
         new = [ShardedParameter(claim, how) for claim, how in zip(claims, found.cuts)]
         taken, merged = found.ties.take(plain_class)
-        unit = Unit(roots_of([*merged, *modules]), [*taken, *new], axis, options)
+        unit = make_unit(roots_of([*merged, *modules]), [*taken, *new], axis, options)
         for parameter, claim in zip(new, claims):
             parameter.succeed(claim.parameter)
         found.ties.settle()
@@ -223,7 +225,7 @@ def _inspect(
     claims = [claim for claim in holdings.claims if not ties.knows(claim)]
     _check_parameters(claims, axis)
     _check_buffers(holdings, axis)
-    Runtime.of(axis.device, options.comm, options.checks).carriers(axis, options)
+    Runtime.of(axis.device, options.comm, options.checks).communicator.carriers(axis, options)
     return _Found(holdings, ties, claims, [_cut(claim, axis, shaped.placement_fn) for claim in claims])
 
 

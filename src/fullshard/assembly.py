@@ -15,9 +15,11 @@ from fullshard import _torch, hooks, lint
 from fullshard.cut import Cut
 from fullshard.mesh import ShardAxis
 from fullshard.modules import Claim, Slot
+from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter, is_ours
-from fullshard.runtime import Unit, UnitOptions, attach, detach, unit_of
+from fullshard.runtime import make_unit, runtime_of
 from fullshard.schedule import StateError
+from fullshard.unit import Unit, attach, detach, unit_of
 from fullshard.views import UnitView
 
 Dress = Callable[[type[nn.Module]], "type[nn.Module]"]  # the class of a unit's module, from the class it had
@@ -43,7 +45,7 @@ def disassemble(unit: Unit, undress: Dress) -> None:
         _torch.detach_state(module)
         detach(module)
     hooks.remove(unit)
-    unit.runtime.dismiss(unit)
+    runtime_of(unit).dismiss(unit)
 
 
 # --- copies and pickles --------------------------------------------------------------------------------------------------
@@ -91,8 +93,8 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
     units = list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
     units = [unit for unit in units if not any(id(module) in memo for module in unit.modules)]  # copied already
     for unit in units:
-        unit.runtime.rest(unit, doing="copying or pickling")
-        unit.refresh()
+        runtime_of(unit).rest(unit, doing="copying or pickling")
+        runtime_of(unit).refresh(unit)
         for module in (*unit.modules, *(i.module for p in unit.parameters for i in p.installations)):
             if module is None or id(module) not in inside:
                 raise StateError(
@@ -135,7 +137,7 @@ def put_together(parts: Parts, dress: Dress) -> nn.Module:
                 parameter = ShardedParameter(claim, piece.cut, sharded=piece.shard)
                 parameter.sharded.__dict__.update(piece.attributes)
                 rebuilt.append(parameter)
-            unit = Unit(part.modules, rebuilt, part.axis, part.options, ordinal=part.ordinal)
+            unit = make_unit(part.modules, rebuilt, part.axis, part.options, ordinal=part.ordinal)
             unit.rename(part.name)
             for parameter in rebuilt:
                 parameter.restore_sharded(forget=True)
@@ -166,18 +168,18 @@ def undo(root: nn.Module, undress: Dress) -> None:
     """
     units = list(dict.fromkeys(unit for module in root.modules() if (unit := unit_of(module)) is not None))
     for unit in units:
-        unit.runtime.check_idle(unit, doing="undo()")
-        unit.runtime.check_delivered(unit, doing="undo()")
+        runtime_of(unit).check_idle(unit, doing="undo()")
+        runtime_of(unit).check_delivered(unit, doing="undo()")
         if any(parameter.kept is not None for parameter in unit.parameters):
             raise StateError(
                 f"undo() was called while gradients of unit '{unit.name}' are only kept on each rank: run the last backward of "
                 "the step first, or call zero_grad()"
             )
     for unit in units[:1]:
-        unit.runtime.attend(unit, doing="undo()")
+        runtime_of(unit).attend(unit, doing="undo()")
     for unit in units:
-        unit.runtime.release(unit, doing="undo()")
-        unit.refresh()
+        runtime_of(unit).release(unit, doing="undo()")
+        runtime_of(unit).refresh(unit)
         for parameter in unit.parameters:
             parameter.become_plain()
     for unit in units:

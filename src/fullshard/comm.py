@@ -526,7 +526,7 @@ class _PutOff:
             self.ticket = HostLane().run(self._start, self._finish, after)
         except Exception as failure:  # whoever waits for it learns of it
             self._failure = failure
-            self.ticket = _HostTicket(Pending(), _nothing)
+            self.ticket = _HostTicket(Pending(), nothing)
 
     def done(self) -> bool:
         return self.ticket is not None and self.ticket.done()
@@ -560,7 +560,7 @@ class _DelayedLane:
         return self._inner.run(stalled, finish, after)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     pass
 
 

@@ -39,12 +39,14 @@ from fullshard.gloo import collectives_for
 from fullshard.hooks import cast_floats
 from fullshard.module import plain_class, units_of
 from fullshard.modules import clean_name, collect
+from fullshard.notices import say_once
 from fullshard.optim import clip_grad_norm_
 from fullshard.parameter import logical_parameters
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.runtime import Unit, say_once, unit_of
+from fullshard.runtime import runtime_of
 from fullshard.schedule import StateError
 from fullshard.scopes import full_params
+from fullshard.unit import Unit, unit_of
 from fullshard.wrap import mind_mixtures, plan_model
 
 _INNER = "_fsdp_wrapped_module"
@@ -385,14 +387,16 @@ class FullyShardedDataParallel(nn.Module):
             options = wrapper.unit.options
             if isinstance(options.reduce_scatter, _HookReduce) or isinstance(options.comm.collectives, _WithHook):
                 raise ValueError("register_comm_hook was called before: a hook cannot be replaced")
-            wrapper.unit.runtime.check_idle(wrapper.unit, doing="register_comm_hook()")
-            wrapper.unit.runtime.check_delivered(wrapper.unit, doing="register_comm_hook()")
+            runtime_of(wrapper.unit).check_idle(wrapper.unit, doing="register_comm_hook()")
+            runtime_of(wrapper.unit).check_delivered(wrapper.unit, doing="register_comm_hook()")
         for wrapper in wrappers:
             unit = wrapper.unit
             wrapper.sharded.set_gradient_divide_factor(1.0)
             if wrapper._strategy is ShardingStrategy.NO_SHARD:
                 sums = _WithHook(unit.axis.device.type, partial(hook, state))
-                unit.reconfigure(doing="register_comm_hook()", comm=replace(unit.options.comm, collectives=sums))
+                runtime_of(unit).reconfigure(
+                    unit, doing="register_comm_hook()", comm=replace(unit.options.comm, collectives=sums)
+                )
             else:
                 wrapper.sharded.set_custom_reduce_scatter(_HookReduce(state, hook))
 

@@ -19,7 +19,7 @@ from fullshard import _torch
 from fullshard.materialize import common_seed, seeded
 from fullshard.mesh import beside
 from fullshard.modules import Claim, Holdings, clean_name, collect
-from fullshard.runtime import unit_of
+from fullshard.unit import unit_of
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, _torch.HYBRID_ZERO2)
 Groups = Any  # a ProcessGroup, or a pair of them: (to shard over, to replicate over)

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch, lint
-from fullshard.runtime import BackwardHook, Unit
+from fullshard.alike import share_buffers
+from fullshard.backward import BackwardHook
+from fullshard.runtime import runtime_of
 from fullshard.schedule import Call, Residency, StateError
+from fullshard.unit import Unit
 
 _DEPTH = 16  # how deep nested outputs are searched
 _OPAQUE = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType)
@@ -80,7 +83,7 @@ class ForwardHooks:
     """The pair of forward hooks of one module of a unit."""
 
     def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+        self._unit, self._runtime = unit, runtime_of(unit)
         mp = unit.options.mp
         self._input_dtype, self._output_dtype = mp.input_dtype, mp.output_dtype
 
@@ -88,7 +91,7 @@ class ForwardHooks:
         unit = self._unit
         if unit.due:
             lint.examine(unit, module)
-        unit.runtime.enter_forward(unit, module)
+        self._runtime.enter_forward(unit, module)
         if self._input_dtype is None:
             return None
         return cast_floats(args, self._input_dtype), cast_floats(kwargs, self._input_dtype)
@@ -97,7 +100,7 @@ class ForwardHooks:
         unit = self._unit
         output = self._own(module, output)
         failed = output is None and sys.exc_info()[1] is not None
-        call = unit.runtime.leave_forward(unit, module, failed=failed)
+        call = self._runtime.leave_forward(unit, module, failed=failed)
         if call is not None:
             announced = announce(unit, call, output)
             if not failed:
@@ -108,7 +111,7 @@ class ForwardHooks:
 
     def share(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Behind a forward that did not raise."""
-        self._unit.runtime.share_buffers(self._unit, module)
+        share_buffers(self._unit, module, self._runtime.communicator)
 
     def _own(self, module: nn.Module, output: Any) -> Any:
         """A unit that returns one of its parameters, or a view of it, returns a copy: the parameter itself is about to go."""
@@ -164,7 +167,7 @@ class StateHooks:
         if self._unit is None:
             return
         if self._unit.residency is not Residency.SHARDED:
-            self._unit.runtime.rest(self._unit, doing="state_dict()")
+            runtime_of(self._unit).rest(self._unit, doing="state_dict()")
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
@@ -173,7 +176,7 @@ class StateHooks:
         if self._unit is None:
             return
         if self._unit.residency is not Residency.SHARDED:
-            self._unit.runtime.rest(self._unit, doing="load_state_dict()")
+            runtime_of(self._unit).rest(self._unit, doing="load_state_dict()")
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))
         for parameter in self._unit.parameters:
@@ -189,7 +192,7 @@ class StateHooks:
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
         if self._unit is not None:
-            self._unit.refresh()
+            runtime_of(self._unit).refresh(self._unit)
 
 
 _REGISTRIES = (

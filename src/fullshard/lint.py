@@ -14,8 +14,8 @@ from fullshard import _torch
 from fullshard.modules import clean_name
 from fullshard.parameter import Back, logical_parameters, successor
 from fullshard.policies import LINTS, LintWarning
-from fullshard.runtime import Unit, own_modules, unit_of
 from fullshard.schedule import StateError
+from fullshard.unit import Unit, own_modules, unit_of
 
 _OWNER = "_fullshard_owner"  # on a module: the way back to its unit
 _IGNORED = "_fullshard_ignored"  # on a parameter: the caller said that it is to be left alone
@@ -62,7 +62,7 @@ def examine(unit: Unit, root: nn.Module) -> None:
                 "alone: add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their "
                 "gradients yourself, pass CheckPolicy(silence=('added',))"
             )
-    if unit.runtime.planner.outermost() is None and not unit.examined and _is_first_rank(unit):
+    if unit.keeper.planner.outermost() is None and not unit.examined and _is_first_rank(unit):
         unit.end_examination()
         unit.name_below(root)
         for name, line in remarks(root):
@@ -154,7 +154,7 @@ def remarks(root: nn.Module) -> list[tuple[str, str]]:
 
 def remark_on_prefetch(unit: Unit) -> None:
     """After many steps: gathers that nothing announced, since the order of units keeps changing."""
-    stats = unit.runtime.planner.stats
+    stats = unit.keeper.planner.stats
     often = stats.gathers >= 50 and stats.missed > stats.gathers / 5
     if often and _PREFETCH not in _SAID and "prefetch" not in unit.options.checks.silence and _is_first_rank(unit):
         _SAID.add(_PREFETCH)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.module import units_of
 from fullshard.parameter import ShardedParameter
+from fullshard.runtime import runtime_of
 from fullshard.schedule import StateError
 from fullshard.unwritten import is_marked, mark
 
@@ -54,7 +55,7 @@ def materialize(
     if not units:
         raise StateError(f"no module in this {type(model).__name__} is a unit: call fully_shard first")
     for unit in units:
-        unit.runtime.release(unit, doing="materialize()")
+        runtime_of(unit).release(unit, doing="materialize()")
     where = torch.device(device) if device is not None else units[0].axis.device
     number = common_seed(units[0].axis.mesh, where) if seed is None else seed
     owners = {id(parameter.sharded): parameter for unit in units for parameter in unit.parameters}
@@ -66,7 +67,7 @@ def materialize(
                 done.add(id(module))
                 _fill(module, name, where, init, owners, filled)
     for unit in units:
-        unit.refresh()
+        runtime_of(unit).refresh(unit)
     return model
 
 

@@ -14,8 +14,9 @@ from torch import nn
 
 from fullshard import _torch
 from fullshard.hooks import ForwardHooks, announce
-from fullshard.runtime import Unit, own_modules, unit_of
+from fullshard.runtime import runtime_of
 from fullshard.schedule import Call, StateError
+from fullshard.unit import Unit, own_modules, unit_of
 
 
 class Touched:
@@ -26,8 +27,8 @@ class Touched:
 
     def touch(self, unit: Unit, root: nn.Module) -> None:
         """Have the parameters of `unit` full."""
-        if not unit.shows_full and not unit.runtime.planner.running(unit.number):
-            unit.runtime.enter_forward(unit, root)
+        if not unit.shows_full and not unit.keeper.planner.running(unit.number):
+            runtime_of(unit).enter_forward(unit, root)
             self._units.append((unit, root))
             for parameter in unit.parameters:
                 parameter.note_version()
@@ -39,7 +40,7 @@ class Touched:
             unit, root = self._units.pop()
             for parameter in unit.parameters:
                 parameter.take_written()
-            call = unit.runtime.leave_forward(unit, root, failed=failed)
+            call = runtime_of(unit).leave_forward(unit, root, failed=failed)
             if call is not None:
                 calls.append((unit, call))
         return sorted(calls, key=lambda pair: -pair[1].end)

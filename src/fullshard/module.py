@@ -14,8 +14,10 @@ from torch import nn
 from fullshard import _torch, assembly, lint, methods
 from fullshard.comm import AllGather, GatherInMemory, Message, ReduceInMemory, ReduceScatter
 from fullshard.mesh import ShardAxis
-from fullshard.runtime import Unit, say_once, unit_of
+from fullshard.notices import say_once
+from fullshard.runtime import runtime_of
 from fullshard.schedule import Keep, StateError, Stats
+from fullshard.unit import Unit, unit_of
 from fullshard.views import UnitView
 
 M = TypeVar("M", bound=nn.Module)
@@ -30,7 +32,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Order the current stream behind the gather and install the full parameters. Later calls do nothing."""
         if self._unit is not None:
-            self._unit.runtime.fulfil(self._unit)
+            runtime_of(self._unit).fulfil(self._unit)
             self._unit = None
 
 
@@ -94,7 +96,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         With `async_op=True` the gather is only started, and the handle returned waits for it.
         """
         unit = _unit(self)
-        unit.runtime.hold(unit)
+        runtime_of(unit).hold(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -104,7 +106,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def reshard(self) -> None:
         """Free this unit's full parameters. Raises StateError while its forward or backward runs."""
         unit = _unit(self)
-        unit.runtime.release(unit)
+        runtime_of(unit).release(unit)
 
     def join(self) -> torch.Tensor:
         """Take part in the collectives of this unit and those below, forward and backward, without computing anything.
@@ -125,7 +127,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             >>> features = model.vision(images) if images is not None else model.vision.join()      # doctest: +SKIP
         """
         unit = _unit(self)
-        return unit.runtime.join(unit)
+        return runtime_of(unit).join(unit)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward of the units at and below is the last of the step.
@@ -147,7 +149,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             if retain == unit.options.retain:
                 unit.configure(keep=keep)
             else:
-                unit.reconfigure(doing="set_reshard_after_forward()", keep=keep, retain=retain)
+                runtime_of(unit).reconfigure(unit, doing="set_reshard_after_forward()", keep=keep, retain=retain)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the full parameters. If not, they are gathered again only once the shards were written."""
@@ -187,7 +189,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reductions have a process group of their own, so that they need not queue behind gathers. Collective."""
         for unit in units_of(self, recurse):
-            unit.reconfigure(doing="set_separate_reduce_scatter_group()", separate_reduce=bool(enable))
+            runtime_of(unit).reconfigure(unit, doing="set_separate_reduce_scatter_group()", separate_reduce=bool(enable))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Call `hook` with each reduced flat gradient of this unit, (elements of this rank's shard,) in the reduce dtype.
@@ -231,12 +233,14 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit's parameters with `comm`, in memory that it allocates: one message per gather and group."""
         _check_comm(comm, "set_custom_all_gather", "AllGather")
-        _unit(self).reconfigure(doing="set_custom_all_gather()", all_gather=comm)
+        unit = _unit(self)
+        runtime_of(unit).reconfigure(unit, doing="set_custom_all_gather()", all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients with `comm`, in memory that it allocates: one message per reduction and group."""
         _check_comm(comm, "set_custom_reduce_scatter", "ReduceScatter")
-        _unit(self).reconfigure(doing="set_custom_reduce_scatter()", reduce_scatter=comm)
+        unit = _unit(self)
+        runtime_of(unit).reconfigure(unit, doing="set_custom_reduce_scatter()", reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether messages lie in memory of the process group's backend (NCCL's user buffers say).
@@ -245,8 +249,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         unit = _unit(self)
         if not enable:
-            return unit.reconfigure(doing="set_allocate_memory_...()", **_their_memory(unit, None))
-        unit.reconfigure(doing="set_allocate_memory_...()", **_their_memory(unit, "process group"))
+            return runtime_of(unit).reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, None))
+        runtime_of(unit).reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, "process group"))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Have messages lie in symmetric memory of `backend`. Collective.
@@ -254,7 +258,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises ValueError where there is none (on the CPU), or if custom collectives were set.
         """
         unit = _unit(self)
-        unit.reconfigure(doing="set_symm_mem_for_comm()", **_their_memory(unit, "symmetric", backend))
+        runtime_of(unit).reconfigure(unit, doing="set_symm_mem_for_comm()", **_their_memory(unit, "symmetric", backend))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Order the next forward behind `event`, which an optimizer recorded on a stream of its own. Once.
@@ -264,7 +268,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         unit = _any_unit(self)
         if unit.axis.device.type == "cpu":
             raise ValueError("set_post_optim_event got an event, but the mesh computes on the CPU, which has no streams")
-        unit.runtime.wait_for(event)
+        runtime_of(unit).wait_for(event)
 
     def reset_iter_state(self) -> None:
         """Forget a step that was interrupted by an exception, with all gradients that only this rank holds.
@@ -273,8 +277,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         communication kept, as `zero_grad()` does.
         """
         for unit in units_of(self, True):
-            unit.runtime.reset(unit)
-            unit.runtime.discard(unit)
+            runtime_of(unit).reset(unit)
+            runtime_of(unit).delivery.discard(unit)
 
     def _get_fsdp_state(self) -> UnitView:
         """What FSDP2's programs look at: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
@@ -309,16 +313,16 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """`to`, `half`, `to_empty` and the like: on the shards, which then go back into flat memory."""
         unit = _unit(self)
         for below in units_of(self, True):
-            if below.undelivered and below.changes(fn):
-                below.runtime.check_delivered(below, doing="a change of dtype or device")
-        unit.runtime.rest(unit, doing="moving or casting")
+            if runtime_of(below).delivery.is_undelivered(below) and below.changes(fn):
+                runtime_of(below).check_delivered(below, doing="a change of dtype or device")
+        runtime_of(unit).rest(unit, doing="moving or casting")
         fresh = unit.on_meta() if _torch.allocates(fn) else None
         attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
         _beyond(self)._apply(fn, recurse)
         for parameter, had in zip(unit.parameters, attributes):  # torch swaps the insides of a DTensor, attributes included
             for key, value in had.items():
                 parameter.sharded.__dict__.setdefault(key, value)
-        unit.refresh()
+        runtime_of(unit).refresh(unit)
         if fresh is not None:
             unit.mark_unwritten(fresh)
         return self
@@ -326,8 +330,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, for the sharded parameters, also while full ones are installed; discards what `accumulate()` kept."""
         for unit in units_of(self, True):
-            if unit.undelivered:
-                unit.runtime.discard(unit)
+            if runtime_of(unit).delivery.is_undelivered(unit):
+                runtime_of(unit).delivery.discard(unit)
             for parameter in unit.parameters if unit.shows_full else ():
                 parameter.discard_gradient(set_to_none=set_to_none)
             for parameter in unit.parameters:  # the rest is in the slots, which torch's walks
@@ -374,7 +378,7 @@ def _unit_given(module: Any, beside: Unit | None = None) -> Unit:
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
         raise ValueError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
-    if beside is not None and unit.runtime is not beside.runtime:
+    if beside is not None and runtime_of(unit) is not runtime_of(beside):
         raise ValueError(f"unit '{unit.name}' has lanes or a device of its own, so unit '{beside.name}' cannot gather it ahead")
     return unit
 
@@ -414,12 +418,12 @@ def resident(module: nn.Module) -> Iterator[None]:
     inside: list[Unit] = []
     try:
         for unit in units:
-            unit.runtime.reside(unit, True)
+            runtime_of(unit).reside(unit, True)
             inside.append(unit)
         yield
     finally:
         for unit in inside:
-            unit.runtime.reside(unit, False)
+            runtime_of(unit).reside(unit, False)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -492,7 +496,7 @@ def counting(module: nn.Module) -> Iterator[list[Message]]:
     >>> with counting(model) as messages:                                                     # doctest: +SKIP
     ...     model(batch).sum().backward()
     """
-    with _any_unit(module).runtime.journal.counting() as messages:
+    with _any_unit(module).keeper.communicator.journal.counting() as messages:
         yield messages
 
 
@@ -503,7 +507,7 @@ def stats(module: nn.Module) -> Stats:
     """
     unit = _any_unit(module)
     lint.remark_on_prefetch(unit)
-    return replace(unit.runtime.planner.stats)
+    return replace(unit.keeper.planner.stats)
 
 
 def _any_unit(module: nn.Module) -> Unit:

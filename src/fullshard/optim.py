@@ -15,8 +15,8 @@ from fullshard import _torch
 from fullshard.face import sleep, wake
 from fullshard.lint import is_ignored, remark_on_optimizer
 from fullshard.parameter import logical_parameters, successor
-from fullshard.runtime import Unit, owner_of
 from fullshard.schedule import StateError
+from fullshard.unit import Unit, owner_of
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:

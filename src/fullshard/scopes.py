@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard.backward import BackwardHook
 from fullshard.group import Group
 from fullshard.module import units_of
 from fullshard.parameter import ShardedParameter
-from fullshard.runtime import BackwardHook
+from fullshard.runtime import runtime_of
 from fullshard.schedule import StateError
 
 
@@ -50,12 +51,12 @@ def full_params(
         raise ValueError("full_params(rank0_only=True) cannot write what only rank 0 has: pass write=False as well")
     units = list(units_of(module, recurse))
     for unit in units:
-        unit.runtime.check_idle(unit, doing="full_params()")
+        runtime_of(unit).check_idle(unit, doing="full_params()")
     for unit in units:
-        unit.runtime.release(unit, doing="full_params()")
-        unit.refresh()
+        runtime_of(unit).release(unit, doing="full_params()")
+        runtime_of(unit).refresh(unit)
     for unit in units[:1]:
-        unit.runtime.attend(unit, doing="full_params()")
+        runtime_of(unit).attend(unit, doing="full_params()")
     shown: list[tuple[ShardedParameter, nn.Parameter]] = []
     assigned: list[str] = []
     for unit in units:
@@ -115,12 +116,12 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
     prefixes = {id(inner): f"{name}." if name else "" for name, inner in module.named_modules()}
     found: dict[str, Tensor] = {}
     for unit in units:
-        unit.runtime.check_idle(unit, doing="gathered()")
-        unit.runtime.consult(unit)
+        runtime_of(unit).check_idle(unit, doing="gathered()")
+        runtime_of(unit).consult(unit)
         for group in unit.groups:
-            tensors = unit.runtime.gather_copy(group)
+            tensors = runtime_of(unit).gather_copy(group)
             if grad and torch.is_grad_enabled() and group.trainable:
-                source = _Source(group, unit.runtime.glimpse(unit))
+                source = _Source(group, runtime_of(unit).glimpse(unit))
                 handle = torch.zeros((), device=tensors[0].device, requires_grad=True)
                 outputs: Any = _Gathered.apply(handle, source, *tensors)
                 tensors = list(outputs)

@@ -9,8 +9,11 @@ from torch import nn
 
 from fullshard import assembly
 from fullshard.modules import Claim, Holdings
+from fullshard.notices import say_once
+from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter, logical_parameters, successor
-from fullshard.runtime import Unit, UnitOptions, owner_of, say_once
+from fullshard.runtime import runtime_of
+from fullshard.unit import Unit, owner_of
 
 
 @dataclass(eq=False)
@@ -39,12 +42,12 @@ class Ties:
         for unit in self.merged:
             modules += unit.modules
             parameters += unit.parameters
-            unit.give_up(unit.parameters)
+            runtime_of(unit).cede(unit, unit.parameters)
             assembly.disassemble(unit, undress)
         for unit in dict.fromkeys(unit for _, unit in self.taken):
             gone = [parameter for parameter, owner in self.taken if owner is unit]
             parameters += gone
-            unit.give_up(gone)
+            runtime_of(unit).cede(unit, gone)
         return parameters, modules
 
     def settle(self) -> None:
@@ -65,8 +68,8 @@ def find_ties(modules: Sequence[nn.Module], holdings: Holdings, options: UnitOpt
             continue
         parameter = known[0]
         ties.add(claim, parameter)
-        owner.runtime.rest(owner, doing="fully_shard() of a module that shares a parameter with it")
-        owner.runtime.check_delivered(owner, doing="fully_shard() of a module that shares a parameter with it")
+        runtime_of(owner).rest(owner, doing="fully_shard() of a module that shares a parameter with it")
+        runtime_of(owner).check_delivered(owner, doing="fully_shard() of a module that shares a parameter with it")
         around = {id(inner) for module in owner.modules for inner in module.modules()}
         if all(id(module) in inside for module in owner.modules):
             ties.taken.append((parameter, owner))

@@ -129,11 +129,11 @@ def _begin_anew(meeting: _Meeting) -> None:
     """Forget on all ranks what any of them was in the midst of."""
     inside = set(meeting.ranks)
     runtimes = Runtime.all_of_thread()
-    ledgers = [ledger for runtime in runtimes for ledger in runtime.ledgers if set(ledger.ranks) <= inside]
+    ledgers = [ledger for runtime in runtimes for ledger in runtime.communicator.ledgers if set(ledger.ranks) <= inside]
     for ledger in ledgers:
         ledger.close("the step failed on some rank, and any_failed() is under way")
     for runtime in runtimes:
-        runtime.flush()
+        runtime.communicator.flush()
     if meeting.watch is not None:
         meeting.watch.tell()
     meeting.agree(True)  # now everybody has told what it waits for

@@ -10,7 +10,8 @@ from torch import nn
 from fullshard.group import Group
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.runtime import Unit, unit_of
+from fullshard.runtime import runtime_of
+from fullshard.unit import Unit, unit_of
 
 
 class ParameterView:
@@ -48,7 +49,7 @@ class GroupView:
 
     def post_backward(self) -> None:
         """Reduce what this group's parameters were given so far. Pipeline schedules call it after the last microbatch."""
-        self._unit.runtime.reduce_now(self._unit, self._group)
+        runtime_of(self._unit).reduce_now(self._unit, self._group)
 
 
 class ContextView:
@@ -91,7 +92,7 @@ class UnitView:
 
     def _root_post_backward_final_callback(self) -> None:
         """Wait for the reductions under way and hand out the gradients. Pipeline schedules call it at the end of a step."""
-        self._unit.runtime.collect_now()
+        runtime_of(self._unit).collect_now()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

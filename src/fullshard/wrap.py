@@ -20,9 +20,10 @@ from fullshard.api import Order, fully_shard
 from fullshard.auto import AutoPolicy
 from fullshard.mesh import resolve_mesh
 from fullshard.modules import children_first, clean_name
+from fullshard.notices import say_once
 from fullshard.plan import Mixture, Outline, Plan, PlannedUnit
 from fullshard.policies import MixedPrecisionPolicy, resolve_mp
-from fullshard.runtime import say_once, unit_of
+from fullshard.unit import unit_of
 
 Classes = Iterable[type[nn.Module]]
 

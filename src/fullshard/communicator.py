@@ -1,0 +1,214 @@
+"""Says to other ranks what units have to say: lanes and process groups, a ledger of every call, and waits that are watched."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from fullshard import _torch
+from fullshard.comm import CustomCollectives, Delays, Journal, Journaled, Lane, Pending, Ticket, nothing
+from fullshard.full import Carriers
+from fullshard.gloo import Tag, collectives_for
+from fullshard.ledger import Entry, Ledger, Line
+from fullshard.mesh import ShardAxis, beside
+from fullshard.options import UnitOptions
+from fullshard.policies import CheckPolicy, CommPolicy
+from fullshard.schedule import StateError
+from fullshard.watch import Waiter, Watch, watch_of
+
+_BOOKS: dict[str, Iterator[int]] = {}  # ledgers of equal names, which all ranks make in one order
+
+
+class Sent:
+    """A ticket of work in which other ranks take part: while it is waited for, the watch knows for what."""
+
+    __slots__ = ("_communicator", "_entry", "_ledger", "ticket")
+
+    def __init__(self, ticket: Ticket, communicator: Communicator, ledger: Ledger, entry: Entry) -> None:
+        self.ticket, self._communicator, self._ledger, self._entry = ticket, communicator, ledger, entry
+
+    def done(self) -> bool:
+        return self.ticket.done()
+
+    def wait(self) -> None:
+        self._await(self.ticket.wait)
+
+    def block(self) -> None:
+        self._await(self.ticket.block)
+
+    def _await(self, wait: Callable[[], None]) -> None:
+        """Raises StateError if the work failed, or ended because the ranks parted."""
+        ledger, waiter = self._ledger, self._communicator.waiter
+        if waiter is None:
+            return wait()
+        before = waiter.enter(ledger, self._entry)
+        try:
+            wait()
+        except Exception as failure:
+            raise self._communicator.explained(failure, ledger, self._entry) from failure
+        finally:
+            waiter.leave(before)
+        if ledger.verdict is not None:
+            raise StateError(ledger.verdict)
+
+
+class Communicator:
+    """communicator 1 - n ledgers, one per axis; three lanes: for gathers, for reductions over shards, and for those over
+    replicas; collectives, one object per process group and role.
+    """
+
+    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane], delays: Delays | None = None) -> None:
+        self.device, self._delays = device, delays
+        self.journal = Journal()
+        self.tag = Tag()
+        self.watch: Watch | None = None
+        self.waiter: Waiter | None = None  # None as long as nobody else takes part in anything
+        self.gather_lane, self.reduce_lane, self.replicate_lane = lanes(device), lanes(device), lanes(device)
+        self._ledgers: dict[tuple[int, int], tuple[Ledger, tuple[object, object]]] = {}  # with the groups they are for
+        self._patience = 1.0  # seconds
+        self._timeout: float | None = None  # seconds
+        self._collectives: weakref.WeakValueDictionary[tuple[int, str], Journaled] = weakref.WeakValueDictionary()
+
+    # --- what is said ---
+
+    def ledger(self, axis: ShardAxis) -> Ledger:
+        """What is said on an axis, one as long as the runtime lives."""
+        groups = (axis.group, None if axis.replicas is None else axis.replicas.group)
+        known = self._ledgers.get(axis.key)
+        if known is not None and all(one is other for one, other in zip(known[1], groups)):
+            return known[0]
+        ranks = axis.members
+        name = f"{crc32(repr(ranks).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
+        if axis.group is not None and axis.replicas is None:
+            name = f"{name} {_torch.group_name(axis.group)}"  # threads may make theirs in any order
+        found = Ledger(f"{name} {next(_BOOKS.setdefault(name, itertools.count()))}", ranks, dist.get_rank())
+        self._ledgers[axis.key] = found, groups
+        group = groups[0] if groups[0] is not None else groups[1]
+        if len(ranks) > 1 and group is not None:
+            watch = watch_of(_torch.backend_name(group, axis.device))
+            if watch is not None:
+                if watch is not self.watch:  # also of a process group that was made anew
+                    self.watch, self.waiter = watch, watch.waiter()
+                    self.waiter.configure(self._patience, self._timeout)
+                watch.add(found)
+        return found
+
+    @property
+    def ledgers(self) -> list[Ledger]:
+        return [ledger for ledger, _ in self._ledgers.values()]
+
+    def heed(self, checks: Sequence[CheckPolicy]) -> None:
+        """Of what the units were told, the shortest patience counts."""
+        self._patience = min((check.patience for check in checks), default=1.0)
+        self._timeout = min((check.timeout for check in checks if check.timeout is not None), default=None)
+        if self.waiter is not None:
+            self.waiter.configure(self._patience, self._timeout)
+
+    def explained(self, failure: BaseException, ledger: Ledger, entry: Entry) -> StateError:
+        """What a failed collective was about, and where the other ranks are."""
+        if ledger.verdict is not None:
+            return StateError(ledger.verdict)
+        where = "" if self.watch is None else self.watch.survey(ledger)
+        text = f"rank {ledger.rank}, {entry}: {str(failure).splitlines()[0]}. {where}"
+        return StateError(text if ledger.verdict is None else ledger.verdict)
+
+    def send(
+        self,
+        lane: Lane,
+        line: Line,
+        action: str,
+        start: Callable[[], Pending],
+        finish: Callable[[], None] = nothing,
+        after: Sent | None = None,
+    ) -> Sent:
+        """Run a collective on a lane and enter it in the ledger. Raises StateError if the ranks parted."""
+        return self.post(lane, line.ledger, line.note(action), start, finish, after)
+
+    def post(
+        self,
+        lane: Lane,
+        ledger: Ledger,
+        entry: Entry,
+        start: Callable[[], Pending],
+        finish: Callable[[], None] = nothing,
+        after: Sent | None = None,
+    ) -> Sent:
+        """As `send`, of what is entered already."""
+        tagged = partial(self._start, entry.tag, ledger.name, start)
+        ticket = lane.run(tagged, finish) if after is None else lane.run(tagged, finish, after=after.ticket)
+        return Sent(ticket, self, ledger, entry)
+
+    def _start(self, tag: int, book: str, start: Callable[[], Pending]) -> Pending:
+        self.tag.set(tag, book)
+        return start()
+
+    def flush(self) -> None:
+        """Have everything begin that was put off."""
+        if self._delays is not None:
+            self._delays.start_all()
+
+    # --- who carries it ---
+
+    def carriers(self, axis: ShardAxis, options: UnitOptions) -> Carriers:
+        """Who carries the messages of groups on `axis`. May make process groups, so it is collective over the axis.
+
+        Raises ValueError for collectives of the caller's that do not fit.
+        """
+        gather = reduce = self._main_collectives(axis, options.comm)
+        if options.separate_reduce and axis.group is not None and axis.ranks > 1:
+            reduce = self._known(axis, "reduce", dist.get_process_group_ranks(axis.group), options.comm)
+        if axis.group is not None:
+            if options.all_gather is not None:
+                custom = CustomCollectives(gather.inner, axis.group, options.all_gather)
+                gather = Journaled(custom, self.journal, keeps=gather)
+            if options.reduce_scatter is not None:
+                custom = CustomCollectives(reduce.inner, axis.group, None, options.reduce_scatter)
+                reduce = Journaled(custom, self.journal, keeps=reduce)
+        replicate = retain = None
+        if axis.replicas is not None:
+            replicate = self._known(axis, "replicate", axis.replicas.group, options.comm)
+        if options.retain is not None and axis.group is not None and axis.ranks % options.retain == 0:
+            first = axis.rank - axis.rank % options.retain
+            ranks = dist.get_process_group_ranks(axis.group)[first : first + options.retain]
+            if len(ranks) < axis.ranks:
+                retain = self._known(axis, f"retain {options.retain}", ranks, options.comm)
+        return Carriers(gather, reduce, replicate, retain, self.journal)
+
+    def _main_collectives(self, axis: ShardAxis, comm: CommPolicy) -> Journaled:
+        found = self._known(axis, "shard" if axis.group is not None else "alone", axis.group, comm)
+        if (found.ranks, found.rank) != (axis.ranks, axis.rank):
+            raise ValueError(
+                f"CommPolicy.collectives must give collectives of rank {axis.rank} of {axis.ranks}, as the mesh has it, "
+                f"got rank {found.rank} of {found.ranks}"
+            )
+        return found
+
+    def _known(self, axis: ShardAxis, role: str, group: dist.ProcessGroup | list[int] | None, comm: CommPolicy) -> Journaled:
+        """Collectives of one process group of `axis` (or of a new one of these ranks), one object as long as it is used."""
+        owner = axis.group if axis.group is not None or axis.replicas is None else axis.replicas.group
+        made: dist.ProcessGroup | None
+        if isinstance(group, list):
+            assert axis.group is not None
+            made = beside(axis.group, role, group)
+        else:
+            made = group
+        if comm.collectives is not None and made is not None:
+            given = comm.collectives(made)
+            if isinstance(getattr(given, "tag", None), Tag):
+                given.tag = self.tag
+            return Journaled(given, self.journal)
+        key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.group)}")
+        found = self._collectives.get(key)
+        if found is None:
+            found = Journaled(collectives_for(made, axis.device, self.tag), self.journal, keeps=owner)
+            self._collectives[key] = found
+        return found
+
+
+__all__ = ["Communicator", "Sent"]

@@ -1,0 +1,213 @@
+"""Gradients on their way: reductions in flight, the heartbeat that ends a backward, and when a `.grad` is handed out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+
+from torch import Tensor
+
+from fullshard.comm import InFlight, Ticket, nothing
+from fullshard.communicator import Communicator, Sent
+from fullshard.group import Group
+from fullshard.heartbeat import Heartbeat
+from fullshard.ledger import Label, Line
+from fullshard.reduction import Reduction
+from fullshard.schedule import StateError
+from fullshard.unit import Unit
+
+_NOBODY = Label("")
+
+
+class Delivery:
+    """delivery 1 - n reductions since the last heartbeat, 1 - n heartbeats that nobody has looked at.
+
+    Gradients of a step are handed out together, behind its heartbeat: of a step that raises all arrive or none.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._in_flight = InFlight()
+        self._replicating = InFlight()
+        self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
+        self._beats: deque[tuple[Heartbeat, Sent]] = deque()  # that nobody has looked at
+        # Those whose parameters have hooks land early, but never by polling: a hook may talk to other ranks.
+        self._hooked: deque[Reduction] = deque()
+
+    def __len__(self) -> int:
+        """Messages in flight."""
+        return len(self._in_flight) + len(self._replicating)
+
+    def keep(self, ticket: Ticket, landed: Callable[[], None]) -> None:
+        """Call `landed` once the work of `ticket` is waited for, in its turn."""
+        self._in_flight.push(ticket, landed)
+
+    def reduce(self, unit: Unit, group: Group, grads: list[Tensor | None]) -> None:
+        """Send the gradients of a group on their way, or keep them on this rank. Takes them out of `grads`."""
+        if not unit.options.sync_gradients:
+            group.accumulate(grads)
+            return
+        limit = unit.options.comm.reductions_in_flight
+        self._in_flight.make_room(limit)
+        while len(self._hooked) >= limit:
+            self._hooked.popleft().land()
+        reduction = Reduction(group, group.with_accumulated(grads), unit.options.reduce)
+        grads.clear()
+        frozen = [p.name for p in group.parameters if not p.requires_grad]
+        action = f"reduction without {', '.join(frozen)}" if frozen else "reduction"  # ranks must agree on it
+        communicator = self._communicator
+        ticket = communicator.send(communicator.reduce_lane, group.line, action, reduction.start, reduction.finish)
+        # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
+        self._in_flight.push(ticket, reduction.settle, polled=not reduction.replicated)
+        if reduction.replicated:
+            ticket = communicator.send(
+                communicator.replicate_lane,
+                group.line,
+                "sum over replicas",
+                reduction.replicate,
+                reduction.finish_replicated,
+                after=ticket,
+            )
+            self._replicating.push(ticket, reduction.end, polled=reduction.polled)
+        reduction.follow(ticket)
+        group.defers(reduction.deferred)
+        if reduction.deferred:
+            return
+        self._reduced.append((unit, reduction))
+        if reduction.hooked:
+            self._hooked.append(reduction)
+
+    def poll(self) -> None:
+        """Let go of what is finished already."""
+        self._in_flight.poll()
+        if len(self._replicating):
+            self._replicating.poll()
+
+    def drain(self) -> None:
+        """Wait for all that is in flight."""
+        self._in_flight.drain()
+        self._replicating.drain()
+
+    def is_undelivered(self, unit: Unit) -> bool:
+        """Whether gradients of the unit are on their way: reduced or being reduced, and in no `.grad` yet."""
+        return any(group.deferring for group in unit.groups) or any(
+            held is unit and not reduction.landed for held, reduction in self._reduced
+        )
+
+    def discard(self, unit: Unit) -> None:
+        """Forget the gradients of the unit that are not delivered: kept on this rank, deferred, or on their way."""
+        if any(held is unit for held, _ in self._reduced) or any(group.deferring for group in unit.groups):
+            self._in_flight.abandon()
+            self._replicating.abandon()
+            dropped = [reduction for held, reduction in self._reduced if held is unit]
+            self._reduced = [entry for entry in self._reduced if entry[0] is not unit]
+            self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)
+        for group in unit.groups:
+            group.take_partial()
+            group.defers(False)
+        for parameter in unit.parameters:
+            parameter.discard_kept()
+
+    def abandon(self) -> None:
+        """Wait for what is in flight, whatever it comes to, and look at no heartbeat of before."""
+        self._in_flight.abandon()
+        self._replicating.abandon()
+        self._beats.clear()
+        self._hooked.clear()
+
+    def forget(self, units: Container[int]) -> None:
+        """Hand out nothing to these units (by number) of what they have sent."""
+        self._reduced = [entry for entry in self._reduced if entry[0].number not in units]
+
+    def check_arrived(self, unit: Unit) -> None:
+        """Raises StateError if gradients of the unit are not where an optimizer would look for them."""
+        for parameter in unit.parameters:
+            if parameter.kept is not None and parameter.sharded.grad is None:
+                raise StateError(
+                    f"optimizer.step() was called while the gradient of '{parameter.name}' in unit '{unit.name}' is only kept "
+                    "on each rank: run the last backward of the step outside of accumulate(), or after "
+                    "set_requires_gradient_sync(True)"
+                )
+        if any(group.deferring for group in unit.groups):
+            raise StateError(
+                f"optimizer.step() was called while gradients of unit '{unit.name}' are reduced over shards, but not over "
+                "replicas: call set_requires_all_reduce(True) before the last backward of the step"
+            )
+        if any(held is unit and not reduction.landed for held, reduction in self._reduced):
+            raise StateError(
+                f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived: "
+                "call set_is_last_backward(True) before the last backward of the step"
+            )
+
+    # --- the end of a backward ---
+
+    def collect(self) -> None:
+        """Wait for what is in flight and hand out the gradients of units whose step this backward ends."""
+        reduced = [entry for entry in self._reduced if entry[0].options.last_backward]
+        if not reduced:
+            return
+        self._reduced = [entry for entry in self._reduced if not entry[0].options.last_backward]
+        if len(self._replicating):  # on the replicas, too, sums begin before the heartbeat on every rank
+            self._in_flight.drain()
+        beats = self._start_heartbeats(reduced)
+        beating = {id(reduction) for beat, _ in beats for reduction in beat.reductions}
+        self.drain()
+        self._hooked.clear()
+        if self._communicator.device.type == "cpu":  # of ranks that parted none has a gradient
+            for beat, ticket in beats:
+                ticket.wait()
+                self._check_beat(beat)
+        for _, reduction in reduced:
+            reduction.land()
+            if id(reduction) not in beating:
+                reduction.decide([True] * len(reduction.used))
+        for beat, ticket in beats:
+            if beat.undecided:
+                ticket.block()
+                beat.decide()
+            if self._communicator.device.type != "cpu":
+                self._beats.append((beat, ticket))
+        if len(self._beats) > len(beats):
+            self.read_beats(keep=len(beats))
+
+    def _start_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[tuple[Heartbeat, Sent]]:
+        """One message per set of process groups."""
+        communicator = self._communicator
+        beats: list[tuple[Heartbeat, Sent]] = []
+        axes: dict[tuple[int, int], list[tuple[Unit, Reduction]]] = {}
+        for unit, reduction in reduced:
+            if unit.options.checks.heartbeat:
+                axes.setdefault(reduction.parameters[0].cut.axis.key, []).append((unit, reduction))
+        for entries in axes.values():
+            unit, first = entries[0]
+            ledger = first.line.ledger
+            if not ledger.beats(unit.options.checks.every):
+                continue
+            entry = Line(ledger, _NOBODY, "").note("heartbeat")
+            beat = Heartbeat(ledger, [reduction for _, reduction in entries], communicator.device)
+            over = first.carriers.replicate is not None
+            ticket = communicator.post(communicator.reduce_lane, ledger, entry, beat.start, nothing if over else beat.finish)
+            if over:
+                ticket = communicator.post(
+                    communicator.replicate_lane, ledger, entry, beat.start_over_replicas, beat.finish, after=ticket
+                )
+            beats.append((beat, ticket))
+        return beats
+
+    def _check_beat(self, beat: Heartbeat) -> None:
+        """Raises StateError if the ranks did not run the same."""
+        if beat.differs():
+            watch = self._communicator.watch
+            text = "" if watch is None else watch.confront(beat.ledger)
+            beat.ledger.close(text or "the ranks ran different units, or the same ones in different orders, in this step")
+            raise StateError(beat.ledger.verdict)
+
+    def read_beats(self, *, keep: int | None = None) -> None:
+        """On an accelerator: look at what has arrived, and wait for all but the last `keep`, if that is given."""
+        while self._beats and ((keep is not None and len(self._beats) > keep) or self._beats[0][1].done()):
+            beat, ticket = self._beats.popleft()
+            ticket.block()
+            self._check_beat(beat)
+
+
+__all__ = ["Delivery"]

@@ -1,0 +1,478 @@
+"""One fully_shard call: its modules, parameters and groups, and where it is in its forwards."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fullshard import _torch
+from fullshard.communicator import Communicator
+from fullshard.full import Storage
+from fullshard.group import Group, group_parameters
+from fullshard.ledger import Label, Line
+from fullshard.mesh import ShardAxis
+from fullshard.modules import clean_name
+from fullshard.notices import say_once
+from fullshard.options import UnitOptions
+from fullshard.parameter import ShardedParameter
+from fullshard.policies import CPUOffloadPolicy, LintWarning
+from fullshard.schedule import Call, Planner, Residency, Round, StateError
+from fullshard.unwritten import Unwritten
+
+_UNIT = "_fullshard_unit"
+_LATE = "_fullshard_late"  # on a full parameter: the handle of its LateHook
+
+
+class Keeper(Protocol):
+    """Who moves a unit and hears from its hooks: the runtime."""
+
+    @property
+    def planner(self) -> Planner: ...
+
+    @property
+    def communicator(self) -> Communicator: ...
+
+    def admit(self, unit: Unit) -> int:
+        """Its number."""
+        ...
+
+    def heed(self) -> None:
+        """What units were told about checks may have changed."""
+        ...
+
+    def enter_backward(self, unit: Unit, call: Call, *, glimpse: bool = False) -> None: ...
+
+    def enter_late(self, unit: Unit) -> None: ...
+
+    def check_step(self, unit: Unit) -> None: ...
+
+
+class Unit:
+    """One fully_shard call. unit 1 - n modules, unit 1 - n groups, group 1 - n parameters.
+
+    Strong references point down only: module -> unit -> group -> parameter. Its keeper knows units weakly.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: list[ShardedParameter],
+        axis: ShardAxis,
+        options: UnitOptions,
+        keeper: Keeper,
+        *,
+        ordinal: int | None = None,
+    ) -> None:
+        """`ordinal`: of the unit that this one is a copy of."""
+        self.keeper = keeper
+        self.label = Label(type(modules[0]).__name__)
+        self.ordinal = keeper.communicator.ledger(axis).enroll() if ordinal is None else ordinal
+        self.axis = axis
+        self.options = options
+        self.parameters = parameters
+        self.groups: list[Group] = []
+        self._modules = [weakref.ref(module) for module in modules]
+        self.due = True  # whether to look for parameters that nobody reduces before the next forward
+        self.examined = False  # whether remarks were made about the model it is the outermost unit of
+        self.handles: list[tuple[weakref.ref[nn.Module], Any]] = []  # of the hooks, and the modules that have them
+        self._left: set[int] = set()  # modules (by id) that this round of forwards has yet to run
+        self._round = Round()
+        self._path: list[tuple[weakref.ref[nn.Module], str]] = []  # from the outermost module to it: parent, name
+        self._open: list[tuple[int, int]] = []  # modules (by id) whose forward is under way, and when it began
+        self.unwritten: Unwritten | None = None
+        self._listed: dict[str, tuple[int, ...]] = {}
+        self._residents = 0  # resident() blocks it is in
+        self._script: tuple[tuple[int, bool], ...] = ()  # units that its last forward entered (True) and left, itself included
+        self._traced_from = 0
+        self._graphs = 0
+        self.announces: bool | None = None  # whether its last forward had an output with a graph
+        self.shown = False  # full_params() has plain Parameters in its slots
+        self._methods = 0  # calls of registered methods under way
+        self._named_below = False
+        self.number = keeper.admit(self)
+        self.check = StepCheck(self)
+        self.regroup([parameter.local for parameter in parameters])
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def name(self) -> str:
+        return self.label.name
+
+    @property
+    def residency(self) -> Residency:
+        return self.keeper.planner.residency(self.number)
+
+    @property
+    def stale(self) -> bool:
+        return any(group.stale for group in self.groups)
+
+    def configure(self, **changes: object) -> None:
+        """Change options from now on."""
+        self.options = replace(self.options, **changes)  # type: ignore[arg-type]
+        self._inform()
+
+    def _inform(self) -> None:
+        options = self.options
+        self.keeper.planner.configure(
+            self.number,
+            keep=options.keep,
+            keep_after_backward=options.keep_after_backward,
+            in_backward=options.in_backward,
+            nbytes=sum(group.full_nbytes for group in self.groups),
+            budget=options.comm.prefetch_bytes,
+        )
+
+    def regroup(self, values: Sequence[Tensor]) -> None:
+        """Put `values` (one local shard per parameter) into groups of their own kind."""
+        options = self.options
+        offload = options.offload
+        host = isinstance(offload, CPUOffloadPolicy)
+        pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self._can_pin()
+        dtypes = [options.mp.resolve(value.dtype) for value in values]
+        groups: list[Group] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for shared, members in group_parameters(self.parameters, values, dtypes):
+                carriers = self.keeper.communicator.carriers(self.parameters[members[0]].cut.axis, options)
+                direct = options.comm.direct_min_bytes
+                # Custom collectives work in memory of their own, so everything is packed there.
+                packed = max(carriers.gather.direct_min_bytes, carriers.reduce.direct_min_bytes)
+                direct = packed if direct is None or packed == float("inf") else direct
+                storage = Storage(
+                    device=self.axis.device,
+                    host=host,
+                    pinned=pinned,
+                    direct_min_bytes=direct,
+                    poison=options.checks.poison,
+                    mp=options.mp,
+                )
+                parameters = [self.parameters[i] for i in members]
+                subject = f"{self.ordinal}.{len(groups)} {[(p.name, tuple(p.shape)) for p in parameters]} {shared}"
+                line = Line(self.keeper.communicator.ledger(parameters[0].cut.axis), self.label, subject)
+                groups.append(
+                    Group(
+                        parameters, [values[i] for i in members], dtypes=shared, carriers=carriers, storage=storage, line=line
+                    )
+                )
+        self.groups = groups
+        self.keeper.heed()
+        for parameter in self.parameters:
+            parameter.before_step, parameter.label = self.check, self.label
+        self._inform()
+
+    def _can_pin(self) -> bool:
+        if self.axis.device.type != "cpu":
+            return True
+        say_once("CPUOffloadPolicy(pin_memory=True): host memory is not pinned, since the mesh computes on the CPU")
+        return False
+
+    def is_current(self) -> bool:
+        """Whether all slots hold what we put there."""
+        return all(group.is_current() for group in self.groups)
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in memory that goes with the full parameters."""
+        return any(group.lends(tensor) for group in self.groups)
+
+    def check_hidden(self, output: Any) -> None:
+        """No tensor with a graph was found in `output`: say so if a graph leads to the parameters all the same.
+
+        Whether it does depends on what else is alive on this rank, so nothing that is sent may follow from it.
+        """
+        if not torch.is_grad_enabled() or self._graphs or _torch.current_graph_task() != -1:
+            return  # it may be an older one, whose backward announces itself or did
+        for parameter in self.parameters:
+            full = parameter.full
+            if full is not None and full.requires_grad and _torch.is_in_graph(full):
+                self.watch_late()
+                if "hidden" not in self.options.checks.silence:
+                    say_once(
+                        f"the forward of unit '{self.name}' returned a {type(output).__name__} in which no tensor with a graph "
+                        f"is found, but a graph leads to its parameter '{parameter.name}' all the same: a backward through it "
+                        "cannot be gathered for. Return the tensor itself, or in a list, dict, dataclass or attribute, or keep "
+                        "the parameters with reshard_after_forward=False",
+                        LintWarning,
+                    )
+                return
+
+    def watch_late(self) -> None:
+        """Have gradients announce themselves that arrive in a second backward, through the graph of the first one."""
+        for parameter in self.parameters:
+            full = parameter.full
+            if full is not None and full.requires_grad and _LATE not in full.__dict__:
+                full.__dict__[_LATE] = full.register_post_accumulate_grad_hook(LateHook(self))
+
+    @property
+    def is_list(self) -> bool:
+        return len(self._modules) > 1
+
+    def begin_round(self) -> None:
+        """The first module of the unit begins its forward; the round ends when every module has run."""
+        self._left = {id(module) for module in self.modules}
+
+    def ran(self, module: nn.Module, run: int) -> bool:
+        """A module of the unit ended its forward; True if it was the last of the round.
+
+        Of a module that is called once per chunk, the round lasts as many calls as the last run (an outermost forward) had.
+        """
+        self._left.discard(id(module))
+        return self._round.is_last(run) and not self._left
+
+    def examine(self, due: bool) -> None:
+        """Whether to look at its modules before its next forward."""
+        self.due = due
+
+    def end_examination(self) -> None:
+        self.examined = True
+
+    def trace(self, at: int) -> None:
+        """Its forward begins at this place of the runtime's trace."""
+        self._traced_from = at
+
+    def learn(self, trace: Sequence[tuple[int, bool]]) -> None:
+        """Its forward ended well, at the end of the runtime's trace."""
+        self._script = tuple(trace[self._traced_from :])
+
+    def count_graph(self, more: int) -> None:
+        """One more graph with an output of the unit exists, or one less; whether its backward has been does not matter."""
+        self._graphs += more
+
+    def announced(self, announces: bool) -> None:
+        """Whether the forward that just ended will announce its backward."""
+        self.announces = announces
+
+    @property
+    def script(self) -> Sequence[tuple[int, bool]]:
+        """Which units run within it, and in which order: as the last time it ran on this rank, else as they are registered."""
+        if self._script:
+            return self._script
+        found: list[tuple[int, bool]] = []
+
+        def walk(module: nn.Module) -> None:
+            unit = unit_of(module)
+            if unit is not None:
+                found.append((unit.number, True))
+            for child in module.children():
+                walk(child)
+            if unit is not None:
+                found.append((unit.number, False))
+
+        for module in self.modules:
+            walk(module)
+        return found
+
+    def entered(self, module: nn.Module, clock: int) -> None:
+        """A module of the unit began its forward."""
+        self._open.append((id(module), clock))
+
+    def left(self, module: nn.Module) -> int:
+        """A module of the unit ended its forward; when that began. What began inside and never ended goes with it."""
+        at = max((i for i, (key, _) in enumerate(self._open) if key == id(module)), default=-1)
+        if at < 0:
+            return -1
+        began = self._open[at][1]
+        del self._open[at:]
+        return began
+
+    def is_inside(self, module: nn.Module) -> bool:
+        """Whether another module of the unit runs around this one."""
+        return any(key != id(module) for key, _ in self._open)
+
+    def forget_rounds(self) -> None:
+        self._round = Round()
+
+    def forget_forwards(self) -> None:
+        self._open.clear()
+
+    def handle(self, module: nn.Module, handle: Any) -> None:
+        """Remember a hook that was put on `module`."""
+        self.handles.append((weakref.ref(module), handle))
+
+    def take_handles(self) -> list[tuple[weakref.ref[nn.Module], Any]]:
+        handles, self.handles = self.handles, []
+        return handles
+
+    @property
+    def runs_method(self) -> bool:
+        """Whether a method that was registered beside forward is on the stack."""
+        return self._methods > 0
+
+    @contextmanager
+    def in_method(self) -> Iterator[None]:
+        self._methods += 1
+        try:
+            yield
+        finally:
+            self._methods -= 1
+
+    def follow(self, **listed: tuple[int, ...]) -> None:
+        """`forward=`, `backward=`: the numbers of units to gather ahead while this one computes."""
+        self._listed = {**self._listed, **listed}
+        self.keeper.planner.follow(self.number, forward=self._listed.get("forward"), backward=self._listed.get("backward"))
+
+    def reside(self, resident: bool) -> bool:
+        """Count the blocks it is resident for; whether this one is the outermost."""
+        self._residents += 1 if resident else -1
+        return self._residents == (1 if resident else 0)
+
+    def show(self, shown: bool) -> None:
+        """Whether the slots show plain full Parameters, for the length of a block."""
+        self.shown = shown
+
+    def rename(self, name: str) -> None:
+        self.label.name = name
+
+    @property
+    def shows_full(self) -> bool:
+        """Whether slots hold full parameters, so that walking the modules does not find the sharded ones."""
+        return self.shown or any(group.installed for group in self.groups)
+
+    def changes(self, fn: Callable[[Tensor], Tensor]) -> bool:
+        """Whether `fn`, as given to `Module._apply`, changes the dtype or device of what the unit has."""
+        samples = [group.shard[:0] for group in self.groups]
+        changed = [fn(sample) for sample in samples]
+        return any((new.dtype, new.device) != (old.dtype, old.device) for new, old in zip(changed, samples))
+
+    # --- memory that nobody has written yet ---
+
+    def on_meta(self) -> Unwritten:
+        """What of the unit has no memory yet."""
+        own = [inner for module in self.modules for inner in own_modules(module)]
+        return Unwritten(
+            [parameter for parameter in self.parameters if parameter.local.device.type == "meta"],
+            [
+                (weakref.ref(module), name)
+                for module in own
+                for name, buffer in module.named_buffers(recurse=False)
+                if buffer.device.type == "meta"
+            ],
+        )
+
+    def mark_unwritten(self, fresh: Unwritten) -> None:
+        """These have memory now, and no values: the next forward raises if that is still so."""
+        with torch.no_grad():
+            fresh.mark()
+        self.unwritten = fresh
+
+    def check_written(self) -> None:
+        """Raises StateError if what `to_empty` allocated was never written, naming it."""
+        if self.unwritten is None:
+            return
+        left = self.unwritten.left()
+        if left:
+            raise StateError(
+                f"unit '{self.name}': {', '.join(left)} were allocated by to_empty() and never written: give them values with "
+                "reset_parameters(), load_state_dict() or fullshard.materialize()"
+            )
+        soft = self.unwritten.left(persistent=False)
+        if soft:
+            warnings.warn(
+                f"unit '{self.name}': {', '.join(soft)} were allocated by to_empty() and not written before the first forward. "
+                "No state dict holds them: they are NaN unless this forward fills them",
+                stacklevel=2,
+            )
+        self.unwritten = None
+
+    def name_below(self, module: nn.Module) -> None:
+        """Units learn their qualified names when the module above them first runs."""
+        if not self._named_below:
+            self._named_below = True
+            for name, inner in module.named_modules():
+                unit = unit_of(inner)
+                if unit is not None and name:
+                    unit.rename(clean_name(name) or unit.name)
+                    unit.locate(module, name)
+
+    def locate(self, root: nn.Module, path: str) -> None:
+        """Remember where the unit is in the model."""
+        self._path = []
+        for part in path.split("."):
+            self._path.append((weakref.ref(root), part))
+            child = _torch.children_of(root)[part]
+            assert child is not None
+            root = child
+
+    def is_in_place(self) -> bool:
+        """Whether the unit is where it was in the model, as far as is known. Unlike its life, that is alike on all ranks."""
+        path = self._path
+        for index, (ref, part) in enumerate(path):
+            parent = ref()
+            child = None if parent is None else _torch.children_of(parent).get(part)
+            last = index + 1 == len(path)
+            if child is None or (unit_of(child) is not self if last else child is not path[index + 1][0]()):
+                return False
+        return True
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that a module is (one of) the root(s) of."""
+    return module.__dict__.get(_UNIT)
+
+
+def owner_of(parameter: ShardedParameter) -> Unit | None:
+    """The unit that gathers a parameter."""
+    check = parameter.before_step
+    return check.unit if isinstance(check, StepCheck) else None
+
+
+def attach(unit: Unit) -> None:
+    """Hand the modules of a unit their strong reference to it."""
+    for module in unit.modules:
+        module.__dict__[_UNIT] = unit
+
+
+def detach(module: nn.Module) -> None:
+    """The opposite, for one module."""
+    module.__dict__.pop(_UNIT, None)
+
+
+def own_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """`root` and the modules below it, without other units."""
+    yield root
+    for child in root.children():
+        if unit_of(child) is None:
+            yield from own_modules(child)
+
+
+class StepCheck:
+    """Asked by optimizers before they step: one per unit, shared by its parameters, which it does not keep alive."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    @property
+    def unit(self) -> Unit | None:
+        return self._unit()
+
+    def __call__(self) -> None:
+        unit = self._unit()
+        if unit is not None:
+            unit.keeper.check_step(unit)
+
+
+class LateHook:
+    """On a full parameter that is in the graph of a backward: a gradient of second order arrived at it."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, _: Tensor) -> None:
+        unit = self._unit()
+        if unit is not None:
+            unit.keeper.enter_late(unit)
+
+
+__all__ = ["Keeper", "LateHook", "StepCheck", "Unit", "attach", "detach", "own_modules", "owner_of", "unit_of"]
