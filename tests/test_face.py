@@ -90,6 +90,26 @@ def test_assigning_data_is_honoured_or_refused_by_name(world: World) -> None:
         model.weight.data = torch.ones(4, 4).double()
 
 
+@pytest.mark.skipif(not _torch.HONOURS_SUBCLASSES, reason="this torch asks no subclass of DTensor")
+@ranks(1, 2)
+def test_writes_that_move_no_version_counter_are_seen_by_the_next_forward(world: World) -> None:
+    """Elsewhere a unit that stayed gathered computes with what was there before."""
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=world.mesh, reshard_after_forward=False)
+    x, weight = torch.ones(2, 4), model.weight
+    for doubled in (
+        lambda: torch._foreach_mul_([weight], 2.0),
+        lambda: torch._foreach_add_([weight], [weight.detach().clone()]),
+        lambda: weight.data.mul_(2.0),
+        lambda: weight.data.t().mul_(2.0),
+        lambda: torch.mul(weight.data, 2.0, out=weight.data),
+        lambda: torch._foreach_mul_([weight.data], 2.0),
+    ):
+        before = model(x).detach()
+        with torch.no_grad():
+            doubled()
+        assert torch.equal(model(x), 2 * before)
+
+
 @ranks(1, 2)
 def test_writing_to_a_parameter_that_was_unsharded_by_hand_is_refused_when_it_goes(world: World) -> None:
     """Elsewhere what was written is gone after `reshard()`."""

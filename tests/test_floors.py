@@ -12,6 +12,7 @@ FLOORS = [
     {"_torch", "policies", "layout", "notices"},
     {"mesh", "modules", "comm", "schedule"},
     {"cut", "face", "plan", "gloo", "ledger", "joined"},
+    {"replaced"},
     {"parameter", "watch", "sync"},
     {"extension", "full", "unwritten"},
     {"group"},

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from harness import World, ranks
 from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, full, shard_stack, square
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import StateError, fully_shard
+from fullshard import StateError, fully_shard, undo
+from fullshard._torch import HONOURS_SUBCLASSES
 
 
 @ranks(2)
@@ -204,3 +206,90 @@ def test_parameters_are_the_sharded_ones_outside_forward(world: World) -> None:
     loss.backward()
     assert all(a is b for a, b in zip(before, model.parameters()))
     assert_near(model.head.weight, full(before[-2]), "head")
+
+
+@ranks(2)
+def test_a_list_made_before_sharding_is_clipped_and_zeroed_by_torch(world: World) -> None:
+    model = Stack(1)
+    sharded = copy.deepcopy(model)
+    before = list(sharded.parameters())
+    optimizer = torch.optim.SGD(before, lr=0.1)
+    shard_stack(sharded, world.mesh)
+    square(sharded(world.mine(batch(0)))).backward()
+    square(model(batch(0))).backward()
+    norm = torch.nn.utils.clip_grad_norm_(before, 0.01)
+    assert_near(norm, torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01), "norm")
+    assert_same_grads(sharded, model)
+    optimizer.zero_grad()  # before its first step
+    assert all(p.grad is None for p in (*before, *sharded.parameters()))
+
+
+@ranks(2)
+def test_a_parameter_of_before_sharding_stands_for_the_one_that_took_its_place(world: World) -> None:
+    model = Stack(1)
+    before = list(model.parameters())
+    values = [p.detach().clone() for p in before]
+    fired: list[Any] = []
+    shard_stack(model, world.mesh)
+    after = list(model.parameters())
+    before[0].register_post_accumulate_grad_hook(fired.append)
+    before[1].requires_grad_(False)
+    square(model(world.mine(batch(0)))).backward()
+    assert len(fired) == 1 and fired[0] is after[0]
+    assert before[1].grad is None and not after[1].requires_grad
+    for old, new, value in zip(before, after, values):
+        assert isinstance(old, nn.Parameter) and old.shape == value.shape
+        assert torch.equal(full(old * 1.0), value)
+        with torch.no_grad():
+            old.mul_(2.0)
+        assert torch.equal(full(new), 2.0 * value)
+        assert torch.equal(full(copy.deepcopy(old)), 2.0 * value)
+    undo(model)
+    assert all(torch.equal(old.detach(), 2.0 * value) for old, value in zip(before, values))
+
+
+class Penalised(nn.Module):
+    """Computes with a weight that no module of its own holds."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.held = [weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.held[0].sum()
+
+
+@ranks(2)
+def test_a_parameter_that_a_list_holds_is_the_full_one_in_forward_and_named_outside(world: World) -> None:
+    model = Stack(1)
+    model.head = nn.Sequential(model.head, Penalised(model.inp.weight))
+    sharded = copy.deepcopy(model)
+    sharded.head[1].held[0] = sharded.inp.weight
+    shard_stack(sharded, world.mesh)
+    square(sharded(world.mine(batch(0)))).backward()
+    square(model(batch(0))).backward()
+    assert_same_grads(sharded, model)
+    with pytest.raises(RuntimeError, match="sharded parameter 'inp.weight'" if HONOURS_SUBCLASSES else "mixed"):
+        nn.functional.linear(batch(0), sharded.head[1].held[0])
+
+
+@ranks(1, 2)
+def test_a_frozen_parameter_that_a_plain_module_shares_stays_plain_there(world: World) -> None:
+    plain = nn.Linear(5, 3).requires_grad_(False)
+    expected = plain(batch(0))
+    base = nn.Linear(5, 3)
+    base.weight, base.bias = plain.weight, plain.bias
+    fully_shard(base, mesh=world.mesh)
+    assert torch.equal(plain(batch(0)), expected) and torch.equal(base(batch(0)), expected)
+
+
+@ranks(2)
+def test_memory_of_parameters_that_were_replaced_is_given_back(world: World) -> None:
+    model = nn.Linear(64, 64)
+    memory = model.weight.untyped_storage()
+    held = weakref.ref(memory)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model, mesh=world.mesh)
+    del memory
+    assert held() is None, "the optimizer that was built before would keep a full copy until its first step"
+    assert optimizer.param_groups[0]["params"][0].shape == (64, 64)

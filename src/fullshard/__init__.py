@@ -26,6 +26,7 @@ modules.py      DFS over modules: who owns which parameter and buffer
 layout.py       integers only: Extent, Bucket, GroupLayout, padding, alignment
 parameter.py    ShardedParameter: two faces, the slots it is installed in
 face.py         its class: a DTensor that is named when it is mixed with plain tensors
+replaced.py     parameters of before sharding, which stand for the sharded ones
 extension.py    tensor subclasses that say themselves what is gathered of them
 comm.py         Collectives and the torch.distributed ones, Journal, Lane, InFlight
 gloo.py         gloo's collectives, as messages under tags

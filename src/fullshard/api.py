@@ -30,6 +30,7 @@ from fullshard.policies import (
     resolve_mp,
     resolve_offload,
 )
+from fullshard.replaced import successor
 from fullshard.runtime import Runtime, make_unit
 from fullshard.sync import BUFFERS, SYNCS, broadcast, check_alike, check_structure, has_values_everywhere
 from fullshard.ties import Ties, find_ties
@@ -322,6 +323,8 @@ def _check_parameters(claims: Sequence[Claim], axis: ShardAxis) -> None:
 
 def _refusal(parameter: nn.Parameter) -> str | None:
     """Why a parameter cannot be sharded, and what to do; None if it can."""
+    if successor(parameter) is not None:
+        return "it was sharded before, by a unit that does not exist any more: build the model anew, or undo() before"
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "it is not initialized yet: run one forward of the lazy module, then fully_shard"
     tensor = inside(parameter.data)

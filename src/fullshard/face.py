@@ -22,8 +22,9 @@ class Face(DTensor):
     """A sharded parameter, or a view of one. What other operations make of it (and `detach()` of a parameter) is a DTensor.
 
     torch raises "got mixed torch.Tensor and DTensor" from its C++ parts, without a name. A subclass is asked first, computes
-    with a bare DTensor over the same memory, and names what it was given. While an optimizer steps, faces sleep: their class is
-    DTensor then, and so is what their operations cost. Attributes (`.grad`, `.shape`) are torch's own and cost nothing more.
+    with a bare DTensor over the same memory, names what it was given, and notes what was written. While an optimizer steps,
+    faces sleep: their class is DTensor then, and so is what their operations cost. Attributes (`.grad`, `.shape`) are torch's
+    own and cost nothing more.
     """
 
     @classmethod
@@ -32,6 +33,7 @@ class Face(DTensor):
     ) -> Any:
         faces: list[Face] = []
         bare = [_bared(value, faces) for value in args]
+        out = kwargs.get("out") if kwargs else None
         if kwargs:
             kwargs = {key: _bared(value, faces) for key, value in kwargs.items()}
         try:
@@ -45,9 +47,8 @@ class Face(DTensor):
                 "part of the parameter. Compute with the tensors of `with fullshard.gathered(module)` (differentiable), call "
                 "register_fsdp_forward_method() for the method that reads it, or keep it full in `with model.resident():`"
             ) from error
-        if made is None:
-            return None
         if _torch.writes(func):
+            _note_writes((args[0], out))
             return _originals(made, faces)
         if func.is_view:
             for view in made if isinstance(made, (list, tuple)) else (made,):
@@ -56,7 +57,13 @@ class Face(DTensor):
 
     @property
     def data(self) -> Any:
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        """Over the same memory, without a version counter: who writes to it is noted all the same."""
+        made = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        back = self.__dict__.get(LOGICAL) or self.__dict__.get(_VIEWED)
+        if back is not None and type(made) is DTensor:
+            made.__dict__[_VIEWED] = back
+            _turn(made, Face)
+        return made
 
     @data.setter
     def data(self, value: Any) -> None:
@@ -141,6 +148,18 @@ def _originals(made: Any, faces: list[Face]) -> Any:
             if face.__dict__[_BARE] is made:
                 return face
     return made
+
+
+def _note_writes(written: Any) -> None:
+    """Some operations (foreach, or on `.data`) move no version counter that a gather would look at."""
+    if type(written) is Face:
+        back = written.__dict__.get(LOGICAL) or written.__dict__.get(_VIEWED)
+        logical = None if back is None else back()
+        if logical is not None:
+            logical.wrote()
+    elif isinstance(written, (list, tuple)):
+        for one in written:
+            _note_writes(one)
 
 
 def _name(view: Any, face: Face, func: Any) -> None:

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import _torch
 from fullshard.modules import clean_name
-from fullshard.parameter import Back, logical_parameters, successor
+from fullshard.parameter import Back, logical_parameters
 from fullshard.policies import LINTS, LintWarning
+from fullshard.replaced import successor
 from fullshard.schedule import StateError
 from fullshard.unit import Unit, own_modules, unit_of
 

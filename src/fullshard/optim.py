@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.face import sleep, wake
 from fullshard.lint import is_ignored, remark_on_optimizer
-from fullshard.parameter import logical_parameters, successor
+from fullshard.parameter import logical_parameters
+from fullshard.replaced import successor
 from fullshard.schedule import StateError
 from fullshard.unit import Unit, owner_of
 

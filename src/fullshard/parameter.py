@@ -15,9 +15,8 @@ from fullshard.cut import Cut
 from fullshard.face import LOGICAL, as_parameter
 from fullshard.ledger import Label
 from fullshard.modules import Claim, Slot
+from fullshard.replaced import replace, stands_for
 from fullshard.schedule import StateError
-
-_SUCCESSOR = "_fullshard_sharded"  # on a plain parameter: the sharded one that took its place
 
 
 class Back:
@@ -41,14 +40,6 @@ class Back:
 def is_ours(key: str) -> bool:
     """Whether an attribute of a parameter is fullshard's own."""
     return key.startswith("_fullshard")
-
-
-def successor(tensor: Tensor) -> nn.Parameter | None:
-    """The parameter that stands for `tensor` now, None if `tensor` stands for itself."""
-    found = tensor.__dict__.get(_SUCCESSOR)
-    while found is not None and _SUCCESSOR in found.__dict__:
-        found = found.__dict__[_SUCCESSOR]
-    return found
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -217,6 +208,12 @@ class ShardedParameter:
         return self.installations[0].module
 
     @property
+    def shown(self) -> nn.Parameter:
+        """The face that its module has now."""
+        installation, full = self.installations[0], self.full
+        return full if full is not None and installation.parameters.get(installation.name) is full else self.sharded
+
+    @property
     def shape(self) -> torch.Size:
         """Of the full tensor."""
         return self.cut.shape
@@ -230,7 +227,7 @@ class ShardedParameter:
         _torch.carry_hooks(original, self.sharded)
         if original.grad is not None:
             self.sharded.grad = self.face(self.cut.slice(self.cut.lower(original.grad, name=self.name)).contiguous().clone())
-        original.__dict__[_SUCCESSOR] = self.sharded
+        replace(original, self.sharded)
         for installation in self.installations:
             installation.put(self.sharded)
 
@@ -315,7 +312,7 @@ class ShardedParameter:
     def materialize(self, view: Tensor) -> None:
         """`view` (cut.whole, over the full storage) becomes the full face."""
         self.full = nn.Parameter(self.cut.lift(view), requires_grad=self.sharded.requires_grad)
-        self.full.__dict__[_SUCCESSOR] = self.sharded
+        stands_for(self.full, self.sharded)
 
     def incoming(self) -> Tensor:
         """The values the slots say this rank's shard has now, (cut.shard_shape); the caller may have put others there.
@@ -433,7 +430,7 @@ class ShardedParameter:
 
     def show(self, plain: nn.Parameter) -> None:
         """Have the slots hold `plain` for a while."""
-        plain.__dict__[_SUCCESSOR] = self.sharded
+        stands_for(plain, self.sharded)
         for installation in self.installations:
             installation.put(plain)
 
@@ -479,7 +476,7 @@ class ShardedParameter:
         _torch.carry_hooks(self.sharded, plain)
         if self.sharded.grad is not None:
             plain.grad = self.cut.lift(self._whole(self.sharded.grad))
-        self.sharded.__dict__[_SUCCESSOR] = plain
+        stands_for(self.sharded, plain)
         self.sharded.__dict__.pop(LOGICAL, None)
         for installation in self.installations:
             installation.put(plain)
@@ -498,7 +495,7 @@ class ShardedParameter:
             if current is not self.sharded:
                 if current is not None and current is not self.full and not forget:
                     self.sharded.requires_grad_(current.requires_grad)
-                    current.__dict__[_SUCCESSOR] = self.sharded
+                    stands_for(current, self.sharded)
                 installation.put(self.sharded)
 
     def receive(self, local: Tensor) -> None:

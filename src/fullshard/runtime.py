@@ -293,7 +293,9 @@ class Runtime:
     def _join_backward(self, *, beyond: int) -> None:
         """Take part in the backward of joined calls that ended after `beyond`."""
         for joined in self._joined.due(beyond=beyond, lives=self._units.__contains__):
-            unit = self._units[joined.unit]
+            unit = self._units.get(joined.unit)
+            if unit is None:
+                continue
             self._touched[unit.number] = unit
             with torch.no_grad():
                 self._execute(self.planner.before_backward(joined.call, stale=self._is_stale(unit, False)))

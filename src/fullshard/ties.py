@@ -11,7 +11,8 @@ from fullshard import assembly
 from fullshard.modules import Claim, Holdings
 from fullshard.notices import say_once
 from fullshard.options import UnitOptions
-from fullshard.parameter import ShardedParameter, logical_parameters, successor
+from fullshard.parameter import ShardedParameter, logical_parameters
+from fullshard.replaced import successor
 from fullshard.runtime import runtime_of
 from fullshard.unit import Unit, owner_of
 
