@@ -75,6 +75,14 @@ TEXTS = {
         "an optimizer steps sharded parameters and 2 plain ones ('1.weight', '1.bias'), whose gradients no unit reduces: "
         "each rank trains its own. Call fully_shard on the module that holds them, the outermost one for example"
     ),
+    "no gradients": (
+        "an optimizer steps 2 sharded parameters ('weight', 'bias'), none of which has a gradient: torch.autograd.grad and "
+        "backward(inputs=) do not reach them, since modules compute with the full ones. Call backward() without inputs=, or "
+        "take gradients as values with fullshard.grad()"
+    ),
+    "clipping on one rank": (
+        f"the ranks parted at call N. rank 0: clip_grad_norm_(); rank 1: 'Stack' forward gather. {_FIX}"
+    ),
     "prefetch": (
         "N of N gathers were not issued ahead, since units ran in another order than before, and computing waited for them: "
         "name what comes next with set_modules_to_forward_prefetch()"
@@ -85,7 +93,7 @@ TEXTS = {
     ),
     "unknown option": "fully_shard() got an unexpected keyword argument 'reshard_after_foward'",
     "unknown remark": (
-        "CheckPolicy.silence takes names out of ('root', 'large', 'padding', 'ignored', 'prefetch', 'optimizer', 'hidden', 'added'), got 'rot'"
+        "CheckPolicy.silence takes names out of ('root', 'large', 'padding', 'ignored', 'prefetch', 'optimizer', 'gradients', 'hidden', 'added'), got 'rot'"
     ),
     "no unit": "this Linear is no unit: call fully_shard on it first",
 }
@@ -285,6 +293,22 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(world: World) -> N
 
 
 @ranks(2)
+def test_clipping_on_one_rank_only_is_named(world: World) -> None:
+    """`if rank == 0: log(clip_grad_norm_(...))`. Elsewhere: a hang, or the norm is added to somebody's gradient."""
+    plain = Stack()
+    model = shard_stack(copy.deepcopy(plain), world.mesh, check_policy=EAGER)
+
+    def log_and_train() -> None:
+        square(model(world.mine(batch(0)))).backward()
+        if world.rank == 0:
+            fullshard.clip_grad_norm_(model.parameters(), 1.0)
+        square(model(world.mine(batch(1)))).backward()
+
+    stops("clipping on one rank", log_and_train)
+    goes_on(world, model, plain)
+
+
+@ranks(2)
 def test_options_that_differ_between_ranks_are_an_error(world: World) -> None:
     """A configuration file that was edited on one machine only. Elsewhere: a hang. Here both calls are named."""
     model = Stack(1)
@@ -323,6 +347,31 @@ def test_a_forgotten_root_is_remarked_at_the_first_optimizer_step(world: World) 
     if world.rank == 0:
         (line,) = found
         says("root forgotten", line)
+
+
+@ranks(2)
+def test_a_backward_that_reaches_no_sharded_parameter_is_remarked_at_the_first_optimizer_step(world: World) -> None:
+    """backward(inputs=model.parameters()), or torch.autograd.grad(..., allow_unused=True). Elsewhere, as here, modules compute
+    with the full parameters, which are others; elsewhere nothing trains, without a word."""
+    for how in ("inputs", "grad", "right"):
+        model = fully_shard(nn.Linear(5, 3), mesh=world.mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        parameters = list(model.parameters())
+        loss = square(model(world.mine(batch(0))))
+        with remarks(world) as found:
+            if how == "inputs":
+                loss.backward(inputs=parameters)
+            elif how == "grad":
+                for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True)):
+                    parameter.grad = grad
+            else:
+                loss.backward()
+            optimizer.step()
+        if world.rank == 0 and how != "right":
+            (line,) = found
+            says("no gradients", line)
+        else:
+            assert not found
 
 
 @ranks(2)

@@ -10,6 +10,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm import CustomCollectives, Delays, Journal, Journaled, Lane, Pending, Ticket, nothing
@@ -147,6 +148,12 @@ class Communicator:
     def _start(self, tag: int, book: str, start: Callable[[], Pending]) -> Pending:
         self.tag.set(tag, book)
         return start()
+
+    def all_reduce(self, axis: ShardAxis, line: Line, action: str, tensor: Tensor, *, maximum: bool = False) -> None:
+        """Sum a tensor over the shards (or take the maximum), in place, by torch's own collectives, and wait for it."""
+        collectives = collectives_for(axis.group, self.device, self.tag)
+        reduce = collectives.all_reduce_max if maximum else collectives.all_reduce
+        self.send(self.reduce_lane, line, action, partial(reduce, tensor)).wait()
 
     def flush(self) -> None:
         """Have everything begin that was put off."""

@@ -174,6 +174,16 @@ def remark_on_optimizer(unit: Unit, plain: list[str]) -> None:
         )
 
 
+def remark_on_gradients(unit: Unit, names: list[str]) -> None:
+    """An optimizer's first step finds none."""
+    if "gradients" not in unit.options.checks.silence and _is_first_rank(unit):
+        say(
+            f"an optimizer steps {len(names)} sharded parameters ({_listed(names)}), none of which has a gradient: "
+            "torch.autograd.grad and backward(inputs=) do not reach them, since modules compute with the full ones. Call "
+            "backward() without inputs=, or take gradients as values with fullshard.grad()"
+        )
+
+
 def is_ignored(tensor: Tensor) -> bool:
     """Whether the caller said that it is to be left alone."""
     return _IGNORED in tensor.__dict__
@@ -194,6 +204,7 @@ __all__ = [
     "is_ignored",
     "mark",
     "mark_ignored",
+    "remark_on_gradients",
     "remark_on_optimizer",
     "remark_on_prefetch",
     "remarks",

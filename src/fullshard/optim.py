@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.face import sleep, wake
-from fullshard.lint import is_ignored, remark_on_optimizer
+from fullshard.ledger import Label, Line
+from fullshard.lint import is_ignored, remark_on_gradients, remark_on_optimizer
 from fullshard.parameter import logical_parameters
 from fullshard.replaced import successor
 from fullshard.schedule import StateError
@@ -58,10 +59,14 @@ _SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _remark(optimizer: torch.optim.Optimizer) -> None:
-    """Once per optimizer: plain parameters beside sharded ones."""
+    """Once per optimizer: plain parameters beside sharded ones; and sharded ones of which none has a gradient."""
     _SEEN.add(optimizer)
     plain: list[str] = []
     units: list[Unit] = []
+    sharded = [p for p in logical_parameters(p for group in optimizer.param_groups for p in group["params"]) if p.requires_grad]
+    unit = owner_of(sharded[0]) if sharded else None
+    if unit is not None and all(parameter.sharded.grad is None for parameter in sharded):
+        remark_on_gradients(unit, [parameter.name for parameter in sharded])
     for group in optimizer.param_groups:
         names = group.get("param_names", [f"one of shape {tuple(p.shape)}" for p in group["params"]])
         for name, parameter in zip(names, group["params"]):
@@ -117,6 +122,27 @@ def _cut_over(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(axis) for axis in cut)
 
 
+def _axes(tensors: Iterable[Tensor]) -> dict[tuple[dist.ProcessGroup | None, ...], Unit]:
+    """By process groups: a unit whose shards lie on just those."""
+    found: dict[tuple[dist.ProcessGroup | None, ...], Unit] = {}
+    for logical in logical_parameters(tensors):
+        unit = owner_of(logical)
+        if unit is not None:
+            found.setdefault((unit.axis.group,), unit)
+    return found
+
+
+def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], axes: Any, *, maximum: bool) -> None:
+    """Over ranks that also gather together, this is one of the calls that they must make alike, or be told."""
+    unit: Unit | None = axes.get(groups)
+    if unit is not None:
+        communicator = unit.keeper.communicator
+        line = Line(communicator.ledger(unit.axis), Label(""), "")
+        return communicator.all_reduce(unit.axis, line, "clip_grad_norm_()", part, maximum=maximum)
+    for group in groups:
+        dist.all_reduce(part, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
+
+
 _torch.register_optimizer_step_pre_hook(_before_step)
 _torch.register_optimizer_step_post_hook(_after_step)
 
@@ -163,6 +189,7 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_ takes a norm_type > 0 or inf, got {norm_type!r}")
     alike: dict[Any, list[Tensor]] = {}
     locals_: list[Tensor] = []
+    axes = _axes(listed)
     for grad in grads:
         local = _torch.local_tensor(grad) if isinstance(grad, DTensor) else grad
         kind = grad.device_mesh.device_type if isinstance(grad, DTensor) else None
@@ -179,9 +206,7 @@ def clip_grad_norm_(
             norms = torch.stack([norm.to(wide) for norm in _norms(shards, power)])
         part = norms.max() if power == torch.inf else norms.pow(power).sum()
         part = part.to(device if kind is None or kind == device.type else kind)  # where the group's backend works
-        for group in groups:
-            op = dist.ReduceOp.MAX if power == torch.inf else dist.ReduceOp.SUM
-            dist.all_reduce(part, op, group=group)
+        _reduce(part, groups, axes, maximum=power == torch.inf)
         parts.append(part.to(device))
     total = torch.stack(parts).max() if power == torch.inf else torch.stack(parts).sum().pow(1.0 / power)
     if error_if_nonfinite and not torch.isfinite(total):

@@ -133,7 +133,7 @@ class CommPolicy:
             raise ValueError(f"CommPolicy.prefetch_bytes must be None or an int >= 0, got {self.prefetch_bytes!r}")
 
 
-LINTS = ("root", "large", "padding", "ignored", "prefetch", "optimizer", "hidden", "added")
+LINTS = ("root", "large", "padding", "ignored", "prefetch", "optimizer", "gradients", "hidden", "added")
 
 
 class LintWarning(UserWarning):
@@ -153,8 +153,9 @@ class CheckPolicy:
         where they are. Ranks that ran different units then stop, each naming both. At least 0.
     silence: names of remarks that are not wanted: "root" (the outermost unit holds most of the parameters), "large" (a unit far
         larger than the others), "padding" (above a tenth), "ignored" (trainable, and reduced by nobody), "prefetch" (often
-        missed), "optimizer" (it steps plain parameters beside sharded ones), "hidden" (an output that no search finds), and
-        "added", which is an error: trainable parameters put into a unit after fully_shard, whose gradients the caller reduces.
+        missed), "optimizer" (it steps plain parameters beside sharded ones), "gradients" (its first step finds none), "hidden"
+        (an output that no search finds), and "added", which is an error: trainable parameters put into a unit after
+        fully_shard, whose gradients the caller reduces.
     timeout: seconds after which a rank that waits gives up, naming the unit and where the others are; None waits as long as
         the process group does.
     poison: for tests. Memory of gathered parameters is filled with NaN before it is gathered into and before it is freed, and

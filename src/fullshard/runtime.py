@@ -367,12 +367,9 @@ class Runtime:
 
     def attend(self, unit: Unit, *, doing: str) -> None:
         """A collective of torch's follows, which knows no names: first make sure that all ranks are about to begin it."""
-        communicator = self.communicator
-        carriers = communicator.carriers(unit.axis, unit.options)
-        line = Line(communicator.ledger(unit.axis), unit.label, f"{unit.ordinal} {doing}")
+        line = Line(self.communicator.ledger(unit.axis), unit.label, f"{unit.ordinal} {doing}")
         message = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        if unit.axis.ranks > 1:
-            communicator.send(communicator.gather_lane, line, doing, partial(carriers.gather.all_reduce, message)).wait()
+        self.communicator.all_reduce(unit.axis, line, doing, message)
 
     def collect_now(self) -> None:
         """Wait for what is in flight and hand out gradients, for a caller that runs backwards piece by piece."""
