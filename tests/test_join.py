@@ -93,6 +93,27 @@ def test_a_rank_without_a_batch_joins_the_whole_model(world: World) -> None:
         sharded.join() if world.rank else sharded(batch(0))
 
 
+@pytest.mark.parametrize("where", ["first", "midst", "last"])
+@ranks(2)
+def test_a_rank_that_joined_the_tower_joins_the_whole_model_later(world: World, where: str) -> None:
+    """What runs within the model is known from the rank's last forward, in which it computed nothing of the tower."""
+    model = Vision(where)
+    sharded = shard(copy.deepcopy(model), world, True, True)
+    parts, images = batch(0).chunk(2), batch(50).chunk(2)
+    for step in range(3):  # rank 1 has no image, then no batch, then no image
+        if world.rank == 0:
+            square(sharded(parts[0], images[0])).backward()
+        elif step == 1:
+            sharded.join().backward()
+        else:
+            square(sharded(parts[1], None)).backward()
+        (square(model(parts[0], images[0])) / 2).backward()
+        if step != 1:
+            (square(model(parts[1], None)) / 2).backward()
+        assert_same_grads(sharded, model)
+        sharded.zero_grad(), model.zero_grad()
+
+
 @ranks(2)
 def test_two_forwards_before_two_backwards(world: World) -> None:
     model = Vision("midst")

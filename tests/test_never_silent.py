@@ -80,9 +80,7 @@ TEXTS = {
         "backward(inputs=) do not reach them, since modules compute with the full ones. Call backward() without inputs=, or "
         "take gradients as values with fullshard.grad()"
     ),
-    "clipping on one rank": (
-        f"the ranks parted at call N. rank 0: clip_grad_norm_(); rank 1: 'Stack' forward gather. {_FIX}"
-    ),
+    "clipping on one rank": (f"the ranks parted at call N. rank 0: clip_grad_norm_(); rank 1: 'Stack' forward gather. {_FIX}"),
     "prefetch": (
         "N of N gathers were not issued ahead, since units ran in another order than before, and computing waited for them: "
         "name what comes next with set_modules_to_forward_prefetch()"

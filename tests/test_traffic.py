@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 import torch
 from harness import World, ranks
-from models import Stack, batch, shard_stack, square
+from models import Stack, batch, full, shard_stack, square
+from torch import nn
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy
@@ -88,6 +89,24 @@ def test_a_no_grad_forward_gathers_once_and_frees(world: World) -> None:
         assert kinds(messages) == {"all_gather": 3}
         assert [b._fullshard_unit.residency.value for b in model.blocks] == ["sharded"] * 2
         assert model._fullshard_unit.residency.value == "sharded"
+
+
+@ranks(2)
+def test_every_third_heartbeat_tells_what_is_unused_everywhere_and_compares_what_ranks_ran(world: World) -> None:
+    model = Stack(0)
+    model.unused = nn.Linear(5, 3)
+    fullshard.fully_shard(model, mesh=world.mesh, check_policy=fullshard.CheckPolicy(every=3))
+    beating: list[int] = []  # backwards of other models on the mesh count, too, so the first may be any of three
+    for step in range(6):
+        with fullshard.counting(model) as messages:
+            square(model(world.mine(batch(step)))).backward()
+        beats = "heartbeat" in kinds(messages)
+        beating += [step] if beats else []
+        assert (model.unused.weight.grad is None) is beats, "without a heartbeat nobody knows that it is unused everywhere"
+        if not beats:
+            assert not full(model.unused.weight.grad).any()
+        model.zero_grad()
+    assert beating == [beating[0], beating[0] + 3]
 
 
 @ranks(2)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from fullshard import _torch
 from fullshard.schedule import Call
 from fullshard.unit import Unit
+
+_CHAIN = "fullshard"  # in the metadata of a node
 
 
 class BackwardHook:
@@ -36,6 +39,33 @@ class BackwardHook:
             self._unit.keeper.planner.forget(self._call)
 
 
+class Chain:
+    """What rides on one node of a graph, outermost call first: as if each unit returned a tensor of its own."""
+
+    __slots__ = ("__weakref__", "_hooks")
+
+    def __init__(self) -> None:
+        self._hooks: list[BackwardHook] = []
+
+    @staticmethod
+    def on(node: Any) -> Chain:
+        """The chain of a node, which is made if there is none."""
+        found: Chain | None = node.metadata.get(_CHAIN)
+        if found is None:
+            found = node.metadata[_CHAIN] = Chain()
+            node.register_prehook(found)
+        return found
+
+    def add(self, hook: BackwardHook) -> None:
+        """`hook` is of a call that ended later than those that are on it."""
+        if hook not in self._hooks:
+            self._hooks.append(hook)
+
+    def __call__(self, *grads: object) -> None:
+        for hook in reversed(self._hooks):
+            hook(*grads)
+
+
 class BackwardEnd:
     """The engine's only reference to this object dies with the backward it was queued on, whether that ended or raised."""
 
@@ -48,4 +78,4 @@ class BackwardEnd:
         self._leave()
 
 
-__all__ = ["BackwardEnd", "BackwardHook"]
+__all__ = ["BackwardEnd", "BackwardHook", "Chain"]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch, lint
 from fullshard.alike import share_buffers
-from fullshard.backward import BackwardHook
+from fullshard.backward import BackwardHook, Chain
 from fullshard.runtime import runtime_of
 from fullshard.schedule import Call, Residency, StateError
 from fullshard.unit import Unit
@@ -135,11 +135,11 @@ def announce(unit: Unit, call: Call, output: Any) -> bool:
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
         if tensor.requires_grad and tensor.grad_fn is not None:
             hook = hook or BackwardHook(unit, call)
-            tensor.grad_fn.register_prehook(hook)
+            Chain.on(tensor.grad_fn).add(hook)
             # Writing to a view in place gives it a new graph node, but keeps that of the tensor it views.
             base = _torch.view_base(tensor)
             if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(hook)
+                Chain.on(base.grad_fn).add(hook)
     return hook is not None
 
 
