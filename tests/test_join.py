@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
-from harness import World, ranks
+from harness import World, pool, ranks
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from models import Stack, assert_same_grads, assert_same_parameters, batch, shard_stack, square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -138,3 +144,106 @@ def test_a_unit_of_several_modules_cannot_be_joined(world: World) -> None:
     fully_shard([one, two], mesh=world.mesh)
     with pytest.raises(fullshard.StateError, match="unit 'Linear' has several modules"):
         one.join()
+
+
+# --- any tree, any ranks -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A unit. owns: it has a layer before its parts. residual: it adds what they return, or else returns just that."""
+
+    parts: tuple[Shape, ...] = ()
+    owns: bool = True
+    residual: bool = True
+    recompute: bool = False
+    reshard: bool | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A step. idle: for each rank, the units (by number) for which it has nothing to compute; 0 is the whole model."""
+
+    kind: str
+    idle: tuple[frozenset[int], ...]
+
+
+@st.composite
+def shapes(draw: st.DrawFn, depth: int) -> Shape:
+    parts = tuple(draw(shapes(depth - 1)) for _ in range(draw(st.integers(0, 3)))) if depth else ()
+    owns, residual, recompute = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 4)) == 0
+    return Shape(parts, owns or not parts, residual, recompute and not parts, draw(st.sampled_from([None, True, False])))
+
+
+@st.composite
+def turns(draw: st.DrawFn, size: int) -> Turn:
+    idle = st.frozensets(st.sampled_from([0, *range(1, 8), *range(1, 8)]), max_size=3)
+    kind = draw(st.sampled_from(["train", "train", "train", "accumulate", "eval"]))
+    return Turn(kind, tuple(draw(idle) for _ in range(size)))
+
+
+class Tree(nn.Module):
+    """Units, numbered in pre-order."""
+
+    def __init__(self, shape: Shape, numbers: Iterator[int]) -> None:
+        super().__init__()
+        self.shape, self.number = shape, next(numbers)
+        self.own = nn.Linear(3, 3) if shape.owns else None
+        self.parts = nn.ModuleList(Tree(part, numbers) for part in shape.parts)
+
+    def forward(self, x: Tensor, idle: frozenset[int]) -> Tensor:
+        if self.own is not None:
+            x = torch.tanh(self.own(x))
+        for part in self.parts:
+            if part.number in idle:
+                if hasattr(part, "join"):
+                    part.join()
+                continue
+            recompute = part.shape.recompute and torch.is_grad_enabled()
+            y = checkpoint(part, x, idle, use_reentrant=False) if recompute else part(x, idle)
+            x = x + y if self.shape.residual else y
+        return x
+
+
+def shard_tree(tree: Tree, world: World) -> Tree:
+    for part in tree.parts:
+        shard_tree(part, world)
+    return fully_shard(tree, mesh=world.mesh, reshard_after_forward=tree.shape.reshard, check_policy=CheckPolicy(patience=0.1))
+
+
+def take_turns(world: World, shape: Shape, plan: list[Turn]) -> None:
+    """The body that runs on each rank."""
+    torch.manual_seed(0)
+    model = Tree(shape, itertools.count()).double()
+    sharded = shard_tree(copy.deepcopy(model), world)
+    for step, turn in enumerate(plan):
+        parts = [part.double().requires_grad_() * 1.0 for part in batch(step, 3).chunk(world.size)]
+        mine, idle = parts[world.rank], turn.idle[world.rank]
+        with torch.set_grad_enabled(turn.kind != "eval"), accumulating(sharded, turn.kind == "accumulate"):
+            loss = sharded.join() if 0 in idle else square(sharded(mine, idle))
+            if turn.kind == "eval":
+                continue
+            loss.backward()
+        for part, theirs in zip(parts, turn.idle):
+            if 0 not in theirs:
+                (square(model(part.detach().requires_grad_(), theirs)) / world.size).backward()
+        if turn.kind == "train":
+            assert_same_grads(sharded, model)
+            sharded.zero_grad(), model.zero_grad()
+
+
+def accumulating(model: nn.Module, kept: bool) -> contextlib.AbstractContextManager[object]:
+    return model.accumulate() if kept else contextlib.nullcontext()
+
+
+take_turns.body = take_turns  # as harness.ranks does
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 120), (3, 60)])
+def test_any_rank_may_join_any_unit_of_any_tree(size: int, count: int) -> None:
+    @settings(max_examples=count, database=None, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(shapes(2), st.lists(turns(size), min_size=2, max_size=4))
+    def run(shape: Shape, plan: list[Turn]) -> None:
+        pool(size).run(__name__, "take_turns", {"shape": shape, "plan": plan}, 60.0)
+
+    run()

@@ -120,6 +120,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Returns:
             A zero, 0-dim, to be added to the loss of a rank that computes nothing else: `model.join().backward()`.
 
+        Ranks that compute must not recompute several units in one checkpoint (torch.utils.checkpoint around a module with units
+        below it): they would run them once more, and this rank does not know. Checkpoint the units one by one.
+
         Raises:
             StateError: inside a backward, or for a unit of several modules at or below this one.
 
