@@ -6,6 +6,7 @@ import itertools
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -70,6 +71,8 @@ class Runtime:
         self.delivery = Delivery(self.communicator)
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
+        self._thread = threading.get_ident()
+        self._gone: deque[int] = deque()  # units that were deleted by another thread
         self._forwards = 0  # outermost ones so far
         self._event: object = None  # of the caller, that the next forward is ordered behind
         self._gathering: dict[int, list[tuple[Group, Ticket]]] = {}
@@ -88,6 +91,7 @@ class Runtime:
     # --- units ---
 
     def admit(self, unit: Unit) -> int:
+        self._dismiss_gone()
         number = next(self._numbers)
         self._units[number] = unit
         self.planner.admit(number, keep=unit.options.keep)
@@ -96,6 +100,10 @@ class Runtime:
 
     def heed(self) -> None:
         self.communicator.heed([unit.options.checks for unit in self._units.values()])
+
+    def _dismiss_gone(self) -> None:
+        while self._gone:
+            self._dismiss(self._gone.popleft())
 
     def _may_expect(self, number: int) -> bool:
         unit = self._units.get(number)
@@ -108,6 +116,9 @@ class Runtime:
 
     def _dismiss(self, number: int) -> None:
         """A unit was deleted; what is still arriving for it keeps its memory until then."""
+        if threading.get_ident() != self._thread:  # garbage is collected by any thread, maybe in the midst of our work
+            self._gone.append(number)
+            return
         if not self.planner.knows(number):
             return
         self.planner.dismiss(number)
@@ -154,6 +165,7 @@ class Runtime:
         first = self.planner.outermost() is None
         self._forwards += first
         if first:
+            self._dismiss_gone()
             unit.name_below(module)
             self._trace.clear()
             self.delivery.read_beats()
