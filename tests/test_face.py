@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import World, ranks
+from models import full
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -125,3 +126,21 @@ def test_writing_to_a_parameter_that_was_unsharded_by_hand_is_refused_when_it_go
     model(torch.ones(2, 4)).sum().backward()
     model.unshard()
     model.reshard()
+
+
+@ranks(1, 2)
+def test_writing_to_a_parameter_that_was_unsharded_by_hand_is_refused_when_forward_or_backward_frees_it(world: World) -> None:
+    x = torch.ones(2, 4)
+    for reshard in (True, None):
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=world.mesh, reshard_after_forward=reshard)
+        model.unshard()
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        with pytest.raises(StateError, match="'0.weight' of unit 'Sequential' was written while it was unsharded by hand"):
+            model(x).sum().backward()
+        model(x).sum().backward()  # with what the shards say
+        assert torch.allclose(full(model[0].weight.grad), torch.full((4, 4), 2.0))
+        model.unshard()
+        for _ in range(2):  # freed and gathered again, by forward and backward, is not written
+            model(x).sum().backward()
+        model.reshard()

@@ -244,9 +244,9 @@ class Runtime:
         with torch.no_grad():
             if len(self._joined):
                 self._join_backward(beyond=-1)
-            self._backward = None
             self._joined.end_backward()
             self._execute(self.planner.after_backward())
+            self._backward = None  # until here, what raises leaves a backward to recover from
             for _, unit in sorted(self._touched.items()):
                 if not self.planner.is_kept(unit.number):
                     self._uninstall(unit)
@@ -325,15 +325,12 @@ class Runtime:
         self._execute(self.planner.ready(unit.number))
         for group in unit.groups:
             group.install()
-        for parameter in unit.parameters:
-            parameter.note_version()
+        unit.lend()
 
     def release(self, unit: Unit, *, doing: str = "reshard()") -> None:
         """Free the full parameters. Raises StateError while the unit's forward or backward needs them."""
         self.check_idle(unit, doing=doing)
-        if unit.residency is Residency.FULL:
-            for parameter in unit.parameters:
-                parameter.check_unwritten()
+        unit.take_back()
         self._uninstall(unit)
         self._execute(self.planner.release(unit.number))
         for group in unit.groups:
@@ -587,14 +584,14 @@ class Runtime:
             group.settle(ticket)
         del self._gathering[unit.number]
         if self.planner.is_kept(unit.number):
-            for parameter in unit.parameters:
-                parameter.note_version()
+            unit.lend()
 
     def _retain(self, unit: Unit) -> None:
         for group in unit.groups:
             group.retain()
 
     def _reshard(self, unit: Unit) -> None:
+        unit.take_back()
         self._uninstall(unit)
         for group in unit.groups:
             group.shrink()
@@ -673,6 +670,8 @@ class Runtime:
 
     def _abandon(self) -> None:
         """Forget a forward or backward that died half way, and free what it held."""
+        for unit in self._units.values():
+            unit.forget_lent()
         self._backward = None
         self._joined.abandon()
         self.delivery.abandon()

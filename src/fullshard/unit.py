@@ -94,6 +94,7 @@ class Unit:
         self._graphs = 0
         self.announces: bool | None = None  # whether its last forward had an output with a graph
         self.shown = False  # full_params() has plain Parameters in its slots
+        self._lent = False  # full parameters were handed to the caller
         self._methods = 0  # calls of registered methods under way
         self._named_below = False
         self.number = keeper.admit(self)
@@ -323,6 +324,22 @@ class Unit:
         """Count the blocks it is resident for; whether this one is the outermost."""
         self._residents += 1 if resident else -1
         return self._residents == (1 if resident else 0)
+
+    def lend(self) -> None:
+        """The caller may write to the full parameters from now on."""
+        self._lent = True
+        for parameter in self.parameters:
+            parameter.note_version()
+
+    def take_back(self) -> None:
+        """The full parameters are about to go. Raises StateError, naming it, if the caller wrote to one."""
+        if self._lent:
+            self._lent = False
+            for parameter in self.parameters:
+                parameter.check_unwritten()
+
+    def forget_lent(self) -> None:
+        self._lent = False
 
     def show(self, shown: bool) -> None:
         """Whether the slots show plain full Parameters, for the length of a block."""
