@@ -237,6 +237,8 @@ def test_a_parameter_of_before_sharding_stands_for_the_one_that_took_its_place(w
     square(model(world.mine(batch(0)))).backward()
     assert len(fired) == 1 and fired[0] is after[0]
     assert before[1].grad is None and not after[1].requires_grad
+    del before[0].grad
+    assert after[0].grad is None
     for old, new, value in zip(before, after, values):
         assert isinstance(old, nn.Parameter) and old.shape == value.shape
         assert torch.equal(full(old * 1.0), value)
@@ -244,6 +246,10 @@ def test_a_parameter_of_before_sharding_stands_for_the_one_that_took_its_place(w
             old.mul_(2.0)
         assert torch.equal(full(new), 2.0 * value)
         assert torch.equal(full(copy.deepcopy(old)), 2.0 * value)
+        if HONOURS_SUBCLASSES:
+            old.data = value * 4.0
+            old.data.div_(2.0)
+            assert torch.equal(full(new), 2.0 * value)
     undo(model)
     assert all(torch.equal(old.detach(), 2.0 * value) for old, value in zip(before, values))
 

@@ -24,9 +24,14 @@ class Replaced(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        # Attributes, hooks and writes are the sharded parameter's, whatever its module computes with at the moment.
-        accesses = name in ("__get__", "__set__", "__delete__") or "hook" in name
-        lasting = accesses or (name.endswith("_") and not name.endswith("__"))
+        if name == "__get__":
+            return getattr(_now(args[0], True), func.__self__.__name__)
+        if name == "__set__":
+            return setattr(_now(args[0], True), func.__self__.__name__, _now(args[1], True))
+        if name == "__delete__":
+            return delattr(_now(args[0], True), func.__self__.__name__)
+        # Hooks and writes, as attributes, are the sharded parameter's, whatever its module computes with at the moment.
+        lasting = "hook" in name or (name.endswith("_") and not name.endswith("__"))
         return func(*_now(args, lasting), **_now(kwargs or {}, lasting))
 
     def __deepcopy__(self, memo: Any) -> Any:
