@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
-from fullshard import StateError, _torch, fully_shard
+from fullshard import CheckPolicy, StateError, _torch, full, fully_shard, reduction
 from fullshard.comm import OneRank, Pending
 from fullshard.gloo import GlooCollectives
 
@@ -846,3 +846,62 @@ def test_memory_that_messages_may_still_arrive_in_is_not_freed(world: World, whe
     square(sharded(batch(2))).backward()
     square(model(batch(2))).backward()
     assert_same_grads(sharded, model)
+
+
+class OutOfMemory:
+    """While it is entered, the k-th allocation of a full storage or of a reduction raises."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen = at, 0
+
+    def __enter__(self) -> OutOfMemory:
+        self._grow, self._reduce = full.FullSide.grow, reduction.Reduction.__init__
+        for owner, name, real in ((full.FullSide, "grow", self._grow), (reduction.Reduction, "__init__", self._reduce)):
+            setattr(owner, name, self._failing(real))
+        return self
+
+    def _failing(self, real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            self.seen += 1
+            if self.seen == self.at:
+                raise torch.OutOfMemoryError("no memory left")
+            return real(*args)
+
+        return call
+
+    def __exit__(self, *_: object) -> None:
+        full.FullSide.grow, reduction.Reduction.__init__ = self._grow, self._reduce
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("reshard", [True, None])
+@ranks(2)
+def test_running_out_of_memory_anywhere_leaves_the_next_step_right(
+    world: World, reshard: bool | None, everywhere: bool
+) -> None:
+    """Elsewhere a gather that found no memory leaves its unit half gathered, and the other ranks wait for it."""
+    model = Stack(2)
+    sharded = shard_stack(
+        copy.deepcopy(model), world.mesh, reshard_after_forward=reshard, check_policy=CheckPolicy(patience=0.1)
+    )
+    with OutOfMemory(0) as counted:
+        square(sharded(world.mine(batch(0)))).backward()
+    sharded.zero_grad()
+    square(model(batch(1))).backward()
+    assert counted.seen >= 8
+    for at in range(1, counted.seen + 1):
+        error: Exception | None = None
+        try:
+            with OutOfMemory(at if everywhere or world.rank == 0 else 0):
+                square(sharded(world.mine(batch(0)))).backward()
+        except (torch.OutOfMemoryError, StateError) as caught:
+            error = caught
+        assert isinstance(error, torch.OutOfMemoryError) or not (everywhere or world.rank == 0), error
+        assert all(p.grad is None for p in sharded.parameters())
+        if not everywhere:
+            assert fullshard.any_failed(world.mesh, error)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the last backward raised
+            square(sharded(world.mine(batch(1)))).backward()
+        assert_same_grads(sharded, model)
+        sharded.zero_grad()

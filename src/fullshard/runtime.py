@@ -242,15 +242,20 @@ class Runtime:
     def leave_backward(self) -> None:
         """The outermost backward that touched a unit is over."""
         with torch.no_grad():
-            if len(self._joined):
-                self._join_backward(beyond=-1)
-            self._joined.end_backward()
-            self._execute(self.planner.after_backward())
-            self._backward = None  # until here, what raises leaves a backward to recover from
-            for _, unit in sorted(self._touched.items()):
-                if not self.planner.is_kept(unit.number):
-                    self._uninstall(unit)
-                self._reduce_late(unit)
+            try:
+                if len(self._joined):
+                    self._join_backward(beyond=-1)
+                self._joined.end_backward()
+                self._execute(self.planner.after_backward())
+                for _, unit in sorted(self._touched.items()):
+                    if not self.planner.is_kept(unit.number):
+                        self._uninstall(unit)
+                    self._reduce_late(unit)
+            except BaseException:  # whoever keeps it keeps our caller alive, by whose death we know of backwards that raised
+                self._backward = weakref.ref(BackwardEnd(self.leave_backward))
+                self._backward_died(None)
+                raise
+            self._backward = None
             self._touched.clear()
             self.delivery.collect()
 
