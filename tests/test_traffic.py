@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
 import torch
 from harness import World, ranks
-from models import Stack, batch, full, shard_stack, square
+from models import Stack, assert_same_grads, batch, full, shard_stack, square
 from torch import nn
 
 import fullshard
@@ -107,6 +108,26 @@ def test_every_third_heartbeat_tells_what_is_unused_everywhere_and_compares_what
             assert not full(model.unused.weight.grad).any()
         model.zero_grad()
     assert beating == [beating[0], beating[0] + 3]
+
+
+@ranks(2)
+def test_ranks_that_began_anew_count_backwards_to_the_next_heartbeat_alike(world: World) -> None:
+    model = Stack(1)
+    sharded = shard_stack(copy.deepcopy(model), world.mesh, check_policy=fullshard.CheckPolicy(every=2, patience=0.1))
+    for step in range(6):
+        error: Exception | None = None
+        try:
+            loss = square(sharded(world.mine(batch(step))))
+            if step == 2 and world.rank == 0:
+                raise ValueError("out of luck")
+            loss.backward()
+        except (ValueError, fullshard.StateError) as caught:
+            error = caught
+        assert fullshard.any_failed(world.mesh, error) is (step == 2)
+        if step != 2:
+            square(model(batch(step))).backward()
+            assert_same_grads(sharded, model)
+        model.zero_grad(), sharded.zero_grad()
 
 
 @ranks(2)

@@ -16,7 +16,7 @@ from models import Stack, batch, shard_stack, square
 
 import fullshard
 from fullshard import CheckPolicy, StateError
-from fullshard.ledger import listed, parted
+from fullshard.ledger import Ledger, listed, parted
 
 PROGRAM = """
 import os, sys, time
@@ -136,3 +136,14 @@ def test_meetings_without_a_mesh_are_one_meeting(world: World) -> None:
     for _ in range(20):
         assert not fullshard.any_failed()
     assert len(_MEETINGS) == before
+
+
+def test_backwards_without_a_heartbeat_are_entered_and_counted_anew_by_all() -> None:
+    ours, theirs = Ledger("all", [0, 1], 0), Ledger("all", [0, 1], 1)
+    assert [ours.beats(3) for _ in range(6)] == [False, False, True, False, False, True]
+    assert [theirs.beats(3) for _ in range(4)] == [False, False, True, False]
+    assert ours.hash != theirs.hash, "ranks that count differently are told"
+    ours.reopen()
+    theirs.reopen()
+    assert [ours.beats(3) for _ in range(3)] == [theirs.beats(3) for _ in range(3)] == [False, False, True]
+    assert ours.hash == theirs.hash

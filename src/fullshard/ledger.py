@@ -51,6 +51,9 @@ class Entry:
         return f"call {self.number}, {self.kind}"
 
 
+_END = Kind(Label(""), "end of a backward without heartbeat", 1)
+
+
 class Ledger:
     """The calls of one set of ranks, in the order of the program. ledger 1 - n lines, line 1 - n entries.
 
@@ -86,9 +89,15 @@ class Ledger:
         return entry
 
     def beats(self, every: int) -> bool:
-        """Whether the backward that ends now has a heartbeat, as each `every`-th has."""
+        """Whether the backward that ends now has a heartbeat, as each `every`-th has since all ranks last began anew.
+
+        One without is entered, too, so that ranks that count differently are told.
+        """
         self._backwards += 1
-        return self._backwards % every == 0
+        if self._backwards % every:
+            self.note(_END)
+            return False
+        return True
 
     def close(self, verdict: str) -> None:
         """From now on every call raises, with `verdict`."""
@@ -101,6 +110,7 @@ class Ledger:
         self.ring.clear()
         self.count, self.hash = 0, zlib.crc32(f"{self.name} {self.epoch}".encode())
         self.verdict = None
+        self._backwards = 0
 
 
 class Line:
