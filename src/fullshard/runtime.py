@@ -527,6 +527,7 @@ class Runtime:
             unit = self._units.get(number)
             if unit is not None:
                 self._settle_or_abandon(self._gathering.pop(number, []))
+                unit.forget_lent()  # nothing may raise here
                 self._reshard(unit)
                 self.planner.void(number)
 
