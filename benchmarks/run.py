@@ -47,7 +47,7 @@ def main() -> None:
     print(f"|{'-' * 46}|----------:|--------:|------:|--------:|")
     for name, ours, theirs, limit in rows:
         print(f"| {name:44s} | {ours:9.2f} | {theirs:7.2f} | {ours / theirs:5.2f} | {limit:>7s} |")
-    share = 100 * (checks["step"]["with"] / checks["step"]["without"] - 1)
+    share = 100 * (checks["step"]["ratio"] - 1)
     print(f"\nchecks: {checks['host']['per unit']:.1f} us of host time per unit and step (at most 15)")
     print(f"checks: {share:.2f} % of forward and backward of `make train` (at most 1)")
     for label, found in speed.items():
