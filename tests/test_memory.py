@@ -71,6 +71,23 @@ def test_a_model_that_another_thread_deletes_is_forgotten_at_the_next_forward(wo
 
 
 @ranks(2)
+def test_a_thread_that_did_not_shard_may_delete_one_model_and_run_another(world: World) -> None:
+    models = [shard_stack(Stack(), world.mesh) for _ in range(2)]
+    planner, numbers = models[0]._fullshard_unit.keeper.planner, [u.number for u in units_of(models[0], True)]
+    done: list[bool] = []
+
+    def work() -> None:
+        models.pop(0)
+        square(models[0](world.mine(batch(0)))).backward()
+        done.append(not any(planner.knows(number) for number in numbers))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert done == [True]
+
+
+@ranks(2)
 def test_forwards_whose_output_is_dropped_leave_nothing_that_grows(world: World) -> None:
     model = shard_stack(Stack(), world.mesh, reshard_after_forward=False)
     planner = model._fullshard_unit.keeper.planner

@@ -208,7 +208,7 @@ class ShardedParameter:
         return self.installations[0].module
 
     @property
-    def shown(self) -> nn.Parameter:
+    def current(self) -> nn.Parameter:
         """The face that its module has now."""
         installation, full = self.installations[0], self.full
         return full if full is not None and installation.parameters.get(installation.name) is full else self.sharded

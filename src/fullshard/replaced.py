@@ -47,7 +47,7 @@ def _now(value: Any, lasting: bool) -> Any:
         found: Any = successor(value)
         back = found.__dict__.get(LOGICAL)
         logical = None if lasting or back is None else back()
-        return found if logical is None else logical.shown
+        return found if logical is None else logical.current
     if type(value) in (list, tuple):
         return type(value)(_now(item, lasting) for item in value)
     if type(value) is dict:

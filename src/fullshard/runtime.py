@@ -95,11 +95,18 @@ class Runtime:
         number = next(self._numbers)
         self._units[number] = unit
         self.planner.admit(number, keep=unit.options.keep)
-        weakref.finalize(unit, self._dismiss, number)
+        weakref.finalize(unit, self._deleted, number)
         return number
 
     def heed(self) -> None:
         self.communicator.heed([unit.options.checks for unit in self._units.values()])
+
+    def _deleted(self, number: int) -> None:
+        """By whom ever: garbage is collected by any thread, maybe in the midst of our work."""
+        if threading.get_ident() == self._thread:
+            self._dismiss(number)
+        else:
+            self._gone.append(number)
 
     def _dismiss_gone(self) -> None:
         while self._gone:
@@ -115,10 +122,7 @@ class Runtime:
             self._dismiss(unit.number)
 
     def _dismiss(self, number: int) -> None:
-        """A unit was deleted; what is still arriving for it keeps its memory until then."""
-        if threading.get_ident() != self._thread:  # garbage is collected by any thread, maybe in the midst of our work
-            self._gone.append(number)
-            return
+        """Forget a unit; what is still arriving for it keeps its memory until then."""
         if not self.planner.knows(number):
             return
         self.planner.dismiss(number)
@@ -473,11 +477,9 @@ class Runtime:
 
     def cede(self, unit: Unit, gone: Sequence[ShardedParameter]) -> None:
         """Let other units have these parameters of the unit."""
-        ids = {id(parameter) for parameter in gone}
         self.check_delivered(unit, doing="fully_shard() of a module that shares a parameter with it")
         self.renounce(unit)
-        unit.parameters = [parameter for parameter in unit.parameters if id(parameter) not in ids]
-        unit.regroup([parameter.local for parameter in unit.parameters])
+        unit.drop(gone)
 
     def check_idle(self, unit: Unit, *, doing: str) -> None:
         """Raises StateError if the unit's forward or backward is under way, or it shows full parameters."""

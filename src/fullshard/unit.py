@@ -170,6 +170,12 @@ class Unit:
             parameter.before_step, parameter.label = self.check, self.label
         self._inform()
 
+    def drop(self, gone: Sequence[ShardedParameter]) -> None:
+        """Be without these parameters."""
+        ids = {id(parameter) for parameter in gone}
+        self.parameters = [parameter for parameter in self.parameters if id(parameter) not in ids]
+        self.regroup([parameter.local for parameter in self.parameters])
+
     def _can_pin(self) -> bool:
         if self.axis.device.type != "cpu":
             return True
