@@ -20,7 +20,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import StateError
+from fullshard import StateError, notices
 from fullshard.compat import (
     BackwardPrefetch,
     CPUOffload,
@@ -33,7 +33,6 @@ from fullshard.compat import (
     StateDictType,
 )
 from fullshard.compat import FullyShardedDataParallel as FSDP
-from fullshard.notices import forget_said
 from fullshard.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -800,7 +799,7 @@ def test_wrapping_what_is_wrapped_names_it(world: World) -> None:
 
 @ranks(1)
 def test_arguments_that_mean_nothing_here_are_said_once(world: World) -> None:
-    forget_said()
+    notices._SAID.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FSDP(nn.Linear(2, 2), limit_all_gathers=False), FSDP(nn.Linear(2, 2), limit_all_gathers=False)

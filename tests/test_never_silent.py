@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard import CheckPolicy, LintWarning, MixedPrecisionPolicy, StateError, fully_shard, lint
+from fullshard import CheckPolicy, LintWarning, MixedPrecisionPolicy, StateError, fully_shard, notices
 
 ROOT = Path(__file__).parent.parent
 EAGER = CheckPolicy(patience=0.2)
@@ -118,7 +118,7 @@ def stops(key: str, fn: Callable[[], Any], error: type[Exception] = StateError, 
 @contextlib.contextmanager
 def remarks(world: World) -> Iterator[list[str]]:
     """The remarks that are made on the first rank while the block runs, as if none had been made before."""
-    lint._SAID.clear()
+    notices._SAID.clear()
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from statistics import median
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import _torch
 from fullshard.modules import clean_name
+from fullshard.notices import say_once
 from fullshard.parameter import Back, logical_parameters
 from fullshard.policies import LINTS, LintWarning
 from fullshard.replaced import successor
@@ -21,7 +21,6 @@ from fullshard.unit import Unit, own_modules, unit_of
 _OWNER = "_fullshard_owner"  # on a module: the way back to its unit
 _IGNORED = "_fullshard_ignored"  # on a parameter: the caller said that it is to be left alone
 _LARGE = 1_000_000  # elements: below, nothing is worth a line
-_SAID: set[str] = set()
 _PREFETCH = "prefetch"
 
 
@@ -68,7 +67,7 @@ def examine(unit: Unit, root: nn.Module) -> None:
         unit.name_below(root)
         for name, line in remarks(root):
             if name not in unit.options.checks.silence:
-                say(line)
+                say_once(line, LintWarning)
 
 
 def _unowned(root: nn.Module, slots: set[tuple[int, str]]) -> list[tuple[str, nn.Parameter]]:
@@ -157,42 +156,39 @@ def remark_on_prefetch(unit: Unit) -> None:
     """After many steps: gathers that nothing announced, since the order of units keeps changing."""
     stats = unit.keeper.planner.stats
     often = stats.gathers >= 50 and stats.missed > stats.gathers / 5
-    if often and _PREFETCH not in _SAID and "prefetch" not in unit.options.checks.silence and _is_first_rank(unit):
-        _SAID.add(_PREFETCH)
-        say(
+    if often and "prefetch" not in unit.options.checks.silence and _is_first_rank(unit):
+        say_once(
             f"{stats.missed} of {stats.gathers} gathers were not issued ahead, since units ran in another order than before, "
-            "and computing waited for them: name what comes next with set_modules_to_forward_prefetch()"
+            "and computing waited for them: name what comes next with set_modules_to_forward_prefetch()",
+            LintWarning,
+            subject=_PREFETCH,
         )
 
 
 def remark_on_optimizer(unit: Unit, plain: list[str]) -> None:
     """An optimizer steps parameters of the unit, and beside them `plain` ones with gradients."""
     if "optimizer" not in unit.options.checks.silence and unit.axis.ranks * unit.axis.replicated > 1 and _is_first_rank(unit):
-        say(
+        say_once(
             f"an optimizer steps sharded parameters and {len(plain)} plain ones ({_listed(plain)}), whose gradients no unit "
-            "reduces: each rank trains its own. Call fully_shard on the module that holds them, the outermost one for example"
+            "reduces: each rank trains its own. Call fully_shard on the module that holds them, the outermost one for example",
+            LintWarning,
         )
 
 
 def remark_on_gradients(unit: Unit, names: list[str]) -> None:
     """An optimizer's first step finds none."""
     if "gradients" not in unit.options.checks.silence and _is_first_rank(unit):
-        say(
+        say_once(
             f"an optimizer steps {len(names)} sharded parameters ({_listed(names)}), none of which has a gradient: "
             "torch.autograd.grad and backward(inputs=) do not reach them, since modules compute with the full ones. Call "
-            "backward() without inputs=, or take gradients as values with fullshard.grad()"
+            "backward() without inputs=, or take gradients as values with fullshard.grad()",
+            LintWarning,
         )
 
 
 def is_ignored(tensor: Tensor) -> bool:
     """Whether the caller said that it is to be left alone."""
     return _IGNORED in tensor.__dict__
-
-
-def say(line: str) -> None:
-    if line not in _SAID:
-        _SAID.add(line)
-        warnings.warn(line, LintWarning, stacklevel=2)
 
 
 def _listed(names: list[str]) -> str:
@@ -208,5 +204,4 @@ __all__ = [
     "remark_on_optimizer",
     "remark_on_prefetch",
     "remarks",
-    "say",
 ]

@@ -7,15 +7,11 @@ import warnings
 _SAID: set[str] = set()
 
 
-def say_once(text: str, category: type[Warning] = UserWarning) -> None:
-    if text not in _SAID:
-        _SAID.add(text)
+def say_once(text: str, category: type[Warning] = UserWarning, *, subject: str | None = None) -> None:
+    """`subject`: what is said once, if its text differs from time to time."""
+    if (subject or text) not in _SAID:
+        _SAID.add(subject or text)
         warnings.warn(text, category, stacklevel=2)
 
 
-def forget_said() -> None:
-    """Say everything once more."""
-    _SAID.clear()
-
-
-__all__ = ["forget_said", "say_once"]
+__all__ = ["say_once"]
