@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -81,12 +82,26 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             connection.send(traceback.format_exc())
 
 
+def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Wait for what other ranks bring about, however busy the machine is."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.05)
+
+
+def forks() -> multiprocessing.context.ForkServerContext:
+    """Makes processes that have torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "fullshard", "torch.distributed.checkpoint"])
+    return context
+
+
 class Pool:
     """The processes of one world size."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "fullshard", "torch.distributed.checkpoint"])
+        context = forks()
         descriptor, self._store = tempfile.mkstemp(prefix="fullshard-store")
         os.close(descriptor)
         os.unlink(self._store)

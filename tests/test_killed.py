@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import forks
 from models import Stack, batch, shard_stack, square
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,7 +66,7 @@ def program(rank: int, size: int, folder: str, resume: bool, kill: str, results:
 
 def run(size: int, folder: Path, *, resume: bool = False, kill: str = "") -> dict[int, tuple[list[float], str, float]]:
     """By rank: losses, what it raised, and how long after the step began."""
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     results = context.Queue()
     ranks = [context.Process(target=program, args=(r, size, str(folder), resume, kill, results)) for r in range(size)]
     for process in ranks:

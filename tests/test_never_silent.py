@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import World, ranks
+from harness import World, ranks, until
 from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, full, shard_stack, square
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -277,17 +277,19 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(world: World) -> N
     plain = Stack()
     policy = CheckPolicy(patience=0.2, timeout=1.0)
     model = shard_stack(copy.deepcopy(plain), world.mesh, check_policy=policy)
+    unit = model._fullshard_unit
     square(model(world.mine(batch(0)))).backward()
 
     def load_and_train() -> None:
-        time.sleep(2.5 * world.rank)
+        if world.rank == 1:  # its data come when nobody waits for it any more
+            until(lambda: unit.keeper.communicator.ledger(unit.axis).verdict)
         square(model(world.mine(batch(1)))).backward()
 
     try:
         stops("too late", load_and_train)
         goes_on(world, model, plain)
     finally:  # the shortest timeout of all models of a process counts, and these ranks run other tests
-        model._fullshard_unit.keeper.communicator.waiter.configure(1.0, None)
+        unit.keeper.communicator.waiter.configure(1.0, None)
 
 
 @ranks(2)

@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
-from harness import TESTS, World, ranks
+import torch.distributed as dist
+from harness import TESTS, World, ranks, until
 from models import Stack, batch, shard_stack, square
 
 import fullshard
 from fullshard import CheckPolicy, StateError
-from fullshard.ledger import Ledger, listed, parted
+from fullshard.ledger import Label, Ledger, Line, listed, parted
+from fullshard.watch import Watch
 
 PROGRAM = """
 import os, sys, time
@@ -81,18 +84,19 @@ def test_a_timeout_says_for_whom_it_waited(world: World) -> None:
     policy = CheckPolicy(patience=0.2, timeout=1.0)
     lanes = fullshard.CommPolicy(lanes=lambda device: fullshard.comm.HostLane())  # a waiter of its own
     model = shard_stack(Stack(), world.mesh, check_policy=policy, comm_policy=lanes)
+    unit = model._fullshard_unit
     square(model(batch(0))).backward()
     error = None
     if world.rank == 0:
         with pytest.raises(StateError) as caught:
             model(batch(0))
         error = caught.value
-        text = re.sub(r"call \d+", "call N", str(error))
-        assert text.startswith("rank 0 waited 1 seconds (CheckPolicy.timeout) in call N, 'Stack' forward gather. rank 1: "), (
-            text
+        assert re.sub(r"call \d+", "call N", str(error)) == (
+            "rank 0 waited 1 seconds (CheckPolicy.timeout) in call N, 'Stack' forward gather. "
+            "rank 1: computing, or elsewhere, after call N, heartbeat"
         )
-    else:
-        time.sleep(7.0)  # computing, as far as anybody knows
+    else:  # computing, as far as anybody knows
+        until(lambda: unit.keeper.communicator.ledger(unit.axis).verdict)
     assert fullshard.any_failed(world.mesh, error)
 
 
@@ -106,6 +110,30 @@ def test_the_first_difference_counts_and_ranks_that_are_behind_do_not() -> None:
     same = [(1, 10, "a"), (2, 20, "b")]
     assert parted({0: same, 1: same[:1], 2: []}) is None
     assert parted({0: [*same, (3, 30, "c")], 1: [*same, (3, 31, "d"), (4, 41, "e")]}) == (3, {"c": [0], "d": [1]})
+
+
+def test_who_waits_anew_is_told_where_the_others_are_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others had heard of the first wait, and attended to something else when the second began."""
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("fullshard.watch.time", clock)
+    store = dist.HashStore()
+    watches = [Watch(store, rank) for rank in range(2)]
+    ledgers = [Ledger("all", [0, 1], rank) for rank in range(2)]
+    for watch, ledger in zip(watches, ledgers):
+        watch._ledgers[ledger.name] = ledger
+    waiter = watches[0].waiter()
+    steps = [Line(ledger, Label(""), "") for ledger in ledgers]
+    entry = steps[0].note("gather")
+    steps[1].note("gather")
+    for tenth in range(1, 300):
+        now = 100 + tenth / 10
+        waits = tenth < 110 or tenth > 170
+        waiter.enter(ledgers[0], entry) if waits else waiter.leave()
+        if tenth == 160:
+            steps[1].note("reduction")
+        for watch in watches:
+            watch.look()
+    assert watches[0]._said(ledgers[0], watches[0]._others(ledgers[0])).endswith("after call 2, reduction")
 
 
 @ranks(2)

@@ -156,8 +156,8 @@ class CheckPolicy:
         missed), "optimizer" (it steps plain parameters beside sharded ones), "gradients" (its first step finds none), "hidden"
         (an output that no search finds), and "added", which is an error: trainable parameters put into a unit after
         fully_shard, whose gradients the caller reduces.
-    timeout: seconds after which a rank that waits gives up, naming the unit and where the others are; None waits as long as
-        the process group does.
+    timeout: seconds after which a rank that waits gives up, naming the unit and where the others are (up to five more if some
+        did not say so yet); None waits as long as the process group does.
     poison: for tests. Memory of gathered parameters is filled with NaN before it is gathered into and before it is freed, and
         collectives begin late at random, so that whatever computes too early or too late cannot go unnoticed. Costs two
         passes over the memory.

@@ -23,7 +23,7 @@ from fullshard.gloo import Posted, wires
 from fullshard.ledger import Entry, Ledger, listed, parted
 
 _TICK = 0.1  # seconds between two looks
-_LISTEN = 5.0  # seconds between two looks whether another rank is concerned
+_LISTEN = 5.0  # seconds between two looks whether another rank is concerned, and between two times of saying so
 _PER_RANK = 0.005  # seconds between two readings of all positions, for each rank of the largest ledger
 _GRACE = 0.5  # seconds for which ranks that parted wait for what the others say of it
 _ATTENTIVE = 10.0  # seconds for which others are followed closely once somebody is concerned
@@ -133,6 +133,7 @@ class Watch:
         self._told = ""
         self._found: dict[tuple[str, int], float] = {}  # when it was first seen that ranks of a ledger parted
         self._alarms = 0
+        self._alarmed = 0.0  # when this rank last said that it is concerned
         self._listened = 0.0
         self._attentive = 0.0
         self._asking = 0.0  # when the others' positions are read next
@@ -203,10 +204,10 @@ class Watch:
                 self._asked = False
                 self._report()
             if concerned:
-                if now > self._attentive:
-                    self._alarms = self._store.add("alarm", 1)
+                if now > self._alarmed + _LISTEN:  # again, before those who heard of it attend to something else
+                    self._alarms, self._alarmed = self._store.add("alarm", 1), now
                 self._attentive = now + _ATTENTIVE
-            elif now > self._listened + _LISTEN:
+            elif now > self._listened + self._listen():
                 self._listened = now
                 if self._store.check(["alarm"]) and (alarms := self._store.add("alarm", 0)) != self._alarms:
                     self._alarms, self._attentive = alarms, now + _ATTENTIVE
@@ -219,6 +220,10 @@ class Watch:
             self._asking = now + _PER_RANK * max((len(ledger.ranks) for ledger in ledgers), default=1)
             for ledger in ledgers:  # of all: who waits elsewhere may be waited for here
                 self._inquire(ledger, [w for w in concerned if w.ledger is ledger], now)
+
+    def _listen(self) -> float:
+        """Seconds between two looks whether another rank is concerned: where ranks soon give up, they must be told sooner."""
+        return min(_LISTEN, min((w.timeout for w in self._waiters if w.timeout is not None), default=_LISTEN * 4) / 4)
 
     def _inquire(self, ledger: Ledger, concerned: Sequence[Waiter], now: float) -> None:
         others = self._others(ledger)
@@ -264,7 +269,8 @@ class Watch:
             if gone:
                 last = "; ".join(f"{listed([rank])}: {places[rank]}" for rank in gone if rank in places)
                 return f"{listed(gone)} ended the program, while this rank (rank {self._rank}) waits in {waiter.entry}. {last}"
-            if waiter.timeout is not None and waiter.stuck(now) > waiter.timeout:
+            late = 0.0 if waiter.timeout is None else waiter.stuck(now) - waiter.timeout
+            if late > 0.0 and (len(places) == len(ledger.ranks) - 1 or late > _LISTEN):  # time to say where they are
                 return (
                     f"rank {self._rank} waited {waiter.timeout:g} seconds (CheckPolicy.timeout) in {waiter.entry}. "
                     + self._said(ledger, others)
