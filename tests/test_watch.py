@@ -133,7 +133,12 @@ def test_who_waits_anew_is_told_where_the_others_are_by_now(monkeypatch: pytest.
             steps[1].note("reduction")
         for watch in watches:
             watch.look()
-    assert watches[0]._said(ledgers[0], watches[0]._others(ledgers[0])).endswith("after call 2, reduction")
+    assert watches[0]._said(ledgers[0], watches[0]._others(ledgers[0]), 0).endswith("after call 2, reduction")
+    for tenth in range(300, 450):  # rank 1 died
+        now = 100 + tenth / 10
+        watches[0].look()
+    said = watches[0]._said(ledgers[0], watches[0]._others(ledgers[0]), watches[0]._expected)
+    assert said == "rank 1: does not answer, was computing, or elsewhere, after call 2, reduction"
 
 
 @ranks(2)

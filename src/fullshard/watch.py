@@ -84,19 +84,21 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """What a rank tells the others."""
+    """What a rank tells the others. heard: the last time that somebody asked, as far as it knew then."""
 
     positions: dict[str, Position]
     posted: dict[str, list[Posted]]
     ended: bool = False
+    heard: int = 0
 
     def dumps(self) -> str:
         places = {name: (p.calls, p.waiting, p.verdict, p.epoch, p.ranks) for name, p in self.positions.items()}
-        return json.dumps([places, {g: [(p.book, p.tag, p.sizes) for p in ps] for g, ps in self.posted.items()}, self.ended])
+        posted = {g: [(p.book, p.tag, p.sizes) for p in ps] for g, ps in self.posted.items()}
+        return json.dumps([places, posted, self.ended, self.heard])
 
     @classmethod
     def loads(cls, text: str | bytes) -> Whereabouts:
-        places, posted, ended = json.loads(text)
+        places, posted, ended, heard = json.loads(text)
         return cls(
             {
                 name: Position([(n, h, t) for n, h, t in calls], w, v, e, tuple(ranks))
@@ -104,6 +106,7 @@ class Whereabouts:
             },
             {g: [Posted(book, tag, tuple(sizes)) for book, tag, sizes in ps] for g, ps in posted.items()},
             ended,
+            heard,
         )
 
 
@@ -134,6 +137,7 @@ class Watch:
         self._found: dict[tuple[str, int], float] = {}  # when it was first seen that ranks of a ledger parted
         self._alarms = 0
         self._alarmed = 0.0  # when this rank last said that it is concerned
+        self._expected = 0  # who has not heard of this alarm had time enough to
         self._listened = 0.0
         self._attentive = 0.0
         self._asking = 0.0  # when the others' positions are read next
@@ -205,9 +209,9 @@ class Watch:
                 self._report()
             if concerned:
                 if now > self._alarmed + _LISTEN:  # again, before those who heard of it attend to something else
-                    self._alarms, self._alarmed = self._store.add("alarm", 1), now
+                    self._alarm(now)
                 self._attentive = now + _ATTENTIVE
-            elif now > self._listened + self._listen():
+            if now <= self._attentive or now > self._listened + self._listen():
                 self._listened = now
                 if self._store.check(["alarm"]) and (alarms := self._store.add("alarm", 0)) != self._alarms:
                     self._alarms, self._attentive = alarms, now + _ATTENTIVE
@@ -220,6 +224,13 @@ class Watch:
             self._asking = now + _PER_RANK * max((len(ledger.ranks) for ledger in ledgers), default=1)
             for ledger in ledgers:  # of all: who waits elsewhere may be waited for here
                 self._inquire(ledger, [w for w in concerned if w.ledger is ledger], now)
+
+    def _alarm(self, now: float) -> int:
+        """Ask all others where they are; the number by which they say that they heard it."""
+        again = now < self._alarmed + 2 * _LISTEN
+        before, self._alarms, self._alarmed = self._alarms, self._store.add("alarm", 1), now
+        self._expected = before if again else self._alarms
+        return self._alarms
 
     def _listen(self) -> float:
         """Seconds between two looks whether another rank is concerned: where ranks soon give up, they must be told sooner."""
@@ -270,10 +281,10 @@ class Watch:
                 last = "; ".join(f"{listed([rank])}: {places[rank]}" for rank in gone if rank in places)
                 return f"{listed(gone)} ended the program, while this rank (rank {self._rank}) waits in {waiter.entry}. {last}"
             late = 0.0 if waiter.timeout is None else waiter.stuck(now) - waiter.timeout
-            if late > 0.0 and (len(places) == len(ledger.ranks) - 1 or late > _LISTEN):  # time to say where they are
+            if late > 0.0 and (self._answered(ledger, others, self._expected) or late > _LISTEN):
                 return (
                     f"rank {self._rank} waited {waiter.timeout:g} seconds (CheckPolicy.timeout) in {waiter.entry}. "
-                    + self._said(ledger, others)
+                    + self._said(ledger, others, self._expected)
                 )
         return None
 
@@ -301,7 +312,7 @@ class Watch:
     def _tell(self, *, ended: bool = False) -> None:
         positions = {name: self._position(ledger) for name, ledger in list(self._ledgers.items())}
         posted = {wire.name: _copied(wire.posted) for wire in wires()}
-        text = Whereabouts(positions, posted, ended).dumps()
+        text = Whereabouts(positions, posted, ended, self._alarms).dumps()
         if text != self._told:
             self._store.set(f"at/{self._rank}", text)
             self._told = text
@@ -324,25 +335,38 @@ class Watch:
                 found[rank] = there
         return found
 
-    def _said(self, ledger: Ledger, others: dict[int, Whereabouts]) -> str:
-        """Where the other ranks are, in one sentence."""
+    def _answered(self, ledger: Ledger, others: dict[int, Whereabouts], alarm: int) -> bool:
+        """Whether all others have said where they are since that alarm."""
+        there = [others.get(rank) for rank in ledger.ranks if rank != self._rank]
+        return all(one is not None and ledger.name in one.positions and one.heard >= alarm for one in there)
+
+    def _ask(self, ledgers: Sequence[Ledger]) -> int:
+        """Ask all others, and give them some time to answer."""
+        end = time.monotonic() + _LISTEN + 1.0
+        with self._lock:
+            alarm = self._alarm(time.monotonic())
+            self._tell()
+        while time.monotonic() < end and not all(self._answered(one, self._others(one), alarm) for one in ledgers):
+            self._ended.wait(_TICK)
+        return alarm
+
+    def _said(self, ledger: Ledger, others: dict[int, Whereabouts], alarm: int) -> str:
+        """Where the other ranks are since that alarm, in one sentence."""
         by_text: dict[str, list[int]] = {}
         for rank in ledger.ranks:
             if rank != self._rank:
                 place = others[rank].positions.get(ledger.name) if rank in others else None
-                by_text.setdefault("does not answer" if place is None else str(place), []).append(rank)
+                text = "does not answer" if place is None else str(place)
+                if place is not None and others[rank].heard < alarm:
+                    text = f"does not answer, was {place}"
+                by_text.setdefault(text, []).append(rank)
         return "; ".join(f"{listed(ranks)}: {text}" for text, ranks in by_text.items())
 
-    def survey(self, ledger: Ledger, seconds: float = 2.0) -> str:
+    def survey(self, ledger: Ledger) -> str:
         """Where the other ranks are, once they had some time to say so."""
         try:
-            with self._lock:
-                self._alarms = self._store.add("alarm", 1)
-                self._tell()
-            end = time.monotonic() + seconds
-            while time.monotonic() < end and len(self._others(ledger)) < len(ledger.ranks) - 1:
-                time.sleep(_TICK)
-            return self._said(ledger, self._others(ledger))
+            alarm = self._ask([ledger])
+            return self._said(ledger, self._others(ledger), alarm)
         except Exception as failure:
             return f"(the store does not answer: {str(failure).splitlines()[0]})"
 
@@ -360,15 +384,13 @@ class Watch:
         return ""
 
     def _report(self) -> None:
-        self._alarms = self._store.add("alarm", 1)
+        ledgers = [ledger for ledger in list(self._ledgers.values()) if ledger.count]
+        alarm = self._ask(ledgers)
         self._attentive = time.monotonic() + _ATTENTIVE
-        self._tell()
-        self._ended.wait(_LISTEN + 1.0)
         lines = []
-        for ledger in list(self._ledgers.values()):
-            if ledger.count:
-                there = self._said(ledger, self._others(ledger))
-                lines.append(f"fullshard: rank {self._rank}: {self._position(ledger)}; {there}")
+        for ledger in ledgers:
+            there = self._said(ledger, self._others(ledger), alarm)
+            lines.append(f"fullshard: rank {self._rank}: {self._position(ledger)}; {there}")
         print("\n".join(lines) or f"fullshard: rank {self._rank}: before the first call", file=sys.stderr, flush=True)
 
 
