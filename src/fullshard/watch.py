@@ -347,7 +347,8 @@ class Watch:
             alarm = self._alarm(time.monotonic())
             self._tell()
         while time.monotonic() < end and not all(self._answered(one, self._others(one), alarm) for one in ledgers):
-            self._ended.wait(_TICK)
+            if self._ended.wait(_TICK):
+                break
         return alarm
 
     def _said(self, ledger: Ledger, others: dict[int, Whereabouts], alarm: int) -> str:
