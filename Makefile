@@ -5,8 +5,9 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 TRAIN ?=
+REPEAT ?= 20
 
-.PHONY: help setup train test test-clients check format bench gpu-check clean
+.PHONY: help setup train test repeat test-clients check format bench gpu-check clean
 
 help:  ## show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -32,6 +33,12 @@ train: $(READY)  ## train a small language model on two processes (one per GPU i
 test: $(READY)  ## run all tests
 	@echo "== running the tests; rank processes are started once per world size"
 	@$(PYTHON) -m pytest
+
+repeat: $(READY)  ## run the tests of several processes 20 times, or REPEAT times, and count those that fail
+	@failed=0; for run in $$(seq $(REPEAT)); do \
+		$(PYTHON) -m pytest -m processes > .repeat 2>&1 && echo "== run $$run: clean" && continue; \
+		failed=$$((failed + 1)); echo "== run $$run failed"; cat .repeat; \
+	done; rm -f .repeat; echo "== $$failed of $(REPEAT) failed"; test $$failed = 0
 
 check: $(READY)  ## formatting, lint and types
 	@echo "== checking format, lint and types"

@@ -187,6 +187,6 @@ def ranks(*sizes: int, limit: float = LIMIT) -> Callable[[Callable[..., None]], 
         test.__signature__ = inspect.Signature([size, *others])  # type: ignore[attr-defined]
         test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
         test.body = body  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("size", sizes)(test)
+        return pytest.mark.processes(pytest.mark.parametrize("size", sizes)(test))
 
     return decorate

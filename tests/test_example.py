@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parent.parent
 SMALL = [
     "--dim",

@@ -249,6 +249,7 @@ def drive(world: World, program: Program, tally: Path) -> None:
 drive.body = drive  # type: ignore[attr-defined]  # as harness.ranks does
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("size", "count"), [(2, 1200), (3, 800)])
 def test_programs_with_faults_end_alike_on_all_ranks(size: int, count: int, tmp_path: Path) -> None:
     """Parity, or an error on every rank, within 20 seconds; and the step after any_failed() is right again."""

@@ -1,4 +1,7 @@
-"""A rank is killed in the midst of a step: the others end soon and say where, and the last checkpoint goes on."""
+"""A rank is killed in the midst of a step: the others end soon and say where, and the last checkpoint goes on.
+
+kill: where, and "late" if the others begin nothing any more before they could know of it.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import forks
+from harness import forks, until
 from models import Stack, batch, shard_stack, square
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-STEPS, SAVED, KILLED = 5, 2, 3
+SIZE, STEPS, SAVED, KILLED = 3, 5, 2, 3
+KEPT: list[Any] = []
 
 
 def program(rank: int, size: int, folder: str, resume: bool, kill: str, results: Any) -> None:
-    """Train, save behind step `SAVED`, and have the last rank die in step `KILLED` where `kill` says."""
+    """Train, save behind step `SAVED`, and have the last rank die in step `KILLED`."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store-{kill or 'none'}-{resume}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
@@ -38,10 +42,12 @@ def program(rank: int, size: int, folder: str, resume: bool, kill: str, results:
     def die(*_: Any) -> None:
         if step == KILLED and rank == size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if step == KILLED and kill.endswith("late"):
+            until(lambda: is_gone(size - 1))
 
-    if kill == "forward":
+    if kill.startswith("forward"):
         model.blocks[1].up.register_forward_pre_hook(die)
-    elif kill == "backward":
+    elif kill.startswith("backward"):
         model.blocks[1].up.register_full_backward_pre_hook(die)
     begin = time.monotonic()
     try:
@@ -64,6 +70,15 @@ def program(rank: int, size: int, folder: str, resume: bool, kill: str, results:
     dist.destroy_process_group()
 
 
+def is_gone(rank: int) -> bool:
+    """Whether gloo knows that nothing can be sent to the rank."""
+    try:
+        KEPT.append(dist.isend(torch.zeros(1), rank, tag=1))
+    except RuntimeError:
+        return True
+    return False
+
+
 def run(size: int, folder: Path, *, resume: bool = False, kill: str = "") -> dict[int, tuple[list[float], str, float]]:
     """By rank: losses, what it raised, and how long after the step began."""
     context = forks()
@@ -78,19 +93,24 @@ def run(size: int, folder: Path, *, resume: bool = False, kill: str = "") -> dic
     return {rank: (losses, text, seconds) for rank, losses, text, seconds in answers}
 
 
-@pytest.mark.parametrize("kill", ["forward", "backward"])
-def test_the_others_name_the_unit_and_the_checkpoint_goes_on(tmp_path: Path, kill: str) -> None:
-    size = 3
-    whole = run(size, tmp_path)
-    left = run(size, tmp_path, kill=kill)
-    for rank in range(size - 1):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[float]]:
+    """By rank, the losses of a program in which nobody dies."""
+    return {rank: losses for rank, (losses, _, _) in run(SIZE, tmp_path_factory.mktemp("whole")).items()}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kill", ["forward", "backward", "backward, late"])
+def test_the_others_name_the_unit_and_the_checkpoint_goes_on(whole: dict[int, list[float]], tmp_path: Path, kill: str) -> None:
+    left = run(SIZE, tmp_path, kill=kill)
+    for rank in range(SIZE - 1):
         losses, text, seconds = left[rank]
-        assert losses == whole[rank][0][:KILLED], "until then nothing differed"
+        assert losses == whole[rank][:KILLED], "until then nothing differed"
         assert text.startswith(f"StateError: rank {rank}, call "), text
         assert "'blocks." in text and ("gather" in text or "reduction" in text), text
         assert "onnection" in text or "closed" in text, "what gloo said"
-        assert f"rank {size - 1}: does not answer" in text, text
-        assert seconds < 20
-    again = run(size, tmp_path, resume=True)
-    for rank in range(size):
-        assert again[rank][0] == pytest.approx(whole[rank][0][SAVED:], rel=1e-6)
+        assert f"rank {SIZE - 1}: does not answer" in text, text
+        assert seconds < 20, "each of the others asks the dead one once, for six seconds"
+    again = run(SIZE, tmp_path, resume=True)
+    for rank in range(SIZE):
+        assert again[rank][0] == pytest.approx(whole[rank][SAVED:], rel=1e-6)

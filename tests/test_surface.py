@@ -673,6 +673,7 @@ def test_policies_of_torch_made_before_are_understood(world: World) -> None:
     assert_same_grads(sharded, model, 5e-2)
 
 
+@pytest.mark.processes
 def test_a_script_for_torch_runs_unchanged_from_the_command_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

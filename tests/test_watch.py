@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ PROGRAM = """
 import os, sys, time
 import torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
+from harness import until
 from models import Stack, batch, shard_stack, square
 from torch.distributed.device_mesh import init_device_mesh
 rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -45,22 +47,25 @@ def start(folder: Path, body: str) -> list[subprocess.Popen[str]]:
     ]
 
 
+@pytest.mark.processes
 def test_a_signal_has_all_ranks_say_where_they_are(tmp_path: Path) -> None:
     """Rank 0 waits in backward for rank 1, which is somewhere else; a thread that waits in C++ runs no Python handlers."""
     processes = start(
         tmp_path,
         "loss = square(model(batch(0)))\n"
         "open(f'{folder}/ready{rank}', 'w').close()\n"
-        "time.sleep(12 if rank else 0)\n"
+        "until(lambda: rank == 0 or os.path.exists(f'{folder}/asked'))\n"
         "loss.backward()\n",
     )
     while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
         time.sleep(0.1)
     time.sleep(1.0)
     os.kill(processes[0].pid, signal.SIGUSR1)
+    assert processes[0].stderr is not None
+    line = next((line for line in processes[0].stderr if line.startswith("fullshard: ")), "").strip()
+    (tmp_path / "asked").touch()
     said = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
-    (line,) = [line for line in said[0].splitlines() if line.startswith("fullshard: ")]
     expected = (
         r"fullshard: rank 0: waiting in call \d+, 'blocks\.2' backward gather; "
         r"rank 1: computing, or elsewhere, after call \d+, 'blocks\.2' forward gather"
@@ -68,6 +73,7 @@ def test_a_signal_has_all_ranks_say_where_they_are(tmp_path: Path) -> None:
     assert re.fullmatch(expected, line), line
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "ending", ["", "dist.destroy_process_group()", "time.sleep(0.5 * rank)", "time.sleep(0.5 * (1 - rank))"]
 )
@@ -139,6 +145,40 @@ def test_who_waits_anew_is_told_where_the_others_are_by_now(monkeypatch: pytest.
         watches[0].look()
     said = watches[0]._said(ledgers[0], watches[0]._others(ledgers[0]), watches[0]._expected)
     assert said == "rank 1: does not answer, was computing, or elsewhere, after call 2, reduction"
+
+
+def test_others_are_asked_once_for_all_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that died fails every message that is in flight, and each of them waited anew for what the dead one says."""
+    ticks = itertools.count(100.0, 0.5)
+    monkeypatch.setattr("fullshard.watch.time", types.SimpleNamespace(monotonic=lambda: next(ticks)))
+    store = dist.HashStore()
+    watch, ledger = Watch(store, 0), Ledger("all", [0, 1], 0)
+    line = Line(ledger, Label(""), "")
+    for asked in (1, 2):
+        line.note("gather")
+        assert [watch.survey(ledger) for _ in range(3)] == ["rank 1: does not answer"] * 3
+        assert store.add("alarm", 0) == asked
+    ledger.reopen()
+    watch.survey(ledger)
+    assert store.add("alarm", 0) == 3
+
+
+def test_who_asks_others_answers_them_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    watches, ledgers = [Watch(store, rank) for rank in range(3)], [Ledger("all", [0, 1, 2], rank) for rank in range(3)]
+    for watch, ledger in zip(watches, ledgers):
+        watch._ledgers[ledger.name] = ledger
+    ticks = itertools.count(100.0, 0.5)
+
+    def monotonic() -> float:
+        now = next(ticks)
+        if now == 102.0:
+            watches[1]._alarm(now)
+        return now
+
+    monkeypatch.setattr("fullshard.watch.time", types.SimpleNamespace(monotonic=monotonic))
+    watches[0].survey(ledgers[0])  # rank 2 never answers
+    assert watches[1]._others(ledgers[1])[0].heard == 2
 
 
 @ranks(2)

@@ -16,7 +16,7 @@ from fullshard import _torch
 from fullshard.comm import CustomCollectives, Delays, Journal, Journaled, Lane, Pending, Ticket, nothing
 from fullshard.full import Carriers
 from fullshard.gloo import Tag, collectives_for
-from fullshard.ledger import Entry, Ledger, Line
+from fullshard.ledger import Entry, Ledger, Line, headline
 from fullshard.mesh import ShardAxis, beside
 from fullshard.options import UnitOptions
 from fullshard.policies import CheckPolicy, CommPolicy
@@ -116,7 +116,7 @@ class Communicator:
         if ledger.verdict is not None:
             return StateError(ledger.verdict)
         where = "" if self.watch is None else self.watch.survey(ledger)
-        text = f"rank {ledger.rank}, {entry}: {str(failure).splitlines()[0]}. {where}"
+        text = f"rank {ledger.rank}, {entry}: {headline(failure)}. {where}"
         return StateError(text if ledger.verdict is None else ledger.verdict)
 
     def send(
@@ -140,9 +140,14 @@ class Communicator:
         finish: Callable[[], None] = nothing,
         after: Sent | None = None,
     ) -> Sent:
-        """As `send`, of what is entered already."""
+        """As `send`, of what is entered already. Raises StateError if another rank is gone already, too."""
         tagged = partial(self._start, entry.tag, ledger.name, start)
-        ticket = lane.run(tagged, finish) if after is None else lane.run(tagged, finish, after=after.ticket)
+        try:
+            ticket = lane.run(tagged, finish) if after is None else lane.run(tagged, finish, after=after.ticket)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as failure:
+            raise self.explained(failure, ledger, entry) from failure
         return Sent(ticket, self, ledger, entry)
 
     def _start(self, tag: int, book: str, start: Callable[[], Pending]) -> Pending:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,6 +63,19 @@ class Wire:
 
     def carries(self, group: dist.ProcessGroup) -> bool:
         return self._group is group
+
+    def exchange(
+        self, tag: int, receives: Iterable[tuple[Tensor, int]], sends: Iterable[tuple[Tensor, int]]
+    ) -> list[dist.Work]:
+        """Begin these messages, each with the rank in the group that it comes from or goes to."""
+        works: list[dist.Work] = []
+        try:
+            works += (_torch.recv(self._group, tensor, peer, tag) for tensor, peer in receives)
+            works += (_torch.send(self._group, tensor, peer, tag) for tensor, peer in sends)
+        except BaseException:  # one of the ranks is gone
+            self.lost.extend(works)
+            raise
+        return works
 
     def answer(self, peer: int, posted: Sequence[Posted], noted: set[int]) -> int:
         """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank takes
@@ -124,7 +137,7 @@ class GlooCollectives:
         return tag
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
-        group, rank, ranks = self._group, self.rank, self.ranks
+        rank, ranks = self.rank, self.ranks
         receives: list[tuple[Tensor, int]] = []
         sends: list[tuple[Tensor, int]] = []
         copies: list[tuple[Tensor, Tensor]] = []
@@ -137,15 +150,13 @@ class GlooCollectives:
             for step in range(1, ranks):
                 receives.append((slots[(rank - step) % ranks], (rank - step) % ranks))
                 sends.append((shard, (rank + step) % ranks))
-        sizes, lost = _sizes(shards), self._wire.lost
+        sizes, wire = _sizes(shards), self._wire
 
         def gather() -> Pending:
-            tag = self._post(sizes)
-            works = [_torch.recv(group, tensor, peer, tag) for tensor, peer in receives]
-            works += [_torch.send(group, tensor, peer, tag) for tensor, peer in sends]
+            works = wire.exchange(self._post(sizes), receives, sends)
             for slot, shard in copies:
                 slot.copy_(shard)
-            return Pending(works, silent=True, lost=lost)
+            return Pending(works, silent=True, lost=wire.lost)
 
         return gather
 
@@ -169,8 +180,9 @@ class GlooCollectives:
         received = [torch.empty_like(chunk) for chunk in chunks]
         tag = self._post(_sizes([chunk[0] for chunk in chunks]))
         filled = [(chunk, parts) for chunk, parts in zip(chunks, received) if chunk.numel()]
-        works = [_torch.recv(self._group, parts[peer], peer, tag) for _, parts in filled for peer in self._others]
-        works += [_torch.send(self._group, chunk[peer], peer, tag) for chunk, _ in filled for peer in self._others]
+        receives = ((parts[peer], peer) for _, parts in filled for peer in self._others)
+        sends = ((chunk[peer], peer) for chunk, _ in filled for peer in self._others)
+        works = self._wire.exchange(tag, receives, sends)
         for chunk, parts in filled:
             parts[self.rank].copy_(chunk[self.rank])
         return works, received
@@ -181,8 +193,8 @@ class GlooCollectives:
         halves = [full.view(2, -1) for full in fulls]
         received = [torch.empty_like(half[0]) for half in halves]
         tag = self._post(_sizes(received))
-        works = [_torch.recv(self._group, theirs, peer, tag) for theirs in received if theirs.numel()]
-        works += [_torch.send(self._group, half[peer], peer, tag) for half in halves if half.numel()]
+        receives = ((theirs, peer) for theirs in received if theirs.numel())
+        works = self._wire.exchange(tag, receives, ((half[peer], peer) for half in halves if half.numel()))
 
         def add() -> None:
             for half, theirs, out in zip(halves, received, outs):
@@ -213,9 +225,8 @@ class GlooCollectives:
             torch.sum(received.pop(), 0, out=mine)
             self._wire.posted.append(Posted(first.book, second, _sizes([mine])))
             slots = padded.view(self.ranks, -1)
-            again = [_torch.recv(self._group, slots[peer], peer, second) for peer in self._others]
-            again += [_torch.send(self._group, mine, peer, second) for peer in self._others]
-            for work in again:
+            receives = ((slots[peer], peer) for peer in self._others)
+            for work in self._wire.exchange(second, receives, ((mine, peer) for peer in self._others)):
                 work.wait()
             tensor.copy_(padded[:numel])
 
@@ -231,8 +242,7 @@ class GlooCollectives:
         tag = self._post(_sizes([tensor]))
         if not tensor.numel():
             return Pending()
-        works = [_torch.recv(self._group, theirs, peer, tag) for theirs, peer in zip(received, self._others)]
-        works += [_torch.send(self._group, sent, peer, tag) for peer in self._others]
+        works = self._wire.exchange(tag, zip(received, self._others), ((sent, peer) for peer in self._others))
         return Pending(works, partial(self._merge, tensor, received, sent, merge), silent=True, lost=self._wire.lost)
 
     def _merge(self, tensor: Tensor, received: list[Tensor], sent: Tensor, merge: Callable[..., Tensor]) -> None:

@@ -169,4 +169,13 @@ def listed(ranks: Sequence[int]) -> str:
     return "ranks " + (parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + f" and {parts[-1]}")
 
 
-__all__ = ["Entry", "Kind", "Label", "Ledger", "Line", "listed", "parted"]
+def headline(failure: BaseException) -> str:
+    """The first line of its text, or what it is if it has none.
+
+    >>> headline(ValueError("no such rank\\nat all")), headline(MemoryError())
+    ('no such rank', 'MemoryError')
+    """
+    return (str(failure).strip() or type(failure).__name__).splitlines()[0]
+
+
+__all__ = ["Entry", "Kind", "Label", "Ledger", "Line", "headline", "listed", "parted"]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.comm import Collectives
 from fullshard.gloo import Tag, collectives_for, wires
-from fullshard.ledger import Label, Ledger, Line
+from fullshard.ledger import Label, Ledger, Line, headline
 from fullshard.mesh import resolve_mesh
 from fullshard.runtime import Runtime
 from fullshard.schedule import StateError
@@ -55,9 +55,7 @@ class _Meeting:
                     pending.then()
             except Exception as failure:
                 where = "" if self.watch is None else self.watch.survey(self._ledger)
-                raise StateError(
-                    f"rank {self._ledger.rank}, any_failed(): {str(failure).splitlines()[0]}. {where}"
-                ) from failure
+                raise StateError(f"rank {self._ledger.rank}, any_failed(): {headline(failure)}. {where}") from failure
             finally:
                 self._waiter.leave(before)
             flag = bool(message.item())

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fullshard import _torch
 from fullshard.gloo import Posted, wires
-from fullshard.ledger import Entry, Ledger, listed, parted
+from fullshard.ledger import Entry, Ledger, headline, listed, parted
 
 _TICK = 0.1  # seconds between two looks
 _LISTEN = 5.0  # seconds between two looks whether another rank is concerned, and between two times of saying so
@@ -135,6 +135,7 @@ class Watch:
         self._lock = threading.RLock()
         self._told = ""
         self._found: dict[tuple[str, int], float] = {}  # when it was first seen that ranks of a ledger parted
+        self._surveyed: weakref.WeakKeyDictionary[Ledger, tuple[tuple[int, int], str]] = weakref.WeakKeyDictionary()
         self._alarms = 0
         self._alarmed = 0.0  # when this rank last said that it is concerned
         self._expected = 0  # who has not heard of this alarm had time enough to
@@ -213,8 +214,7 @@ class Watch:
                 self._attentive = now + _ATTENTIVE
             if now <= self._attentive or now > self._listened + self._listen():
                 self._listened = now
-                if self._store.check(["alarm"]) and (alarms := self._store.add("alarm", 0)) != self._alarms:
-                    self._alarms, self._attentive = alarms, now + _ATTENTIVE
+                self._hear(now)
             if now > self._attentive:
                 return
             self._tell()
@@ -231,6 +231,11 @@ class Watch:
         before, self._alarms, self._alarmed = self._alarms, self._store.add("alarm", 1), now
         self._expected = before if again else self._alarms
         return self._alarms
+
+    def _hear(self, now: float) -> None:
+        """Look whether another rank is concerned."""
+        if self._store.check(["alarm"]) and (alarms := self._store.add("alarm", 0)) != self._alarms:
+            self._alarms, self._attentive = alarms, now + _ATTENTIVE
 
     def _listen(self) -> float:
         """Seconds between two looks whether another rank is concerned: where ranks soon give up, they must be told sooner."""
@@ -349,6 +354,9 @@ class Watch:
         while time.monotonic() < end and not all(self._answered(one, self._others(one), alarm) for one in ledgers):
             if self._ended.wait(_TICK):
                 break
+            with self._lock:  # who asks answers others meanwhile
+                self._hear(time.monotonic())
+                self._tell()
         return alarm
 
     def _said(self, ledger: Ledger, others: dict[int, Whereabouts], alarm: int) -> str:
@@ -364,12 +372,19 @@ class Watch:
         return "; ".join(f"{listed(ranks)}: {text}" for text, ranks in by_text.items())
 
     def survey(self, ledger: Ledger) -> str:
-        """Where the other ranks are, once they had some time to say so."""
-        try:
-            alarm = self._ask([ledger])
-            return self._said(ledger, self._others(ledger), alarm)
-        except Exception as failure:
-            return f"(the store does not answer: {str(failure).splitlines()[0]})"
+        """Where the other ranks are, once they had some time to say so.
+
+        They are asked once for all that fails of what this rank has begun, which may be many messages.
+        """
+        begun, known = (ledger.epoch, ledger.count), self._surveyed.get(ledger)
+        if known is None or known[0] != begun:
+            try:
+                alarm = self._ask([ledger])
+                text = self._said(ledger, self._others(ledger), alarm)
+            except Exception as failure:
+                text = f"(the store does not answer: {headline(failure)})"
+            known = self._surveyed[ledger] = begun, text
+        return known[1]
 
     def confront(self, ledger: Ledger, seconds: float = 5.0) -> str:
         """Where the ranks parted, which each of them knows they did; empty if what they remember does not say."""
