@@ -66,6 +66,7 @@ def test_a_signal_has_all_ranks_say_where_they_are(tmp_path: Path) -> None:
     (tmp_path / "asked").touch()
     said = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
+    assert "fullshard: " not in said[0], "once"
     expected = (
         r"fullshard: rank 0: waiting in call \d+, 'blocks\.2' backward gather; "
         r"rank 1: computing, or elsewhere, after call \d+, 'blocks\.2' forward gather"

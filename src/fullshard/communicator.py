@@ -144,7 +144,7 @@ class Communicator:
         tagged = partial(self._start, entry.tag, ledger.name, start)
         try:
             ticket = lane.run(tagged, finish) if after is None else lane.run(tagged, finish, after=after.ticket)
-        except torch.OutOfMemoryError:
+        except (StateError, torch.OutOfMemoryError):
             raise
         except RuntimeError as failure:
             raise self.explained(failure, ledger, entry) from failure
