@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import threading
 import time
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from harness import World, ranks
+from harness import World, ranks, until
 from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, shard_stack, square
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,6 +21,8 @@ import fullshard
 from fullshard import CheckPolicy, StateError, _torch, full, fully_shard, reduction
 from fullshard.comm import OneRank, Pending
 from fullshard.gloo import GlooCollectives
+from fullshard.runtime import runtime_of
+from fullshard.unit import unit_of
 
 
 class Raises(torch.autograd.Function):
@@ -465,6 +470,49 @@ def test_an_interrupt_in_forward_leaves_nothing_running(world: World) -> None:
         assert all(hasattr(p, "device_mesh") for p in model.parameters())
     square(model(world.mine(batch(1)))).backward()
     square(reference(batch(1))).backward()
+    assert_same_grads(model, reference)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@ranks(2, 3)
+def test_an_interrupt_while_a_message_is_awaited(world: World, backward: bool) -> None:
+    """Where Ctrl-C comes mostly. What has arrived by then nobody knows, so nothing may be freed that a message still fills,
+    and what raises later must not be the same KeyboardInterrupt again."""
+    reference = Stack()
+    model = shard_stack(copy.deepcopy(reference), world.mesh, check_policy=CheckPolicy(patience=0.2))
+    square(model(world.mine(batch(0)))).backward()
+    square(reference(batch(0))).backward()
+    waiter, here = runtime_of(unit_of(model)).communicator.waiter, os.getpid()
+    store = _torch.own_store(_torch.default_store(), f"interrupt {backward}")
+
+    def interrupt() -> None:
+        until(lambda: waiter.entry is not None)
+        time.sleep(0.1)
+        os.kill(here, signal.SIGINT)
+        store.set("sent", "")
+
+    def late(*_: object) -> None:
+        if world.rank:
+            until(lambda: store.check(["sent"]))
+        else:
+            threading.Thread(target=interrupt).start()
+
+    def step() -> None:
+        loss = square(model(world.mine(batch(1))))
+        if backward:
+            late()
+        loss.backward()
+
+    if not backward:
+        late()
+    with pytest.raises((KeyboardInterrupt, StateError)) as caught:
+        step()
+    assert (caught.type is KeyboardInterrupt) == (world.rank == 0)
+    assert fullshard.any_failed(world.mesh, True)
+    model.zero_grad(), reference.zero_grad()
+    for step_ in (2, 3):
+        square(model(world.mine(batch(step_)))).backward()
+        square(reference(batch(step_))).backward()
     assert_same_grads(model, reference)
 
 

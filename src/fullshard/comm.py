@@ -380,8 +380,11 @@ class _HostTicket:
         try:
             for work in pending.works:
                 work.wait()
-        except BaseException as failure:
+        except Exception as failure:
             self._failure = failure
+            raise
+        except BaseException as interrupt:  # it is for who waits now; what has arrived until then nobody knows
+            self._failure = RuntimeError(f"{type(interrupt).__name__} came while a collective was waited for")
             raise
         self._pending = self._finish = None
         if pending.then is not None:

@@ -535,14 +535,15 @@ class Runtime:
 
     def _settle_or_abandon(self, gathering: Sequence[tuple[Group, Ticket]]) -> None:
         """Memory that messages may still arrive in must not be freed. Who can be waited for no more is not asked again."""
-        broken = False
-        for group, ticket in gathering:
-            try:
-                if not broken:
-                    ticket.wait()
-            except Exception:
-                broken = True
-            if broken:
+        left = deque(gathering)
+        try:
+            while left:
+                left[0][1].wait()
+                left.popleft()
+        except Exception:
+            pass
+        finally:
+            for group, _ in left:
                 group.abandon()
 
     def _act(self, action: Action) -> None:
@@ -685,10 +686,12 @@ class Runtime:
         self.delivery.abandon()
         for number in list(self._gathering):
             gathering = self._units.get(number)
-            self._settle_or_abandon(self._gathering.pop(number))
-            if gathering is not None:
-                self._reshard(gathering)
-                self.planner.void(number)
+            try:
+                self._settle_or_abandon(self._gathering.pop(number))
+            finally:
+                if gathering is not None:
+                    self._reshard(gathering)
+                    self.planner.void(number)
         for number in self.planner.underway():
             self._uninstall_number(number)
             broken = self._units.get(number)
