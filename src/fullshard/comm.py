@@ -346,6 +346,10 @@ class Lane(Protocol):
         ...
 
 
+class Interrupted(RuntimeError):
+    """What waiting again for work raises after an interrupt came while it was waited for."""
+
+
 class _HostTicket:
     __slots__ = ("_failure", "_finish", "_followers", "_pending")
 
@@ -384,7 +388,7 @@ class _HostTicket:
             self._failure = failure
             raise
         except BaseException as interrupt:  # it is for who waits now; what has arrived until then nobody knows
-            self._failure = RuntimeError(f"{type(interrupt).__name__} came while a collective was waited for")
+            self._failure = Interrupted(f"{type(interrupt).__name__} came while this rank waited for it")
             raise
         self._pending = self._finish = None
         if pending.then is not None:

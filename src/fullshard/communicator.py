@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm import CustomCollectives, Delays, Journal, Journaled, Lane, Pending, Ticket, nothing
+from fullshard.comm import CustomCollectives, Delays, Interrupted, Journal, Journaled, Lane, Pending, Ticket, nothing
 from fullshard.full import Carriers
 from fullshard.gloo import Tag, collectives_for
 from fullshard.ledger import Entry, Ledger, Line, headline
@@ -51,6 +51,8 @@ class Sent:
         before = waiter.enter(ledger, self._entry)
         try:
             wait()
+        except Interrupted as failure:  # there is nothing to ask the others
+            raise StateError(f"rank {ledger.rank}, {self._entry}: {failure}") from failure
         except Exception as failure:
             raise self._communicator.explained(failure, ledger, self._entry) from failure
         finally:
