@@ -18,6 +18,7 @@ import inspect
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -88,6 +89,27 @@ def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came about"
         time.sleep(0.05)
+
+
+def launched(command: list[str], environment: dict[str, str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a launcher of rank processes. One that does not end fails the test with where its ranks are, and their stacks."""
+    environment = {**environment, "PYTHONFAULTHANDLER": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as launcher:
+        try:
+            out, err = launcher.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=False)
+            workers = [int(pid) for pid in found.stdout.split()]
+            for number, pause in ((signal.SIGUSR1, 8.0), (signal.SIGABRT, 2.0), (signal.SIGKILL, 0.0)):
+                for pid in workers:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                time.sleep(pause)
+            launcher.kill()
+            out, err = launcher.communicate()
+            pytest.fail(f"it did not end within {seconds:g} seconds\n{out[-4000:]}\n{err[-20000:]}", pytrace=False)
+    return subprocess.CompletedProcess(command, launcher.returncode, out, err)
 
 
 def forks() -> multiprocessing.context.ForkServerContext:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import launched
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parent.parent
@@ -39,7 +39,7 @@ def run(ranks: int, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     environment["OMP_NUM_THREADS"] = "1"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launch, str(ROOT / "examples" / "train_lm.py"), *SMALL, "--out", str(out), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    done = launched(command, environment, 300.0)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((out / "figures.json").read_text()), done.stdout
 
