@@ -16,6 +16,7 @@ FLOORS = [
     {"parameter", "watch", "sync"},
     {"extension", "full", "unwritten"},
     {"group"},
+    {"handover"},
     {"reduction"},
     {"heartbeat", "options"},
     {"communicator"},

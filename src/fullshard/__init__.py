@@ -33,6 +33,7 @@ gloo.py         gloo's collectives, as messages under tags
 full.py         the gathered side of a group: memory, and the collective that fills it
 group.py        parameters that move together: flat shard, what is gathered of it, where gradients land
 reduction.py    gradients on their way to the shards
+handover.py     gradients that are there become `.grad`, all or none
 heartbeat.py    the message that ends a synchronised backward
 unwritten.py    memory that nobody has written yet
 --- when it moves (control plane)

@@ -7,6 +7,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from math import prod
 from typing import Any
 
@@ -49,6 +50,7 @@ __all__ = [
     "disable_tracing",
     "dtensor",
     "dtensor_like",
+    "exchange",
     "flat_axis",
     "global_rank",
     "group_name",
@@ -56,6 +58,7 @@ __all__ = [
     "has_reduction_hooks",
     "in_functional_call",
     "in_transform",
+    "insides",
     "is_cut",
     "is_done",
     "is_handled",
@@ -81,7 +84,6 @@ __all__ = [
     "point_at",
     "process_group_memory",
     "profiling",
-    "recv",
     "reduce_scatter_base",
     "reduce_scatter_coalesced",
     "register_optimizer_step_post_hook",
@@ -90,7 +92,6 @@ __all__ = [
     "run_wrap_policy",
     "same_memory",
     "same_storage",
-    "send",
     "spec",
     "spec_of",
     "split_copy",
@@ -166,6 +167,13 @@ def dtensor_like(origin: Tensor, local: Tensor, spec: DTensorSpec) -> DTensor:
     made = DTensor.__new__(DTensor, origin, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
     made._local_tensor = local
     return made
+
+
+def insides(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """The local tensors of two DTensors that are cut alike, else the tensors themselves."""
+    if isinstance(one, DTensor) and isinstance(other, DTensor) and one._spec == other._spec:
+        return one._local_tensor, other._local_tensor
+    return one, other
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
@@ -584,12 +592,20 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: st
     return allocate
 
 
-def send(group: dist.ProcessGroup, tensor: Tensor, to: int, tag: int) -> dist.Work:
-    return group.send([tensor], to, tag)
+def exchange(
+    works: list[dist.Work],
+    group: dist.ProcessGroup,
+    receives: Sequence[tuple[Tensor, int]],
+    sends: Sequence[tuple[Tensor, int]],
+    tag: int,
+) -> None:
+    """Begin these messages, each with the rank in the group that it comes from or goes to, and append their works.
 
-
-def recv(group: dist.ProcessGroup, tensor: Tensor, source: int, tag: int) -> dist.Work:
-    return group.recv([tensor], source, tag)
+    All of it is one call of C, in which Python raises no interrupt: one finds all messages begun and in `works`, or none.
+    """
+    receiving = map(group.recv, [[tensor] for tensor, _ in receives], [peer for _, peer in receives], repeat(tag))
+    sending = map(group.send, [[tensor] for tensor, _ in sends], [peer for _, peer in sends], repeat(tag))
+    works.extend(chain(receiving, sending))
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------

@@ -25,9 +25,16 @@ class BackwardHook:
     def __call__(self, *_: object) -> None:
         task = _torch.current_graph_task()
         if task != self._task:
-            self._task = task
-            self._unit.keeper.enter_backward(self._unit, self._call, glimpse=self._glimpse)
-            self._forget()
+            keeper = self._unit.keeper
+            try:
+                self._task = task
+                keeper.enter_backward(self._unit, self._call, glimpse=self._glimpse)
+                self._forget()
+            except Exception:
+                raise
+            except BaseException:
+                keeper.torn = True
+                raise
 
     def __del__(self) -> None:
         self._unit.count_graph(-1)

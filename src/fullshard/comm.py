@@ -25,13 +25,11 @@ class Pending:
     """A collective that was started: `works` to wait for, then `then()` to finish it on the lane it was started on.
 
     silent: these works never say that they are over (asking gloo's messages costs 25 us, in vain); only waiting tells.
-    lost: where works go that nobody waited for: gloo reads nothing more from a peer that sends to a receive that is gone.
     """
 
     works: Sequence[Any] = ()
     then: Callable[[], None] | None = None
     silent: bool = False
-    lost: list[object] | None = None
 
 
 class Collectives(Protocol):
@@ -355,14 +353,9 @@ class _HostTicket:
 
     def __init__(self, pending: Pending, finish: Callable[[], None]) -> None:
         self._pending: Pending | None = pending
-        self._finish: Callable[[], None] | None = finish
+        self._finish = finish
         self._followers: list[_LaterTicket] = []
         self._failure: BaseException | None = None
-
-    def __del__(self) -> None:
-        pending = self._pending
-        if pending is not None and pending.lost is not None:
-            pending.lost.extend(pending.works)
 
     def follow(self, later: _LaterTicket) -> None:
         """Begin `later` as soon as this is waited for."""
@@ -376,27 +369,27 @@ class _HostTicket:
         return pending is None or (not pending.silent and all(_torch.is_done(work) for work in pending.works))
 
     def wait(self) -> None:
-        pending, finish = self._pending, self._finish
-        if pending is None or finish is None:
+        pending = self._pending
+        if pending is None:
             return
         if self._failure is not None:  # gloo waits for ever if asked for the same message twice
             raise self._failure
         try:
             for work in pending.works:
                 work.wait()
+            if pending.then is not None:
+                pending.then()
+            self._finish()
+            for later in self._followers:
+                later.begin()
+            self._followers.clear()
+            self._finish, self._pending = nothing, None
         except Exception as failure:
             self._failure = failure
             raise
-        except BaseException as interrupt:  # it is for who waits now; what has arrived until then nobody knows
-            self._failure = Interrupted(f"{type(interrupt).__name__} came while this rank waited for it")
+        except BaseException as interrupt:  # it is for who waits now; how far it came until then nobody knows
+            self._failure = Interrupted(f"{type(interrupt).__name__} came before it was finished: run the step again")
             raise
-        self._pending = self._finish = None
-        if pending.then is not None:
-            pending.then()
-        finish()
-        followers, self._followers = self._followers, []
-        for later in followers:
-            later.begin()
 
     def block(self) -> None:
         self.wait()
@@ -419,7 +412,8 @@ class _LaterTicket:
 
     def wait(self) -> None:
         self._before.wait()
-        assert self._ticket is not None
+        if self._ticket is None:
+            raise Interrupted("what it begins behind was interrupted: run the step again")
         self._ticket.wait()
 
     def block(self) -> None:
@@ -582,6 +576,9 @@ class InFlight:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def tickets(self) -> list[Ticket]:
+        return [ticket for ticket, _, _ in self._entries]
 
     def make_room(self, limit: int) -> None:
         """Wait until fewer than `limit` entries are inside."""

@@ -29,10 +29,18 @@ _BOOKS: dict[str, Iterator[int]] = {}  # ledgers of equal names, which all ranks
 class Sent:
     """A ticket of work in which other ranks take part: while it is waited for, the watch knows for what."""
 
-    __slots__ = ("_communicator", "_entry", "_ledger", "ticket")
+    __slots__ = ("_after", "_communicator", "_failed", "entry", "ledger", "ticket")
 
-    def __init__(self, ticket: Ticket, communicator: Communicator, ledger: Ledger, entry: Entry) -> None:
-        self.ticket, self._communicator, self._ledger, self._entry = ticket, communicator, ledger, entry
+    def __init__(
+        self, ticket: Ticket, communicator: Communicator, ledger: Ledger, entry: Entry, after: Sent | None = None
+    ) -> None:
+        self.ticket, self._communicator, self.ledger, self.entry = ticket, communicator, ledger, entry
+        self._after, self._failed = after, False
+
+    @property
+    def failed(self) -> bool:
+        """Whether waiting for it, or for what it begins behind, raised, so that it sends nothing more."""
+        return self._failed or (self._after is not None and self._after.failed)
 
     def done(self) -> bool:
         return self.ticket.done()
@@ -45,16 +53,18 @@ class Sent:
 
     def _await(self, wait: Callable[[], None]) -> None:
         """Raises StateError if the work failed, or ended because the ranks parted."""
-        ledger, waiter = self._ledger, self._communicator.waiter
+        ledger, waiter = self.ledger, self._communicator.waiter
         if waiter is None:
             return wait()
-        before = waiter.enter(ledger, self._entry)
+        before = waiter.enter(ledger, self.entry)
+        self._failed = True
         try:
             wait()
+            self._failed = False
         except Interrupted as failure:  # there is nothing to ask the others
-            raise StateError(f"rank {ledger.rank}, {self._entry}: {failure}") from failure
+            raise StateError(f"rank {ledger.rank}, {self.entry}: {failure}") from failure
         except Exception as failure:
-            raise self._communicator.explained(failure, ledger, self._entry) from failure
+            raise self._communicator.explained(failure, ledger, self.entry) from failure
         finally:
             waiter.leave(before)
         if ledger.verdict is not None:
@@ -150,7 +160,7 @@ class Communicator:
             raise
         except RuntimeError as failure:
             raise self.explained(failure, ledger, entry) from failure
-        return Sent(ticket, self, ledger, entry)
+        return Sent(ticket, self, ledger, entry, after)
 
     def _start(self, tag: int, book: str, start: Callable[[], Pending]) -> Pending:
         self.tag.set(tag, book)
@@ -161,6 +171,13 @@ class Communicator:
         collectives = collectives_for(axis.group, self.device, self.tag)
         reduce = collectives.all_reduce_max if maximum else collectives.all_reduce
         self.send(self.reduce_lane, line, action, partial(reduce, tensor)).wait()
+
+    def settle(self) -> None:
+        """Nothing is waited for any longer, and the compute lane is ordered behind whatever the others were given."""
+        if self.waiter is not None:
+            self.waiter.leave()
+        for lane in (self.gather_lane, self.reduce_lane, self.replicate_lane):
+            lane.run(Pending, nothing).wait()
 
     def flush(self) -> None:
         """Have everything begin that was put off."""

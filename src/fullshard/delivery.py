@@ -10,6 +10,7 @@ from torch import Tensor
 from fullshard.comm import InFlight, Ticket, nothing
 from fullshard.communicator import Communicator, Sent
 from fullshard.group import Group
+from fullshard.handover import Handover, hand_over
 from fullshard.heartbeat import Heartbeat
 from fullshard.ledger import Label, Line
 from fullshard.reduction import Reduction
@@ -33,10 +34,16 @@ class Delivery:
         self._beats: deque[tuple[Heartbeat, Sent]] = deque()  # that nobody has looked at
         # Those whose parameters have hooks land early, but never by polling: a hook may talk to other ranks.
         self._hooked: deque[Reduction] = deque()
+        self.merged = False  # whether what is on its way contains what earlier backwards kept
+        self._decided: list[Handover] | None = None  # what is to be handed out, whatever comes
 
     def __len__(self) -> int:
         """Messages in flight."""
         return len(self._in_flight) + len(self._replicating)
+
+    @property
+    def in_flight(self) -> list[Ticket]:
+        return self._in_flight.tickets() + self._replicating.tickets()
 
     def keep(self, ticket: Ticket, landed: Callable[[], None]) -> None:
         """Call `landed` once the work of `ticket` is waited for, in its turn."""
@@ -50,8 +57,10 @@ class Delivery:
         limit = unit.options.comm.reductions_in_flight
         self._in_flight.make_room(limit)
         while len(self._hooked) >= limit:
-            self._hooked.popleft().land()
-        reduction = Reduction(group, group.with_accumulated(grads), unit.options.reduce)
+            self._land_early(self._hooked.popleft())
+        merged = group.with_accumulated(grads)
+        self.merged = self.merged or merged is not grads
+        reduction = Reduction(group, merged, unit.options.reduce)
         grads.clear()
         frozen = [p.name for p in group.parameters if not p.requires_grad]
         action = f"reduction without {', '.join(frozen)}" if frozen else "reduction"  # ranks must agree on it
@@ -114,6 +123,7 @@ class Delivery:
         self._replicating.abandon()
         self._beats.clear()
         self._hooked.clear()
+        self.merged = False
 
     def forget(self, units: Container[int]) -> None:
         """Hand out nothing to these units (by number) of what they have sent."""
@@ -139,10 +149,17 @@ class Delivery:
                 "call set_is_last_backward(True) before the last backward of the step"
             )
 
+    def _land_early(self, reduction: Reduction) -> None:
+        """Its hooks do not wait for the end of the backward."""
+        reduction.arrive()
+        handover = reduction.handover()
+        assert handover is not None
+        hand_over([handover])
+
     # --- the end of a backward ---
 
     def collect(self) -> None:
-        """Wait for what is in flight and hand out the gradients of units whose step this backward ends."""
+        """Wait for what is in flight and decide to hand out the gradients of units whose step this backward ends."""
         reduced = [entry for entry in self._reduced if entry[0].options.last_backward]
         if not reduced:
             return
@@ -150,25 +167,44 @@ class Delivery:
         if len(self._replicating):  # on the replicas, too, sums begin before the heartbeat on every rank
             self._in_flight.drain()
         beats = self._start_heartbeats(reduced)
-        beating = {id(reduction) for beat, _ in beats for reduction in beat.reductions}
         self.drain()
         self._hooked.clear()
         if self._communicator.device.type == "cpu":  # of ranks that parted none has a gradient
             for beat, ticket in beats:
                 ticket.wait()
                 self._check_beat(beat)
-        for _, reduction in reduced:
-            reduction.land()
-            if id(reduction) not in beating:
-                reduction.decide([True] * len(reduction.used))
+        else:
+            self._beats += beats
+            if len(self._beats) > len(beats):
+                self.read_beats(keep=len(beats))
+        used: dict[int, list[bool]] = {}  # anywhere, where that is known
         for beat, ticket in beats:
             if beat.undecided:
                 ticket.block()
-                beat.decide()
-            if self._communicator.device.type != "cpu":
-                self._beats.append((beat, ticket))
-        if len(self._beats) > len(beats):
-            self.read_beats(keep=len(beats))
+                used |= zip(map(id, beat.reductions), beat.answers())
+            else:
+                used |= ((id(reduction), reduction.used) for reduction in beat.reductions)
+        handovers: list[Handover] = []
+        for _, reduction in reduced:
+            reduction.arrive()
+            handover = reduction.handover(used.get(id(reduction), [True] * len(reduction.used)))
+            if handover is not None:
+                handovers.append(handover)
+        self._decided, self.merged = handovers, False
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether gradients are to be handed out, whatever comes."""
+        return self._decided is not None
+
+    def hand_out(self) -> None:
+        """Give the parameters what `collect` decided on. Until that is done no interrupt is raised."""
+        decided = self._decided
+        if decided is not None:
+            try:
+                hand_over(decided)
+            finally:
+                self._decided = None
 
     def _start_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[tuple[Heartbeat, Sent]]:
         """One message per set of process groups."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,6 +41,24 @@ class Posted:
     sizes: tuple[int, ...]
 
 
+class Messages:
+    """Those of one call. They are kept until they were waited for, whatever becomes of who began them: gloo reads nothing more
+    from a peer that sends to a receive that is gone.
+    """
+
+    __slots__ = ("_kept", "works")
+
+    def __init__(self, kept: set[Messages]) -> None:
+        self.works: list[dist.Work] = []
+        self._kept = kept
+        kept.add(self)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self._kept.discard(self)
+
+
 class Wire:
     """What one process group sends and receives, whoever asks for it. process group 1 - 1 wire."""
 
@@ -49,8 +67,8 @@ class Wire:
         self.members = dist.get_process_group_ranks(group)  # global ranks, by their rank in the group
         self.posted: deque[Posted] = deque(maxlen=_REMEMBERED)
         self._group = group
-        self._kept: list[object] = []
-        self.lost: list[object] = []  # what was begun, and nobody waited for
+        self._under_way: set[Messages] = set()
+        self._answers: list[dist.Work] = []
         self._answered: set[tuple[int, int]] = set()
 
     @classmethod
@@ -64,20 +82,17 @@ class Wire:
     def carries(self, group: dist.ProcessGroup) -> bool:
         return self._group is group
 
-    def exchange(
-        self, tag: int, receives: Iterable[tuple[Tensor, int]], sends: Iterable[tuple[Tensor, int]]
-    ) -> list[dist.Work]:
+    def exchange(self, posted: Posted, receives: Sequence[tuple[Tensor, int]], sends: Sequence[tuple[Tensor, int]]) -> Messages:
         """Begin these messages, each with the rank in the group that it comes from or goes to."""
-        works: list[dist.Work] = []
+        messages = Messages(self._under_way)
         try:
-            works += (_torch.recv(self._group, tensor, peer, tag) for tensor, peer in receives)
-            works += (_torch.send(self._group, tensor, peer, tag) for tensor, peer in sends)
-        except BaseException:  # one of the ranks is gone
-            self.lost.extend(works)
-            raise
-        return works
+            _torch.exchange(messages.works, self._group, receives, sends, posted.tag)
+        finally:  # if it raises one of the ranks is gone
+            if messages.works:
+                self.posted.append(posted)
+        return messages
 
-    def answer(self, peer: int, posted: Sequence[Posted], noted: set[int]) -> int:
+    def answer(self, peer: int, posted: Sequence[Posted], noted: Set[int]) -> int:
         """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank takes
         no part in, so that nobody waits for them any longer; how many there were.
 
@@ -90,14 +105,13 @@ class Wire:
         for theirs in missing:
             self._answered.add((peer, theirs.tag))
             for size in theirs.sizes:
-                self._kept.append(_torch.recv(self._group, received[:size], peer, theirs.tag))
-                self._kept.append(_torch.send(self._group, sent[:size], peer, theirs.tag))
+                _torch.exchange(self._answers, self._group, [(received[:size], peer)], [(sent[:size], peer)], theirs.tag)
         return len(missing)
 
     def forget_answers(self) -> None:
         """Everybody has received what `answer` sent."""
-        self._kept.clear()
-        self.lost.clear()
+        self._answers.clear()
+        self._under_way.clear()
         self._answered.clear()
         self.posted.clear()
 
@@ -130,11 +144,9 @@ class GlooCollectives:
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self._wire = Wire.of(group)
 
-    def _post(self, sizes: tuple[int, ...]) -> int:
-        """The tag of the messages that are sent next."""
-        tag = _TAGS + (self.tag.now << 1)
-        self._wire.posted.append(Posted(self.tag.book, tag, sizes))
-        return tag
+    def _post(self, sizes: tuple[int, ...]) -> Posted:
+        """What the messages that are begun next go by."""
+        return Posted(self.tag.book, _TAGS + (self.tag.now << 1), sizes)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
         rank, ranks = self.rank, self.ranks
@@ -153,17 +165,17 @@ class GlooCollectives:
         sizes, wire = _sizes(shards), self._wire
 
         def gather() -> Pending:
-            works = wire.exchange(self._post(sizes), receives, sends)
+            messages = wire.exchange(self._post(sizes), receives, sends)
             for slot, shard in copies:
                 slot.copy_(shard)
-            return Pending(works, silent=True, lost=wire.lost)
+            return Pending((messages,), silent=True)
 
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
         if self.ranks == 2:
             return self._add_peer(outs, fulls, scale)
-        works, received = self._exchange(fulls)
+        messages, received, _ = self._exchange(fulls)
 
         def add() -> None:
             for parts, out in zip(received, outs):
@@ -172,29 +184,29 @@ class GlooCollectives:
                 torch._foreach_mul_(list(outs), scale)
             received.clear()
 
-        return Pending(works, add, silent=True, lost=self._wire.lost)
+        return Pending((messages,), add, silent=True)
 
-    def _exchange(self, fulls: Sequence[Tensor]) -> tuple[list[dist.Work], list[Tensor]]:
-        """Each rank gets its chunk of everybody's `fulls`: works, and per full one tensor (ranks, size)."""
+    def _exchange(self, fulls: Sequence[Tensor]) -> tuple[Messages, list[Tensor], Posted]:
+        """Each rank gets its chunk of everybody's `fulls`: messages, per full one tensor (ranks, size), and their name."""
         chunks = [full.view(self.ranks, -1) for full in fulls]
         received = [torch.empty_like(chunk) for chunk in chunks]
-        tag = self._post(_sizes([chunk[0] for chunk in chunks]))
+        posted = self._post(_sizes([chunk[0] for chunk in chunks]))
         filled = [(chunk, parts) for chunk, parts in zip(chunks, received) if chunk.numel()]
-        receives = ((parts[peer], peer) for _, parts in filled for peer in self._others)
-        sends = ((chunk[peer], peer) for chunk, _ in filled for peer in self._others)
-        works = self._wire.exchange(tag, receives, sends)
+        receives = [(parts[peer], peer) for _, parts in filled for peer in self._others]
+        sends = [(chunk[peer], peer) for chunk, _ in filled for peer in self._others]
+        messages = self._wire.exchange(posted, receives, sends)
         for chunk, parts in filled:
             parts[self.rank].copy_(chunk[self.rank])
-        return works, received
+        return messages, received, posted
 
     def _add_peer(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
         """Of two ranks: send the other's half, receive mine, and average in one pass over memory instead of four."""
         peer = 1 - self.rank
         halves = [full.view(2, -1) for full in fulls]
         received = [torch.empty_like(half[0]) for half in halves]
-        tag = self._post(_sizes(received))
-        receives = ((theirs, peer) for theirs in received if theirs.numel())
-        works = self._wire.exchange(tag, receives, ((half[peer], peer) for half in halves if half.numel()))
+        receives = [(theirs, peer) for theirs in received if theirs.numel()]
+        sends = [(half[peer], peer) for half in halves if half.numel()]
+        messages = self._wire.exchange(self._post(_sizes(received)), receives, sends)
 
         def add() -> None:
             for half, theirs, out in zip(halves, received, outs):
@@ -207,7 +219,7 @@ class GlooCollectives:
             received.clear()
             halves.clear()
 
-        return Pending(works, add, silent=True, lost=self._wire.lost)
+        return Pending((messages,), add, silent=True)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Of more than two ranks in two stages, the second when the first is waited for; as many bytes as a ring."""
@@ -216,21 +228,18 @@ class GlooCollectives:
         numel, chunk = tensor.numel(), -(-tensor.numel() // self.ranks)
         padded = torch.zeros(chunk * self.ranks, dtype=tensor.dtype)
         padded[:numel].copy_(tensor)
-        works, received = self._exchange([padded])
-        first = self._wire.posted[-1]
-        second = first.tag + 1
+        messages, received, first = self._exchange([padded])
 
         def share() -> None:
             mine = padded[self.rank * chunk :][:chunk]
             torch.sum(received.pop(), 0, out=mine)
-            self._wire.posted.append(Posted(first.book, second, _sizes([mine])))
+            second = Posted(first.book, first.tag + 1, _sizes([mine]))
             slots = padded.view(self.ranks, -1)
-            receives = ((slots[peer], peer) for peer in self._others)
-            for work in self._wire.exchange(second, receives, ((mine, peer) for peer in self._others)):
-                work.wait()
+            receives = [(slots[peer], peer) for peer in self._others]
+            self._wire.exchange(second, receives, [(mine, peer) for peer in self._others]).wait()
             tensor.copy_(padded[:numel])
 
-        return Pending(works, share, silent=True, lost=self._wire.lost)
+        return Pending((messages,), share, silent=True)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         return self._everybody(tensor, torch.maximum)
@@ -239,11 +248,11 @@ class GlooCollectives:
         """Each rank gets the whole of everybody's `tensor`, for two ranks or little data."""
         received = [torch.empty_like(tensor) for _ in self._others]
         sent = tensor.clone()
-        tag = self._post(_sizes([tensor]))
         if not tensor.numel():
             return Pending()
-        works = self._wire.exchange(tag, zip(received, self._others), ((sent, peer) for peer in self._others))
-        return Pending(works, partial(self._merge, tensor, received, sent, merge), silent=True, lost=self._wire.lost)
+        sends = [(sent, peer) for peer in self._others]
+        messages = self._wire.exchange(self._post(_sizes([tensor])), list(zip(received, self._others)), sends)
+        return Pending((messages,), partial(self._merge, tensor, received, sent, merge), silent=True)
 
     def _merge(self, tensor: Tensor, received: list[Tensor], sent: Tensor, merge: Callable[..., Tensor]) -> None:
         """In one order on all ranks, so that all get the same bits."""

@@ -19,8 +19,6 @@ from fullshard.parameter import ShardedParameter, all_current, install_full, ins
 from fullshard.policies import Dtypes
 from fullshard.schedule import StateError
 
-_FLAT = "_fullshard_flat"  # on a gradient: the flat tensor all gradients of its group are views of
-
 
 @dataclass(frozen=True, slots=True)
 class PackedPiece:
@@ -97,11 +95,11 @@ class Group:
         self._installed = False
         self._copying: Ticket | None = None  # the last gather from the host's memory
         # Of each parameter's gradient in a flat one: local shape, its strides, offset.
-        self._views = [
+        self.views = [
             (p.cut.shard_shape, _torch.contiguous_strides(p.cut.shard_shape), place.offset)
             for p, place in zip(parameters, self.layout.places)
         ]
-        self._token = object()  # on a gradient it says that its flat tensor is laid out like this group
+        self.token = object()  # on a gradient it says that its flat tensor is laid out like this group
         self._gaps: dict[tuple[int, torch.dtype], Tensor] = {}
         self.plan = ReductionPlan.plan(self.layout, direct=dtypes.compute == dtypes.reduce)
         self.partial: tuple[Tensor, list[bool]] | None = None  # reduced over shards, not yet over replicas; who was used
@@ -236,8 +234,8 @@ class Group:
     def uninstall(self) -> None:
         """Have the slots hold the sharded parameters."""
         if self._installed:
-            self._installed = False
             install_sharded(self.parameters)
+            self._installed = False
 
     def retain(self) -> None:
         """Before the full parameters go: keep this rank's part of the smaller group's copy of them."""
@@ -301,33 +299,6 @@ class Group:
     def take_partial(self) -> tuple[Tensor, list[bool]] | None:
         partial, self.partial = self.partial, None
         return partial
-
-    def receive(self, flat: Tensor, used: Sequence[bool], *, hooked: bool) -> None:
-        """Reduced gradients, (shard_numel,) in the storage dtype, go to the `.grad` of parameters that are `used`."""
-        parameters = self.parameters
-        plain = all(used) and not hooked
-        if plain and self._accumulate_flat(flat):
-            return
-        mark = (self._token, flat)
-        for parameter, view, is_used in zip(parameters, self._views, used):
-            if is_used:
-                local = flat.as_strided(*view)
-                if plain and parameter.sharded.grad is None:
-                    parameter.deliver(local, _FLAT, mark)
-                else:
-                    parameter.receive(local)
-
-    def _accumulate_flat(self, flat: Tensor) -> bool:
-        """Add to all gradients in one call, if they are still the views of one flat tensor that we gave."""
-        grads = [parameter.sharded.grad for parameter in self.parameters]
-        before: Any = None if grads[0] is None else grads[0].__dict__.get(_FLAT)
-        if before is None or any(grad is None or grad.__dict__.get(_FLAT) is not before for grad in grads):
-            return False
-        token, total = before
-        if token is not self._token:
-            return False
-        total.add_(flat)
-        return True
 
 
 def group_parameters(

@@ -59,12 +59,10 @@ class Heartbeat:
         head = self._answer[: 2 * _HASH].tolist()
         return any(high + low != 255 for high, low in zip(head[:_HASH], head[_HASH:]))
 
-    def decide(self) -> None:
-        """Give gradients to parameters that only other ranks used. The host must have waited for it."""
-        answer = [bool(used) for used in self._answer[2 * _HASH :].tolist()]
-        for reduction in self.reductions:
-            mine, answer = answer[: len(reduction.used)], answer[len(reduction.used) :]
-            reduction.decide(mine)
+    def answers(self) -> list[list[bool]]:
+        """Of each reduction, which of its parameters any rank used. The host must have waited for it."""
+        flags = iter(self._answer[2 * _HASH :].tolist())
+        return [[bool(next(flags)) for _ in reduction.used] for reduction in self.reductions]
 
     @property
     def _answer(self) -> Tensor:

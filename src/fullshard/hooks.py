@@ -88,25 +88,37 @@ class ForwardHooks:
         self._input_dtype, self._output_dtype = mp.input_dtype, mp.output_dtype
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        unit = self._unit
-        if unit.due:
-            lint.examine(unit, module)
-        self._runtime.enter_forward(unit, module)
+        unit, runtime = self._unit, self._runtime
+        try:
+            if unit.due:
+                lint.examine(unit, module)
+            runtime.enter_forward(unit, module)
+        except Exception:
+            raise
+        except BaseException:
+            runtime.torn = True
+            raise
         if self._input_dtype is None:
             return None
         return cast_floats(args, self._input_dtype), cast_floats(kwargs, self._input_dtype)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        unit = self._unit
-        output = self._own(module, output)
-        failed = output is None and sys.exc_info()[1] is not None
-        call = self._runtime.leave_forward(unit, module, failed=failed)
-        if call is not None:
-            announced = announce(unit, call, output)
-            if not failed:
-                unit.announced(announced)
-                if not announced:
-                    unit.check_hidden(output)
+        unit, runtime = self._unit, self._runtime
+        try:
+            output = self._own(module, output)
+            failed = output is None and sys.exc_info()[1] is not None
+            call = runtime.leave_forward(unit, module, failed=failed)
+            if call is not None:
+                announced = announce(unit, call, output)
+                if not failed:
+                    unit.announced(announced)
+                    if not announced:
+                        unit.check_hidden(output)
+        except Exception:
+            raise
+        except BaseException:
+            runtime.torn = True
+            raise
         return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
 
     def share(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -498,17 +498,16 @@ class ShardedParameter:
                     stands_for(current, self.sharded)
                 installation.put(self.sharded)
 
-    def receive(self, local: Tensor) -> None:
-        """Accumulate a reduced gradient into `.grad`, and fire the hooks callers put on the sharded parameter."""
+    def hooked_gradient(self, local: Tensor) -> Any:
+        """A reduced gradient as the hooks make it that callers put on the sharded parameter."""
         gradient: Any = self.face(local)
-        before, after = _torch.parameter_hooks(self.sharded)
         hook: Callable[..., Any]
-        for hook in before:
+        for hook in _torch.parameter_hooks(self.sharded)[0]:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
-        if self.sharded.grad is None:
-            self.sharded.grad = gradient
-        else:
-            self.sharded.grad.add_(gradient)
-        for hook in after:
+        return gradient
+
+    def tell(self) -> None:
+        """Its gradient is in `.grad`: call the hooks that callers put on the sharded parameter for that."""
+        for hook in _torch.parameter_hooks(self.sharded)[1]:
             hook(self.sharded)

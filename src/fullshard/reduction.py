@@ -14,6 +14,7 @@ from fullshard import _torch
 from fullshard.comm import Pending, Ticket
 from fullshard.full import Carriers, folds
 from fullshard.group import Group
+from fullshard.handover import Handover
 from fullshard.ledger import Line
 from fullshard.parameter import ShardedParameter
 
@@ -57,7 +58,7 @@ class Reduction:
         before = 2.0 ** ceil(log2(divide) / 2) if reduce is torch.float16 and divide > 1 else 1.0
         self._scale = 1.0 if reduce is torch.float16 else 1.0 / divide
         self._last_scale = before / divide if reduce is torch.float16 else 1.0
-        self._landed = False
+        self._given: list[bool] | None = None  # who has its gradient
         self._ticket: Ticket | None = None
         self.used = [grad is not None for grad in grads]
         self.hooked = group.hooked
@@ -126,7 +127,6 @@ class Reduction:
             self.used = [now or then for now, then in zip(self.used, used)]
         if self._deferred:
             self._group.defer(self._out, self.used)
-            self._landed = True
         elif not self.replicated:
             self._complete()
 
@@ -168,23 +168,31 @@ class Reduction:
         """The compute lane is ordered behind all of it."""
         self._out = self._flat
 
-    def land(self) -> None:
-        """Give the parameters that this rank used their gradient, once. The runtime waits with it for the end of
-        backward, so that of a step that raises either all gradients arrive or none; only hooks do not wait so long.
-        """
-        if not self._landed:
-            self._landed = True
+    def arrive(self) -> None:
+        """Have the sum be here, where the shards are."""
+        if self._ticket is not None:
+            self._ticket.wait()
+        if self._host is not None:
             if self._ticket is not None:
-                self._ticket.wait()
-            if self._host is not None:
-                if self._ticket is not None:
-                    self._ticket.block()
-                self._flat = self._host
-            self._group.receive(self._flat, self.used, hooked=self.hooked)
+                self._ticket.block()
+            self._flat = self._host
+
+    def handover(self, used_somewhere: Sequence[bool] | None = None) -> Handover | None:
+        """What the parameters are to have that this rank used, or any did (None: nobody asked), and do not have yet."""
+        parameters, given = self._group.parameters, self._given
+        due = self.used
+        if used_somewhere is not None:
+            due = [here or (there and p.requires_grad) for here, there, p in zip(due, used_somewhere, parameters)]
+        wanted = due if given is None else [now and not then for now, then in zip(due, given)]
+        if given is not None and not any(wanted):
+            return None
+        self._given = due
+        return Handover(self._group, self._flat, wanted, hooked=self.hooked)
 
     @property
     def landed(self) -> bool:
-        return self._landed
+        """Whether it was handed out, or begun to be."""
+        return self._given is not None
 
     @property
     def undecided(self) -> bool:
@@ -202,12 +210,3 @@ class Reduction:
     @property
     def carriers(self) -> Carriers:
         return self._group.carriers
-
-    def decide(self, used_somewhere: Sequence[bool]) -> None:
-        """Give gradients also to parameters that only other ranks used."""
-        late = [
-            anywhere and not here and p.requires_grad
-            for here, anywhere, p in zip(self.used, used_somewhere, self._group.parameters)
-        ]
-        if any(late):
-            self._group.receive(self._flat, late, hooked=self.hooked)

@@ -9,7 +9,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,11 @@ from fullshard import _torch
 from fullshard.alike import check_replicas, share_buffers
 from fullshard.backward import BackwardEnd, BackwardHook
 from fullshard.comm import Delays, Lane, Ticket, lane_for
-from fullshard.communicator import Communicator
+from fullshard.communicator import Communicator, Sent
 from fullshard.delivery import Delivery
 from fullshard.group import Group
 from fullshard.joined import Joined, JoinedCalls
-from fullshard.ledger import Line
+from fullshard.ledger import Ledger, Line
 from fullshard.mesh import ShardAxis
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
@@ -42,6 +43,26 @@ from fullshard.schedule import (
     Wait,
 )
 from fullshard.unit import Unit, unit_of
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def _event(method: M) -> M:
+    """An event that begins where the one before it was not cut short, and says if it is."""
+
+    @wraps(method)
+    def whole(self: Runtime, *args: Any, **kwargs: Any) -> Any:
+        if self.torn:
+            self._start_over()
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            self.torn = True
+            raise
+
+    return whole  # type: ignore[return-value]
 
 
 class Runtime:
@@ -80,6 +101,7 @@ class Runtime:
         self._touched: dict[int, Unit] = {}  # units that entered the running backward
         self._trace: list[tuple[int, bool]] = []  # units that the outermost forward under way entered (True) and left
         self._joined = JoinedCalls(self.planner)
+        self.torn = False  # whether an interrupt came in the midst of an event
         self._run: dict[type[Action], Callable[[Unit], None]] = {
             Unshard: self._unshard,
             Wait: self._wait,
@@ -177,7 +199,7 @@ class Runtime:
                 _torch.wait_for_event(self.device, self._event)
                 self._event = None
         if unit.unwritten is not None:
-            self.refresh(unit)
+            self._refresh(unit)
             unit.check_written()
             check_replicas(unit)
         if first or unit.residency is Residency.FULL or not self.planner.is_ahead(unit.number):
@@ -237,12 +259,14 @@ class Runtime:
             for group in unit.groups:  # what is recomputed inside the unit runs without its hooks
                 group.install()
 
+    @_event
     def enter_late(self, unit: Unit) -> None:
         """A gradient arrived in a backward that none of the unit's outputs announced."""
         if self.planner.knows(unit.number) and unit.number not in self._touched:
             self._begin_backward()
             self._touched[unit.number] = unit
 
+    @_event
     def leave_backward(self) -> None:
         """The outermost backward that touched a unit is over."""
         with torch.no_grad():
@@ -255,16 +279,26 @@ class Runtime:
                     if not self.planner.is_kept(unit.number):
                         self._uninstall(unit)
                     self._reduce_late(unit)
-            except BaseException:  # whoever keeps it keeps our caller alive, by whose death we know of backwards that raised
-                self._backward = weakref.ref(BackwardEnd(self.leave_backward))
-                self._backward_died(None)
+                self.delivery.collect()
+            except BaseException:
+                if not self.delivery.is_decided:
+                    # Whoever keeps what is raised keeps our caller alive, by whose death we know of backwards that raised.
+                    self._backward = weakref.ref(BackwardEnd(self.leave_backward))
+                    self._backward_died(None)
+                    raise
+                self._end_backward()
                 raise
-            self._backward = None
-            self._touched.clear()
-            self.delivery.collect()
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        """Nothing can undo it any more."""
+        self._backward = None
+        self._touched.clear()
+        self.delivery.hand_out()
 
     # --- taking part without computing ---
 
+    @_event
     def join(self, unit: Unit) -> Tensor:
         """Take part in what a forward of the unit sends, and later in backward. A zero whose backward is that one."""
         planner = self.planner
@@ -304,6 +338,7 @@ class Runtime:
         zero.grad_fn.register_prehook(partial(self._enter_joined, last.call))
         return zero
 
+    @_event
     def _enter_joined(self, call: Call, *_: object) -> None:
         """A backward begins in which this rank computes nothing, or nothing yet."""
         self._recover_if_stale()
@@ -323,11 +358,13 @@ class Runtime:
 
     # --- what callers ask for ---
 
+    @_event
     def hold(self, unit: Unit) -> None:
         """Start gathering for the caller."""
         self._look_again(unit)
         self._execute(self.planner.hold(unit.number, stale=unit.stale))
 
+    @_event
     def fulfil(self, unit: Unit) -> None:
         """Have the full parameters installed for the caller, gathered anew if they were freed or written since."""
         self.hold(unit)
@@ -336,6 +373,7 @@ class Runtime:
             group.install()
         unit.lend()
 
+    @_event
     def release(self, unit: Unit, *, doing: str = "reshard()") -> None:
         """Free the full parameters. Raises StateError while the unit's forward or backward needs them."""
         self.check_idle(unit, doing=doing)
@@ -346,6 +384,7 @@ class Runtime:
             group.forget()
             group.block()
 
+    @_event
     def reside(self, unit: Unit, resident: bool) -> None:
         """Have the unit full until told otherwise, whatever forwards and backwards end."""
         if not unit.reside(resident):
@@ -358,14 +397,16 @@ class Runtime:
             self.planner.reside(unit.number, False)
             self.release(unit, doing="the end of resident()")
 
+    @_event
     def consult(self, unit: Unit) -> None:
         """The caller reads the shards: take over what was put in the slots, also of a unit that is unsharded by hand."""
         held = self.planner.is_held(unit.number)
         self._look_again(unit)
-        self.refresh(unit)
+        self._refresh(unit)
         if held:
             self.fulfil(unit)
 
+    @_event
     def gather_copy(self, group: Group) -> list[Tensor]:
         """What modules compute with, gathered into memory of its own: one tensor per parameter (collective)."""
         with torch.no_grad():
@@ -374,6 +415,7 @@ class Runtime:
             side.settle()
         return group.lifted(side)
 
+    @_event
     def reduce_now(self, unit: Unit, group: Group) -> None:
         """Reduce what a group's parameters were given so far, for a caller that runs backwards piece by piece."""
         self.check_idle(unit, doing="post_backward()")
@@ -383,16 +425,19 @@ class Runtime:
         if not unit.options.keep_after_backward:
             self.release(unit)
 
+    @_event
     def attend(self, unit: Unit, *, doing: str) -> None:
         """A collective of torch's follows, which knows no names: first make sure that all ranks are about to begin it."""
         line = Line(self.communicator.ledger(unit.axis), unit.label, f"{unit.ordinal} {doing}")
         message = torch.zeros(1, dtype=torch.uint8, device=self.device)
         self.communicator.all_reduce(unit.axis, line, doing, message)
 
+    @_event
     def collect_now(self) -> None:
         """Wait for what is in flight and hand out gradients, for a caller that runs backwards piece by piece."""
         with torch.no_grad():
             self.delivery.collect()
+            self.delivery.hand_out()
 
     def glimpse(self, unit: Unit) -> BackwardHook:
         """The unit's parameters are used in a copy of their own; what is returned tells of its backward."""
@@ -402,6 +447,13 @@ class Runtime:
         """Order the next forward behind an event of the caller's."""
         self._event = event
 
+    def awaited(self, ledger: Ledger) -> frozenset[int]:
+        """Tags of the calls in a ledger that this rank will yet wait for, if it gives up now."""
+        tickets = [ticket for gathering in self._gathering.values() for _, ticket in gathering] + self.delivery.in_flight
+        sent = [ticket for ticket in tickets if isinstance(ticket, Sent) and ticket.ledger is ledger]
+        return frozenset(ticket.entry.tag for ticket in sent if not ticket.failed)
+
+    @_event
     def give_up(self) -> None:
         """Forget the step that is under way, with all gradients that are not delivered, as all ranks do."""
         self._abandon()
@@ -410,12 +462,14 @@ class Runtime:
             self.delivery.discard(unit)
             unit.forget_rounds()
 
+    @_event
     def reset(self, unit: Unit) -> None:
         """Forget a step that was interrupted, as the next forward would."""
         self._recover_if_stale()
         if self.planner.running(unit.number) and not any(_torch.is_in_forward(module) for module in unit.modules):
             self._abandon()
 
+    @_event
     def rest(self, unit: Unit, *, doing: str) -> None:
         """Let the slots show the sharded parameters, to be written, and free the full ones unless a backward needs them."""
         self.check_idle(unit, doing=doing)
@@ -425,6 +479,7 @@ class Runtime:
         if not self.planner.expects_backward(unit.number):
             self._execute(self.planner.release(unit.number))
 
+    @_event
     def renounce(self, unit: Unit) -> None:
         """What the unit gathered is void: its parameters become others."""
         if unit.number in self._gathering or unit.residency is Residency.FULL:
@@ -433,11 +488,15 @@ class Runtime:
         for group in unit.groups:
             group.forget()
 
+    @_event
     def refresh(self, unit: Unit) -> None:
         """Take over what callers changed behind our back: assigned Parameters, moved or cast tensors, trainability.
 
         Raises StateError, naming the parameter, for what cannot be honoured; nothing is changed then.
         """
+        self._refresh(unit)
+
+    def _refresh(self, unit: Unit) -> None:
         if unit.is_current():
             return
         values = [parameter.incoming() for parameter in unit.parameters]
@@ -463,6 +522,7 @@ class Runtime:
             for group in unit.groups:
                 group.absorb([found[id(parameter)] for parameter in group.parameters])
 
+    @_event
     def reconfigure(self, unit: Unit, *, doing: str, **changes: object) -> None:
         """As `unit.configure`, for what groups are made of: they are made anew.
 
@@ -475,12 +535,14 @@ class Runtime:
         self.renounce(unit)
         unit.regroup([parameter.local for parameter in unit.parameters])
 
+    @_event
     def cede(self, unit: Unit, gone: Sequence[ShardedParameter]) -> None:
         """Let other units have these parameters of the unit."""
         self.check_delivered(unit, doing="fully_shard() of a module that shares a parameter with it")
         self.renounce(unit)
         unit.drop(gone)
 
+    @_event
     def check_idle(self, unit: Unit, *, doing: str) -> None:
         """Raises StateError if the unit's forward or backward is under way, or it shows full parameters."""
         self._recover_if_stale()
@@ -503,6 +565,7 @@ class Runtime:
                 "of the step first, or call zero_grad()"
             )
 
+    @_event
     def check_step(self, unit: Unit) -> None:
         """Raises StateError if an optimizer may not write the unit's shards now."""
         self._recover_if_stale()
@@ -562,7 +625,7 @@ class Runtime:
             self._uninstall(unit)
             if not unit.is_current():
                 self._execute(self.planner.release(unit.number))
-                self.refresh(unit)
+                self._refresh(unit)
 
     def _is_stale(self, unit: Unit, first: bool) -> bool:
         """Whether what was gathered is out of date. What the planner issued ahead within a forward or backward cannot be."""
@@ -574,7 +637,7 @@ class Runtime:
         return unit.stale
 
     def _unshard(self, unit: Unit) -> None:
-        self.refresh(unit)
+        self._refresh(unit)
         action = "forward gather" if self._backward is None else "backward gather"
         tickets: list[tuple[Group, Ticket]] = []
         self._gathering[unit.number] = tickets
@@ -647,21 +710,30 @@ class Runtime:
 
     def _recover_if_stale(self) -> None:
         """A backward that raised never told us; its engine dropped our callback, which is how we know."""
+        if self.torn:
+            self._start_over()
         if self._backward is None or self._backward() is not None:
             return
+        gone = self._warn_of_backward()
+        self._abandon()
+        for unit in gone:
+            self.delivery.discard(unit)
+
+    def _warn_of_backward(self) -> list[Unit]:
+        """Say that a backward raised; the units of which it is to discard also what earlier ones of the step left."""
         names = ", ".join(f"'{unit.name}'" for unit in self._touched.values()) or "no unit"
         step = self._units_of_step()
-        kept = any(group.deferring for unit in step for group in unit.groups) or any(
-            parameter.kept is not None for unit in step for parameter in unit.parameters
+        kept = (
+            self.delivery.merged
+            or any(group.deferring for unit in step for group in unit.groups)
+            or any(parameter.kept is not None for unit in step for parameter in unit.parameters)
         )
         also = ", and with them what earlier backwards of the step had kept without communication" if kept else ""
         warnings.warn(
             f"the last backward raised after it had reached {names}: the gradients of that backward are discarded{also}",
-            stacklevel=2,
+            stacklevel=3,
         )
-        self._abandon()
-        for unit in step if kept else ():  # of a sum that is part way, all or nothing
-            self.delivery.discard(unit)
+        return step if kept else []  # of a sum that is part way, all or nothing
 
     def _units_of_step(self) -> list[Unit]:
         """The units that the running backward reached, those below them, and those whose backward was still to come."""
@@ -676,6 +748,35 @@ class Runtime:
             if waiting is not None:
                 found[number] = waiting
         return list(found.values())
+
+    def _start_over(self) -> None:
+        """An interrupt came between any two lines of ours. What those left is not believed: all units hold nothing then."""
+        if self.delivery.is_decided:
+            self._end_backward()
+        units = list(self._units.values())
+        gone = [unit for unit in units if self.delivery.is_undelivered(unit)]
+        if self._backward is not None:
+            gone += self._warn_of_backward()
+        elif gone:
+            names = ", ".join(f"'{unit.name}'" for unit in gone)
+            warnings.warn(f"an interrupt came while gradients of {names} were reduced: they are discarded", stacklevel=3)
+        self._backward = None
+        self._joined.abandon()
+        self.delivery.abandon()
+        self.communicator.settle()
+        while self._gathering:
+            self._settle_or_abandon(self._gathering.popitem()[1])
+        for unit in units:
+            unit.forget_lent()
+            unit.forget_forwards()
+            for group in unit.groups:
+                group.abandon()
+                group.take_gradients()
+        for unit in gone:
+            self.delivery.discard(unit)
+        self.planner.start_over()
+        self._touched.clear()
+        self.torn = False
 
     def _abandon(self) -> None:
         """Forget a forward or backward that died half way, and free what it held."""

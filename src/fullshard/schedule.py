@@ -124,6 +124,10 @@ class Seat:
     def unbind(self) -> None:
         self.alive -= 1
 
+    def unexpected(self) -> None:
+        """No backward of it is to come."""
+        self.waiting = self.alive = 0
+
     def ended(self, call: Call, *, hooked: bool) -> None:
         self.last, self.hooked = call, hooked
 
@@ -263,6 +267,7 @@ class Planner:
         self._runs: deque[int] = deque(maxlen=_RUNS)  # when the last outermost forwards began
         self._entered: dict[int, int] = {}  # unit -> start of its earliest call whose backward has begun
         self._latest = -1  # start of the latest call that the running backward reached
+        self._since = -1  # what ended until then was forgotten, with its graphs
         self._ahead: dict[int, int] = {}  # gathered in expectation, not yet used, oldest first: unit -> in which run
         self._recomputing: list[int] = []  # units whose forward runs inside backward
         self._forward_order = Order()
@@ -442,7 +447,7 @@ class Planner:
 
         When that happens differs from rank to rank, so nothing that is sent depends on it.
         """
-        if call.unit in self._seats:
+        if call.unit in self._seats and call.end > self._since:
             self._seats[call.unit].unbind()
 
     def _reached(self, call: Call) -> None:
@@ -540,6 +545,21 @@ class Planner:
             if seat.residency is Residency.FULL and not seat.held:
                 actions += self._free(unit)
         return actions
+
+    def start_over(self) -> None:
+        """An interrupt came between any two lines: whatever they left, no unit holds anything, and no backward will come."""
+        self._since = self.clock
+        self._entered.clear()
+        self._running.clear()
+        self._recomputing.clear()
+        self._ahead.clear()
+        self._calls.clear()
+        self._latest = -1
+        self._forward_order.restart()
+        self._backward_order.restart()
+        for seat in self._seats.values():
+            seat.void()
+            seat.unexpected()
 
     def forget_orders(self) -> None:
         """As if nothing had run yet: after a step that ended at different places on different ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from zlib import crc32
 
@@ -117,17 +117,23 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
         ...     optimizer.step()
     """
     meeting = _meeting(mesh)
-    result = meeting.agree(bool(failed))
-    if result:
-        _begin_anew(meeting)
+    runtimes = Runtime.all_of_thread()
+    inside = set(meeting.ranks)
+    ledgers = [ledger for runtime in runtimes for ledger in runtime.communicator.ledgers if set(ledger.ranks) <= inside]
+    try:
+        for ledger in ledgers:
+            ledger.expect(frozenset().union(*(runtime.awaited(ledger) for runtime in runtimes)))
+        result = meeting.agree(bool(failed))
+        if result:
+            _begin_anew(meeting, runtimes, ledgers)
+    finally:
+        for ledger in ledgers:
+            ledger.expect(None)
     return result
 
 
-def _begin_anew(meeting: _Meeting) -> None:
+def _begin_anew(meeting: _Meeting, runtimes: Sequence[Runtime], ledgers: Sequence[Ledger]) -> None:
     """Forget on all ranks what any of them was in the midst of."""
-    inside = set(meeting.ranks)
-    runtimes = Runtime.all_of_thread()
-    ledgers = [ledger for runtime in runtimes for ledger in runtime.communicator.ledgers if set(ledger.ranks) <= inside]
     for ledger in ledgers:
         ledger.close("the step failed on some rank, and any_failed() is under way")
     for runtime in runtimes:
@@ -143,7 +149,7 @@ def _begin_anew(meeting: _Meeting) -> None:
     meeting.agree(True)  # now nobody waits for anything
     with meeting.watch.paused() if meeting.watch is not None else nullcontext():  # what it has read is of the old epoch
         for wire in wires():
-            if inside.issuperset(wire.members):
+            if set(meeting.ranks).issuperset(wire.members):
                 wire.forget_answers()
         for ledger in ledgers:
             ledger.reopen()

@@ -31,7 +31,12 @@ _LATE = "_fullshard_late"  # on a full parameter: the handle of its LateHook
 
 
 class Keeper(Protocol):
-    """Who moves a unit and hears from its hooks: the runtime."""
+    """Who moves a unit and hears from its hooks: the runtime.
+
+    torn: an interrupt came in the midst of what it does.
+    """
+
+    torn: bool
 
     @property
     def planner(self) -> Planner: ...

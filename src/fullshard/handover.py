@@ -1,0 +1,107 @@
+"""Reduced gradients become `.grad`: of all parameters that are to have one, each once, whatever interrupts it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fullshard import _torch
+
+if TYPE_CHECKING:
+    from fullshard.group import Group
+
+_FLAT = "_fullshard_flat"  # on a gradient: the flat tensor all gradients of its group are views of
+
+
+class Handover:
+    """The gradients of one group, (shard_numel,) in the storage dtype, for the parameters that are `used`.
+
+    Python may be interrupted (Ctrl-C) between any two calls, so `happen` can be begun again: a gradient that is set says by
+    what is on it that it was, and one that is added to by the version of the tensor that was written.
+    """
+
+    __slots__ = ("_flat", "_gradients", "_group", "_mark", "_used", "_versions")
+
+    def __init__(self, group: Group, flat: Tensor, used: Sequence[bool], *, hooked: bool) -> None:
+        """Calls the hooks that callers put on the parameters for their gradients (`register_hook`)."""
+        self._group, self._flat, self._used = group, flat, used
+        self._mark = (group.token, flat)
+        self._gradients: list[Any] | None = None  # what hooks made of them; None: views of the flat tensor, all of them
+        self._versions: dict[int, int] = {}  # of what is added to, before that
+        if hooked or not all(used):
+            self._gradients = [
+                parameter.hooked_gradient(flat.as_strided(*view)) if is_used else None
+                for parameter, view, is_used in zip(group.parameters, group.views, used)
+            ]
+
+    def happen(self) -> None:
+        if self._gradients is None:
+            if not self._is_flat():
+                for index, (parameter, view) in enumerate(zip(self._group.parameters, self._group.views)):
+                    grad = parameter.sharded.grad
+                    if grad is None:
+                        parameter.deliver(self._flat.as_strided(*view), _FLAT, self._mark)
+                    elif grad.__dict__.get(_FLAT) is not self._mark:
+                        self._add(index, grad, parameter.face(self._flat.as_strided(*view)))
+            return
+        for index, (parameter, gradient) in enumerate(zip(self._group.parameters, self._gradients)):
+            grad = parameter.sharded.grad
+            if gradient is None or grad is gradient:
+                continue
+            if grad is None:
+                parameter.sharded.grad = gradient
+            else:
+                self._add(index, grad, gradient)
+
+    def tell(self) -> None:
+        """Call the hooks that callers put on the parameters for when their gradients are there."""
+        if self._gradients is not None:
+            for parameter, gradient in zip(self._group.parameters, self._gradients):
+                if gradient is not None:
+                    parameter.tell()
+
+    def _is_flat(self) -> bool:
+        """Whether all gradients are the views of one flat tensor that we gave, which is added to in one call."""
+        grads = [parameter.sharded.grad for parameter in self._group.parameters]
+        before: Any = None if grads[0] is None else grads[0].__dict__.get(_FLAT)
+        if before is None or any(grad is None or grad.__dict__.get(_FLAT) is not before for grad in grads):
+            return False
+        token, total = before
+        if before is self._mark:
+            return True
+        if token is not self._group.token:
+            return False
+        self._add(-1, total, self._flat)
+        return True
+
+    def _add(self, index: int, total: Tensor, more: Tensor) -> None:
+        """Once, however often it is called."""
+        total, more = _torch.insides(total, more)
+        if index not in self._versions:
+            self._versions[index] = total._version
+        if total._version == self._versions[index]:
+            total.add_(more)
+
+
+def hand_over(handovers: Sequence[Handover]) -> None:
+    """Have all of them happen. An interrupt is raised when that is done; an error has nothing left to come from."""
+    interrupt: BaseException | None = None
+    done = False
+    while not done:
+        try:
+            for handover in handovers:
+                handover.happen()
+            done = True
+        except Exception:
+            raise
+        except BaseException as caught:
+            interrupt = interrupt or caught
+    if interrupt is not None:
+        raise interrupt
+    for handover in handovers:
+        handover.tell()
+
+
+__all__ = ["Handover", "hand_over"]
