@@ -492,7 +492,7 @@ def test_an_interrupt_while_a_message_is_awaited(world: World, backward: bool) -
         os.kill(here, signal.SIGINT)
         store.set("sent", "")
 
-    def late(*_: object) -> None:
+    def late() -> None:
         if world.rank:
             until(lambda: store.check(["sent"]))
         else:
@@ -515,9 +515,9 @@ def test_an_interrupt_while_a_message_is_awaited(world: World, backward: bool) -
     assert (caught.type is KeyboardInterrupt) == (world.rank == 0)
     assert fullshard.any_failed(world.mesh, True)
     model.zero_grad(), reference.zero_grad()
-    for step_ in (2, 3):
-        square(model(world.mine(batch(step_)))).backward()
-        square(reference(batch(step_))).backward()
+    for which in (2, 3):
+        square(model(world.mine(batch(which)))).backward()
+        square(reference(batch(which))).backward()
     assert_same_grads(model, reference)
 
 

@@ -577,9 +577,6 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def tickets(self) -> list[Ticket]:
-        return [ticket for ticket, _, _ in self._entries]
-
     def make_room(self, limit: int) -> None:
         """Wait until fewer than `limit` entries are inside."""
         while len(self._entries) >= limit:

@@ -29,18 +29,10 @@ _BOOKS: dict[str, Iterator[int]] = {}  # ledgers of equal names, which all ranks
 class Sent:
     """A ticket of work in which other ranks take part: while it is waited for, the watch knows for what."""
 
-    __slots__ = ("_after", "_communicator", "_failed", "entry", "ledger", "ticket")
+    __slots__ = ("_communicator", "_entry", "_ledger", "ticket")
 
-    def __init__(
-        self, ticket: Ticket, communicator: Communicator, ledger: Ledger, entry: Entry, after: Sent | None = None
-    ) -> None:
-        self.ticket, self._communicator, self.ledger, self.entry = ticket, communicator, ledger, entry
-        self._after, self._failed = after, False
-
-    @property
-    def failed(self) -> bool:
-        """Whether waiting for it, or for what it begins behind, raised, so that it sends nothing more."""
-        return self._failed or (self._after is not None and self._after.failed)
+    def __init__(self, ticket: Ticket, communicator: Communicator, ledger: Ledger, entry: Entry) -> None:
+        self.ticket, self._communicator, self._ledger, self._entry = ticket, communicator, ledger, entry
 
     def done(self) -> bool:
         return self.ticket.done()
@@ -53,18 +45,16 @@ class Sent:
 
     def _await(self, wait: Callable[[], None]) -> None:
         """Raises StateError if the work failed, or ended because the ranks parted."""
-        ledger, waiter = self.ledger, self._communicator.waiter
+        ledger, waiter = self._ledger, self._communicator.waiter
         if waiter is None:
             return wait()
-        before = waiter.enter(ledger, self.entry)
-        self._failed = True
+        before = waiter.enter(ledger, self._entry)
         try:
             wait()
-            self._failed = False
         except Interrupted as failure:  # there is nothing to ask the others
-            raise StateError(f"rank {ledger.rank}, {self.entry}: {failure}") from failure
+            raise StateError(f"rank {ledger.rank}, {self._entry}: {failure}") from failure
         except Exception as failure:
-            raise self._communicator.explained(failure, ledger, self.entry) from failure
+            raise self._communicator.explained(failure, ledger, self._entry) from failure
         finally:
             waiter.leave(before)
         if ledger.verdict is not None:
@@ -160,11 +150,17 @@ class Communicator:
             raise
         except RuntimeError as failure:
             raise self.explained(failure, ledger, entry) from failure
-        return Sent(ticket, self, ledger, entry, after)
+        return Sent(ticket, self, ledger, entry)
 
     def _start(self, tag: int, book: str, start: Callable[[], Pending]) -> Pending:
         self.tag.set(tag, book)
+        self.tag.check(book)
         return start()
+
+    def silence(self, ledger: Ledger, silent: bool) -> None:
+        """Whether what was put off in a ledger never begins, so that others need not wait for it."""
+        self.tag.silence(ledger.name, silent)
+        ledger.silence(silent)
 
     def all_reduce(self, axis: ShardAxis, line: Line, action: str, tensor: Tensor, *, maximum: bool = False) -> None:
         """Sum a tensor over the shards (or take the maximum), in place, by torch's own collectives, and wait for it."""

@@ -41,10 +41,6 @@ class Delivery:
         """Messages in flight."""
         return len(self._in_flight) + len(self._replicating)
 
-    @property
-    def in_flight(self) -> list[Ticket]:
-        return self._in_flight.tickets() + self._replicating.tickets()
-
     def keep(self, ticket: Ticket, landed: Callable[[], None]) -> None:
         """Call `landed` once the work of `ticket` is waited for, in its turn."""
         self._in_flight.push(ticket, landed)

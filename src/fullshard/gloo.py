@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm import KIB, CoalescedCollectives, Collectives, OneRank, Pending
+from fullshard.comm import KIB, CoalescedCollectives, Collectives, Interrupted, OneRank, Pending
 
 _TAGS = 0x20000000  # above the tags that programs use; 25 bits are ours
 _REMEMBERED = 512  # collectives of which a group knows that it took part in them
@@ -27,9 +27,18 @@ class Tag:
 
     now: int = 0
     book: str = ""
+    silent: set[str] = field(default_factory=set)  # the ledgers of which nothing more is sent
 
     def set(self, now: int, book: str) -> None:
         self.now, self.book = now, book
+
+    def silence(self, book: str, silent: bool) -> None:
+        (self.silent.add if silent else self.silent.discard)(book)
+
+    def check(self, book: str) -> None:
+        """Raises Interrupted if nothing may be sent that belongs to this ledger."""
+        if book in self.silent:
+            raise Interrupted("the step was given up before this began: run it again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,7 @@ class Wire:
                 self.posted.append(posted)
         return messages
 
-    def answer(self, peer: int, posted: Sequence[Posted], noted: Set[int]) -> int:
+    def answer(self, peer: int, posted: Sequence[Posted], noted: set[int]) -> int:
         """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank takes
         no part in, so that nobody waits for them any longer; how many there were.
 
@@ -231,6 +240,7 @@ class GlooCollectives:
         messages, received, first = self._exchange([padded])
 
         def share() -> None:
+            self.tag.check(first.book)
             mine = padded[self.rank * chunk :][:chunk]
             torch.sum(received.pop(), 0, out=mine)
             second = Posted(first.book, first.tag + 1, _sizes([mine]))

@@ -71,7 +71,7 @@ class Ledger:
         self.ring: deque[Entry] = deque(maxlen=REMEMBERED)
         self.verdict: str | None = None  # why nothing can be said any more
         self.epoch = 0  # how often all ranks began anew together
-        self.awaited: frozenset[int] | None = None  # tags of what this rank still waits for; None: maybe of all it called
+        self.silent = False  # whether this rank sends nothing more of what it entered
         self._backwards = 0
         self._ordinals = itertools.count()
 
@@ -105,9 +105,9 @@ class Ledger:
         if self.verdict is None:
             self.verdict = verdict
 
-    def expect(self, awaited: frozenset[int] | None) -> None:
-        """This rank only waits for calls with these tags: of others that it noted nothing more will be sent."""
-        self.awaited = awaited
+    def silence(self, silent: bool) -> None:
+        """Whether of calls that were entered, but not sent yet, nothing will be sent."""
+        self.silent = silent
 
     def reopen(self) -> None:
         """All ranks agreed to go on from here: what each said before no longer matters."""

@@ -21,11 +21,11 @@ from fullshard import _torch
 from fullshard.alike import check_replicas, share_buffers
 from fullshard.backward import BackwardEnd, BackwardHook
 from fullshard.comm import Delays, Lane, Ticket, lane_for
-from fullshard.communicator import Communicator, Sent
+from fullshard.communicator import Communicator
 from fullshard.delivery import Delivery
 from fullshard.group import Group
 from fullshard.joined import Joined, JoinedCalls
-from fullshard.ledger import Ledger, Line
+from fullshard.ledger import Line
 from fullshard.mesh import ShardAxis
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
@@ -446,12 +446,6 @@ class Runtime:
     def wait_for(self, event: object) -> None:
         """Order the next forward behind an event of the caller's."""
         self._event = event
-
-    def awaited(self, ledger: Ledger) -> frozenset[int]:
-        """Tags of the calls in a ledger that this rank will yet wait for, if it gives up now."""
-        tickets = [ticket for gathering in self._gathering.values() for _, ticket in gathering] + self.delivery.in_flight
-        sent = [ticket for ticket in tickets if isinstance(ticket, Sent) and ticket.ledger is ledger]
-        return frozenset(ticket.entry.tag for ticket in sent if not ticket.failed)
 
     @_event
     def give_up(self) -> None:

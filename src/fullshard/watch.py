@@ -296,7 +296,7 @@ class Watch:
     def answer(self, ledger: Ledger, others: dict[int, Whereabouts] | None = None) -> None:
         """Exchange messages for what other ranks still wait for in a ledger that is closed, and this rank takes no part in."""
         others = self._others(ledger) if others is None else others
-        noted = {entry.tag for entry in _copied(ledger.ring)} if ledger.awaited is None else ledger.awaited
+        noted = set() if ledger.silent else {entry.tag for entry in _copied(ledger.ring)}
         for wire in wires():
             for peer, rank in enumerate(wire.members):
                 there = others.get(rank) if rank != self._rank else None
