@@ -64,7 +64,8 @@ class Step:
 @dataclass(frozen=True)
 class Program:
     """together: any_failed() after every step; otherwise only at the end, and a rank with an error ends there, unless all
-    have it. anew: any_failed(True) at the end, whatever happened.
+    have it. anew: any_failed(True) at the end, whatever happened. replicated: each rank has all rows, and gradients are summed
+    over replicas; weights stay as they are then, since ranks that do not step together would part for good.
     """
 
     root: Part
@@ -74,6 +75,7 @@ class Program:
     anew: bool = True
     tie: tuple[int, int] | None = None
     frozen: tuple[int, ...] = ()
+    replicated: bool = False
 
 
 @st.composite
@@ -90,9 +92,11 @@ def programs(draw: st.DrawFn, size: int) -> Program:
     somewhere = st.sampled_from([everywhere, *((rank,) for rank in range(size))])
     places = st.integers(0, 11)
     steps = []
+    replicated = draw(st.integers(0, 3)) == 0
+    actions = ["train", "train", "train", "accumulate", "eval", "zero", "freeze", *["update"] * (0 if replicated else 2)]
     for _ in range(draw(st.integers(2, 4))):
-        kind = draw(st.sampled_from(["train", "train", "train", "update", "update", "accumulate", "eval", "zero", "freeze"]))
-        kinds = ["absent"] if kind not in RUNS else [*ORDERS, *FORWARD, "absent"] + [*BACKWARD] * (kind != "eval")
+        kind = draw(st.sampled_from(actions))
+        kinds = ["absent"] if kind not in RUNS else [*ORDERS, *FORWARD, "absent"] + [*BACKWARD] * (0 if kind == "eval" else 2)
         kinds += ["optimizer"] * (kind == "update")
         faulty = kind != "freeze" and draw(st.booleans())
         fault = Fault(draw(st.sampled_from(kinds)), draw(places), draw(somewhere)) if faulty else None
@@ -105,6 +109,7 @@ def programs(draw: st.DrawFn, size: int) -> Program:
         draw(st.booleans()),
         draw(st.none() | st.tuples(places, places)),
         tuple(draw(st.lists(places, max_size=2))),
+        replicated,
     )
 
 
@@ -229,8 +234,10 @@ def shard(node: Node, mesh: Any, program: Program, unit: bool) -> None:
 class Reference:
     """The unsharded model, and what each rank's rows of each gradient must be."""
 
-    def __init__(self, model: Node, world: World) -> None:
-        self.model, self.size, self.rank = model, world.size, world.rank
+    def __init__(self, model: Node, world: World, *, replicated: bool) -> None:
+        self.model, self.size = model, world.size
+        self.rank, self.shards = (0, 1) if replicated else (world.rank, world.size)
+        self.here = world.rank
         self.parameters = dict(model.named_parameters())
         self.frozen = [{name for name, p in self.parameters.items() if not p.requires_grad} for _ in range(self.size)]
         self.grads: list[dict[str, Tensor]] = [{} for _ in range(self.size)]
@@ -276,7 +283,7 @@ class Reference:
         """From the rows that all ranks have, everything trainable."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(torch.cat([theirs[name] for theirs in every]))
+                parameter.copy_(torch.cat([theirs[name] for theirs in every[: self.shards]]))
         self.frozen = [set() for _ in range(self.size)]
         self.zero([True] * self.size)
 
@@ -285,12 +292,12 @@ class Reference:
         found = dict(sharded.named_parameters())
         wrong = [] if list(found) == list(self.parameters) else [f"parameters are {list(found)}"]
         for name in found.keys() & self.parameters.keys():
-            wrong += differs(f"{name}", local(found[name]), rows(self.parameters[name].detach(), self.rank, self.size))
-            grad, expected = found[name].grad, self.grads[self.rank].get(name)
+            wrong += differs(f"{name}", local(found[name]), rows(self.parameters[name].detach(), self.rank, self.shards))
+            grad, expected = found[name].grad, self.grads[self.here].get(name)
             if grads and (grad is None) != (expected is None):
                 wrong.append(f"{name}.grad is {grad}, expected {expected}")
             elif grads and grad is not None and expected is not None:
-                wrong += differs(f"{name}.grad", local(grad), rows(expected, self.rank, self.size))
+                wrong += differs(f"{name}.grad", local(grad), rows(expected, self.rank, self.shards))
         return wrong
 
 

@@ -39,6 +39,7 @@ from faulty import (
 from harness import World, pool
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import StateError
@@ -59,8 +60,9 @@ class Drive:
 
     def __init__(self, world: World, program: Program) -> None:
         self.world, self.program = world, program
-        self.model, self.sharded = build(program, world.mesh)
-        self.reference = Reference(self.model, world)
+        self.mesh = replicas_of(world) if program.replicated else world.mesh
+        self.model, self.sharded = build(program, self.mesh)
+        self.reference = Reference(self.model, world, replicated=program.replicated)
         self.optimizer = torch.optim.SGD(self.sharded.parameters(), lr=RATE)
         self.nodes = nodes_of(self.sharded)
         self.report = Report()
@@ -85,7 +87,7 @@ class Drive:
         self.report.wrong += [] if self.shifted else [f"{where}: {text}" for text in found]
 
     def agree(self, error: Exception | None, anew: bool = False) -> bool:
-        failed = fullshard.any_failed(self.world.mesh, error or anew)
+        failed = fullshard.any_failed(self.mesh, error or anew)
         if self.owed and not failed and not self.shifted:
             self.report.wrong.append("gradients were left out, and nobody noticed")
         self.owed = False
@@ -197,6 +199,14 @@ class Drive:
 
 
 _BESIDE: dict[World, Any] = {}
+_REPLICAS: dict[World, Any] = {}
+
+
+def replicas_of(world: World) -> Any:
+    """A mesh on which each rank has everything."""
+    if world not in _REPLICAS:
+        _REPLICAS[world] = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("replicate", "shard"))
+    return _REPLICAS[world]
 
 
 def exchange(world: World, mine: Any) -> list[Any]:

@@ -239,6 +239,38 @@ def test_a_bad_loss_on_one_rank_skips_the_step_on_all(world: World) -> None:
     assert_same_parameters(model, plain)
 
 
+@ranks(2, 3)
+def test_a_rank_of_replicas_that_fails_in_backward_leaves_nobody_waiting_for_its_sums(world: World) -> None:
+    """A sum over replicas begins when the one over shards is waited for. A rank that failed never comes to that."""
+    mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("replicate", "shard"))
+    plain = Stack()
+    sharded = shard_stack(copy.deepcopy(plain), mesh, check_policy=CheckPolicy(patience=0.2))
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("bad")
+
+    for failing in range(world.size):
+        outputs: list[Tensor] = []
+        handle = sharded.inp.register_forward_hook(lambda m, a, out: outputs.append(out))
+        loss = square(sharded(world.mine(batch(failing))))
+        handle.remove()
+        if world.rank == failing:
+            outputs[0].register_hook(fail)
+        failed: Exception | None = None
+        begin = time.monotonic()
+        try:
+            loss.backward()
+        except (ValueError, StateError) as caught:
+            failed = caught
+        assert isinstance(failed, ValueError if world.rank == failing else StateError)
+        assert fullshard.any_failed(mesh, failed)
+        assert time.monotonic() - begin < 20.0
+        sharded.zero_grad(), plain.zero_grad()
+        square(sharded(world.mine(batch(9)))).backward()
+        square(plain(batch(9))).backward()
+        assert_same_grads(sharded, plain)
+
+
 @ranks(2)
 def test_a_rank_with_fewer_batches_is_found_by_those_that_wait_for_it(world: World) -> None:
     """Rank 1 runs out of batches and calls any_failed(); rank 0 is in its next forward. Elsewhere it waits for half an hour.

@@ -143,7 +143,7 @@ class Communicator:
         after: Sent | None = None,
     ) -> Sent:
         """As `send`, of what is entered already. Raises StateError if another rank is gone already, too."""
-        tagged = partial(self._start, entry.tag, ledger.name, start)
+        tagged = partial(self._start, entry.tag, ledger, start)
         try:
             ticket = lane.run(tagged, finish) if after is None else lane.run(tagged, finish, after=after.ticket)
         except (StateError, torch.OutOfMemoryError):
@@ -152,15 +152,11 @@ class Communicator:
             raise self.explained(failure, ledger, entry) from failure
         return Sent(ticket, self, ledger, entry)
 
-    def _start(self, tag: int, book: str, start: Callable[[], Pending]) -> Pending:
-        self.tag.set(tag, book)
-        self.tag.check(book)
-        return start()
-
-    def silence(self, ledger: Ledger, silent: bool) -> None:
-        """Whether what was put off in a ledger never begins, so that others need not wait for it."""
-        self.tag.silence(ledger.name, silent)
-        ledger.silence(silent)
+    def _start(self, tag: int, ledger: Ledger, start: Callable[[], Pending]) -> Pending:
+        with ledger.lock:
+            ledger.check_open()
+            self.tag.set(tag, ledger)
+            return start()
 
     def all_reduce(self, axis: ShardAxis, line: Line, action: str, tensor: Tensor, *, maximum: bool = False) -> None:
         """Sum a tensor over the shards (or take the maximum), in place, by torch's own collectives, and wait for it."""

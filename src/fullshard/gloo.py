@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm import KIB, CoalescedCollectives, Collectives, Interrupted, OneRank, Pending
+from fullshard.comm import KIB, CoalescedCollectives, Collectives, OneRank, Pending
 
 _TAGS = 0x20000000  # above the tags that programs use; 25 bits are ours
 _REMEMBERED = 512  # collectives of which a group knows that it took part in them
 
 
+class Book(Protocol):
+    """What messages belong to: a ledger."""
+
+    name: str
+    lock: threading.Lock  # held while messages are begun, or while it is decided that none will be
+
+    def check_open(self) -> None:
+        """Raises if nothing more is sent of it."""
+        ...
+
+
+class _NoBook:
+    def __init__(self) -> None:
+        self.name, self.lock = "", threading.Lock()
+
+    def check_open(self) -> None:
+        pass
+
+
 @dataclass(slots=True)
 class Tag:
-    """A number (24 bits) for the messages that are started now, equal on all ranks that are to exchange them, and the name of
-    the ledger that it comes from.
+    """A number (24 bits) for the messages that are started now, equal on all ranks that are to exchange them, and the ledger
+    that it comes from.
     """
 
     now: int = 0
-    book: str = ""
-    silent: set[str] = field(default_factory=set)  # the ledgers of which nothing more is sent
+    book: Book = field(default_factory=_NoBook)
 
-    def set(self, now: int, book: str) -> None:
+    def set(self, now: int, book: Book) -> None:
         self.now, self.book = now, book
-
-    def silence(self, book: str, silent: bool) -> None:
-        (self.silent.add if silent else self.silent.discard)(book)
-
-    def check(self, book: str) -> None:
-        """Raises Interrupted if nothing may be sent that belongs to this ledger."""
-        if book in self.silent:
-            raise Interrupted("the step was given up before this began: run it again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +113,11 @@ class Wire:
                 self.posted.append(posted)
         return messages
 
-    def answer(self, peer: int, posted: Sequence[Posted], noted: set[int]) -> int:
-        """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank takes
-        no part in, so that nobody waits for them any longer; how many there were.
-
-        noted: the numbers of calls that this rank takes part in, or is about to.
+    def answer(self, peer: int, posted: Sequence[Posted]) -> int:
+        """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank has
+        no part in, and will have none, so that nobody waits for them any longer; how many there were.
         """
-        known = {mine.tag for mine in list(self.posted)} | {_TAGS + (now << 1) + stage for now in noted for stage in (0, 1)}
+        known = {mine.tag for mine in list(self.posted)}
         missing = [theirs for theirs in posted if theirs.tag not in known and (peer, theirs.tag) not in self._answered]
         longest = max((size for theirs in missing for size in theirs.sizes), default=0)
         sent, received = torch.zeros(longest, dtype=torch.uint8), torch.empty(longest, dtype=torch.uint8)
@@ -155,7 +165,7 @@ class GlooCollectives:
 
     def _post(self, sizes: tuple[int, ...]) -> Posted:
         """What the messages that are begun next go by."""
-        return Posted(self.tag.book, _TAGS + (self.tag.now << 1), sizes)
+        return Posted(self.tag.book.name, _TAGS + (self.tag.now << 1), sizes)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
         rank, ranks = self.rank, self.ranks
@@ -238,15 +248,18 @@ class GlooCollectives:
         padded = torch.zeros(chunk * self.ranks, dtype=tensor.dtype)
         padded[:numel].copy_(tensor)
         messages, received, first = self._exchange([padded])
+        book = self.tag.book
 
         def share() -> None:
-            self.tag.check(first.book)
             mine = padded[self.rank * chunk :][:chunk]
             torch.sum(received.pop(), 0, out=mine)
             second = Posted(first.book, first.tag + 1, _sizes([mine]))
             slots = padded.view(self.ranks, -1)
             receives = [(slots[peer], peer) for peer in self._others]
-            self._wire.exchange(second, receives, [(mine, peer) for peer in self._others]).wait()
+            with book.lock:
+                book.check_open()
+                messages = self._wire.exchange(second, receives, [(mine, peer) for peer in self._others])
+            messages.wait()
             tensor.copy_(padded[:numel])
 
         return Pending((messages,), share, silent=True)

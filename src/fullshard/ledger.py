@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from fullshard.schedule import StateError
 
 REMEMBERED = 256  # entries of each ledger
+
+_BEGINNING = 1.0  # seconds in which messages are begun, if whoever carries them does not wait for the other ranks
 
 _FACTOR, _MODULUS = 0x5DEECE66D1F, (1 << 61) - 1
 
@@ -71,7 +74,8 @@ class Ledger:
         self.ring: deque[Entry] = deque(maxlen=REMEMBERED)
         self.verdict: str | None = None  # why nothing can be said any more
         self.epoch = 0  # how often all ranks began anew together
-        self.silent = False  # whether this rank sends nothing more of what it entered
+        self.lock = threading.Lock()  # held while messages are begun, or while it is decided that none will be
+        self._silent = False  # whether of what was put off nothing is begun any more
         self._backwards = 0
         self._ordinals = itertools.count()
 
@@ -101,13 +105,26 @@ class Ledger:
         return True
 
     def close(self, verdict: str) -> None:
-        """From now on every call raises, with `verdict`."""
-        if self.verdict is None:
-            self.verdict = verdict
+        """From now on every call raises, with `verdict`, and what was put off never begins."""
+        held = self.lock.acquire(timeout=_BEGINNING)
+        try:
+            if self.verdict is None:
+                self.verdict = verdict
+        finally:
+            if held:
+                self.lock.release()
 
     def silence(self, silent: bool) -> None:
-        """Whether of calls that were entered, but not sent yet, nothing will be sent."""
-        self.silent = silent
+        """Whether of what was put off nothing is begun any more, though the ranks did not part."""
+        with self.lock:
+            self._silent = silent
+
+    def check_open(self) -> None:
+        """Raises StateError if nothing is begun any more."""
+        if self.verdict is not None:
+            raise StateError(self.verdict)
+        if self._silent:
+            raise StateError("the step was given up before this began: run it again")
 
     def reopen(self) -> None:
         """All ranks agreed to go on from here: what each said before no longer matters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from zlib import crc32
@@ -45,7 +46,7 @@ class _Meeting:
         for collectives in self._collectives:
             entry = self._line.note("any_failed()")
             message = torch.tensor([flag], dtype=torch.uint8, device=self.device)
-            self._tag.set(entry.tag, self._ledger.name)
+            self._tag.set(entry.tag, self._ledger)
             before = self._waiter.enter(self._ledger, entry)
             try:
                 pending = collectives.all_reduce_max(message)
@@ -119,17 +120,17 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
     meeting = _meeting(mesh)
     runtimes = Runtime.all_of_thread()
     inside = set(meeting.ranks)
-    ledgers = [(runtime, led) for runtime in runtimes for led in runtime.communicator.ledgers if inside.issuperset(led.ranks)]
+    ledgers = [ledger for runtime in runtimes for ledger in runtime.communicator.ledgers if inside.issuperset(ledger.ranks)]
     try:
         failed = bool(failed) or not _is_settled(runtimes)
-        for runtime, ledger in ledgers:
-            runtime.communicator.silence(ledger, True)
+        for ledger in ledgers:
+            ledger.silence(True)
         result = meeting.agree(failed)
         if result:
-            _begin_anew(meeting, runtimes, [ledger for _, ledger in ledgers])
+            _begin_anew(meeting, runtimes, ledgers)
     finally:
-        for runtime, ledger in ledgers:
-            runtime.communicator.silence(ledger, False)
+        for ledger in ledgers:
+            ledger.silence(False)
     return result
 
 
@@ -140,6 +141,9 @@ def _is_settled(runtimes: Sequence[Runtime]) -> bool:
             runtime.communicator.flush()
             runtime.delivery.drain()
     except StateError:
+        return False
+    except Exception as failure:  # of a hook of the caller's, say: the others must not wait for this rank
+        warnings.warn(f"any_failed(): a reduction that was in flight raised {type(failure).__name__}: {failure}", stacklevel=3)
         return False
     return True
 

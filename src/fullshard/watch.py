@@ -294,9 +294,8 @@ class Watch:
         return None
 
     def answer(self, ledger: Ledger, others: dict[int, Whereabouts] | None = None) -> None:
-        """Exchange messages for what other ranks still wait for in a ledger that is closed, and this rank takes no part in."""
+        """Exchange messages for what other ranks still wait for in a ledger that is closed, and this rank has no part in."""
         others = self._others(ledger) if others is None else others
-        noted = set() if ledger.silent else {entry.tag for entry in _copied(ledger.ring)}
         for wire in wires():
             for peer, rank in enumerate(wire.members):
                 there = others.get(rank) if rank != self._rank else None
@@ -304,7 +303,7 @@ class Watch:
                 if there is None or place is None or place.verdict is None:
                     continue  # it would take the answer for data
                 posted = there.posted.get(wire.name, [])
-                wire.answer(peer, [message for message in posted if message.book == ledger.name], noted)
+                wire.answer(peer, [message for message in posted if message.book == ledger.name])
 
     # --- telling and asking ---
 
