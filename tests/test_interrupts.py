@@ -19,6 +19,7 @@ import fullshard
 from fullshard import CheckPolicy, StateError
 
 OURS = str(fullshard.__path__[0])
+SWALLOWED = {"__del__", "_backward_died", "_deleted"}  # Python calls these for objects that go, and prints what they raise
 
 
 class Interrupt:
@@ -39,16 +40,22 @@ class Interrupt:
         sys.settrace(self._before)
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(OURS) and frame.f_code.co_name != "__del__" else None
+        return self._line if frame.f_code.co_filename.startswith(OURS) else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
             self.lines += 1
-            if self.lines == self.at:
+            if self.at is not None and self.lines >= self.at and not is_swallowed(frame):
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._line
+
+
+def is_swallowed(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name not in SWALLOWED:
+        frame = frame.f_back
+    return frame is not None
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -89,7 +96,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_its_gradients_whole_and_the_n
     with Interrupt() as count:
         step(model, 1)
     assert count.lines > 1000
-    for at in range(1 + accumulate, count.lines, count.lines // 60):
+    for at in range(1 + accumulate, count.lines - 50, count.lines // 60):  # the next time it may be some lines less
         model.zero_grad()
         for which in first:
             step(model, which, last=False)
@@ -119,7 +126,7 @@ def test_of_two_ranks_one_is_interrupted_at_any_line(world: World) -> None:
         step(1)
     lines = torch.tensor([count.lines])
     torch.distributed.broadcast(lines, 0)
-    for at in range(11, int(lines), int(lines) // 12):
+    for at in range(11, int(lines) - 50, int(lines) // 12):
         failed: BaseException | None = None
         with Interrupt(at if world.rank == 0 else None) as interrupt:
             try:

@@ -521,6 +521,20 @@ def test_an_interrupt_while_a_message_is_awaited(world: World, backward: bool) -
     assert_same_grads(model, reference)
 
 
+@ranks(2, 3)
+def test_asking_whether_the_step_failed_between_its_backwards_changes_nothing(world: World) -> None:
+    """Sums over replicas may be put off then."""
+    mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("replicate", "shard"))
+    plain = Stack()
+    sharded = shard_stack(copy.deepcopy(plain), mesh)
+    for which in (0, 1):
+        sharded.set_is_last_backward(which == 1)
+        square(sharded(world.mine(batch(which)))).backward()
+        square(plain(batch(which))).backward()
+        assert not fullshard.any_failed(mesh)
+    assert_same_grads(sharded, plain)
+
+
 @ranks(2)
 def test_a_move_that_moves_nothing_keeps_the_graph_and_the_attributes(world: World) -> None:
     model = shard_stack(Stack(), world.mesh)

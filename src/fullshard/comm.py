@@ -525,9 +525,11 @@ class _PutOff:
         try:
             after = None if self._after is None else self._after.ticket
             self.ticket = HostLane().run(self._start, self._finish, after)
-        except Exception as failure:  # whoever waits for it learns of it
-            self._failure = failure
+        except BaseException as failure:  # whoever waits for it learns of it
+            self._failure = failure if isinstance(failure, Exception) else Interrupted("it was interrupted: run the step again")
             self.ticket = _HostTicket(Pending(), nothing)
+            if not isinstance(failure, Exception):
+                raise
 
     def done(self) -> bool:
         return self.ticket is not None and self.ticket.done()

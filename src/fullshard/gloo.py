@@ -25,7 +25,7 @@ class Book(Protocol):
     """What messages belong to: a ledger."""
 
     name: str
-    lock: threading.Lock  # held while messages are begun, or while it is decided that none will be
+    lock: threading.RLock  # held while messages are begun, or while it is decided that none will be
 
     def check_open(self) -> None:
         """Raises if nothing more is sent of it."""
@@ -34,7 +34,7 @@ class Book(Protocol):
 
 class _NoBook:
     def __init__(self) -> None:
-        self.name, self.lock = "", threading.Lock()
+        self.name, self.lock = "", threading.RLock()
 
     def check_open(self) -> None:
         pass

@@ -22,11 +22,11 @@ class Handover:
     what is on it that it was, and one that is added to by the version of the tensor that was written.
     """
 
-    __slots__ = ("_flat", "_gradients", "_group", "_mark", "_used", "_versions")
+    __slots__ = ("_flat", "_gradients", "_group", "_mark", "_versions")
 
     def __init__(self, group: Group, flat: Tensor, used: Sequence[bool], *, hooked: bool) -> None:
         """Calls the hooks that callers put on the parameters for their gradients (`register_hook`)."""
-        self._group, self._flat, self._used = group, flat, used
+        self._group, self._flat = group, flat
         self._mark = (group.token, flat)
         self._gradients: list[Any] | None = None  # what hooks made of them; None: views of the flat tensor, all of them
         self._versions: dict[int, int] = {}  # of what is added to, before that

@@ -74,7 +74,7 @@ class Ledger:
         self.ring: deque[Entry] = deque(maxlen=REMEMBERED)
         self.verdict: str | None = None  # why nothing can be said any more
         self.epoch = 0  # how often all ranks began anew together
-        self.lock = threading.Lock()  # held while messages are begun, or while it is decided that none will be
+        self.lock = threading.RLock()  # held while messages are begun, or while it is decided that none will be
         self._silent = False  # whether of what was put off nothing is begun any more
         self._backwards = 0
         self._ordinals = itertools.count()
