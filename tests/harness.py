@@ -176,9 +176,10 @@ class Pool:
                 "\n".join(f"--- rank {rank} of {len(replies)} ---\n{reply}" for rank, reply in failed.items()), pytrace=False
             )
 
-    def close(self) -> None:
+    def close(self, *, stacks: bool = True) -> None:
+        """`stacks`: have processes print where they are first, which a process that is well does not always survive."""
         self.alive = False
-        for process in self._processes:
+        for process in self._processes if stacks else ():
             if process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR1)
@@ -203,7 +204,7 @@ def pool(size: int) -> Pool:
 def _close_pools() -> None:
     for running in _POOLS.values():
         if running.alive:
-            running.close()
+            running.close(stacks=False)
 
 
 def ranks(*sizes: int, limit: float = LIMIT) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -170,6 +170,8 @@ class Communicator:
             self.waiter.leave()
         for lane in (self.gather_lane, self.reduce_lane, self.replicate_lane):
             lane.run(Pending, nothing).wait()
+        if self.device.type != "cpu":  # a lane may have been cut short before it was ordered behind the backend's own stream
+            torch.accelerator.synchronize(self.device)
 
     def flush(self) -> None:
         """Have everything begin that was put off."""
