@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from zlib import crc32
@@ -122,30 +121,15 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
     inside = set(meeting.ranks)
     ledgers = [ledger for runtime in runtimes for ledger in runtime.communicator.ledgers if inside.issuperset(ledger.ranks)]
     try:
-        failed = bool(failed) or not _is_settled(runtimes)
         for ledger in ledgers:
             ledger.silence(True)
-        result = meeting.agree(failed)
+        result = meeting.agree(bool(failed))
         if result:
             _begin_anew(meeting, runtimes, ledgers)
     finally:
         for ledger in ledgers:
             ledger.silence(False)
     return result
-
-
-def _is_settled(runtimes: Sequence[Runtime]) -> bool:
-    """Wait for what is in flight of a step that did not fail here; whether it did not fail elsewhere, as far as that shows."""
-    try:
-        for runtime in runtimes:
-            runtime.communicator.flush()
-            runtime.delivery.drain()
-    except StateError:
-        return False
-    except Exception as failure:  # of a hook of the caller's, say: the others must not wait for this rank
-        warnings.warn(f"any_failed(): a reduction that was in flight raised {type(failure).__name__}: {failure}", stacklevel=3)
-        return False
-    return True
 
 
 def _begin_anew(meeting: _Meeting, runtimes: Sequence[Runtime], ledgers: Sequence[Ledger]) -> None:
