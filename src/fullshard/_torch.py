@@ -170,10 +170,8 @@ def dtensor_like(origin: Tensor, local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def insides(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The local tensors of two DTensors that are cut alike, else the tensors themselves."""
-    if isinstance(one, DTensor) and isinstance(other, DTensor) and one._spec == other._spec:
-        return one._local_tensor, other._local_tensor
-    return one, other
+    """The local tensors of two DTensors that are cut alike, or the tensors themselves."""
+    return getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

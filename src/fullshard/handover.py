@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.parameter import ShardedParameter
+from fullshard.schedule import StateError
 
 if TYPE_CHECKING:
     from fullshard.group import Group
@@ -25,7 +29,10 @@ class Handover:
     __slots__ = ("_flat", "_gradients", "_group", "_mark", "_versions")
 
     def __init__(self, group: Group, flat: Tensor, used: Sequence[bool], *, hooked: bool) -> None:
-        """Calls the hooks that callers put on the parameters for their gradients (`register_hook`)."""
+        """Calls the hooks that callers put on the parameters for their gradients (`register_hook`).
+
+        Raises StateError, naming the parameter, if a hook or a caller left something there that is not its gradient.
+        """
         self._group, self._flat = group, flat
         self._mark = (group.token, flat)
         self._gradients: list[Any] | None = None  # what hooks made of them; None: views of the flat tensor, all of them
@@ -35,6 +42,13 @@ class Handover:
                 parameter.hooked_gradient(flat.as_strided(*view)) if is_used else None
                 for parameter, view, is_used in zip(group.parameters, group.views, used)
             ]
+            for parameter, gradient in zip(group.parameters, self._gradients):
+                if gradient is not None:
+                    _check(parameter, gradient, "a hook on it made of its gradient", parameter.local.dtype)
+        for parameter, is_used in zip(group.parameters, used):
+            grad = parameter.sharded.grad
+            if is_used and grad is not None and _FLAT not in grad.__dict__:
+                _check(parameter, grad, "was put into its `.grad`, to which its gradient is to be added,")
 
     def happen(self) -> None:
         if self._gradients is None:
@@ -83,6 +97,26 @@ class Handover:
             self._versions[index] = total._version
         if total._version == self._versions[index]:
             total.add_(more)
+
+
+def _check(parameter: ShardedParameter, gradient: Any, origin: str, dtype: torch.dtype | None = None) -> None:
+    spec = parameter.spec
+    fits = (
+        isinstance(gradient, DTensor)
+        and gradient.device_mesh == spec.mesh
+        and gradient.placements == spec.placements
+        and gradient.shape == spec.shape
+        and gradient.dtype == (dtype or gradient.dtype)
+    )
+    if not fits:
+        what = f"a plain tensor of shape {tuple(gradient.shape)}"
+        if isinstance(gradient, DTensor):
+            what = f"{gradient.dtype} with {gradient.placements} on {gradient.device_mesh}"
+        raise StateError(
+            f"{what} {origin} but parameter '{parameter.name}' of unit '{parameter.label.name}' has "
+            f"{dtype or gradient.dtype} with {spec.placements} on {spec.mesh}: make it one like the parameter with "
+            "distribute_tensor(full, parameter.device_mesh, parameter.placements)"
+        )
 
 
 def hand_over(handovers: Sequence[Handover]) -> None:
