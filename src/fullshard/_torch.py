@@ -92,6 +92,7 @@ __all__ = [
     "run_wrap_policy",
     "same_memory",
     "same_storage",
+    "scale",
     "spec",
     "spec_of",
     "split_copy",
@@ -604,6 +605,14 @@ def exchange(
     receiving = map(group.recv, [[tensor] for tensor, _ in receives], [peer for _, peer in receives], repeat(tag))
     sending = map(group.send, [[tensor] for tensor, _ in sends], [peer for _, peer in sends], repeat(tag))
     works.extend(chain(receiving, sending))
+
+
+def scale(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply in place. Of one tensor the plain operation takes half as long."""
+    if len(tensors) == 1:
+        tensors[0].mul_(factor)
+    else:
+        torch._foreach_mul_(list(tensors), factor)
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class CoalescedCollectives:
             work = _torch.reduce_scatter_base(self._group, outs[0], fulls[0])
         else:
             work = _torch.reduce_scatter_coalesced(self._group, outs, fulls)
-        return Pending((work,), partial(torch._foreach_mul_, list(outs), scale) if scale != 1.0 else None)
+        return Pending((work,), partial(_torch.scale, outs, scale) if scale != 1.0 else None)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         return Pending((_torch.all_reduce_sum(self._group, tensor),))
@@ -233,7 +233,7 @@ class CustomCollectives:
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
         works = [self._reduce(out, full, self._group, dist.ReduceOp.SUM, async_op=True) for out, full in zip(outs, fulls)]
-        then = partial(torch._foreach_mul_, list(outs), scale) if scale != 1.0 else None
+        then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
         return Pending([work for work in works if work is not None], then)
 
     def all_reduce(self, tensor: Tensor) -> Pending:

@@ -16,7 +16,7 @@ from fullshard import _torch
 from fullshard.comm import CustomCollectives, Delays, Interrupted, Journal, Journaled, Lane, Pending, Ticket, nothing
 from fullshard.full import Carriers
 from fullshard.gloo import Tag, collectives_for
-from fullshard.ledger import Entry, Ledger, Line, headline
+from fullshard.ledger import Entry, Ledger, Line, headline, said
 from fullshard.mesh import ShardAxis, beside
 from fullshard.options import UnitOptions
 from fullshard.policies import CheckPolicy, CommPolicy
@@ -29,34 +29,52 @@ _BOOKS: dict[str, Iterator[int]] = {}  # ledgers of equal names, which all ranks
 class Sent:
     """A ticket of work in which other ranks take part: while it is waited for, the watch knows for what."""
 
-    __slots__ = ("_communicator", "_entry", "_ledger", "ticket")
+    __slots__ = ("_communicator", "_ledger", "_start", "entry", "ticket")
 
-    def __init__(self, ticket: Ticket, communicator: Communicator, ledger: Ledger, entry: Entry) -> None:
-        self.ticket, self._communicator, self._ledger, self._entry = ticket, communicator, ledger, entry
+    ticket: Ticket
+
+    def __init__(self, communicator: Communicator, ledger: Ledger, entry: Entry, start: Callable[[], Pending]) -> None:
+        self._communicator, self._ledger, self.entry = communicator, ledger, entry
+        self._start: Callable[[], Pending] | None = start
+
+    def begin(self) -> Pending:
+        """Send its messages. Raises StateError if nothing is begun any more."""
+        tag, ledger = self._communicator.tag, self._ledger
+        tag.hash, tag.book = self.entry[2], ledger
+        start, self._start = self._start, None  # what it belongs to may hold us
+        assert start is not None
+        return ledger.begin(start)
 
     def done(self) -> bool:
         return self.ticket.done()
 
     def wait(self) -> None:
-        self._await(self.ticket.wait)
+        waiter = self._communicator.waiter
+        if waiter is None:
+            self.ticket.wait()
+        else:
+            self._watched(waiter, self.ticket.wait)
 
     def block(self) -> None:
-        self._await(self.ticket.block)
-
-    def _await(self, wait: Callable[[], None]) -> None:
-        """Raises StateError if the work failed, or ended because the ranks parted."""
-        ledger, waiter = self._ledger, self._communicator.waiter
+        waiter = self._communicator.waiter
         if waiter is None:
-            return wait()
-        before = waiter.enter(ledger, self._entry)
+            self.ticket.block()
+        else:
+            self._watched(waiter, self.ticket.block)
+
+    def _watched(self, waiter: Waiter, wait: Callable[[], None]) -> None:
+        """Raises StateError if the work failed, or ended because the ranks parted."""
+        ledger, entry = self._ledger, self.entry
+        before = waiter.ledger, waiter.entry
+        waiter.ledger, waiter.entry = ledger, entry
         try:
             wait()
         except Interrupted as failure:  # there is nothing to ask the others
-            raise StateError(f"rank {ledger.rank}, {self._entry}: {failure}") from failure
+            raise StateError(f"rank {ledger.rank}, {said(entry)}: {failure}") from failure
         except Exception as failure:
-            raise self._communicator.explained(failure, ledger, self._entry) from failure
+            raise self._communicator.explained(failure, ledger, entry) from failure
         finally:
-            waiter.leave(before)
+            waiter.ledger, waiter.entry = before
         if ledger.verdict is not None:
             raise StateError(ledger.verdict)
 
@@ -68,6 +86,7 @@ class Communicator:
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane], delays: Delays | None = None) -> None:
         self.device, self._delays = device, delays
+        self.away = None if device.type == "cpu" else device  # to ask a device for its type takes longer than a heartbeat
         self.journal = Journal()
         self.tag = Tag()
         self.watch: Watch | None = None
@@ -118,7 +137,7 @@ class Communicator:
         if ledger.verdict is not None:
             return StateError(ledger.verdict)
         where = "" if self.watch is None else self.watch.survey(ledger)
-        text = f"rank {ledger.rank}, {entry}: {headline(failure)}. {where}"
+        text = f"rank {ledger.rank}, {said(entry)}: {headline(failure)}. {where}"
         return StateError(text if ledger.verdict is None else ledger.verdict)
 
     def send(
@@ -129,34 +148,23 @@ class Communicator:
         start: Callable[[], Pending],
         finish: Callable[[], None] = nothing,
         after: Sent | None = None,
+        *,
+        part: bool = False,
     ) -> Sent:
-        """Run a collective on a lane and enter it in the ledger. Raises StateError if the ranks parted."""
-        return self.post(lane, line.ledger, line.note(action), start, finish, after)
+        """Run a collective on a lane and enter it in the ledger, if it is not part of the one it comes `after`.
 
-    def post(
-        self,
-        lane: Lane,
-        ledger: Ledger,
-        entry: Entry,
-        start: Callable[[], Pending],
-        finish: Callable[[], None] = nothing,
-        after: Sent | None = None,
-    ) -> Sent:
-        """As `send`, of what is entered already. Raises StateError if another rank is gone already, too."""
-        tagged = partial(self._start, entry.tag, ledger, start)
+        Raises StateError if the ranks parted, or another rank is gone already.
+        """
+        ledger = line.ledger
+        entry = after.entry if part and after is not None else ledger.note(line[action])
+        sent = Sent(self, ledger, entry, start)
         try:
-            ticket = lane.run(tagged, finish) if after is None else lane.run(tagged, finish, after=after.ticket)
+            sent.ticket = lane.run(sent.begin, finish) if after is None else lane.run(sent.begin, finish, after=after.ticket)
         except (StateError, torch.OutOfMemoryError):
             raise
         except RuntimeError as failure:
             raise self.explained(failure, ledger, entry) from failure
-        return Sent(ticket, self, ledger, entry)
-
-    def _start(self, tag: int, ledger: Ledger, start: Callable[[], Pending]) -> Pending:
-        with ledger.lock:
-            ledger.check_open()
-            self.tag.set(tag, ledger)
-            return start()
+        return sent
 
     def all_reduce(self, axis: ShardAxis, line: Line, action: str, tensor: Tensor, *, maximum: bool = False) -> None:
         """Sum a tensor over the shards (or take the maximum), in place, by torch's own collectives, and wait for it."""
@@ -170,7 +178,7 @@ class Communicator:
             self.waiter.leave()
         for lane in (self.gather_lane, self.reduce_lane, self.replicate_lane):
             lane.run(Pending, nothing).wait()
-        if self.device.type != "cpu":  # a lane may have been cut short before it was ordered behind the backend's own stream
+        if self.away is not None:  # a lane may have been cut short before it was ordered behind the backend's own stream
             torch.accelerator.synchronize(self.device)
 
     def flush(self) -> None:

@@ -11,8 +11,8 @@ from fullshard.comm import InFlight, Ticket, nothing
 from fullshard.communicator import Communicator, Sent
 from fullshard.group import Group
 from fullshard.handover import Handover, hand_over
-from fullshard.heartbeat import Heartbeat
-from fullshard.ledger import Label, Line
+from fullshard.heartbeat import Heartbeat, Page
+from fullshard.ledger import Label, Ledger, Line
 from fullshard.reduction import Reduction
 from fullshard.schedule import StateError
 from fullshard.unit import Unit
@@ -32,6 +32,8 @@ class Delivery:
         self._replicating = InFlight()
         self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
         self._beats: deque[tuple[Heartbeat, Sent]] = deque()  # that nobody has looked at
+        self._lines: dict[Ledger, Line] = {}  # of what no unit says, but this rank
+        self._page: Page | None = None  # that nothing is on any more
         # Those whose parameters have hooks land early, but never by polling: a hook may talk to other ranks.
         self._hooked: deque[Reduction] = deque()
         self.merged = False  # whether what is on its way contains what earlier backwards kept
@@ -58,7 +60,7 @@ class Delivery:
         self.merged = self.merged or merged is not grads
         reduction = Reduction(group, merged, unit.options.reduce)
         grads.clear()
-        frozen = [p.name for p in group.parameters if not p.requires_grad]
+        frozen = [p.name for p in group.parameters if not p.sharded.requires_grad]
         action = f"reduction without {', '.join(frozen)}" if frozen else "reduction"  # ranks must agree on it
         communicator = self._communicator
         ticket = communicator.send(communicator.reduce_lane, group.line, action, reduction.start, reduction.finish)
@@ -147,7 +149,7 @@ class Delivery:
 
     def _land_early(self, reduction: Reduction) -> None:
         """Its hooks do not wait for the end of the backward."""
-        reduction.arrive()
+        reduction.arrive(on_host=self._communicator.away is None)
         handover = reduction.handover()
         assert handover is not None
         hand_over([handover])
@@ -165,7 +167,7 @@ class Delivery:
         beats = self._start_heartbeats(reduced)
         self.drain()
         self._hooked.clear()
-        if self._communicator.device.type == "cpu":  # of ranks that parted none has a gradient
+        if self._communicator.away is None:  # of ranks that parted none has a gradient
             for beat, ticket in beats:
                 ticket.wait()
                 self._check_beat(beat)
@@ -178,14 +180,17 @@ class Delivery:
             if beat.undecided:
                 ticket.block()
                 used |= zip(map(id, beat.reductions), beat.answers())
-            else:
+            elif not beat.all_used:
                 used |= ((id(reduction), reduction.used) for reduction in beat.reductions)
         handovers: list[Handover] = []
+        on_host = self._communicator.away is None
         for _, reduction in reduced:
-            reduction.arrive()
+            reduction.arrive(on_host=on_host)
             handover = reduction.handover(used.get(id(reduction), [True] * len(reduction.used)))
             if handover is not None:
                 handovers.append(handover)
+        if beats and self._communicator.away is None:
+            self._page = beats[0][0].page
         self._decided, self.merged = handovers, False
 
     @property
@@ -206,23 +211,28 @@ class Delivery:
         """One message per set of process groups."""
         communicator = self._communicator
         beats: list[tuple[Heartbeat, Sent]] = []
-        axes: dict[tuple[int, int], list[tuple[Unit, Reduction]]] = {}
+        axes: dict[Ledger, tuple[int, list[Reduction]]] = {}
         for unit, reduction in reduced:
-            if unit.options.checks.heartbeat:
-                axes.setdefault(reduction.parameters[0].cut.axis.key, []).append((unit, reduction))
-        for entries in axes.values():
-            unit, first = entries[0]
-            ledger = first.line.ledger
-            if not ledger.beats(unit.options.checks.every):
+            checks = unit.options.checks
+            if checks.heartbeat:
+                ledger = reduction.line.ledger
+                if ledger not in axes:
+                    axes[ledger] = checks.every, []
+                axes[ledger][1].append(reduction)
+        for ledger, (every, reductions) in axes.items():
+            if not ledger.beats(every):
                 continue
-            entry = Line(ledger, _NOBODY, "").note("heartbeat")
-            beat = Heartbeat(ledger, [reduction for _, reduction in entries], communicator.device)
-            over = first.carriers.replicate is not None
-            ticket = communicator.post(communicator.reduce_lane, ledger, entry, beat.start, nothing if over else beat.finish)
+            line = self._lines.get(ledger)
+            if line is None:
+                line = self._lines[ledger] = Line(ledger, _NOBODY, "")
+            beat = Heartbeat(ledger, reductions, communicator.away, self._page)
+            self._page = None
+            over = reductions[0].carriers.replicate is not None
+            finish = nothing if over else beat.finish
+            ticket = communicator.send(communicator.reduce_lane, line, "heartbeat", beat.start, finish)
             if over:
-                ticket = communicator.post(
-                    communicator.replicate_lane, ledger, entry, beat.start_over_replicas, beat.finish, after=ticket
-                )
+                lane, start = communicator.replicate_lane, beat.start_over_replicas
+                ticket = communicator.send(lane, line, "heartbeat", start, beat.finish, ticket, part=True)
             beats.append((beat, ticket))
         return beats
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,24 +19,25 @@ from fullshard.comm import KIB, CoalescedCollectives, Collectives, OneRank, Pend
 _TAGS = 0x20000000  # above the tags that programs use; 25 bits are ours
 _REMEMBERED = 512  # collectives of which a group knows that it took part in them
 
+T = TypeVar("T")
+
 
 class Book(Protocol):
     """What messages belong to: a ledger."""
 
     name: str
-    lock: threading.RLock  # held while messages are begun, or while it is decided that none will be
 
-    def check_open(self) -> None:
-        """Raises if nothing more is sent of it."""
+    def begin(self, start: Callable[[], T]) -> T:
+        """Have `start` begin messages. Raises if nothing more is sent of it."""
         ...
 
 
 class _NoBook:
     def __init__(self) -> None:
-        self.name, self.lock = "", threading.RLock()
+        self.name = ""
 
-    def check_open(self) -> None:
-        pass
+    def begin(self, start: Callable[[], T]) -> T:
+        return start()
 
 
 @dataclass(slots=True)
@@ -46,11 +46,12 @@ class Tag:
     that it comes from.
     """
 
-    now: int = 0
+    hash: int = 0  # of all calls up to the one they are of
     book: Book = field(default_factory=_NoBook)
 
-    def set(self, now: int, book: Book) -> None:
-        self.now, self.book = now, book
+    @property
+    def now(self) -> int:
+        return (self.hash ^ (self.hash >> 31)) & 0xFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +257,8 @@ class GlooCollectives:
             second = Posted(first.book, first.tag + 1, _sizes([mine]))
             slots = padded.view(self.ranks, -1)
             receives = [(slots[peer], peer) for peer in self._others]
-            with book.lock:
-                book.check_open()
-                messages = self._wire.exchange(second, receives, [(mine, peer) for peer in self._others])
-            messages.wait()
+            sends = [(mine, peer) for peer in self._others]
+            book.begin(partial(self._wire.exchange, second, receives, sends)).wait()
             tensor.copy_(padded[:numel])
 
         return Pending((messages,), share, silent=True)

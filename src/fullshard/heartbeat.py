@@ -15,27 +15,40 @@ _HASH = 8  # bytes
 _UNIT = 1024  # bytes: messages of models that differ a little still have one length
 
 
+Page = tuple[bytearray, Tensor]
+"""Bytes, and a tensor of the same memory: to make one takes longer than to write on it."""
+
+
 class Heartbeat:
     """Bytes, of which every rank gets the maximum over all ranks.
 
-        0..7   hash of the ledger         equal on all ranks exactly if the maximum of a byte
-        8..15  255 minus each of them     and that of its complement have the sum 255
+        0..7   hash of the ledger         which no rank finds changed exactly if all are equal: where they are not, one has
+        8..15  255 minus each of them     less than the maximum here, and one has more than the minimum, so less there
         16..   1 for each trainable parameter that this rank used, in the order of the reductions; then zeros
 
     It is read where it costs nothing: at once on the CPU, on an accelerator when the device has long passed it, or at once by
     a rank that has to know whether others used a parameter that it did not.
     """
 
-    def __init__(self, ledger: Ledger, reductions: Sequence[Reduction], device: torch.device) -> None:
+    def __init__(
+        self, ledger: Ledger, reductions: Sequence[Reduction], away: torch.device | None, page: Page | None = None
+    ) -> None:
+        """`away`: the accelerator it is sent from, if any. `page`: of one that was read."""
         self.ledger, self.reductions = ledger, list(reductions)
-        digest = list(ledger.hash.to_bytes(_HASH, "little"))
-        flags = [used for reduction in reductions for used in reduction.used]
-        content = [*digest, *(255 - byte for byte in digest), *flags]
-        content += [0] * (-len(content) % _UNIT)
-        self._message = torch.tensor(content, dtype=torch.uint8).to(device, non_blocking=True)
+        digest = ledger.hash
+        self._head = digest.to_bytes(_HASH, "little", signed=True) + (~digest).to_bytes(_HASH, "little", signed=True)
+        flags = b"".join([bytes(reduction.used) for reduction in reductions])
+        self.all_used = 0 not in flags
+        length = -(-(len(self._head) + len(flags)) // _UNIT) * _UNIT
+        if page is None or len(page[0]) != length:
+            memory = bytearray(length)
+            page = memory, torch.frombuffer(memory, dtype=torch.uint8)
+        page[0][:] = (self._head + flags).ljust(length, b"\0")
+        self.page, self._message = page, page[1]
         self._host: Tensor | None = None
-        if device.type != "cpu":
-            self._host = torch.empty(len(content), dtype=torch.uint8, device="cpu", pin_memory=True)
+        if away is not None:
+            self._message = self._message.to(away, non_blocking=True)
+            self._host = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def start(self) -> Pending:
         return self.reductions[0].carriers.reduce.all_reduce_max(self._message)
@@ -52,12 +65,13 @@ class Heartbeat:
     @property
     def undecided(self) -> bool:
         """Whether this rank has to know what others used."""
-        return any(reduction.undecided for reduction in self.reductions)
+        return not self.all_used and any(reduction.undecided for reduction in self.reductions)
 
     def differs(self) -> bool:
         """Whether the ranks' ledgers differ. The host must have waited for it."""
-        head = self._answer[: 2 * _HASH].tolist()
-        return any(high + low != 255 for high, low in zip(head[:_HASH], head[_HASH:]))
+        if self._host is None:
+            return not self.page[0].startswith(self._head)
+        return bytes(self._host[: len(self._head)].tolist()) != self._head
 
     def answers(self) -> list[list[bool]]:
         """Of each reduction, which of its parameters any rank used. The host must have waited for it."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fullshard.schedule import StateError
 
-REMEMBERED = 256  # entries of each ledger
+REMEMBERED = 64  # entries of each ledger: as many as are told to others
 
 _BEGINNING = 1.0  # seconds in which messages are begun, if whoever carries them does not wait for the other ranks
 
-_FACTOR, _MODULUS = 0x5DEECE66D1F, (1 << 61) - 1
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -37,21 +39,17 @@ class Kind:
         return f"'{self.label.name}' {self.action}" if self.label.name else self.action
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """One call: `hash` is that of all entries up to it."""
+Entry = tuple[int, Kind, int]
+"""One call: its number, its kind, and the hash of all entries up to it. One is made for each message: nothing is cheaper."""
 
-    number: int
-    kind: Kind
-    hash: int
 
-    @property
-    def tag(self) -> int:
-        """24 bits for the messages of the call, which no other call of the ledger shares."""
-        return (self.hash ^ (self.hash >> 31)) & 0xFFFFFF
-
-    def __str__(self) -> str:
-        return f"call {self.number}, {self.kind}"
+def said(entry: Entry) -> str:
+    """
+    >>> said((7, Kind(Label("layers.0"), "forward gather", 1), 123))
+    "call 7, 'layers.0' forward gather"
+    """
+    number, kind, _ = entry
+    return f"call {number}, {kind}"
 
 
 _END = Kind(Label(""), "end of a backward without heartbeat", 1)
@@ -74,7 +72,8 @@ class Ledger:
         self.ring: deque[Entry] = deque(maxlen=REMEMBERED)
         self.verdict: str | None = None  # why nothing can be said any more
         self.epoch = 0  # how often all ranks began anew together
-        self.lock = threading.RLock()  # held while messages are begun, or while it is decided that none will be
+        self._beginning = False  # whether messages are begun at this moment
+        self._closing = threading.Lock()
         self._silent = False  # whether of what was put off nothing is begun any more
         self._backwards = 0
         self._ordinals = itertools.count()
@@ -88,8 +87,8 @@ class Ledger:
         if self.verdict is not None:
             raise StateError(self.verdict)
         self.count += 1
-        self.hash = (self.hash * _FACTOR + kind.code) % _MODULUS
-        entry = Entry(self.count, kind, self.hash)
+        self.hash = hash((self.hash, kind.code))  # of integers it is the same in every process
+        entry = self.count, kind, self.hash
         self.ring.append(entry)
         return entry
 
@@ -106,25 +105,37 @@ class Ledger:
 
     def close(self, verdict: str) -> None:
         """From now on every call raises, with `verdict`, and what was put off never begins."""
-        held = self.lock.acquire(timeout=_BEGINNING)
-        try:
+        with self._closing:
             if self.verdict is None:
                 self.verdict = verdict
-        finally:
-            if held:
-                self.lock.release()
+        self._settle()
 
     def silence(self, silent: bool) -> None:
         """Whether of what was put off nothing is begun any more, though the ranks did not part."""
-        with self.lock:
-            self._silent = silent
+        self._silent = silent
+        self._settle()
 
-    def check_open(self) -> None:
-        """Raises StateError if nothing is begun any more."""
-        if self.verdict is not None:
-            raise StateError(self.verdict)
-        if self._silent:
-            raise StateError("the step was given up before this began: run it again")
+    def begin(self, start: Callable[[], T]) -> T:
+        """Have `start` begin messages. Raises StateError if nothing is begun any more.
+
+        There is no lock, which would take longer than all else here: who begins says so and then looks whether it may, who
+        closes says so and then waits until nobody is beginning.
+        """
+        try:
+            self._beginning = True
+            if self.verdict is not None:
+                raise StateError(self.verdict)
+            if self._silent:
+                raise StateError("the step was given up before this began: run it again")
+            return start()
+        finally:
+            self._beginning = False
+
+    def _settle(self) -> None:
+        """What begins now has begun, or will not. Waits a second at most: a backend may be waiting for other ranks."""
+        late = time.monotonic() + _BEGINNING
+        while self._beginning and time.monotonic() < late:
+            time.sleep(0.001)
 
     def reopen(self) -> None:
         """All ranks agreed to go on from here: what each said before no longer matters."""
@@ -135,22 +146,23 @@ class Ledger:
         self._backwards = 0
 
 
-class Line:
-    """What one group may say in a ledger."""
+class Line(dict[str, Kind]):
+    """What one group may say in a ledger: by action, the kind of its entries."""
 
-    __slots__ = ("_kinds", "_label", "_seed", "ledger")
+    __slots__ = ("_label", "_seed", "ledger")
 
     def __init__(self, ledger: Ledger, label: Label, subject: str) -> None:
         """`subject`: what all ranks know alike of the group and no other has."""
+        super().__init__()
         self.ledger, self._label, self._seed = ledger, label, subject
-        self._kinds: dict[str, Kind] = {}
+
+    def __missing__(self, action: str) -> Kind:
+        code = zlib.crc32(f"{self._seed} {action}".encode()) + 1
+        kind = self[action] = Kind(self._label, action, code)
+        return kind
 
     def note(self, action: str) -> Entry:
-        kind = self._kinds.get(action)
-        if kind is None:
-            code = zlib.crc32(f"{self._seed} {action}".encode()) + 1
-            kind = self._kinds[action] = Kind(self._label, action, code)
-        return self.ledger.note(kind)
+        return self.ledger.note(self[action])
 
 
 def parted(windows: dict[int, Sequence[tuple[int, int, str]]]) -> tuple[int, dict[str, list[int]]] | None:
@@ -200,4 +212,4 @@ def headline(failure: BaseException) -> str:
     return (str(failure).strip() or type(failure).__name__).splitlines()[0]
 
 
-__all__ = ["Entry", "Kind", "Label", "Ledger", "Line", "headline", "listed", "parted"]
+__all__ = ["Entry", "Kind", "Label", "Ledger", "Line", "headline", "listed", "parted", "said"]

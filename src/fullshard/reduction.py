@@ -60,6 +60,7 @@ class Reduction:
         self._last_scale = before / divide if reduce is torch.float16 else 1.0
         self._given: list[bool] | None = None  # who has its gradient
         self._ticket: Ticket | None = None
+        self._ended = False
         self.used = [grad is not None for grad in grads]
         self.hooked = group.hooked
         plan = group.plan
@@ -84,7 +85,7 @@ class Reduction:
                     wholes, blocks = folds(grad, message[:, place.offset : place.offset + place.size], place)
                     torch._foreach_copy_(blocks, wholes)
             self._fulls.append(message.view(-1))
-            self._outs.append(self._out[: plan.numel])
+            self._outs.append(self._out if plan.numel == layout.shard_numel else self._out[: plan.numel])
         for index in plan.alone:
             place = layout.places[index]
             self._fulls.append(gradient(index).view(-1))
@@ -162,15 +163,16 @@ class Reduction:
         """The compute lane is ordered behind the reduce-scatter: let the messages go."""
         self._fulls, self._outs, self._absorbed = [], [], None
         if not self.replicated:
-            self._out = self._flat
+            self.end()
 
     def end(self) -> None:
         """The compute lane is ordered behind all of it."""
         self._out = self._flat
+        self._ended = True
 
-    def arrive(self) -> None:
-        """Have the sum be here, where the shards are."""
-        if self._ticket is not None:
+    def arrive(self, *, on_host: bool) -> None:
+        """Have the sum be here, where the shards are. Who waits on a lane may be another than who did; a host is one."""
+        if self._ticket is not None and not (on_host and self._ended):
             self._ticket.wait()
         if self._host is not None:
             if self._ticket is not None:
@@ -197,6 +199,8 @@ class Reduction:
     @property
     def undecided(self) -> bool:
         """Whether this rank must learn which of the parameters it did not use others did."""
+        if all(self.used):
+            return False
         return any(not used and p.requires_grad for used, p in zip(self.used, self._group.parameters))
 
     @property

@@ -251,8 +251,12 @@ class Runtime:
             self._join_backward(beyond=call.end)
         stale = not glimpse and self._is_stale(unit, first)
         again = torch.is_grad_enabled()  # create_graph=True: the graph of this backward needs the parameters, too
-        with torch.no_grad():
-            self._execute(self.planner.before_backward(call, stale=stale, glimpse=glimpse, again=again))
+        actions = self.planner.before_backward(call, stale=stale, glimpse=glimpse, again=again)
+        if again:
+            with torch.no_grad():
+                self._execute(actions)
+        else:
+            self._execute(actions)
         if again and not glimpse:
             unit.watch_late()
         if unit.residency is Residency.FULL:

@@ -23,6 +23,8 @@ class Residency(enum.Enum):
     GATHERING = "gathering"
     FULL = "full"
 
+    __hash__ = object.__hash__  # that of Enum is Python's, and asked for in each move
+
 
 MOVES = {
     (Residency.SHARDED, Residency.GATHERING): "all-gather started",
@@ -325,7 +327,7 @@ class Planner:
 
     def run_of(self, call: Call) -> int:
         """The outermost forward that `call` was part of, -1 if that is too long ago."""
-        return max((run for run in self._runs if run < call.start), default=-1)
+        return next((run for run in reversed(self._runs) if run < call.start), -1)
 
     def next_run(self, run: int, *, backwards: bool = False) -> int | None:
         """The outermost forward after `run`, or before it; None if there is none."""
@@ -675,7 +677,7 @@ class Planner:
         expected = self._backward_order.expect(call.unit, 1 if budget is None else _AHEAD)
         if expected:
             return expected
-        begin = max((run for run in self._runs if run < call.start), default=-1)
+        begin = self.run_of(call)
         for other in reversed(self._calls.values()):
             if begin < other.start < call.start:
                 return [other.unit]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fullshard import _torch
 from fullshard.gloo import Posted, wires
-from fullshard.ledger import Entry, Ledger, headline, listed, parted
+from fullshard.ledger import Entry, Ledger, headline, listed, parted, said
 
 _TICK = 0.1  # seconds between two looks
 _LISTEN = 5.0  # seconds between two looks whether another rank is concerned, and between two times of saying so
@@ -265,30 +265,31 @@ class Watch:
             since = self._found.setdefault((name, ledger.epoch), now)
             if sum(map(len, calls.values())) < len(ledger.ranks) and now < since + _GRACE:
                 return None  # others may say so soon, and all should say the same
-            said = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in calls.items())
+            texts = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in calls.items())
             if len(calls) == 1:
-                said += ", but of other parameters, shapes or dtypes, or after other calls"
+                texts += ", but of other parameters, shapes or dtypes, or after other calls"
             return (
-                f"the ranks parted at call {number}. {said}. All ranks must run the same units in the same order: have a rank "
+                f"the ranks parted at call {number}. {texts}. All ranks must run the same units in the same order: have a rank "
                 "that has nothing to compute for a unit call its join(), and all ranks any_failed() when some may have raised"
             )
         for waiter in concerned:
             if waiter.entry is None:
                 continue
+            here = f"(rank {self._rank}) waits in {said(waiter.entry)}"
             meeting = [rank for rank, there in others.items() if _meets(there, self._ledgers, self._rank)]
             if meeting and not name.startswith(MEETING):
                 return (
-                    f"{listed(meeting)} {'is' if len(meeting) == 1 else 'are'} in fullshard.any_failed(), and this rank (rank "
-                    f"{self._rank}) waits in {waiter.entry}: the step failed, or ended early, there. Call any_failed() here too"
+                    f"{listed(meeting)} {'is' if len(meeting) == 1 else 'are'} in fullshard.any_failed(), and this rank "
+                    f"{here}: the step failed, or ended early, there. Call any_failed() here too"
                 )
             gone = [rank for rank in ledger.ranks if rank in others and others[rank].ended]
             if gone:
                 last = "; ".join(f"{listed([rank])}: {places[rank]}" for rank in gone if rank in places)
-                return f"{listed(gone)} ended the program, while this rank (rank {self._rank}) waits in {waiter.entry}. {last}"
+                return f"{listed(gone)} ended the program, while this rank {here}. {last}"
             late = 0.0 if waiter.timeout is None else waiter.stuck(now) - waiter.timeout
             if late > 0.0 and (self._answered(ledger, others, self._expected) or late > _LISTEN):
                 return (
-                    f"rank {self._rank} waited {waiter.timeout:g} seconds (CheckPolicy.timeout) in {waiter.entry}. "
+                    f"rank {self._rank} waited {waiter.timeout:g} seconds (CheckPolicy.timeout) in {said(waiter.entry)}. "
                     + self._said(ledger, others, self._expected)
                 )
         return None
@@ -309,9 +310,9 @@ class Watch:
 
     def _position(self, ledger: Ledger) -> Position:
         waiting = next((w.entry for w in self._waiters if w.ledger is ledger and w.entry is not None), None)
-        calls = [(entry.number, entry.hash, str(entry.kind)) for entry in _copied(ledger.ring)]
+        calls = [(number, digest, str(kind)) for number, kind, digest in _copied(ledger.ring)]
         ranks = ledger.ranks if ledger.name.startswith(MEETING) else ()
-        return Position(calls, None if waiting is None else waiting.number, ledger.verdict, ledger.epoch, ranks)
+        return Position(calls, None if waiting is None else waiting[0], ledger.verdict, ledger.epoch, ranks)
 
     def _tell(self, *, ended: bool = False) -> None:
         positions = {name: self._position(ledger) for name, ledger in list(self._ledgers.items())}
