@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Heartbeat:
         self.ledger, self.reductions = ledger, list(reductions)
         digest = ledger.hash
         self._head = digest.to_bytes(_HASH, "little", signed=True) + (~digest).to_bytes(_HASH, "little", signed=True)
-        flags = b"".join([bytes(reduction.used) for reduction in reductions])
+        flags = bytes(chain.from_iterable([reduction.used for reduction in reductions]))
         self.all_used = 0 not in flags
         length = -(-(len(self._head) + len(flags)) // _UNIT) * _UNIT
         if page is None or len(page[0]) != length:

@@ -64,6 +64,23 @@ class Ledger:
         rank 1   1 'a' forward gather   2 'c' forward gather                          <- they parted at call 2
     """
 
+    __slots__ = (  # in a step nothing that is asked for once per message is in the processor's caches, so it lies together
+        "__weakref__",
+        "_backwards",
+        "_beginning",
+        "_closing",
+        "_ordinals",
+        "_silent",
+        "count",
+        "epoch",
+        "hash",
+        "name",
+        "rank",
+        "ranks",
+        "ring",
+        "verdict",
+    )
+
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
         """`name`: alike on all `ranks` (global numbers), of which `rank` is this one."""
         self.name, self.ranks, self.rank = name, tuple(ranks), rank

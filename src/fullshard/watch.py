@@ -32,16 +32,18 @@ _WINDOW = 64  # entries and messages that are told to others
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
 class Waiter:
     """What one thread waits for. patience, timeout: seconds until it asks the others, until it gives up (None: never)."""
 
-    patience: float = 1.0
-    timeout: float | None = None
-    ledger: Ledger | None = None
-    entry: Entry | None = None
-    seen: Entry | None = None
-    since: float = 0.0
+    __slots__ = ("__weakref__", "_seen", "_since", "entry", "ledger", "patience", "timeout")
+
+    def __init__(self) -> None:
+        self.patience = 1.0
+        self.timeout: float | None = None
+        self.ledger: Ledger | None = None
+        self.entry: Entry | None = None
+        self._seen: Entry | None = None
+        self._since = 0.0
 
     def configure(self, patience: float, timeout: float | None) -> None:
         self.patience, self.timeout = patience, timeout
@@ -57,9 +59,9 @@ class Waiter:
     def stuck(self, now: float) -> float:
         """For how many seconds it has waited for one call, as far as is known."""
         entry = self.entry
-        if entry is not self.seen:
-            self.seen, self.since = entry, now
-        return 0.0 if entry is None else now - self.since
+        if entry is not self._seen:
+            self._seen, self._since = entry, now
+        return 0.0 if entry is None else now - self._since
 
 
 @dataclass(frozen=True, slots=True)
