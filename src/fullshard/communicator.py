@@ -13,7 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm import CustomCollectives, Delays, Interrupted, Journal, Journaled, Lane, Pending, Ticket, nothing
+from fullshard.comm import (
+    CustomCollectives,
+    Delays,
+    HostLane,
+    Interrupted,
+    Journal,
+    Journaled,
+    Lane,
+    Pending,
+    StreamLane,
+    Ticket,
+    nothing,
+)
 from fullshard.full import Carriers
 from fullshard.gloo import Tag, collectives_for
 from fullshard.ledger import Entry, Ledger, Line, headline, said
@@ -23,6 +35,7 @@ from fullshard.policies import CheckPolicy, CommPolicy
 from fullshard.schedule import StateError
 from fullshard.watch import Waiter, Watch, watch_of
 
+_PROMPT = {HostLane, StreamLane}  # lanes that begin what they are given before they return
 _BOOKS: dict[str, Iterator[int]] = {}  # ledgers of equal names, which all ranks make in one order
 
 
@@ -33,9 +46,8 @@ class Sent:
 
     ticket: Ticket
 
-    def __init__(self, communicator: Communicator, ledger: Ledger, entry: Entry, start: Callable[[], Pending]) -> None:
-        self._communicator, self._ledger, self.entry = communicator, ledger, entry
-        self._start: Callable[[], Pending] | None = start
+    def __init__(self, communicator: Communicator, ledger: Ledger, entry: Entry, start: Callable[[], Pending] | None) -> None:
+        self._communicator, self._ledger, self.entry, self._start = communicator, ledger, entry, start
 
     def begin(self) -> Pending:
         """Send its messages. Raises StateError if nothing is begun any more."""
@@ -113,7 +125,9 @@ class Communicator:
         self._ledgers[axis.key] = found, groups
         group = groups[0] if groups[0] is not None else groups[1]
         if len(ranks) > 1 and group is not None:
-            watch = watch_of(_torch.backend_name(group, axis.device))
+            backend = _torch.backend_name(group, axis.device)
+            found.tagged = self.away is None and backend == "gloo"
+            watch = watch_of(backend)
             if watch is not None:
                 if watch is not self.watch:  # also of a process group that was made anew
                     self.watch, self.waiter = watch, watch.waiter()
@@ -157,9 +171,11 @@ class Communicator:
         """
         ledger = line.ledger
         entry = after.entry if part and after is not None else ledger.note(line[action])
-        sent = Sent(self, ledger, entry, start)
+        at_once = after is None and not ledger.tagged and type(lane) in _PROMPT
+        sent = Sent(self, ledger, entry, None if at_once else start)
+        begin = start if at_once else sent.begin  # the ledger was open a moment ago
         try:
-            sent.ticket = lane.run(sent.begin, finish) if after is None else lane.run(sent.begin, finish, after=after.ticket)
+            sent.ticket = lane.run(begin, finish) if after is None else lane.run(begin, finish, after=after.ticket)
         except (StateError, torch.OutOfMemoryError):
             raise
         except RuntimeError as failure:

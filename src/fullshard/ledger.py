@@ -78,6 +78,7 @@ class Ledger:
         "rank",
         "ranks",
         "ring",
+        "tagged",
         "verdict",
     )
 
@@ -89,6 +90,7 @@ class Ledger:
         self.ring: deque[Entry] = deque(maxlen=REMEMBERED)
         self.verdict: str | None = None  # why nothing can be said any more
         self.epoch = 0  # how often all ranks began anew together
+        self.tagged = False  # whether its messages bear the numbers of their entries, so that a rank may answer others
         self._beginning = False  # whether messages are begun at this moment
         self._closing = threading.Lock()
         self._silent = False  # whether of what was put off nothing is begun any more
