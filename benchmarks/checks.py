@@ -1,6 +1,6 @@
 """What the checks cost: ledger, tags, watch, heartbeat and examinations, beside the same program without them.
 
-    python benchmarks/checks.py [--pairs 150] [--units 32] [--steps 40]
+    python benchmarks/checks.py [--pairs 400] [--units 32] [--steps 40]
 
 Forward and backward of small units on a fake process group, which is time of the host, and of the model of `make train` on two
 gloo ranks; interleaved, in one process. In a loop of its own each check would find its code in the processor's caches and take a
@@ -124,7 +124,7 @@ def _train(rank: int, steps: int, port: int, results: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=150)
+    parser.add_argument("--pairs", type=int, default=400)
     parser.add_argument("--units", type=int, default=32)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--port", type=int, default=29533)

@@ -60,27 +60,19 @@ class Sent:
     def done(self) -> bool:
         return self.ticket.done()
 
-    def wait(self) -> None:
-        waiter = self._communicator.waiter
-        if waiter is None:
-            self.ticket.wait()
-        else:
-            self._watched(waiter, self.ticket.wait)
-
-    def block(self) -> None:
-        waiter = self._communicator.waiter
-        if waiter is None:
-            self.ticket.block()
-        else:
-            self._watched(waiter, self.ticket.block)
-
-    def _watched(self, waiter: Waiter, wait: Callable[[], None]) -> None:
+    def wait(self, *, block: bool = False) -> None:
         """Raises StateError if the work failed, or ended because the ranks parted."""
+        ticket, waiter = self.ticket, self._communicator.waiter
+        if waiter is None:
+            return ticket.block() if block else ticket.wait()
         ledger, entry = self._ledger, self.entry
         before = waiter.ledger, waiter.entry
         waiter.ledger, waiter.entry = ledger, entry
         try:
-            wait()
+            if block:
+                ticket.block()
+            else:
+                ticket.wait()
         except Interrupted as failure:  # there is nothing to ask the others
             raise StateError(f"rank {ledger.rank}, {said(entry)}: {failure}") from failure
         except Exception as failure:
@@ -89,6 +81,9 @@ class Sent:
             waiter.ledger, waiter.entry = before
         if ledger.verdict is not None:
             raise StateError(ledger.verdict)
+
+    def block(self) -> None:
+        self.wait(block=True)
 
 
 class Communicator:
