@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -266,3 +267,20 @@ def test_what_is_not_a_gradient_of_the_parameter_is_refused_by_name_and_no_gradi
     with pytest.warns(UserWarning, match="the last backward raised"):
         model(torch.ones(2, 4)).sum().backward()
     assert torch.equal(last.grad.full_tensor(), torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("aliased", [False, True])
+@ranks(2)
+def test_gradients_that_the_caller_exchanged_are_added_to_where_they_are_now(world: World, aliased: bool) -> None:
+    """Those of a unit are views of one tensor, to which the next ones are added at once: in their old order, silently."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = fully_shard(copy.deepcopy(plain), mesh=world.mesh)
+    batch = torch.randn(2, 4)
+    for module in (plain, model):
+        module(batch).square().sum().backward()
+        first, second = module[0].weight, module[1].weight
+        first.grad, second.grad = second.grad, second.grad if aliased else first.grad
+        module(batch).square().sum().backward()
+    for expected, parameter in zip(plain.parameters(), model.parameters()):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)

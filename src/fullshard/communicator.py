@@ -165,7 +165,11 @@ class Communicator:
         Raises StateError if the ranks parted, or another rank is gone already.
         """
         ledger = line.ledger
-        entry = after.entry if part and after is not None else ledger.note(line[action])
+        if part:
+            assert after is not None
+            entry = after.entry
+        else:
+            entry = ledger.note(line[action])
         at_once = after is None and not ledger.tagged and type(lane) in _PROMPT
         sent = Sent(self, ledger, entry, None if at_once else start)
         begin = start if at_once else sent.begin  # the ledger was open a moment ago

@@ -16,14 +16,13 @@ from fullshard.schedule import StateError
 if TYPE_CHECKING:
     from fullshard.group import Group
 
-_FLAT = "_fullshard_flat"  # on a gradient: the flat tensor all gradients of its group are views of
-
 
 class Handover:
     """The gradients of one group, (shard_numel,) in the storage dtype, for the parameters that are `used`.
 
     Python may be interrupted (Ctrl-C) between any two calls, so `happen` can be begun again: a gradient that is set says by
-    what is on it that it was, and one that is added to by the version of the tensor that was written.
+    what is on it that it was, and one that is added to by the version of the tensor that was written. A gradient bears the flat
+    tensor that it is a view of, under a key of its parameter: one that the caller put there bears none, or that of another.
     """
 
     __slots__ = ("_flat", "_gradients", "_group", "_mark", "_versions")
@@ -44,20 +43,22 @@ class Handover:
             ]
             for parameter, gradient in zip(group.parameters, self._gradients):
                 if gradient is not None:
-                    _check(parameter, gradient, "a hook on it made of its gradient", parameter.local.dtype)
-        for parameter, is_used in zip(group.parameters, used):
+                    _check(parameter, gradient, "is what a hook on it made of its gradient,", parameter.local.dtype)
+        for parameter, key, is_used in zip(group.parameters, group.keys, used):
             grad = parameter.sharded.grad
-            if is_used and grad is not None and _FLAT not in grad.__dict__:
+            mark = None if grad is None else grad.__dict__.get(key)
+            if is_used and grad is not None and (mark is None or mark[0] is not group.token):
                 _check(parameter, grad, "was put into its `.grad`, to which its gradient is to be added,")
 
     def happen(self) -> None:
         if self._gradients is None:
             if not self._is_flat():
-                for index, (parameter, view) in enumerate(zip(self._group.parameters, self._group.views)):
+                group = self._group
+                for index, (parameter, key, view) in enumerate(zip(group.parameters, group.keys, group.views)):
                     grad = parameter.sharded.grad
                     if grad is None:
-                        parameter.deliver(self._flat.as_strided(*view), _FLAT, self._mark)
-                    elif grad.__dict__.get(_FLAT) is not self._mark:
+                        parameter.deliver(self._flat.as_strided(*view), key, self._mark)
+                    elif grad.__dict__.get(key) is not self._mark:
                         self._add(index, grad, parameter.face(self._flat.as_strided(*view)))
             return
         for index, (parameter, gradient) in enumerate(zip(self._group.parameters, self._gradients)):
@@ -79,8 +80,9 @@ class Handover:
     def _is_flat(self) -> bool:
         """Whether all gradients are the views of one flat tensor that we gave, which is added to in one call."""
         grads = [parameter.sharded.grad for parameter in self._group.parameters]
-        before: Any = None if grads[0] is None else grads[0].__dict__.get(_FLAT)
-        if before is None or any(grad is None or grad.__dict__.get(_FLAT) is not before for grad in grads):
+        keys = self._group.keys
+        before: Any = None if grads[0] is None else grads[0].__dict__.get(keys[0])
+        if before is None or any(grad is None or grad.__dict__.get(key) is not before for grad, key in zip(grads, keys)):
             return False
         token, total = before
         if before is self._mark:
@@ -109,12 +111,14 @@ def _check(parameter: ShardedParameter, gradient: Any, origin: str, dtype: torch
         and gradient.dtype == (dtype or gradient.dtype)
     )
     if not fits:
-        what = f"a plain tensor of shape {tuple(gradient.shape)}"
+        what = type(gradient).__name__
+        if isinstance(gradient, Tensor):
+            what += f" {tuple(gradient.shape)} of {gradient.dtype}"
         if isinstance(gradient, DTensor):
-            what = f"{gradient.dtype} with {gradient.placements} on {gradient.device_mesh}"
+            what += f" with {gradient.placements} on {gradient.device_mesh}"
         raise StateError(
-            f"{what} {origin} but parameter '{parameter.name}' of unit '{parameter.label.name}' has "
-            f"{dtype or gradient.dtype} with {spec.placements} on {spec.mesh}: make it one like the parameter with "
+            f"{what} {origin} but parameter '{parameter.name}' of unit '{parameter.label.name}' has DTensors "
+            f"{tuple(spec.shape)} of {parameter.local.dtype} with {spec.placements} on {spec.mesh}: make it one with "
             "distribute_tensor(full, parameter.device_mesh, parameter.placements)"
         )
 

@@ -23,8 +23,8 @@ Page = tuple[bytearray, Tensor]
 class Heartbeat:
     """Bytes, of which every rank gets the maximum over all ranks.
 
-        0..7   hash of the ledger         which no rank finds changed exactly if all are equal: where they are not, one has
-        8..15  255 minus each of them     less than the maximum here, and one has more than the minimum, so less there
+        0..7   hash of the ledger         where ranks differ in a byte, each has less than the maximum, so finds it changed here
+        8..15  255 minus each of them     or more than the minimum, so finds it changed there
         16..   1 for each trainable parameter that this rank used, in the order of the reductions; then zeros
 
     It is read where it costs nothing: at once on the CPU, on an accelerator when the device has long passed it, or at once by
