@@ -42,7 +42,7 @@ _BOOKS: dict[str, Iterator[int]] = {}  # ledgers of equal names, which all ranks
 class Sent:
     """A ticket of work in which other ranks take part: while it is waited for, the watch knows for what.
 
-    `Communicator.send` fills it in: without a call for that, a message's checks take a fifth less.
+    `Communicator.send` fills it in, which saves each message a call of Python's.
     """
 
     __slots__ = ("communicator", "entry", "ledger", "start", "ticket")

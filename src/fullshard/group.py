@@ -99,9 +99,8 @@ class Group:
             (p.cut.shard_shape, _torch.contiguous_strides(p.cut.shard_shape), place.offset)
             for p, place in zip(parameters, self.layout.places)
         ]
-        self.keys = [
-            f"_fullshard_flat_{index}" for index in range(len(parameters))
-        ]  # a gradient bears its flat tensor under it
+        # Under its parameter's key a gradient bears the flat tensor that it is a view of.
+        self.keys = [f"_fullshard_flat_{index}" for index in range(len(parameters))]
         self.token = object()  # on a gradient it says that its flat tensor is laid out like this group
         self._gaps: dict[tuple[int, torch.dtype], Tensor] = {}
         self.plan = ReductionPlan.plan(self.layout, direct=dtypes.compute == dtypes.reduce)
