@@ -13,13 +13,19 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import TESTS, World, ranks, until
+from hypothesis import given
+from hypothesis import strategies as st
 from models import Stack, batch, shard_stack, square
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
 from fullshard import CheckPolicy, StateError
 from fullshard.ledger import Label, Ledger, Line, listed, parted
+from fullshard.module import units_of
 from fullshard.watch import Watch
 
 PROGRAM = """
@@ -135,7 +141,7 @@ def test_who_waits_anew_is_told_where_the_others_are_by_now(monkeypatch: pytest.
     for tenth in range(1, 300):
         now = 100 + tenth / 10
         waits = tenth < 110 or tenth > 170
-        waiter.enter(ledgers[0], entry) if waits else waiter.leave()
+        waiter.enter(entry) if waits else waiter.leave()
         if tenth == 160:
             steps[1].note("reduction")
         for watch in watches:
@@ -210,6 +216,59 @@ def test_meetings_without_a_mesh_are_one_meeting(world: World) -> None:
     for _ in range(20):
         assert not fullshard.any_failed()
     assert len(_MEETINGS) == before
+
+
+@given(st.lists(st.sampled_from(["gather", "reduction", "hash", "turn"]), max_size=200))
+def test_what_is_said_and_hashed_does_not_depend_on_when_somebody_asks(program: list[str]) -> None:
+    asked, other = Ledger("all", [0, 1], 0), Ledger("all", [0, 1], 1)
+    lines = [Line(ledger, Label(""), "") for ledger in (asked, other)]
+    said, hashes = 0, {0: other.hash}
+    for action in program:
+        if action == "hash":
+            assert asked.hash == hashes[said], "and it is the same whenever it is asked for"
+        elif action == "turn":
+            asked.turn()
+        else:
+            said += 1
+            assert [line.note(action).number for line in lines] == [said, said]
+            hashes[said] = other.remembered()[-1][1]
+    assert asked.remembered() == other.remembered() == other.remembered()[-64:]
+    assert [number for number, _, _ in asked.remembered()] == list(range(max(0, said - 64) + 1, said + 1))
+    assert asked.count == said and asked.hash == other.hash == hashes[said]
+    assert len(set(hashes.values())) == said + 1
+
+
+def test_a_ledger_that_is_closed_says_nothing_until_it_is_opened_anew() -> None:
+    ledger = Ledger("all", [0, 1], 0)
+    line = Line(ledger, Label("layers.0"), "")
+    assert str(line.note("gather")) == "call 1, 'layers.0' gather"
+    before = ledger.hash
+    ledger.close("they parted")
+    ledger.close("once more")
+    for _ in range(2):
+        with pytest.raises(StateError, match="they parted"):
+            line.note("gather")
+        ledger.turn()
+    assert ledger.count == 1 and ledger.hash == before
+    ledger.reopen()
+    assert line.note("gather").number == 1 and ledger.hash != before, "of another epoch"
+
+
+def test_forwards_without_heartbeat_are_forgotten() -> None:
+    """Where messages bear no tags nobody asks for a hash between two backwards."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = shard_stack(Stack(), init_device_mesh("cpu", (2,)))
+        unit = next(iter(units_of(model, False)))
+        ledger = unit.keeper.communicator.ledger(unit.axis)
+        with torch.no_grad():
+            for _ in range(100):
+                model(batch(0))
+        said = ledger.count
+        assert said >= 300 and said % 100 == 0
+        assert sum(len(page.kinds) for page in ledger._pages) < 64 + 16 + 3 * said / 100
+    finally:
+        dist.destroy_process_group()
 
 
 def test_backwards_without_a_heartbeat_are_entered_and_counted_anew_by_all() -> None:

@@ -28,7 +28,7 @@ from fullshard.comm import (
 )
 from fullshard.full import Carriers
 from fullshard.gloo import Tag, collectives_for
-from fullshard.ledger import Entry, Ledger, Line, headline, said
+from fullshard.ledger import Entry, Ledger, Line, headline
 from fullshard.mesh import ShardAxis, beside
 from fullshard.options import UnitOptions
 from fullshard.policies import CheckPolicy, CommPolicy
@@ -39,24 +39,23 @@ _PROMPT = {HostLane, StreamLane}  # lanes that begin what they are given before 
 _BOOKS: dict[str, Iterator[int]] = {}  # ledgers of equal names, which all ranks make in one order
 
 
-class Sent:
+class Sent(Entry):
     """A ticket of work in which other ranks take part: while it is waited for, the watch knows for what.
 
     `Communicator.send` fills it in, which saves each message a call of Python's.
     """
 
-    __slots__ = ("communicator", "entry", "ledger", "start", "ticket")
+    __slots__ = ("communicator", "hash", "start", "ticket")
 
     communicator: Communicator
-    ledger: Ledger
-    entry: Entry
     ticket: Ticket
-    start: Callable[[], Pending] | None  # there is none if the lane was given it
+    start: Callable[[], Pending] | None  # there is none, nor a hash, if the lane was given it
+    hash: int  # of all calls up to this
 
     def begin(self) -> Pending:
         """Send its messages. Raises StateError if nothing is begun any more."""
         tag, ledger = self.communicator.tag, self.ledger
-        tag.hash, tag.book = self.entry[2], ledger
+        tag.hash, tag.book = self.hash, ledger
         start, self.start = self.start, None  # what it belongs to may hold us
         assert start is not None
         return ledger.begin(start)
@@ -69,22 +68,20 @@ class Sent:
         ticket, waiter = self.ticket, self.communicator.waiter
         if waiter is None:
             return ticket.block() if block else ticket.wait()
-        ledger, entry = self.ledger, self.entry
-        before = waiter.ledger, waiter.entry
-        waiter.ledger, waiter.entry = ledger, entry
+        before, waiter.entry = waiter.entry, self
         try:
             if block:
                 ticket.block()
             else:
                 ticket.wait()
         except Interrupted as failure:  # there is nothing to ask the others
-            raise StateError(f"rank {ledger.rank}, {said(entry)}: {failure}") from failure
+            raise StateError(f"rank {self.ledger.rank}, {self}: {failure}") from failure
         except Exception as failure:
-            raise self.communicator.explained(failure, ledger, entry) from failure
+            raise self.communicator.explained(failure, self) from failure
         finally:
-            waiter.ledger, waiter.entry = before
-        if ledger.verdict is not None:
-            raise StateError(ledger.verdict)
+            waiter.entry = before
+        if self.ledger.verdict is not None:
+            raise StateError(self.ledger.verdict)
 
     def block(self) -> None:
         self.wait(block=True)
@@ -103,6 +100,7 @@ class Communicator:
         self.watch: Watch | None = None
         self.waiter: Waiter | None = None  # None as long as nobody else takes part in anything
         self.gather_lane, self.reduce_lane, self.replicate_lane = lanes(device), lanes(device), lanes(device)
+        self._prompt = {type(self.gather_lane), type(self.reduce_lane), type(self.replicate_lane)} <= _PROMPT
         self._ledgers: dict[tuple[int, int], tuple[Ledger, tuple[object, object]]] = {}  # with the groups they are for
         self._patience = 1.0  # seconds
         self._timeout: float | None = None  # seconds
@@ -138,6 +136,11 @@ class Communicator:
     def ledgers(self) -> list[Ledger]:
         return [ledger for ledger, _ in self._ledgers.values()]
 
+    def turn_pages(self) -> None:
+        """For who begins a forward: a program without heartbeats shall not remember all that it ever said."""
+        for ledger, _ in self._ledgers.values():
+            ledger.turn()
+
     def heed(self, checks: Sequence[CheckPolicy]) -> None:
         """Of what the units were told, the shortest patience counts."""
         self._patience = min((check.patience for check in checks), default=1.0)
@@ -145,12 +148,13 @@ class Communicator:
         if self.waiter is not None:
             self.waiter.configure(self._patience, self._timeout)
 
-    def explained(self, failure: BaseException, ledger: Ledger, entry: Entry) -> StateError:
+    def explained(self, failure: BaseException, entry: Entry) -> StateError:
         """What a failed collective was about, and where the other ranks are."""
+        ledger = entry.ledger
         if ledger.verdict is not None:
             return StateError(ledger.verdict)
         where = "" if self.watch is None else self.watch.survey(ledger)
-        text = f"rank {ledger.rank}, {said(entry)}: {headline(failure)}. {where}"
+        text = f"rank {ledger.rank}, {entry}: {headline(failure)}. {where}"
         return StateError(text if ledger.verdict is None else ledger.verdict)
 
     def send(
@@ -164,27 +168,26 @@ class Communicator:
         *,
         part: bool = False,
     ) -> Sent:
-        """Run a collective on a lane and enter it in the ledger, if it is not part of the one it comes `after`.
+        """Run a collective on a lane and enter it in the ledger, if it is not part of the last one, which it comes `after`.
 
         Raises StateError if the ranks parted, or another rank is gone already.
         """
-        ledger = line.ledger
-        if part:
-            assert after is not None
-            entry = after.entry
-        else:
-            entry = ledger.note(line[action])
         sent = Sent()
-        sent.communicator, sent.ledger, sent.entry = self, ledger, entry
+        sent.communicator = self
+        sent.ledger = ledger = line.ledger
+        sent.kind = kind = line[action]
+        if not part:
+            ledger.say(kind)
+        sent.number = ledger.before + len(ledger.kinds)
         begin = start  # at once: the ledger was open a moment ago
-        if after is not None or ledger.tagged or type(lane) not in _PROMPT:
-            sent.start, begin = start, sent.begin
+        if ledger.tagged or after is not None or not self._prompt:
+            sent.start, sent.hash, begin = start, ledger.hash, sent.begin
         try:
             sent.ticket = lane.run(begin, finish) if after is None else lane.run(begin, finish, after=after.ticket)
         except (StateError, torch.OutOfMemoryError):
             raise
         except RuntimeError as failure:
-            raise self.explained(failure, ledger, entry) from failure
+            raise self.explained(failure, sent) from failure
         return sent
 
     def all_reduce(self, axis: ShardAxis, line: Line, action: str, tensor: Tensor, *, maximum: bool = False) -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from fullshard.comm import Pending
-from fullshard.ledger import Ledger
+from fullshard.ledger import DIGEST, Ledger
 from fullshard.reduction import Reduction
 
-_HASH = 8  # bytes
 _UNIT = 1024  # bytes: messages of models that differ a little still have one length
 
 
@@ -37,7 +36,7 @@ class Heartbeat:
         """`away`: the accelerator it is sent from, if any. `page`: of one that was read."""
         self.ledger, self.reductions = ledger, list(reductions)
         digest = ledger.hash
-        self._head = digest.to_bytes(_HASH, "little", signed=True) + (~digest).to_bytes(_HASH, "little", signed=True)
+        self._head = digest.to_bytes(DIGEST, "little", signed=True) + (~digest).to_bytes(DIGEST, "little", signed=True)
         flags = bytes(chain.from_iterable([reduction.used for reduction in reductions]))
         self.all_used = 0 not in flags
         length = -(-(len(self._head) + len(flags)) // _UNIT) * _UNIT
@@ -76,7 +75,7 @@ class Heartbeat:
 
     def answers(self) -> list[list[bool]]:
         """Of each reduction, which of its parameters any rank used. The host must have waited for it."""
-        flags = iter(self._answer[2 * _HASH :].tolist())
+        flags = iter(self._answer[2 * DIGEST :].tolist())
         return [[bool(next(flags)) for _ in reduction.used] for reduction in self.reductions]
 
     @property

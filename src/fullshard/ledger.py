@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from fullshard.schedule import StateError
 
-REMEMBERED = 64  # entries of each ledger: as many as are told to others
+DIGEST = 8  # bytes of a hash
+
+_REMEMBERED = 64  # calls of each ledger: as many as are told to others
+_FULL = 16  # calls of a page, at least: they are hashed together
 
 _BEGINNING = 1.0  # seconds in which messages are begun, if whoever carries them does not wait for the other ranks
 
@@ -27,32 +30,65 @@ class Label:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What an entry is about: an action of one group of a unit."""
+def _hasher(text: str) -> Any:
+    return blake2b(text.encode(), digest_size=DIGEST, usedforsecurity=False)
+
+
+class Kind(bytes):
+    """What an entry is about: an action of one group of a unit. What is hashed is itself, 8 bytes.
+
+    >>> str(Kind(Label("layers.0"), "forward gather", "3 forward gather"))
+    "'layers.0' forward gather"
+    """
 
     label: Label
     action: str
-    code: int
+
+    def __new__(cls, label: Label, action: str, subject: str) -> Kind:
+        """`subject`: what no other has, and is alike on all ranks."""
+        self = super().__new__(cls, _hasher(subject).digest())
+        self.label, self.action = label, action
+        return self
 
     def __str__(self) -> str:
         return f"'{self.label.name}' {self.action}" if self.label.name else self.action
 
 
-Entry = tuple[int, Kind, int]
-"""One call: its number, its kind, and the hash of all entries up to it. One is made for each message: nothing is cheaper."""
+class Entry:
+    """One call, for who made it."""
+
+    __slots__ = ("kind", "ledger", "number")
+
+    ledger: Ledger
+    kind: Kind
+    number: int  # from 1
+
+    def __str__(self) -> str:
+        return f"call {self.number}, {self.kind}"
 
 
-def said(entry: Entry) -> str:
-    """
-    >>> said((7, Kind(Label("layers.0"), "forward gather", 1), 123))
-    "call 7, 'layers.0' forward gather"
-    """
-    number, kind, _ = entry
-    return f"call {number}, {kind}"
+class _Page(NamedTuple):
+    """Calls that follow each other: how many came before, what hashed those, and the kind of each."""
+
+    before: int
+    hasher: Any  # of hashlib; never updated
+    kinds: list[Kind]
+
+    def hashed(self) -> Any:
+        hasher = self.hasher.copy()
+        hasher.update(b"".join(self.kinds))
+        return hasher
 
 
-_END = Kind(Label(""), "end of a backward without heartbeat", 1)
+def _number(hasher: Any) -> int:
+    return int.from_bytes(hasher.digest(), "little", signed=True)
+
+
+def _refuse(verdict: str, kind: Kind) -> NoReturn:
+    raise StateError(verdict)
+
+
+_END = Kind(Label(""), "end of a backward without heartbeat", "end")
 
 
 class Ledger:
@@ -62,22 +98,27 @@ class Ledger:
 
         rank 0   1 'a' forward gather   2 'b' forward gather   3 'b' backward gather
         rank 1   1 'a' forward gather   2 'c' forward gather                          <- they parted at call 2
+
+    In a step nothing that is done once per message is in the processor's caches, and each instruction of Python takes ten
+    times as long as in a loop. So an entry is one word in a list (`say`), and calls are hashed when somebody asks for it or
+    a page is turned. Another thread may read at any time: but for the last page, which grows, nothing that it sees changes.
     """
 
-    __slots__ = (  # in a step nothing that is asked for once per message is in the processor's caches, so it lies together
+    __slots__ = (
         "__weakref__",
         "_backwards",
         "_beginning",
         "_closing",
         "_ordinals",
+        "_pages",
         "_silent",
-        "count",
+        "before",
         "epoch",
-        "hash",
+        "kinds",
         "name",
         "rank",
         "ranks",
-        "ring",
+        "say",
         "tagged",
         "verdict",
     )
@@ -85,31 +126,63 @@ class Ledger:
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
         """`name`: alike on all `ranks` (global numbers), of which `rank` is this one."""
         self.name, self.ranks, self.rank = name, tuple(ranks), rank
-        self.count = 0
-        self.hash = zlib.crc32(name.encode())
-        self.ring: deque[Entry] = deque(maxlen=REMEMBERED)
         self.verdict: str | None = None  # why nothing can be said any more
         self.epoch = 0  # how often all ranks began anew together
+        self._pages: tuple[_Page, ...] = ()
+        self.before: int  # calls before the last page
+        self.kinds: list[Kind]  # of those on the last page
+        self.say: Callable[[Kind], None]  # the next call is of this kind; raises StateError if nothing can be said any more
         self.tagged = False  # whether its messages bear the numbers of their entries, so that a rank may answer others
         self._beginning = False  # whether messages are begun at this moment
-        self._closing = threading.Lock()
+        self._closing = threading.Lock()  # held to set `say`
         self._silent = False  # whether of what was put off nothing is begun any more
         self._backwards = 0
         self._ordinals = itertools.count()
+        self.reopen(0)
 
     def enroll(self) -> int:
         """A number for one more unit, alike on all ranks, since units are made by all of them together."""
         return next(self._ordinals)
 
-    def note(self, kind: Kind) -> Entry:
-        """The next call is of this kind. Raises StateError if the ranks have parted."""
-        if self.verdict is not None:
-            raise StateError(self.verdict)
-        self.count += 1
-        self.hash = hash((self.hash, kind.code))  # of integers it is the same in every process
-        entry = self.count, kind, self.hash
-        self.ring.append(entry)
-        return entry
+    @property
+    def count(self) -> int:
+        page = self._pages[-1]
+        return page.before + len(page.kinds)
+
+    @property
+    def hash(self) -> int:
+        """Of all calls, of 64 bits: the same on ranks that said the same."""
+        self.turn()
+        page = self._pages[-1]
+        return _number(page.hashed() if page.kinds else page.hasher)
+
+    def turn(self) -> None:
+        """Begin a new page if this one is full, so that none grows for ever. Only for who may also `say`."""
+        if len(self.kinds) >= _FULL:
+            self._begin(_Page(self.count, self._pages[-1].hashed(), []), self._pages)
+
+    def _begin(self, page: _Page, earlier: tuple[_Page, ...]) -> None:
+        while len(earlier) > 1 and page.before - earlier[1].before >= _REMEMBERED:
+            earlier = earlier[1:]
+        with self._closing:
+            self._pages = (*earlier, page)
+            self.before, self.kinds = page.before, page.kinds
+            if self.verdict is None:
+                self.say = page.kinds.append
+
+    def remembered(self) -> list[tuple[int, int, str]]:
+        """The last calls: of each its number, the hash of all up to it, and its kind."""
+        pages = [(page, list(page.kinds)) for page in self._pages]
+        first = pages[-1][0].before + len(pages[-1][1]) - _REMEMBERED
+        found: list[tuple[int, int, str]] = []
+        for page, kinds in pages:
+            skipped = max(0, first - page.before)
+            hasher = page.hasher.copy()
+            hasher.update(b"".join(kinds[:skipped]))
+            for number, kind in enumerate(kinds[skipped:], page.before + skipped + 1):
+                hasher.update(kind)
+                found.append((number, _number(hasher), str(kind)))
+        return found
 
     def beats(self, every: int) -> bool:
         """Whether the backward that ends now has a heartbeat, as each `every`-th has since all ranks last began anew.
@@ -118,7 +191,7 @@ class Ledger:
         """
         self._backwards += 1
         if self._backwards % every:
-            self.note(_END)
+            self.say(_END)
             return False
         return True
 
@@ -126,7 +199,7 @@ class Ledger:
         """From now on every call raises, with `verdict`, and what was put off never begins."""
         with self._closing:
             if self.verdict is None:
-                self.verdict = verdict
+                self.verdict, self.say = verdict, partial(_refuse, verdict)
         self._settle()
 
     def silence(self, silent: bool) -> None:
@@ -156,13 +229,12 @@ class Ledger:
         while self._beginning and time.monotonic() < late:
             time.sleep(0.001)
 
-    def reopen(self) -> None:
+    def reopen(self, epoch: int | None = None) -> None:
         """All ranks agreed to go on from here: what each said before no longer matters."""
-        self.epoch += 1
-        self.ring.clear()
-        self.count, self.hash = 0, zlib.crc32(f"{self.name} {self.epoch}".encode())
+        self.epoch = self.epoch + 1 if epoch is None else epoch
         self.verdict = None
         self._backwards = 0
+        self._begin(_Page(0, _hasher(f"{self.name} {self.epoch}"), []), ())
 
 
 class Line(dict[str, Kind]):
@@ -176,12 +248,16 @@ class Line(dict[str, Kind]):
         self.ledger, self._label, self._seed = ledger, label, subject
 
     def __missing__(self, action: str) -> Kind:
-        code = zlib.crc32(f"{self._seed} {action}".encode()) + 1
-        kind = self[action] = Kind(self._label, action, code)
+        kind = self[action] = Kind(self._label, action, f"{self._seed} {action}")
         return kind
 
     def note(self, action: str) -> Entry:
-        return self.ledger.note(self[action])
+        """The next call is this. Raises StateError if the ranks have parted."""
+        entry = Entry()
+        entry.ledger, entry.kind = self.ledger, self[action]
+        entry.ledger.say(entry.kind)
+        entry.number = entry.ledger.count
+        return entry
 
 
 def parted(windows: dict[int, Sequence[tuple[int, int, str]]]) -> tuple[int, dict[str, list[int]]] | None:
@@ -231,4 +307,4 @@ def headline(failure: BaseException) -> str:
     return (str(failure).strip() or type(failure).__name__).splitlines()[0]
 
 
-__all__ = ["Entry", "Kind", "Label", "Ledger", "Line", "headline", "listed", "parted", "said"]
+__all__ = ["DIGEST", "Entry", "Kind", "Label", "Ledger", "Line", "headline", "listed", "parted"]

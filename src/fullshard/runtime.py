@@ -195,6 +195,7 @@ class Runtime:
             unit.name_below(module)
             self._trace.clear()
             self.delivery.read_beats()
+            self.communicator.turn_pages()
             if self._event is not None:
                 _torch.wait_for_event(self.device, self._event)
                 self._event = None

@@ -45,8 +45,8 @@ class _Meeting:
         for collectives in self._collectives:
             entry = self._line.note("any_failed()")
             message = torch.tensor([flag], dtype=torch.uint8, device=self.device)
-            self._tag.hash, self._tag.book = entry[2], self._ledger
-            before = self._waiter.enter(self._ledger, entry)
+            self._tag.hash, self._tag.book = self._ledger.hash, self._ledger
+            before = self._waiter.enter(entry)
             try:
                 pending = collectives.all_reduce_max(message)
                 for work in pending.works:

@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from fullshard import _torch
 from fullshard.gloo import Posted, wires
-from fullshard.ledger import Entry, Ledger, headline, listed, parted, said
+from fullshard.ledger import Entry, Ledger, headline, listed, parted
 
 _TICK = 0.1  # seconds between two looks
 _LISTEN = 5.0  # seconds between two looks whether another rank is concerned, and between two times of saying so
 _PER_RANK = 0.005  # seconds between two readings of all positions, for each rank of the largest ledger
 _GRACE = 0.5  # seconds for which ranks that parted wait for what the others say of it
 _ATTENTIVE = 10.0  # seconds for which others are followed closely once somebody is concerned
-_WINDOW = 64  # entries and messages that are told to others
+_WINDOW = 64  # messages that are told to others
 
 T = TypeVar("T")
 
@@ -35,33 +35,36 @@ T = TypeVar("T")
 class Waiter:
     """What one thread waits for. patience, timeout: seconds until it asks the others, until it gives up (None: never)."""
 
-    __slots__ = ("__weakref__", "_seen", "_since", "entry", "ledger", "patience", "timeout")
+    __slots__ = ("__weakref__", "_seen", "_since", "entry", "patience", "timeout")
 
     def __init__(self) -> None:
         self.patience = 1.0
         self.timeout: float | None = None
-        self.ledger: Ledger | None = None
         self.entry: Entry | None = None
-        self._seen: Entry | None = None
+        self._seen: tuple[Ledger, int, int] | None = None  # which it is: itself it would keep what is sent
         self._since = 0.0
 
     def configure(self, patience: float, timeout: float | None) -> None:
         self.patience, self.timeout = patience, timeout
 
-    def enter(self, ledger: Ledger, entry: Entry) -> tuple[Ledger | None, Entry | None]:
-        before = self.ledger, self.entry
-        self.ledger, self.entry = ledger, entry
+    def enter(self, entry: Entry) -> Entry | None:
+        before, self.entry = self.entry, entry
         return before
 
-    def leave(self, before: tuple[Ledger | None, Entry | None] = (None, None)) -> None:
-        self.ledger, self.entry = before
+    def leave(self, before: Entry | None = None) -> None:
+        self.entry = before
 
     def stuck(self, now: float) -> float:
         """For how many seconds it has waited for one call, as far as is known."""
         entry = self.entry
-        if entry is not self._seen:
-            self._seen, self._since = entry, now
-        return 0.0 if entry is None else now - self._since
+        seen = None if entry is None else (entry.ledger, entry.ledger.epoch, entry.number)
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        return 0.0 if seen is None else now - self._since
+
+    def waits_in(self, ledger: Ledger) -> Entry | None:
+        entry = self.entry
+        return entry if entry is not None and entry.ledger is ledger else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,7 @@ class Watch:
         """One look at this rank and, if anybody is concerned, at the others."""
         now = time.monotonic()
         with self._lock:
-            concerned = [w for w in self._waiters if w.stuck(now) > w.patience and w.ledger is not None]
+            concerned = [w for w in self._waiters if w.stuck(now) > w.patience]
             if self._asked or _signalled():
                 self._asked = False
                 self._report()
@@ -225,7 +228,7 @@ class Watch:
             ledgers = list(self._ledgers.values())
             self._asking = now + _PER_RANK * max((len(ledger.ranks) for ledger in ledgers), default=1)
             for ledger in ledgers:  # of all: who waits elsewhere may be waited for here
-                self._inquire(ledger, [w for w in concerned if w.ledger is ledger], now)
+                self._inquire(ledger, [w for w in concerned if w.waits_in(ledger)], now)
 
     def _alarm(self, now: float) -> int:
         """Ask all others where they are; the number by which they say that they heard it."""
@@ -275,9 +278,10 @@ class Watch:
                 "that has nothing to compute for a unit call its join(), and all ranks any_failed() when some may have raised"
             )
         for waiter in concerned:
-            if waiter.entry is None:
+            entry = waiter.entry
+            if entry is None:
                 continue
-            here = f"(rank {self._rank}) waits in {said(waiter.entry)}"
+            here = f"(rank {self._rank}) waits in {entry}"
             meeting = [rank for rank, there in others.items() if _meets(there, self._ledgers, self._rank)]
             if meeting and not name.startswith(MEETING):
                 return (
@@ -290,9 +294,8 @@ class Watch:
                 return f"{listed(gone)} ended the program, while this rank {here}. {last}"
             late = 0.0 if waiter.timeout is None else waiter.stuck(now) - waiter.timeout
             if late > 0.0 and (self._answered(ledger, others, self._expected) or late > _LISTEN):
-                return (
-                    f"rank {self._rank} waited {waiter.timeout:g} seconds (CheckPolicy.timeout) in {said(waiter.entry)}. "
-                    + self._said(ledger, others, self._expected)
+                return f"rank {self._rank} waited {waiter.timeout:g} seconds (CheckPolicy.timeout) in {entry}. " + self._said(
+                    ledger, others, self._expected
                 )
         return None
 
@@ -311,10 +314,9 @@ class Watch:
     # --- telling and asking ---
 
     def _position(self, ledger: Ledger) -> Position:
-        waiting = next((w.entry for w in self._waiters if w.ledger is ledger and w.entry is not None), None)
-        calls = [(number, digest, str(kind)) for number, kind, digest in _copied(ledger.ring)]
+        waiting = next((entry.number for waiter in self._waiters if (entry := waiter.waits_in(ledger))), None)
         ranks = ledger.ranks if ledger.name.startswith(MEETING) else ()
-        return Position(calls, None if waiting is None else waiting[0], ledger.verdict, ledger.epoch, ranks)
+        return Position(ledger.remembered(), waiting, ledger.verdict, ledger.epoch, ranks)
 
     def _tell(self, *, ended: bool = False) -> None:
         positions = {name: self._position(ledger) for name, ledger in list(self._ledgers.items())}
