@@ -164,7 +164,7 @@ class Ledger:
     def _begin(self, page: _Page, earlier: tuple[_Page, ...]) -> None:
         while len(earlier) > 1 and page.before - earlier[1].before >= _REMEMBERED:
             earlier = earlier[1:]
-        with self._closing:
+        with self._closing:  # and nothing is called between these, so an interrupt comes before all of them or after
             self._pages = (*earlier, page)
             self.before, self.kinds = page.before, page.kinds
             if self.verdict is None:
