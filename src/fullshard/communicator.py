@@ -50,7 +50,7 @@ class Sent(Entry):
     communicator: Communicator
     ticket: Ticket
     start: Callable[[], Pending] | None  # there is none, nor a hash, if the lane was given it
-    hash: int  # of all calls up to this
+    hash: int  # of all calls up to this, if its messages bear it
 
     def begin(self) -> Pending:
         """Send its messages. Raises StateError if nothing is begun any more."""
@@ -181,7 +181,8 @@ class Communicator:
         sent.number = ledger.before + len(ledger.kinds)
         begin = start  # at once: the ledger was open a moment ago
         if ledger.tagged or after is not None or not self._prompt:
-            sent.start, sent.hash, begin = start, ledger.hash, sent.begin
+            sent.start, begin = start, sent.begin
+            sent.hash = ledger.hash if ledger.tagged else sent.number  # which is for nobody then, and hashing takes its time
         try:
             sent.ticket = lane.run(begin, finish) if after is None else lane.run(begin, finish, after=after.ticket)
         except (StateError, torch.OutOfMemoryError):

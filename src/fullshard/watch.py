@@ -278,8 +278,8 @@ class Watch:
                 "that has nothing to compute for a unit call its join(), and all ranks any_failed() when some may have raised"
             )
         for waiter in concerned:
-            entry = waiter.entry
-            if entry is None:
+            entry = waiter.waits_in(ledger)
+            if entry is None:  # it went on meanwhile
                 continue
             here = f"(rank {self._rank}) waits in {entry}"
             meeting = [rank for rank, there in others.items() if _meets(there, self._ledgers, self._rank)]
@@ -294,9 +294,8 @@ class Watch:
                 return f"{listed(gone)} ended the program, while this rank {here}. {last}"
             late = 0.0 if waiter.timeout is None else waiter.stuck(now) - waiter.timeout
             if late > 0.0 and (self._answered(ledger, others, self._expected) or late > _LISTEN):
-                return f"rank {self._rank} waited {waiter.timeout:g} seconds (CheckPolicy.timeout) in {entry}. " + self._said(
-                    ledger, others, self._expected
-                )
+                there = self._said(ledger, others, self._expected)
+                return f"rank {self._rank} waited {waiter.timeout:g} seconds (CheckPolicy.timeout) in {entry}. {there}"
         return None
 
     def answer(self, ledger: Ledger, others: dict[int, Whereabouts] | None = None) -> None:
