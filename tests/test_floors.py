@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 FLOORS = [
     {"_torch", "policies", "layout", "notices"},
-    {"mesh", "modules", "comm", "schedule"},
+    {"board", "mesh", "modules", "comm", "schedule"},
     {"cut", "face", "plan", "gloo", "ledger", "joined"},
     {"replaced"},
     {"parameter", "watch", "sync"},

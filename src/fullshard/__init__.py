@@ -47,6 +47,7 @@ delivery.py     gradients on their way, and when they are handed out
 communicator.py lanes, process groups, and the ledger of what is said on them
 alike.py        a unit's weights and buffers, alike on all ranks
 ledger.py       what a rank said to the others, in order
+board.py        what ranks publish through the store, and the bell that wakes one
 watch.py        asks where the others are when a wait is long; ends waits in vain
 lint.py         parameters that nobody reduces; remarks about waste
 hooks.py        translates torch's callbacks into runtime events

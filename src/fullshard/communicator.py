@@ -27,7 +27,7 @@ from fullshard.comm import (
     nothing,
 )
 from fullshard.full import Carriers
-from fullshard.gloo import Tag, collectives_for
+from fullshard.gloo import PeerLost, Tag, collectives_for
 from fullshard.ledger import Entry, Ledger, Line, headline
 from fullshard.mesh import ShardAxis, beside
 from fullshard.options import UnitOptions
@@ -136,6 +136,13 @@ class Communicator:
     def ledgers(self) -> list[Ledger]:
         return [ledger for ledger, _ in self._ledgers.values()]
 
+    def leave(self, place: str, failure: str | None = None) -> None:
+        """An exception leaves this place: ranks that wait for this one are told so, unless it goes on soon."""
+        for ledger in self.ledgers:
+            ledger.leave(place, failure)
+        if self.watch is not None:
+            self.watch.attend()
+
     def turn_pages(self) -> None:
         """For who begins a forward: a program without heartbeats shall not remember all that it ever said."""
         for ledger, _ in self._ledgers.values():
@@ -151,6 +158,8 @@ class Communicator:
     def explained(self, failure: BaseException, entry: Entry) -> StateError:
         """What a failed collective was about, and where the other ranks are."""
         ledger = entry.ledger
+        if ledger.verdict is None and isinstance(failure, PeerLost) and self.watch is not None:
+            self.watch.lost(entry, failure.rank)
         if ledger.verdict is not None:
             return StateError(ledger.verdict)
         where = "" if self.watch is None else self.watch.survey(ledger)
