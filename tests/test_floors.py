@@ -9,7 +9,8 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 FLOORS = [
-    {"_torch", "policies", "layout", "notices"},
+    {"_torch", "policies", "layout", "notices", "errors"},
+    {"groups"},
     {"board", "mesh", "modules", "comm", "schedule"},
     {"cut", "face", "plan", "gloo", "ledger", "joined"},
     {"replaced"},

@@ -49,6 +49,7 @@ __all__ = [
     "default_store",
     "detach_state",
     "disable_tracing",
+    "drop_groups",
     "dtensor",
     "dtensor_like",
     "exception_on",
@@ -148,6 +149,12 @@ def is_cut(placement: Placement, dim: int | None = None) -> bool:
 def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The axis `names` of `mesh`, several flattened into one (which makes a process group the first time)."""
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def drop_groups(mesh: DeviceMesh) -> None:
+    """Have a mesh forget its process groups, which were destroyed."""
+    for one in (mesh, getattr(mesh, "_root_mesh", None)):
+        getattr(one, "_pg_registry", {}).clear()
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

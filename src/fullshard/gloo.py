@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm import KIB, CoalescedCollectives, Collectives, OneRank, Pending
+from fullshard.groups import held, on_release
 
 _TAGS = 0x20000000  # above the tags that programs use; 25 bits are ours
 _REMEMBERED = 512  # collectives of which a group knows that it took part in them
@@ -108,7 +109,7 @@ class Wire:
         self.name = _torch.group_name(group)  # the same on all its ranks
         self.members = dist.get_process_group_ranks(group)  # global ranks, by their rank in the group
         self.posted: deque[Posted] = deque(maxlen=_REMEMBERED)
-        self._group = group
+        self._held = held(group)
         self._under_way: set[Messages] = set()
         self._answers: list[dist.Work] = []
         self._answered: set[tuple[int, int]] = set()
@@ -122,14 +123,14 @@ class Wire:
         return found
 
     def carries(self, group: dist.ProcessGroup) -> bool:
-        return self._group is group
+        return self._held is held(group)
 
     def exchange(self, posted: Posted, receives: Sequence[tuple[Tensor, int]], sends: Sequence[tuple[Tensor, int]]) -> Messages:
         """Begin these messages, each with the rank in the group that it comes from or goes to."""
         messages = Messages(self, posted, receives, sends)
         self._under_way.add(messages)
         try:
-            _torch.exchange(messages.works, self._group, receives, sends, posted.tag)
+            _torch.exchange(messages.works, self._held(), receives, sends, posted.tag)
         except RuntimeError as failure:
             raise messages.lost(len(messages.works), failure) from failure
         finally:  # if it raises one of the ranks is gone
@@ -161,7 +162,7 @@ class Wire:
         for theirs in missing:
             self._answered.add((peer, theirs.tag))
             for size in theirs.sizes:
-                _torch.exchange(self._answers, self._group, [(received[:size], peer)], [(sent[:size], peer)], theirs.tag)
+                _torch.exchange(self._answers, self._held(), [(received[:size], peer)], [(sent[:size], peer)], theirs.tag)
         return too_long
 
     def forget_answers(self) -> None:
@@ -173,16 +174,12 @@ class Wire:
 
 
 _WIRES: dict[str, Wire] = {}
+on_release(_WIRES.clear)
 
 
 def wires() -> list[Wire]:
     """Those of this process, whatever became of the models that used them: others may still wait for their messages."""
     return list(_WIRES.values())
-
-
-def release_wires() -> None:
-    """Their process groups were destroyed."""
-    _WIRES.clear()
 
 
 class GlooCollectives:
@@ -199,7 +196,6 @@ class GlooCollectives:
     direct_min_bytes: float = 256 * KIB
 
     def __init__(self, group: dist.ProcessGroup, tag: Tag | None = None) -> None:
-        self._group = group
         self.tag = Tag() if tag is None else tag
         self.ranks, self.rank = group.size(), group.rank()
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from zlib import crc32
 
 from fullshard import _torch
-from fullshard.schedule import StateError
+from fullshard.errors import StateError
 
 DIGEST = 8  # bytes of a hash
 

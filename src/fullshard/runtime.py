@@ -24,6 +24,7 @@ from fullshard.backward import BackwardEnd, BackwardHook
 from fullshard.comm import Delays, Lane, Ticket, lane_for
 from fullshard.communicator import Communicator
 from fullshard.delivery import Delivery
+from fullshard.errors import StateError
 from fullshard.group import Group
 from fullshard.joined import Joined, JoinedCalls
 from fullshard.ledger import Line, described
@@ -31,18 +32,7 @@ from fullshard.mesh import ShardAxis
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import CheckPolicy, CommPolicy
-from fullshard.schedule import (
-    Action,
-    Call,
-    Planner,
-    Reduce,
-    Reshard,
-    Residency,
-    Retain,
-    StateError,
-    Unshard,
-    Wait,
-)
+from fullshard.schedule import Action, Call, Planner, Reduce, Reshard, Residency, Retain, Unshard, Wait
 from fullshard.unit import Unit, unit_of
 
 M = TypeVar("M", bound=Callable[..., Any])

@@ -19,7 +19,8 @@ from typing import Any
 
 from fullshard import _torch
 from fullshard.board import NOW, TURN, Board, bell_for
-from fullshard.gloo import Posted, Wire, release_wires, wires
+from fullshard.gloo import Posted, Wire, wires
+from fullshard.groups import release
 from fullshard.ledger import Entry, Ledger, headline, listed, parted
 
 _TICK = 0.1  # seconds between two looks
@@ -193,9 +194,14 @@ class Watch:
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join(2.0)
             with contextlib.suppress(Exception):
-                if any(key.endswith("/said") for key in self._told) and _torch.default_store() is _OF.store:
+                if self._is_awaited():
                     self._tell(ended=True)
             self._board.close()
+
+    def _is_awaited(self) -> bool:
+        """Whether others may ask why this rank ended: they were told where it is, or it left something by an exception."""
+        told = any(key.endswith("/said") for key in self._told) and _torch.default_store() is _OF.store
+        return told or any(ledger.left is not None or ledger.verdict is not None for ledger in list(self._ledgers.values()))
 
     # --- the thread ---
 
@@ -690,6 +696,9 @@ class Watch:
                 place = self._positions(ledger).get(rank)
                 if place is not None and place.flags & ENDED:
                     how = "ended the program"
+                if place is not None and place.flags & LEFT:
+                    said = self._words(ledger, [rank]).get(rank)
+                    how = how if said is None or said.left is None else f"left {said.left}, and closed its connections"
             except Exception:  # the store is gone, and its host with it
                 if self._board.is_served_by_first_rank and self._rank != 0:
                     rank, how = 0, "is gone, and with it the store of the process group"
@@ -782,7 +791,7 @@ def _destroyed(watch: Watch) -> None:
     with _OF.lock:
         if _OF.watch is watch:
             _OF.watch = _OF.store = None
-    release_wires()
+    release()
 
 
 def _in_child() -> None:
