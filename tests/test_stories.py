@@ -751,7 +751,7 @@ def test_sums_over_replicas_never_begin_when_a_rank_happens_to_be_ready(world: W
     class AllToAll(GlooCollectives):
         def _add_peer(self, outs: Any, fulls: Any, scale: float) -> Pending:
             received = [torch.empty_like(full) for full in fulls]
-            works = [_torch.all_to_all(self._group, parts, full) for parts, full in zip(received, fulls)]
+            works = [_torch.all_to_all(self._held(), parts, full) for parts, full in zip(received, fulls)]
 
             def add() -> None:
                 for parts, out in zip(received, outs):

@@ -7,6 +7,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import chain, repeat
 from math import prod
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "HYBRID_ZERO2",
     "DTensorSpec",
     "NetworkError",
+    "StoreError",
     "TorchFSDPModule",
     "all_gather_base",
     "all_gather_coalesced",
@@ -523,12 +525,19 @@ def default_store() -> Any:
 
 
 def own_store(store: Any, prefix: str) -> Any:
-    """The same store under a prefix of our own, over a connection of its own if it has connections."""
+    """The same store under a prefix of our own, over a connection of its own if it has connections, on which nothing takes
+    longer than some seconds.
+    """
     try:
-        return dist.distributed_c10d.PrefixStore(prefix, store.clone())
+        clone = store.clone()
+        clone.set_timeout(timedelta(seconds=5))
+        return dist.distributed_c10d.PrefixStore(prefix, clone)
     except (RuntimeError, NotImplementedError):
         return dist.distributed_c10d.PrefixStore(prefix, store)
 
+
+StoreError: type[Exception] = dist.DistStoreError
+"""What requests to a store raise that took too long."""
 
 NetworkError: type[Exception] = dist.DistNetworkError
 """What requests to a store raise once its host is gone."""

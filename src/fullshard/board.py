@@ -89,6 +89,7 @@ class Board:
         self.many = size > _MANY
         self.period = size / RATE
         self.heard = 0  # notices that were read
+        self._posted = 0  # notices that there are, as far as it is known
         self._store = store
         self._extended = _torch.has_extended_api(store)
         self._addresses: dict[int, str] = {}
@@ -108,12 +109,17 @@ class Board:
             for key, value in records.items():
                 self._store.set(key, value)
 
-    def read(self, keys: Sequence[str]) -> dict[str, bytes]:
+    def read(self, keys: Sequence[str], *, expected: bool = False) -> dict[str, bytes]:
         """The records that exist: one request if all are known to, else two; a missing one costs as many more as the number of
         keys has binary digits.
+
+        expected: with many ranks, take them to exist, and wait for some seconds for one that does not.
         """
         if not keys:
             return {}
+        if expected and self.many:
+            with suppress(_torch.StoreError):
+                return dict(zip(keys, map(bytes, self._store.multi_get(list(keys)))))
         if self._present.issuperset(keys) or self._store.check(list(keys)):
             self._present.update(keys)
             values = self._store.multi_get(list(keys)) if self._extended else [self._store.get(key) for key in keys]
@@ -124,18 +130,24 @@ class Board:
         return {**self.read(keys[:half]), **self.read(keys[half:])}
 
     def post(self, notice: bytes) -> int:
-        """Its number, from 1."""
+        """Its number, from 1. Two requests."""
         number = self._store.add("notices", 1)
         self._store.set(f"notice/{number}", notice)
         return number
 
+    def count_news(self) -> None:
+        """See how many notices there are. One request."""
+        self._posted = self._store.add("notices", 0)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are notices that were counted and not read."""
+        return self._posted > self.heard
+
     def news(self, clock: Callable[[], float] = time.monotonic) -> list[tuple[int, bytes]]:
-        """The notices since the last time, with their numbers, in order."""
-        total = self._store.add("notices", 0)
-        if total <= self.heard:
-            return []
-        numbers = range(self.heard + 1, total + 1)
-        found = self.read([f"notice/{number}" for number in numbers])
+        """The notices that were counted and not read, with their numbers, in order. One request, if there are any."""
+        numbers = range(self.heard + 1, self._posted + 1)
+        found = self.read([f"notice/{number}" for number in numbers], expected=True)
         news: list[tuple[int, bytes]] = []
         for number in numbers:
             notice = found.get(f"notice/{number}")
@@ -158,7 +170,7 @@ class Board:
         if self.bell is None:
             return
         unknown = [rank for rank in ranks if rank not in self._addresses and rank != self.rank]
-        for key, value in self.read([f"bell/{rank}" for rank in unknown]).items():
+        for key, value in self.read([f"bell/{rank}" for rank in unknown], expected=True).items():
             self._addresses[int(key[5:])] = value.decode()
         for rank in ranks:
             if rank != self.rank and rank in self._addresses:

@@ -199,6 +199,7 @@ class GlooCollectives:
         self.tag = Tag() if tag is None else tag
         self.ranks, self.rank = group.size(), group.rank()
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+        self._held = held(group)
         self._wire = Wire.of(group)
 
     def _post(self, sizes: tuple[int, ...]) -> Posted:

@@ -195,7 +195,7 @@ class Watch:
                 self._thread.join(2.0)
             with contextlib.suppress(Exception):
                 if self._is_awaited():
-                    self._tell(ended=True)
+                    self._publish(self._changed(ended=True))
             self._board.close()
 
     def _is_awaited(self) -> bool:
@@ -245,8 +245,10 @@ class Watch:
             waits = any(seconds > waiter.patience / 2 for waiter, seconds in stuck)  # to tell where it is takes a turn
             self._close_further(now)
             if waits or now <= self._attentive:
-                if urgency == NOW or self._take_turn(now):
+                if urgency == NOW or not self._board.many:
                     self._speak(now, concerned)
+                else:
+                    self._speak_in_turn(now, concerned)
                 for ledger in list(self._ledgers.values()):
                     if self._reads(ledger) and now >= self._reading.get(ledger.key, 0.0):
                         self._reading[ledger.key] = now + self._interval(ledger)
@@ -256,34 +258,53 @@ class Watch:
                 hello, self._hello = self._hello, {}
                 self._board.publish(hello)
 
+    def _speak(self, now: float, concerned: Sequence[Waiter]) -> None:
+        """Publish what changed here, read what others posted, and ask where they are if it is time to."""
+        self._publish(self._changed())
+        self._hear()
+        if self._is_to_ask(now, concerned):
+            if any(self._reads(ledger) for ledger in list(self._ledgers.values())):
+                self._ask(now)
+            else:
+                self._ring_readers(now)
+
+    def _speak_in_turn(self, now: float, concerned: Sequence[Waiter]) -> None:
+        """As `_speak`, as far as the turns of this rank allow."""
+        board = self._board
+        if not self._take_turn(now):
+            return
+        if records := self._changed():
+            self._publish(records)
+        elif board.has_news:
+            self._hear()
+        elif not self._is_to_ask(now, concerned):
+            board.count_news()
+        elif any(self._reads(ledger) for ledger in list(self._ledgers.values())):
+            self._ask(now)
+        else:
+            self._ring_readers(now)
+
     def _take_turn(self, now: float) -> bool:
-        """Whether this rank's turn to send a request has come."""
-        board, period = self._board, max(_TICK, self._board.period)
+        """Whether the turn of this rank to send a request has come; always, if the ranks are few."""
+        board = self._board
         if not board.many:
             return True
-        if now >= self._turn + period:  # it sent none for a while: its place in the period is by its rank
-            begin = now - now % period + board.rank / board.size * period
-            self._turn = begin if begin >= now else begin + period
+        if now >= self._turn + board.period:  # it sent none for a while: its place in the period is by its rank
+            begin = now - now % board.period + board.rank / board.size * board.period
+            self._turn = begin if begin >= now else begin + board.period
         if now < self._turn:
             return False
-        self._turn += period
+        self._turn += board.period
         return True
 
-    def _speak(self, now: float, concerned: Sequence[Waiter]) -> None:
-        """Publish what changed here, then read what others posted; with many ranks one of both in a turn."""
-        if self._tell() and self._board.many:
-            return
-        self._hear()
-        for waiter in concerned:
-            entry = waiter.entry
-            since = max(now - waiter.stuck(now), now - _AGAIN)
-            if entry is not None and self._asked[1] < since:
-                if self._reads(entry.ledger):
-                    self._ask(now)
-                else:
-                    self._asked = self._asked[0], now
-                    self._board.ring(self._readers(entry.ledger))
-                break
+    def _is_to_ask(self, now: float, concerned: Sequence[Waiter]) -> bool:
+        """Whether somebody waits here, and nobody asked since that began, or for a while."""
+        return any(self._asked[1] < max(now - waiter.stuck(now), now - _AGAIN) for waiter in concerned)
+
+    def _ring_readers(self, now: float) -> None:
+        """Have those follow that read positions, if they do not wait themselves."""
+        self._asked = self._asked[0], now
+        self._board.ring(sorted({rank for ledger in list(self._ledgers.values()) for rank in self._readers(ledger)}), TURN)
 
     def _interval(self, ledger: Ledger) -> float:
         """Seconds between two readings of all positions by one reader."""
@@ -324,26 +345,30 @@ class Watch:
         waits = None if waiting is None else (waiting, texts.get(waiting, last[1] if last else ""))
         return json.dumps([ledger.epoch, last, waits, ledger.left, meets]).encode()
 
-    def _tell(self, *, ended: bool = False) -> bool:
-        """Publish what changed since it was last published; whether anything did. One request."""
-        records, self._hello = self._hello, {}
+    def _changed(self, *, ended: bool = False) -> dict[str, bytes]:
+        """What is to be published, since it is another than was published last."""
+        records = dict(self._hello)
         for key, ledger in list(self._ledgers.items()):
             at = f"{key}/{self._rank}"
             records[at] = self._position(ledger, ended=ended).pack()
             records[f"{at}/said"] = self._said(ledger)
             if self._shows or len(ledger.ranks) <= _FEW:
                 records[f"{at}/calls"] = json.dumps([ledger.epoch, ledger.remembered()]).encode()
-        changed = {key: record for key, record in records.items() if self._told.get(key) != record}
-        self._shows = False
-        if changed:
-            self._board.publish(changed)
-            self._told.update(changed)
-        return bool(changed)
+        return {key: record for key, record in records.items() if self._told.get(key) != record}
+
+    def _publish(self, records: dict[str, bytes]) -> None:
+        """One request, if there is anything."""
+        self._hello, self._shows = {}, False
+        if records:
+            self._board.publish(records)
+            self._told.update(records)
 
     # --- notices ---
 
     def _hear(self) -> None:
         """Read what was posted, and do what it says."""
+        if not (self._board.many and self._board.has_news):
+            self._board.count_news()
         for number, notice in self._board.news(self._clock):
             try:
                 kind, *rest = json.loads(notice)
@@ -362,7 +387,7 @@ class Watch:
             except (ValueError, TypeError, IndexError) as wrong:
                 self._warn_unreadable("a notice", wrong)
         if self._shows or not self._has_told_hearing():
-            self._tell()
+            self._publish(self._changed())
 
     def _has_told_hearing(self) -> bool:
         """Whether what this rank published last says how many notices it read. With many ranks, its next turn will do."""
@@ -546,8 +571,8 @@ class Watch:
             for text, ranks in calls.items()
         }
         since = self._found.setdefault((ledger.key, ledger.epoch), now)
-        if sum(map(len, everybody.values())) < len(ledger.ranks) <= _FEW and now < since + _GRACE:
-            return None  # others may say so soon, and all should say the same
+        if sum(map(len, everybody.values())) < len(ledger.ranks) and now < since + max(_GRACE, self._board.period):
+            return None  # others may say so soon, and all are named
         texts = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in everybody.items())
         if len(calls) == 1:
             texts += ", but of other parameters, shapes or dtypes, or after other calls"
@@ -638,7 +663,7 @@ class Watch:
     def tell(self) -> None:
         """Have the others know where this rank is, and which messages of closed ledgers it waits for."""
         with self._lock:
-            self._tell()
+            self._publish(self._changed())
             for ledger in list(self._ledgers.values()):
                 if ledger.verdict is not None:
                     self._begin_closing(ledger)
@@ -673,7 +698,7 @@ class Watch:
         end = self._clock() + _AGAIN + 1.0
         with self._lock:
             number = self._ask(self._clock())
-            self._tell()
+            self._publish(self._changed())
         while True:
             with self._lock:  # who asks answers others meanwhile
                 self._hear()
@@ -711,7 +736,7 @@ class Watch:
         while time.monotonic() < end:
             with self._lock:
                 self._shows = True
-                self._tell()
+                self._publish(self._changed())
                 self._hear()
                 if ledger.verdict is None and self._reads(ledger):
                     self._inquire(ledger, (), self._clock())

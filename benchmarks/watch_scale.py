@@ -1,0 +1,157 @@
+"""What the watch asks of the store, by the number of ranks: requests and bytes per second of the whole job, and seconds to a verdict.
+
+The watches are the real ones, one per rank, over a store in memory and a clock of their own; nothing is sent. Each rank looks
+ten times a second, as its thread does.
+
+    python benchmarks/watch_scale.py [--ranks 8 64 1024 16384]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from fullshard.board import NOW, Board
+from fullshard.ledger import Label, Ledger, Line
+from fullshard.watch import Watch
+
+TICK = 0.1  # seconds
+HEAD = 8  # bytes that a key or value takes beside itself
+PREFIX = len("fullshard/0/")
+
+
+class Store:
+    """A store in memory that counts what a TCPStore would be asked: by the second, requests and bytes of both ways."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+        self.now = 0.0
+        self.requests: Counter[int] = Counter()
+        self.bytes: Counter[int] = Counter()
+
+    def _count(self, keys: Sequence[str], values: Sequence[bytes] = ()) -> None:
+        second = int(self.now)
+        self.requests[second] += 1
+        self.bytes[second] += sum(len(key) + PREFIX + HEAD for key in keys) + sum(len(value) + HEAD for value in values)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def add(self, key: str, amount: int) -> int:
+        number = int(self.data.get(key, b"0")) + amount
+        self.data[key] = str(number).encode()
+        self._count([key], [b"12345678"])
+        return number
+
+    def set(self, key: str, value: bytes) -> None:
+        self._count([key], [value])
+        self.data[key] = value
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
+        self._count(keys, values)
+        self.data.update(zip(keys, values))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self._count(keys, [b"1"])
+        return all(key in self.data for key in keys)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        values = [self.data[key] for key in keys]
+        self._count(keys, values)
+        return values
+
+
+class Job:
+    """The watches of all ranks of a job, and one ledger over all of them."""
+
+    def __init__(self, ranks: int) -> None:
+        self.store = Store()
+        every = tuple(range(ranks))
+        self.rung: dict[int, int] = {}
+        self.boards = [Board(self.store, rank, ranks) for rank in every]
+        self.watches = [Watch(board, lambda: self.store.now) for board in self.boards]
+        self.ledgers = [Ledger("all", every, rank) for rank in every]
+        self.lines = [Line(ledger, Label("blocks.7"), "7") for ledger in self.ledgers]
+        self.waiters = [watch.waiter() for watch in self.watches]
+        for board, watch, ledger in zip(self.boards, self.watches, self.ledgers):
+            board.ring = self.ring  # type: ignore[method-assign]
+            watch.add(ledger, start=False)
+        for _ in range(5):
+            for line in self.lines:
+                line.note("forward gather")
+        self.run(2.0 + 1.2 * ranks / 1950)  # all have said where their bells are
+        self.store.requests.clear()
+        self.store.bytes.clear()
+
+    def ring(self, ranks: Sequence[int], urgency: int = NOW) -> None:
+        for rank in ranks:
+            self.rung[rank] = max(urgency, self.rung.get(rank, 0))
+
+    def wait(self, actions: Mapping[int, str]) -> None:
+        """All ranks wait in a gather, but those that wait in another call, or (the action is "") for nothing."""
+        for rank, line in enumerate(self.lines):
+            action = actions.get(rank, "forward gather")
+            if action:
+                self.waiters[rank].enter(line.note(action))
+
+    def run(self, seconds: float, *, until_verdict: bool = False) -> float | None:
+        """Let time pass; after how long the first rank had a verdict."""
+        begin = self.store.now
+        while self.store.now < begin + seconds:
+            self.store.now += TICK
+            for rank, watch in enumerate(self.watches):
+                watch.look(self.rung.pop(rank, 0) if self.rung else 0)
+            if until_verdict and any(ledger.verdict is not None for ledger in self.ledgers[: len(self.ledgers)]):
+                return self.store.now - begin
+        return None
+
+    @property
+    def peak(self) -> tuple[int, int]:
+        """Most requests and most bytes in one second."""
+        return max(self.store.requests.values(), default=0), max(self.store.bytes.values(), default=0)
+
+
+def measure(ranks: int, seconds: float) -> list[str]:
+    """A row of the table."""
+    begin = time.perf_counter()
+    job = Job(ranks)
+    job.run(10.0)
+    idle = sum(job.store.requests.values())
+    job.wait({ranks - 2: ""})
+    job.run(seconds)
+    stalled = job.peak
+    assert all(ledger.verdict is None for ledger in job.ledgers), "a slow rank is no fault"
+    job = Job(ranks)
+    job.wait({ranks // 3: "backward gather", ranks - 2: "reduction"})
+    named = job.run(30.0, until_verdict=True)
+    parted = job.peak
+    assert named is not None and all(
+        f"{rank}" in next(filter(None, (one.verdict for one in job.ledgers))) for rank in (ranks // 3, ranks - 2)
+    )
+    return [
+        f"{ranks:,}",
+        f"{idle}",
+        f"{stalled[0]:,}",
+        f"{stalled[1] / 1e6:.3f}",
+        f"{parted[0]:,}",
+        f"{parted[1] / 1e6:.3f}",
+        f"{named:.1f}",
+        f"{time.perf_counter() - begin:.0f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 1024, 16384])
+    parser.add_argument("--seconds", type=float, default=30.0, help="of simulated time for which one rank stalls")
+    options = parser.parse_args()
+    heads = ["ranks", "idle", "stalled req/s", "MB/s", "parted req/s", "MB/s", "named after s", "(took s)"]
+    print("  ".join(f"{head:>13}" for head in heads))
+    for ranks in options.ranks:
+        print("  ".join(f"{cell:>13}" for cell in measure(ranks, options.seconds)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
