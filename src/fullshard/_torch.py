@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import operator
 import sys
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,9 @@ __all__ = [
     "BATCH_NORM",
     "HONOURS_SUBCLASSES",
     "HYBRID_ZERO2",
+    "THREADED",
     "DTensorSpec",
+    "PerRank",
     "TorchFSDPModule",
     "all_gather_base",
     "all_gather_coalesced",
@@ -104,6 +108,9 @@ __all__ = [
     "writes",
 ]
 
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 TorchFSDPModule: Any = torch_fsdp.FSDPModule  # only for `isinstance`: its methods are all our own
 _TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
@@ -396,6 +403,17 @@ def profiling() -> bool:
 # --- collectives: methods of the process group, which cost half of what torch.distributed's functions do ----------------
 
 
+def _method(name: str, before: str) -> str:
+    """What a method of process groups is called; subclasses in Python override the newest name only."""
+    return name if hasattr(dist.ProcessGroup, name) else before
+
+
+_ALL_GATHER = _method("all_gather_single", "_allgather_base")
+_ALL_GATHER_COALESCED = _method("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+_REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
+_REDUCE_SCATTER_COALESCED = _method("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+_ALL_TO_ALL = _method("all_to_all_single", "alltoall_base")
+
 _SUM = dist.ReduceScatterOptions()
 _SUM.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
 _SUM_ALL = dist.AllreduceOptions()
@@ -408,7 +426,7 @@ def has_backend(device: torch.device) -> bool:
     """Whether the default process group can carry tensors of this device."""
     try:
         world = dist.group.WORLD
-        return world is not None and world._get_backend(device) is not None
+        return world is not None and bool(backend_name(world, device))
     except RuntimeError:
         return False
 
@@ -471,23 +489,23 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def all_gather_base(group: dist.ProcessGroup, out: Tensor, shard: Tensor) -> dist.Work:
-    return group._allgather_base(_real(out), _real(shard))
+    return getattr(group, _ALL_GATHER)(_real(out), _real(shard))
 
 
 def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> dist.Work:
-    return group.allgather_into_tensor_coalesced([_real(out) for out in outs], [_real(shard) for shard in shards])
+    return getattr(group, _ALL_GATHER_COALESCED)([_real(out) for out in outs], [_real(shard) for shard in shards])
 
 
 def reduce_scatter_base(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work:
-    return group._reduce_scatter_base(_real(out), _real(full), _SUM)
+    return getattr(group, _REDUCE_SCATTER)(_real(out), _real(full), _SUM)
 
 
 def reduce_scatter_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> dist.Work:
-    return group.reduce_scatter_tensor_coalesced([_real(out) for out in outs], [_real(full) for full in fulls], _SUM)
+    return getattr(group, _REDUCE_SCATTER_COALESCED)([_real(out) for out in outs], [_real(full) for full in fulls], _SUM)
 
 
 def all_to_all(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work:
-    return group.alltoall_base(_real(out), _real(full), [], [])
+    return getattr(group, _ALL_TO_ALL)(_real(out), _real(full), [], [])
 
 
 def all_reduce_sum(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
@@ -500,7 +518,48 @@ def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Who carries tensors of `device` in `group`, also in one that was made for several kinds of device."""
-    return group._get_backend(device).name()
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        if type(group) is dist.ProcessGroup:
+            raise
+        return dist.get_backend(group)  # a subclass in Python that carries everything itself
+
+
+THREADED = "threaded"
+"""The backend of torch's tests whose ranks are threads of one process."""
+
+
+class PerRank(MutableMapping[K, V]):
+    """A dict of the process, or one of each thread where threads are ranks (`THREADED`).
+
+    Not for hot paths: asking takes half a microsecond.
+    """
+
+    def __init__(self) -> None:
+        self._of_process: dict[K, V] = {}
+        self._of_thread = threading.local()
+
+    def _mine(self) -> dict[K, V]:
+        worlds = getattr(dist.distributed_c10d._world, "_world", None)
+        if not isinstance(worlds, threading.local):
+            return self._of_process
+        return self._of_thread.__dict__.setdefault("known", {})
+
+    def __getitem__(self, key: K) -> V:
+        return self._mine()[key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._mine()[key] = value
+
+    def __delitem__(self, key: K) -> None:
+        del self._mine()[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._mine())
+
+    def __len__(self) -> int:
+        return len(self._mine())
 
 
 def default_store() -> Any:
@@ -542,15 +601,43 @@ def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
 
     torch names such groups after how many each rank knows already, which may differ; the ranks then wait for ever.
     """
-    from torch.distributed import distributed_c10d as c10d
-
-    chosen = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
-    given = c10d._process_group_name
-    c10d._process_group_name = lambda ranks, use_hashed_name: c10d.GroupName(chosen)  # type: ignore[assignment]
-    try:
+    with _named(hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()):
         return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+class _Naming:
+    """Process groups that are being made under names of our own, by any threads at a time, each of which waits for others."""
+
+    def __init__(self) -> None:
+        self.lock, self.threads = threading.Lock(), 0
+        self.of_thread = threading.local()
+        self.given: Callable[..., Any] = dist.distributed_c10d._process_group_name
+
+    def name(self, ranks: Any, use_hashed_name: bool) -> Any:
+        chosen = getattr(self.of_thread, "name", None)
+        return self.given(ranks, use_hashed_name) if chosen is None else dist.distributed_c10d.GroupName(chosen)
+
+
+_NAMING = _Naming()
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """The process group that this thread makes in the block has this name."""
+    c10d, naming = dist.distributed_c10d, _NAMING
+    with naming.lock:
+        naming.threads += 1
+        if naming.threads == 1:
+            naming.given, c10d._process_group_name = c10d._process_group_name, naming.name  # type: ignore[assignment]
+    naming.of_thread.name = name
+    try:
+        yield
     finally:
-        c10d._process_group_name = given
+        naming.of_thread.name = None
+        with naming.lock:
+            naming.threads -= 1
+            if not naming.threads:
+                c10d._process_group_name = naming.given  # type: ignore[assignment]
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -560,10 +647,11 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor]:
     """What allocates message memory of the backend of `group`. Raises ValueError if it has none."""
-    backend = group._get_backend(device)
+    name = backend_name(group, device)
+    backend = group._get_backend(device) if name != THREADED else None
     supports = getattr(backend, "supports_tensor_alloc", None)
-    if supports is None or not supports(device):
-        raise ValueError(f"the {backend.name()} backend allocates no memory for messages: use nccl, or leave this setting off")
+    if backend is None or supports is None or not supports(device):
+        raise ValueError(f"the {name} backend allocates no memory for messages: use nccl, or leave this setting off")
 
     def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return backend.allocate_tensor(prod(size), dtype=dtype, device=device)

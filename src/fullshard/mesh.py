@@ -100,7 +100,7 @@ def _resolve_again(mesh: DeviceMesh, dims: DataParallelMeshDims | None, cuts_not
     return everywhere(axis) if cuts_nothing else axis
 
 
-_BESIDE: dict[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_BESIDE: _torch.PerRank[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = _torch.PerRank()
 
 
 def beside(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:

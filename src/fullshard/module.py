@@ -44,7 +44,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     found = _SHARDED_CLASSES.get(cls)
     if found is None:
         found = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-        _SHARDED_CLASSES[cls] = found
+        found = _SHARDED_CLASSES.setdefault(cls, found)  # another thread may have made one meanwhile
     return found
 
 
