@@ -116,7 +116,7 @@ def fully_shard(  # type: ignore[misc]
     Source: the interface of `torch.distributed.fsdp.fully_shard`; Rajbhandari et al., ZeRO (arXiv 1910.02054);
     Zhao et al., PyTorch FSDP (arXiv 2304.11277).
     """
-    modules = _check_modules(module)
+    modules, ignored = _check_modules(module), _check_ignored(ignored_params)
     shaped = _Shape.of(
         mesh,
         reshard_after_forward,
@@ -129,7 +129,7 @@ def fully_shard(  # type: ignore[misc]
         sync,
         buffers,
     )
-    _shard(modules, shaped, ignored_params or (), frozenset())
+    _shard(modules, shaped, ignored, frozenset())
     return module
 
 
@@ -246,7 +246,8 @@ class Order:
         **options: Any,
     ) -> None:
         self._modules = _check_modules(module)
-        self._shaped, self._ignored = _Shape.of(mesh, **options), list(ignored_params)
+        self._ignored = _check_ignored(ignored_params)
+        self._shaped = _Shape.of(mesh, **options)
         self._planned = frozenset(map(id, units))
         _inspect(self._modules, self._shaped, self._ignored, self._planned)
 
@@ -294,14 +295,30 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     for item in given:
         if isinstance(item, (nn.ModuleList, nn.ModuleDict)) and type(item).forward is nn.Module.forward:
             raise ValueError(
-                f"{type(item).__name__} has no forward, so fully_shard would never know when to gather it: "
-                "call fully_shard on each of its items"
+                f"fully_shard does not support containers that do not implement forward, got a {type(item).__name__}: it would "
+                "never know when to gather it. Call fully_shard on each of its items"
             )
         if unit_of(item) is not None:
             raise ValueError(f"fully_shard was already called on this {type(item).__name__}: call it once per module")
         if _torch.is_non_composable(item):
             raise ValueError(f"{type(item).__name__} is under torch's replicate(), which already reduces its gradients")
     return roots_of(given)
+
+
+def _check_ignored(ignored: Iterable[nn.Parameter] | None) -> tuple[nn.Parameter, ...]:
+    if ignored is None:
+        return ()
+    if isinstance(ignored, (str, torch.Tensor)) or not isinstance(ignored, Iterable):
+        raise ValueError(f"ignored_params must be a set of nn.Parameter or None, got {type(ignored).__name__}")
+    found = tuple(ignored)
+    for item in found:
+        if not isinstance(item, nn.Parameter):
+            shown = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
+            raise ValueError(
+                f"ignored_params must hold the parameters themselves, got {shown}: take them out of the model, as in "
+                "{model.get_parameter('head.weight')}"
+            )
+    return found
 
 
 def _cut(claim: Claim, axis: ShardAxis, placement_fn: PlacementFn | None) -> Cut:

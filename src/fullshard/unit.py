@@ -23,7 +23,7 @@ from fullshard.notices import say_once
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import CPUOffloadPolicy, LintWarning
-from fullshard.schedule import Call, Planner, Residency, Round, StateError
+from fullshard.schedule import Call, Keep, Planner, Residency, Round, StateError
 from fullshard.unwritten import Unwritten
 
 _UNIT = "_fullshard_unit"
@@ -207,11 +207,15 @@ class Unit:
             if full is not None and full.requires_grad and _torch.is_in_graph(full):
                 self.watch_late()
                 if "hidden" not in self.options.checks.silence:
+                    if self.options.keep is Keep.ALWAYS:
+                        why, otherwise = "is right only if no other backward comes first, which frees the parameters", ""
+                    else:
+                        why = "cannot be gathered for"
+                        otherwise = ", or keep the parameters with reshard_after_forward=False"
                     say_once(
                         f"the forward of unit '{self.name}' returned a {type(output).__name__} in which no tensor with a graph "
                         f"is found, but a graph leads to its parameter '{parameter.name}' all the same: a backward through it "
-                        "cannot be gathered for. Return the tensor itself, or in a list, dict, dataclass or attribute, or keep "
-                        "the parameters with reshard_after_forward=False",
+                        f"{why}. Return the tensor itself, or in a list, dict, dataclass or attribute{otherwise}",
                         LintWarning,
                     )
                 return
@@ -398,14 +402,17 @@ class Unit:
         left = self.unwritten.left()
         if left:
             raise StateError(
-                f"unit '{self.name}': {', '.join(left)} were allocated by to_empty() and never written: give them values with "
-                "reset_parameters(), load_state_dict() or fullshard.materialize()"
+                f"unit '{self.name}': to_empty() allocated {', '.join(left)}, and nothing has written "
+                f"{'it' if len(left) == 1 else 'them'}: call reset_parameters(), load_state_dict() or fullshard.materialize() "
+                "before the first forward"
             )
         soft = self.unwritten.left(persistent=False)
         if soft:
             warnings.warn(
-                f"unit '{self.name}': {', '.join(soft)} were allocated by to_empty() and not written before the first forward. "
-                "No state dict holds them: they are NaN unless this forward fills them",
+                f"unit '{self.name}': to_empty() allocated {', '.join(soft)}, and nothing has written "
+                f"{'it' if len(soft) == 1 else 'them'} before the first forward. No state dict holds such "
+                "buffers: compute them anew after to_empty(), in reset_parameters() or by hand, or call materialize() "
+                "instead of to_empty(). If the forward itself fills them, this is no mistake",
                 stacklevel=2,
             )
         self.unwritten = None
