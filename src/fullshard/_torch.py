@@ -199,11 +199,13 @@ def writes(operation: Any) -> bool:
 def at_origin(tensor: Tensor) -> Tensor:
     """The same memory as `tensor`, at the beginning of a storage of its own that ends with it; no copy.
 
-    DTensor takes over the offset of what it wraps, and torch.save then takes it for a tensor with memory; and it saves
-    whole storages. The version counter is a new one.
+    DTensor takes over the offset of what it wraps, and torch.save and asynchronous checkpoints then take it for a tensor with
+    memory, empty ones too; and torch.save saves whole storages. The version counter is a new one.
     """
-    if type(tensor) is not Tensor or tensor.device.type == "meta" or not tensor.numel():
+    if type(tensor) is not Tensor or tensor.device.type == "meta":
         return tensor
+    if not tensor.numel():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     first = tensor.storage_offset()
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     storage = tensor.untyped_storage()[first * tensor.itemsize : (first + length) * tensor.itemsize]
