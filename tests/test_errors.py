@@ -117,7 +117,7 @@ def test_what_fully_shard_refuses(world: World) -> None:
     sparse.forward = lambda x: x
     sparse.table = nn.Parameter(torch.eye(3).to_sparse())
     refused(
-        "parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo; a subclass can say how it is gathered with fsdp_pre_all_gather and fsdp_post_all_gather",
+        "parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo",
         sparse,
         mesh=mesh,
     )

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch, assembly
 from fullshard.cut import Cut, PlacementFn, cut
-from fullshard.extension import extends, half_extends
-from fullshard.group import is_plain
+from fullshard.extension import half_extends, is_plain, own_shard, travels_alone
 from fullshard.lint import mark_ignored
 from fullshard.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh
 from fullshard.module import keep_of, plain_class, sharded_class
@@ -323,11 +322,29 @@ def _check_ignored(ignored: Iterable[nn.Parameter] | None) -> tuple[nn.Parameter
 
 def _cut(claim: Claim, axis: ShardAxis, placement_fn: PlacementFn | None) -> Cut:
     how = cut(claim.parameter, axis, placement_fn, name=claim.name)
-    if how.dim != 0 and extends(inside(claim.parameter.data)):
+    tensor = inside(claim.parameter.data)
+    if how.dim != 0 and travels_alone(tensor):
         raise ValueError(
             f"parameter '{claim.name}' gathers itself (fsdp_pre_all_gather), by rows: it cannot be cut along dim {how.dim}"
         )
+    if not is_plain(tensor):
+        _check_cuts(claim.name, tensor, how)
     return how
+
+
+def _check_cuts(name: str, tensor: torch.Tensor, how: Cut) -> None:
+    """Raises ValueError if a tensor of a subclass cannot be cut; how it is gathered is asked before the first gather."""
+    try:
+        with torch.no_grad():
+            shard = own_shard(how.slice(tensor.detach()), how)
+    except Exception as failure:
+        raise ValueError(
+            f"parameter '{name}' cannot be sharded: cutting a {type(tensor).__name__} raised {failure}"
+        ) from failure
+    if type(shard) is not type(tensor):
+        raise ValueError(
+            f"parameter '{name}' cannot be sharded: a {type(tensor).__name__} that is cut is a {type(shard).__name__}"
+        )
 
 
 def _check_parameters(claims: Sequence[Claim], axis: ShardAxis) -> None:
@@ -348,11 +365,8 @@ def _refusal(parameter: nn.Parameter) -> str | None:
     missing = half_extends(tensor)
     if missing is not None:
         return f"its class {type(tensor).__name__} defines one half of the all-gather protocol: define {missing} as well"
-    if not extends(tensor) and not is_plain(tensor):
-        return (
-            f"it must be a dense torch.Tensor, got {type(tensor).__name__} with layout {tensor.layout}; a subclass can say how "
-            "it is gathered with fsdp_pre_all_gather and fsdp_post_all_gather"
-        )
+    if tensor.layout != torch.strided:
+        return f"it must be a dense torch.Tensor, got {type(tensor).__name__} with layout {tensor.layout}"
     return None
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.communicator import Communicator
+from fullshard.extension import check_extension, travels_alone
 from fullshard.full import Storage
 from fullshard.group import Group, group_parameters
 from fullshard.ledger import Label, Line
@@ -83,6 +84,7 @@ class Unit:
         self.options = options
         self.parameters = parameters
         self.groups: list[Group] = []
+        self.decided = False  # whether it is known how each parameter is gathered
         self._modules = [weakref.ref(module) for module in modules]
         self.due = True  # whether to look for parameters that nobody reduces before the next forward
         self.examined = False  # whether remarks were made about the model it is the outermost unit of
@@ -169,11 +171,24 @@ class Unit:
                         parameters, [values[i] for i in members], dtypes=shared, carriers=carriers, storage=storage, line=line
                     )
                 )
-        self.groups = groups
+        self.groups, self.decided = groups, False
         self.keeper.heed()
         for parameter in self.parameters:
             parameter.before_step, parameter.label = self.check, self.label
         self._inform()
+
+    def decide(self) -> None:
+        """Before the first gather: which parameters gather themselves, since the caller may have told the shards only now.
+
+        Raises StateError for one that can be gathered in no way.
+        """
+        for parameter in self.parameters:
+            check_extension(parameter)
+        if any(
+            travels_alone(parameter.local) is not group.extension for group in self.groups for parameter in group.parameters
+        ):
+            self.regroup([parameter.local for parameter in self.parameters])
+        self.decided = True
 
     def drop(self, gone: Sequence[ShardedParameter]) -> None:
         """Be without these parameters."""
