@@ -19,6 +19,7 @@ from models import Stack, assert_near, assert_same_grads, assert_same_parameters
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, fully_shard
@@ -527,6 +528,52 @@ def test_half_of_the_protocol_is_refused_by_name(world: World) -> None:
     whole.weight = nn.Parameter(TwoPart.of(whole.weight.detach()))
     with pytest.raises(ValueError, match="it cannot be cut along dim 1"):
         fully_shard(whole, mesh=world.mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
+
+
+# --- what torch's tools see ---------------------------------------------------------------------------------------------------
+
+
+def counted(model: nn.Module, inputs: Tensor) -> list[dict[str, int]]:
+    """What CommDebugMode counts in a forward and in its backward, by the name of the operation."""
+    found = []
+    with CommDebugMode() as mode:
+        loss = square(model(inputs))
+    found.append({str(op): number for op, number in mode.get_comm_counts().items()})
+    with CommDebugMode() as mode:
+        loss.backward()
+    found.append({str(op): number for op, number in mode.get_comm_counts().items()})
+    return found
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@ranks(2, 4)
+def test_comm_debug_mode_counts_what_it_counts_of_fsdp2(world: World, hybrid: bool) -> None:
+    """On gloo, where gathers and reductions are messages between pairs, it counted nothing. Heartbeats are not shown."""
+    shape = (world.size // 2, 2) if hybrid else (world.size,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    plain = Stack()
+    theirs, ours = copy.deepcopy(plain), shard_stack(copy.deepcopy(plain), mesh)
+    for module in (*theirs.blocks, theirs):
+        dist.fsdp.fully_shard(module, mesh=mesh)
+    for step in range(2):
+        inputs = world.mine(batch(step))
+        expected = counted(theirs, inputs)
+        if hybrid and world.size == 2:  # one replica: nothing is summed over it here
+            expected = [{op: number for op, number in counts.items() if "allreduce" not in op} for counts in expected]
+        assert counted(ours, inputs) == expected
+        assert expected[0] == {"c10d._allgather_base_": 4} and expected[1]["c10d._reduce_scatter_base_"] == 4
+        square(plain(batch(step))).backward()
+        assert_same_grads(ours, plain)
+
+
+@ranks(2)
+def test_the_profiler_names_gathers_and_reductions(world: World) -> None:
+    model = shard_stack(Stack(1), world.mesh)
+    with torch.profiler.profile() as profile:
+        square(model(world.mine(batch(0)))).backward()
+    names = Counter(event.name for event in profile.events() if event.name.startswith("fullshard::"))
+    assert names["fullshard::all_gather"] == 3 and names["fullshard::reduce_scatter"] == 2
+    assert names["fullshard::unshard Stack"] == 1 and names["fullshard::reduce blocks.0"] == 1
 
 
 # --- ties and lists --------------------------------------------------------------------------------------------------------

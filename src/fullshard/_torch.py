@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain, repeat
 from math import prod
 from typing import Any, TypeVar
@@ -48,10 +49,12 @@ __all__ = [
     "children_of",
     "chunk_cat",
     "contiguous_strides",
+    "counts_collectives",
     "current_graph_task",
     "default_store",
     "detach_state",
     "disable_tracing",
+    "dispatch_modes",
     "dtensor",
     "dtensor_like",
     "exchange",
@@ -97,6 +100,7 @@ __all__ = [
     "same_memory",
     "same_storage",
     "scale",
+    "show_collective",
     "spec",
     "spec_of",
     "split_copy",
@@ -395,6 +399,42 @@ def mark_managed(module: nn.Module) -> None:
     """The two marks by which dynamo takes parameters as inputs of each call instead of baking them into the graph."""
     module._is_fsdp_managed_module = True  # type: ignore[assignment]
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes of torch this thread is in."""
+
+
+def counts_collectives() -> bool:
+    """Whether this thread is in a CommDebugMode, which sees the collectives of torch alone."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return any(isinstance(mode, CommDebugMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def show_collective(kind: str, rank: int, ranks: int, out: Tensor, given: Tensor) -> None:
+    """Call torch's collective of this kind where nobody takes part in it. It may write to `out`."""
+    group = _mute_group(rank, ranks)
+    with torch.no_grad():
+        if kind == "all_gather":
+            all_gather_base(group, out, given)
+        elif kind == "reduce_scatter":
+            reduce_scatter_base(group, out, given)
+        else:
+            all_reduce_sum(group, given)
+
+
+@cache
+def _mute_group(rank: int, ranks: int) -> dist.ProcessGroup:
+    """Of torch's fake backend, whose collectives send nothing."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    group = dist.ProcessGroup(dist.distributed_c10d.HashStore(), rank, ranks)
+    make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    custom: Any = dist.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), custom, make(rank, ranks))
+    return group
 
 
 def profiling() -> bool:
