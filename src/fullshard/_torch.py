@@ -428,9 +428,9 @@ def show_collective(kind: str, rank: int, ranks: int, out: Tensor, given: Tensor
 @cache
 def _mute_group(rank: int, ranks: int) -> dist.ProcessGroup:
     """Of torch's fake backend, whose collectives send nothing."""
-    from torch._C._distributed_c10d import FakeProcessGroup
+    from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
-    group = dist.ProcessGroup(dist.distributed_c10d.HashStore(), rank, ranks)
+    group = dist.ProcessGroup(HashStore(), rank, ranks)
     make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
     custom: Any = dist.ProcessGroup.BackendType.CUSTOM
     group._register_backend(torch.device("cpu"), custom, make(rank, ranks))
