@@ -23,6 +23,7 @@ from fullshard import fully_shard
 from fullshard.compat import FullyShardedDataParallel
 
 common = pytest.importorskip("torch.testing._internal.common_distributed", exc_type=ImportError)
+fsdp = pytest.importorskip("torch.testing._internal.common_fsdp", exc_type=ImportError)
 _DRAWING = threading.Lock()  # threads share the generator
 
 
@@ -160,3 +161,46 @@ class TestFourThreads(TestTwoThreads):
         half = self.rank // 2
         world = SimpleNamespace(rank=self.rank % 2, size=2, mesh=mesh, mine=lambda x: x.chunk(2)[self.rank % 2])
         train_both(world, built(partial(Stack, 1 + half), half), lambda model: shard_stack(model, mesh), steps=2 + half)
+
+
+class TestAsForFSDP2(fsdp.FSDPTestMultiThread):
+    """A program for torch's `fully_shard`, with the helpers of PyTorch's own tests of it."""
+
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    def setUp(self) -> None:
+        fullshard.install()
+        super().setUp()
+
+    def tearDown(self) -> None:
+        super().tearDown()
+        fullshard.uninstall()
+
+    def test_shards_and_gradients_are_those_of_a_replicated_model(self) -> None:
+        self.run_subtests({"shape": [(4,), (2, 2)], "reshard_after_forward": [True, False, 2]}, self.train)
+
+    def train(self, shape: tuple[int, ...], reshard_after_forward: bool | int) -> None:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        replicated = built(lambda: nn.Sequential(*(fsdp.MLP(8) for _ in range(3))), 42)
+        model = copy.deepcopy(replicated)
+        for layer in (*model, model):
+            dist.fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        assert isinstance(model, dist.fsdp.FSDPModule)
+        optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (replicated, model)]
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(self.rank))
+        for step in range(3):
+            losses = []
+            for m, optimizer in zip((replicated, model), optimizers):
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                losses.append(m(inputs).sum())
+                losses[-1].backward()
+            for parameter in replicated.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(self.world_size)
+            self.assertEqual(losses[0], losses[1])
+            fsdp.check_sharded_parity(self, replicated, model)
+            for optimizer in optimizers:
+                optimizer.step()
+            fsdp.check_sharded_parity(self, replicated, model)
