@@ -68,6 +68,14 @@ class TestTwoThreads(common.MultiThreadedTestCase):
         for options in ({}, {"reshard_after_forward": False}, {"offload_policy": fullshard.CPUOffloadPolicy()}):
             train_both(world, built(Stack), lambda model: shard_stack(model, world.mesh, **options))
 
+    def test_models_that_threads_draw_from_one_generator_are_taken_as_they_are(self) -> None:
+        """However they are seeded they differ; PyTorch's own tests look at the shards alone."""
+        torch.manual_seed(0)
+        model = nn.Linear(5, 7)
+        whole = model.weight.detach().clone()
+        fully_shard(model)
+        assert torch.equal(model.weight.to_local(), self.mine(whole))
+
     def test_the_mesh_of_all_ranks_is_made_for_each_of_them(self) -> None:
         train_both(self.world, built(Stack), fully_shard)
         assert not fullshard.any_failed()

@@ -106,6 +106,7 @@ __all__ = [
     "split_copy",
     "strided_shard",
     "symmetric_memory",
+    "threads_are_ranks",
     "view_base",
     "wait_for_event",
     "waited",
@@ -572,6 +573,11 @@ THREADED = "threaded"
 """The backend of torch's tests whose ranks are threads of one process."""
 
 
+def threads_are_ranks() -> bool:
+    """Whether each thread has a world of its own."""
+    return isinstance(getattr(dist.distributed_c10d._world, "_world", None), threading.local)
+
+
 class PerRank(MutableMapping[K, V]):
     """A dict of the process, or one of each thread where threads are ranks (`THREADED`).
 
@@ -583,8 +589,7 @@ class PerRank(MutableMapping[K, V]):
         self._of_thread = threading.local()
 
     def _mine(self) -> dict[K, V]:
-        worlds = getattr(dist.distributed_c10d._world, "_world", None)
-        if not isinstance(worlds, threading.local):
+        if not threads_are_ranks():
             return self._of_process
         return self._of_thread.__dict__.setdefault("known", {})
 

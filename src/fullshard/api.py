@@ -89,7 +89,8 @@ def fully_shard(  # type: ignore[misc]
         check_policy: what is checked while training.
         sync: "check" raises, naming the first one, if a parameter has different values on different ranks (they were built
             with different seeds, say); "broadcast" gives all ranks the parameters and buffers of the first; "off" does
-            neither. Of what is on meta, replicas are compared at the first forward.
+            neither. Of what is on meta, replicas are compared at the first forward. Threads as ranks, in torch's tests, draw
+            from one generator, so "check" is "off" there.
         buffers: "local" leaves buffers to each rank, as FSDP2 does. After each forward in training mode, "mean" averages
             floating-point buffers (running statistics of batch norms) over all ranks, and takes the others from the first
             rank; "broadcast" takes all from the first rank. They are new tensors then, since a graph may need the old.
@@ -177,6 +178,8 @@ class _Shape:
         buffers: str = "local",
     ) -> _Shape:
         sync = os.environ.get("FULLSHARD_SYNC", sync) if sync == "check" else sync
+        if sync == "check" and _torch.threads_are_ranks():
+            sync = "off"  # they share a generator, so that each builds another model, however it is seeded
         for option, choice, allowed in (("sync", sync, SYNCS), ("buffers", buffers, BUFFERS)):
             if choice not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {choice!r}")
