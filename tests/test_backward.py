@@ -15,7 +15,7 @@ from models import Stack, assert_near, assert_same_grads, batch, shard_stack, sq
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import StateError, fully_shard
+from fullshard import StateError, fully_shard, notices
 
 
 class Texts(expecttest.TestCase):
@@ -45,16 +45,24 @@ def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> N
     """Elsewhere its backward dies of a storage of size 0 that belongs to nobody, or its gradients are never reduced. Here it is
     said at forward, once, and where the parameters stay, the backward is right."""
     for reshard in (True, False):
+        notices._SAID.clear()
         plain = Hides()
         model = fully_shard(copy.deepcopy(plain), mesh=world.mesh, reshard_after_forward=reshard)
-        for _ in range(2):
+        for again in (False, True):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 square(model(world.mine(batch(0)))()).backward() if not reshard else model(world.mine(batch(0)))
             said = [str(w.message) for w in caught if issubclass(w.category, fullshard.LintWarning)]
-            if not said:
-                continue  # it was said before
+            assert len(said) == (0 if again else 1)
+            if again:
+                continue
             (text,) = said
+            if not reshard:
+                assert text.endswith(
+                    "all the same: a backward through it is right only if no other backward comes first, which frees the "
+                    "parameters. Return the tensor itself, or in a list, dict, dataclass or attribute"
+                )
+                continue
             Texts().assertExpectedInline(
                 text,
                 """the forward of unit 'Hides' returned a function in which no tensor with a graph is found, but a graph leads to its parameter 'linear.weight' all the same: a backward through it cannot be gathered for. Return the tensor itself, or in a list, dict, dataclass or attribute, or keep the parameters with reshard_after_forward=False""",

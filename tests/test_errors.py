@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -40,10 +43,29 @@ def refused(expected: str, module: Any, error: type[Exception] = ValueError, **o
 def test_what_fully_shard_refuses(world: World) -> None:
     mesh = world.mesh
     refused(
-        "ModuleList has no forward, so fully_shard would never know when to gather it: call fully_shard on each of its items",
+        "fully_shard does not support containers that do not implement forward, got a ModuleList: it would never know when to gather it. Call fully_shard on each of its items",
         nn.ModuleList([nn.Linear(2, 2)]),
         mesh=mesh,
     )
+    refused(
+        "ignored_params must hold the parameters themselves, got 'weight': take them out of the model, as in {model.get_parameter('head.weight')}",
+        nn.Linear(2, 2),
+        mesh=mesh,
+        ignored_params={"weight"},
+    )
+    refused(
+        "ignored_params must hold the parameters themselves, got a Tensor: take them out of the model, as in {model.get_parameter('head.weight')}",
+        nn.Linear(2, 2),
+        mesh=mesh,
+        ignored_params=[torch.ones(2)],
+    )
+    for value, kind in (("weight", "str"), (nn.Parameter(torch.ones(2)), "Parameter"), (3, "int")):
+        refused(
+            f"ignored_params must be a set of nn.Parameter or None, got {kind}",
+            nn.Linear(2, 2),
+            mesh=mesh,
+            ignored_params=value,
+        )
     refused("fully_shard takes an nn.Module or a non-empty list of them, got list", [], mesh=mesh)
     refused("fully_shard takes an nn.Module or a non-empty list of them, got int", 3, mesh=mesh)
     unit = fully_shard(nn.Linear(2, 2), mesh=mesh)
@@ -95,7 +117,7 @@ def test_what_fully_shard_refuses(world: World) -> None:
     sparse.forward = lambda x: x
     sparse.table = nn.Parameter(torch.eye(3).to_sparse())
     refused(
-        "parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo; a subclass can say how it is gathered with fsdp_pre_all_gather and fsdp_post_all_gather",
+        "parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo",
         sparse,
         mesh=mesh,
     )
@@ -204,6 +226,79 @@ def test_an_optimizer_at_a_wrong_moment(world: World) -> None:
 def test_the_default_mesh_is_all_ranks(world: World) -> None:
     model = fully_shard(nn.Linear(4, 4))
     assert model.weight.device_mesh.size() == world.size and model.weight.to_local().shape == (2, 4)
+
+
+@ranks(1)
+def test_setters_refuse_what_merely_counts_as_true_or_as_a_number(world: World) -> None:
+    """`set_requires_gradient_sync("no")` turned communication on, and `set_reduce_scatter_max_input_buffers(True)` meant one."""
+    model = shard_stack(Stack(1), world.mesh)
+    unit = model._fullshard_unit
+    before = unit.options
+    for name, argument in (
+        ("set_is_last_backward", "is_last_backward"),
+        ("set_requires_gradient_sync", "requires_gradient_sync"),
+        ("set_reshard_after_backward", "reshard_after_backward"),
+        ("set_requires_all_reduce", "requires_all_reduce"),
+        ("set_force_sum_reduction_for_comms", "enable"),
+        ("set_reduce_scatter_unused_params", "reduce_scatter_unused_params"),
+        ("set_separate_reduce_scatter_group", "enable"),
+        ("set_unshard_in_backward", "unshard_in_backward"),
+        ("set_allocate_memory_from_process_group_for_comm", "enable"),
+        ("_set_unshard_async_op", "async_op"),
+        ("unshard", "async_op"),
+    ):
+        for wrong in (None, 0, "no"):
+            with pytest.raises(ValueError, match=f"^{argument} must be True or False, got {wrong!r}$"):
+                getattr(model, name)(wrong)
+    for name, value in (
+        ("set_requires_gradient_sync", False),
+        ("set_reshard_after_backward", False),
+        ("set_reshard_after_forward", True),
+        ("set_requires_all_reduce", False),
+        ("set_gradient_divide_factor", 2.0),
+        ("set_reduce_scatter_max_input_buffers", 2),
+        ("set_separate_reduce_scatter_group", True),
+    ):
+        with pytest.raises(ValueError, match="^recurse must be True or False, got 'no'$"):
+            getattr(model, name)(value, recurse="no")
+    for wrong in (True, 0, "2", None, 1.5):
+        with pytest.raises(ValueError, match=f"^max_input_buffers must be an int >= 1, got {wrong!r}$"):
+            model.set_reduce_scatter_max_input_buffers(wrong)
+    for wrong in (True, 0, "2", float("inf")):
+        with pytest.raises(ValueError, match=f"^set_gradient_divide_factor takes a number > 0 or None, got {wrong!r}$"):
+            model.set_gradient_divide_factor(wrong)
+    for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+        with pytest.raises(ValueError, match="^expected a list of modules that fully_shard was called on, got FSDPBlock$"):
+            setter(model.blocks[0])
+    with pytest.raises(ValueError, match="^set_symm_mem_for_comm takes the name of a backend, got 3$"):
+        model.set_symm_mem_for_comm(3)
+    assert unit.options == before
+
+
+@ranks(2)
+def test_a_size_that_does_not_fit_one_unit_changes_none(world: World) -> None:
+    """`set_reshard_after_forward` had changed the units before the one that could not be changed."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0], mesh=world.mesh)
+    fully_shard(model[1], mesh=init_device_mesh("cpu", (2, 1)))
+    fully_shard(model, mesh=world.mesh)
+    before = [unit._fullshard_unit.options for unit in model.modules()]
+    with pytest.raises(ValueError, match="reshard_after_forward=2 must divide the 1 ranks"):
+        model.set_reshard_after_forward(2)
+    assert [unit._fullshard_unit.options for unit in model.modules()] == before
+
+
+def test_without_a_process_group_fully_shard_says_how_to_start() -> None:
+    """It showed what torch's rendezvous lacks: "environment variable RANK expected, but not set"."""
+    program = "import fullshard, torch; fullshard.fully_shard(torch.nn.Linear(2, 2))"
+    launchers = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+    environment = {key: value for key, value in os.environ.items() if key not in launchers}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60.0)
+    assert ended.stderr.splitlines()[-1] == (
+        "ValueError: there is no process group, and the environment does not say how to make one (RANK, WORLD_SIZE, MASTER_ADDR, "
+        "MASTER_PORT are not set): start the program with `torchrun --nproc-per-node N program.py`, or call "
+        "torch.distributed.init_process_group() before"
+    )
 
 
 @ranks(2)

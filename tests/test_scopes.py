@@ -363,14 +363,16 @@ def test_to_empty_never_leaves_garbage_without_a_word(world: World) -> None:
     shard_stack(model, world.mesh)
     model.to_empty(device="cpu")
     with pytest.raises(
-        StateError, match=r"unit 'WithBuffers': parameter 'inp.weight', .* were allocated by to_empty\(\) and never written"
+        StateError,
+        match=r"unit 'WithBuffers': to_empty\(\) allocated parameter 'inp.weight', .*, and nothing has written them: call reset_p",
     ):
         model(batch(0))
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     with pytest.warns(
-        UserWarning, match="buffer 'frequencies' of Rotary, buffer 'positions' of Rotary were allocated by to_empty"
+        UserWarning,
+        match=r"to_empty\(\) allocated buffer 'frequencies' of Rotary, buffer 'positions' of Rotary, and nothing has written them .*: compute them anew",
     ):
         assert model(batch(0)).isnan().all()
     initialise(model.rotary)

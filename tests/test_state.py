@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from harness import World, ranks
 from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, full, shard_stack, square
 from torch import nn
+from torch.distributed.checkpoint.staging import StateDictStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -194,6 +195,29 @@ def test_checkpoints_are_saved_and_loaded_by_dcp(world: World) -> None:
             square(m(world.mine(batch(step)))).backward()
             o.step()
             o.zero_grad()
+    for a, b in zip(model.parameters(), other.parameters()):
+        assert torch.equal(full(a), full(b))
+
+
+@ranks(2, 3)
+def test_a_rank_whose_shards_are_empty_saves_asynchronously_as_the_others(world: World) -> None:
+    """Of two rows, the third of three ranks has none. Its shards began somewhere within the flat one, where DTensor then says
+    that it has memory; staging them failed ("invalid python storage") on that rank, and the others waited for ever.
+    """
+    folder = world.folder("async")
+    model = nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 2))
+    fully_shard(model, mesh=world.mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    square(model(world.mine(batch(0)))).backward()
+    optimizer.step()
+    assert all(parameter.data_ptr() == 0 for parameter in model.parameters() if not parameter.to_local().numel())
+    weights, moments = get_state_dict(model, optimizer)
+    for state in (weights, moments, {name: parameter.grad for name, parameter in model.named_parameters()}):
+        StateDictStager().stage(state)
+    dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=folder).result()
+    other = fully_shard(nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 2)), mesh=world.mesh, sync="off")
+    weights, moments = get_state_dict(other, torch.optim.AdamW(other.parameters(), lr=1e-2))
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     for a, b in zip(model.parameters(), other.parameters()):
         assert torch.equal(full(a), full(b))
 

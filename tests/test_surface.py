@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from models import Stack, assert_near, assert_same_grads, assert_same_parameters
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, fully_shard
@@ -235,7 +237,7 @@ def test_reductions_in_flight_and_a_group_of_their_own_change_at_any_time(world:
         train_step(world, sharded, model, step)
     assert sharded.blocks[0]._fullshard_unit.options.comm.reductions_in_flight == 3
     assert_same_grads(sharded, model)
-    with pytest.raises(ValueError, match="reductions_in_flight must be an int >= 1"):
+    with pytest.raises(ValueError, match="max_input_buffers must be an int >= 1, got 0"):
         sharded.set_reduce_scatter_max_input_buffers(0)
 
 
@@ -416,6 +418,101 @@ def test_a_subclass_of_two_inner_tensors_travels_in_parts(world: World, legacy: 
         sharded.reshard()
 
 
+def halved(self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    return (self.to(torch.bfloat16),), None
+
+
+def widened(self: Tensor, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+    (tensor,) = outputs
+    assert tensor.dtype == torch.bfloat16
+    if out is not None:
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(tensor)
+        return None
+    wide = tensor.to(param_dtype)
+    return wide, (tensor, wide)
+
+
+@pytest.mark.parametrize("how", ["meta", "values"])
+@ranks(1, 2, 3)
+def test_methods_that_a_shard_is_given_after_wrapping_gather_it(world: World, how: str) -> None:
+    """As PyTorch's own test does it: plain shards get both methods as attributes, after `to_empty()`, before the first forward.
+    They were ignored, so the weights travelled as they are, in float32.
+    """
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7))
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    model = copy.deepcopy(plain).to("meta" if how == "meta" else "cpu")
+    for module in (*model, model):
+        fully_shard(module, mesh=world.mesh)
+    if how == "meta":
+        model.to_empty(device="cpu")
+        model.load_state_dict(plain.state_dict())
+    held = []
+    for layer in model:
+        shard = layer.weight._local_tensor
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = MethodType(halved, shard), MethodType(widened, shard)
+        held.append(shard)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.25, betas=(0.0, 0.0)) for m in (model, plain)]
+    for step in range(3):
+        with fullshard.counting(model) as messages:
+            square(model(world.mine(batch(step)))).backward()
+        rows = -(-7 // world.size) * world.size  # two bytes of each element
+        assert {m.nbytes for m in messages if m.dtype is torch.uint8} >= {2 * rows * 5, 2 * rows * 7}
+        rounded = copy.deepcopy(plain)
+        with torch.no_grad():
+            for layer in rounded:
+                layer.weight.copy_(layer.weight.to(torch.bfloat16))
+        square(rounded(batch(step))).backward()
+        assert_same_grads(model, rounded)
+        for ours, theirs in zip(plain.parameters(), rounded.parameters()):
+            ours.grad = theirs.grad
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, plain)
+    assert all(layer.weight._local_tensor is shard for layer, shard in zip(model, held))
+    model.to(torch.float64)  # the shards are others then, and plain
+    assert model(batch(0).double()).dtype == torch.float64
+
+
+@ranks(2)
+def test_a_shard_that_has_half_of_the_protocol_is_named_at_the_first_forward(world: World) -> None:
+    model = fully_shard(nn.Linear(5, 7), mesh=world.mesh)
+    model.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: None
+    with pytest.raises(StateError, match="the shard of parameter 'weight' of unit 'Linear' .* needs fsdp_post_all_gather as"):
+        model(batch(0))
+    del model.weight._local_tensor.fsdp_pre_all_gather
+    square(model(batch(0))).backward()
+    across = fully_shard(nn.Linear(5, 7), mesh=world.mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    shard = across.weight._local_tensor
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = MethodType(halved, shard), MethodType(widened, shard)
+    with pytest.raises(StateError, match="by rows: it cannot be cut along dim 1"):
+        across(batch(0))
+
+
+@ranks(2)
+def test_a_class_that_gets_the_protocol_after_wrapping_gathers_itself(world: World) -> None:
+    class Late(TwoPart):
+        fsdp_pre_all_gather = property()  # type: ignore[assignment]
+        fsdp_post_all_gather = property()  # type: ignore[assignment]
+
+    plain = nn.Linear(5, 7)
+    quantized = Late.of(plain.weight.detach())
+    with torch.no_grad():
+        plain.weight.copy_(quantized.dense())
+    model = copy.deepcopy(plain)
+    model.weight = nn.Parameter(quantized)
+    fully_shard(model, mesh=world.mesh)
+    with pytest.raises(StateError, match="'weight' of unit 'Linear' cannot be gathered: it is a Late, which does not say how"):
+        model(batch(0))
+    Late.fsdp_pre_all_gather, Late.fsdp_post_all_gather = TwoPart.fsdp_pre_all_gather, TwoPart.fsdp_post_all_gather
+    square(model(world.mine(batch(0)))).backward()
+    square(plain(batch(0))).backward()
+    assert_same_grads(model, plain)
+
+
 @ranks(2)
 def test_half_of_the_protocol_is_refused_by_name(world: World) -> None:
     class Half(TwoPart):
@@ -431,6 +528,52 @@ def test_half_of_the_protocol_is_refused_by_name(world: World) -> None:
     whole.weight = nn.Parameter(TwoPart.of(whole.weight.detach()))
     with pytest.raises(ValueError, match="it cannot be cut along dim 1"):
         fully_shard(whole, mesh=world.mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
+
+
+# --- what torch's tools see ---------------------------------------------------------------------------------------------------
+
+
+def counted(model: nn.Module, inputs: Tensor) -> list[dict[str, int]]:
+    """What CommDebugMode counts in a forward and in its backward, by the name of the operation."""
+    found = []
+    with CommDebugMode() as mode:
+        loss = square(model(inputs))
+    found.append({str(op): number for op, number in mode.get_comm_counts().items()})
+    with CommDebugMode() as mode:
+        loss.backward()
+    found.append({str(op): number for op, number in mode.get_comm_counts().items()})
+    return found
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@ranks(2, 4)
+def test_comm_debug_mode_counts_what_it_counts_of_fsdp2(world: World, hybrid: bool) -> None:
+    """On gloo, where gathers and reductions are messages between pairs, it counted nothing. Heartbeats are not shown."""
+    shape = (world.size // 2, 2) if hybrid else (world.size,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    plain = Stack()
+    theirs, ours = copy.deepcopy(plain), shard_stack(copy.deepcopy(plain), mesh)
+    for module in (*theirs.blocks, theirs):
+        dist.fsdp.fully_shard(module, mesh=mesh)
+    for step in range(2):
+        inputs = world.mine(batch(step))
+        expected = counted(theirs, inputs)
+        if hybrid and world.size == 2:  # one replica: nothing is summed over it here
+            expected = [{op: number for op, number in counts.items() if "allreduce" not in op} for counts in expected]
+        assert counted(ours, inputs) == expected
+        assert expected[0] == {"c10d._allgather_base_": 4} and expected[1]["c10d._reduce_scatter_base_"] == 4
+        square(plain(batch(step))).backward()
+        assert_same_grads(ours, plain)
+
+
+@ranks(2)
+def test_the_profiler_names_gathers_and_reductions(world: World) -> None:
+    model = shard_stack(Stack(1), world.mesh)
+    with torch.profiler.profile() as profile:
+        square(model(world.mine(batch(0)))).backward()
+    names = Counter(event.name for event in profile.events() if event.name.startswith("fullshard::"))
+    assert names["fullshard::all_gather"] == 3 and names["fullshard::reduce_scatter"] == 2
+    assert names["fullshard::unshard Stack"] == 1 and names["fullshard::reduce blocks.0"] == 1
 
 
 # --- ties and lists --------------------------------------------------------------------------------------------------------

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import operator
 import sys
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from itertools import chain, repeat
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +31,10 @@ __all__ = [
     "BATCH_NORM",
     "HONOURS_SUBCLASSES",
     "HYBRID_ZERO2",
+    "THREADED",
     "DTensorSpec",
     "NetworkError",
+    "PerRank",
     "StoreError",
     "TorchFSDPModule",
     "all_gather_base",
@@ -47,10 +52,12 @@ __all__ = [
     "children_of",
     "chunk_cat",
     "contiguous_strides",
+    "counts_collectives",
     "current_graph_task",
     "default_store",
     "detach_state",
     "disable_tracing",
+    "dispatch_modes",
     "drop_groups",
     "dtensor",
     "dtensor_like",
@@ -99,12 +106,14 @@ __all__ = [
     "same_memory",
     "same_storage",
     "scale",
+    "show_collective",
     "spec",
     "spec_of",
     "split_copy",
     "store_host",
     "strided_shard",
     "symmetric_memory",
+    "threads_are_ranks",
     "view_base",
     "wait_for_event",
     "waited",
@@ -112,6 +121,9 @@ __all__ = [
     "writes",
 ]
 
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 TorchFSDPModule: Any = torch_fsdp.FSDPModule  # only for `isinstance`: its methods are all our own
 _TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
@@ -206,11 +218,13 @@ def writes(operation: Any) -> bool:
 def at_origin(tensor: Tensor) -> Tensor:
     """The same memory as `tensor`, at the beginning of a storage of its own that ends with it; no copy.
 
-    DTensor takes over the offset of what it wraps, and torch.save then takes it for a tensor with memory; and it saves
-    whole storages. The version counter is a new one.
+    DTensor takes over the offset of what it wraps, and torch.save and asynchronous checkpoints then take it for a tensor with
+    memory, empty ones too; and torch.save saves whole storages. The version counter is a new one.
     """
-    if type(tensor) is not Tensor or tensor.device.type == "meta" or not tensor.numel():
+    if type(tensor) is not Tensor or tensor.device.type == "meta":
         return tensor
+    if not tensor.numel():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     first = tensor.storage_offset()
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     storage = tensor.untyped_storage()[first * tensor.itemsize : (first + length) * tensor.itemsize]
@@ -402,6 +416,42 @@ def mark_managed(module: nn.Module) -> None:
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes of torch this thread is in."""
+
+
+def counts_collectives() -> bool:
+    """Whether this thread is in a CommDebugMode, which sees the collectives of torch alone."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return any(isinstance(mode, CommDebugMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def show_collective(kind: str, rank: int, ranks: int, out: Tensor, given: Tensor) -> None:
+    """Call torch's collective of this kind where nobody takes part in it. It may write to `out`."""
+    group = _mute_group(rank, ranks)
+    with torch.no_grad():
+        if kind == "all_gather":
+            all_gather_base(group, out, given)
+        elif kind == "reduce_scatter":
+            reduce_scatter_base(group, out, given)
+        else:
+            all_reduce_sum(group, given)
+
+
+@cache
+def _mute_group(rank: int, ranks: int) -> dist.ProcessGroup:
+    """Of torch's fake backend, whose collectives send nothing."""
+    from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+
+    group = dist.ProcessGroup(HashStore(), rank, ranks)
+    make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    custom: Any = dist.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), custom, make(rank, ranks))
+    return group
+
+
 def profiling() -> bool:
     """Whether a profiler runs: `record_function` costs 8 us even when none does."""
     return profiler._is_profiler_enabled
@@ -409,6 +459,17 @@ def profiling() -> bool:
 
 # --- collectives: methods of the process group, which cost half of what torch.distributed's functions do ----------------
 
+
+def _method(name: str, before: str) -> str:
+    """What a method of process groups is called; subclasses in Python override the newest name only."""
+    return name if hasattr(dist.ProcessGroup, name) else before
+
+
+_ALL_GATHER = _method("all_gather_single", "_allgather_base")
+_ALL_GATHER_COALESCED = _method("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+_REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
+_REDUCE_SCATTER_COALESCED = _method("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+_ALL_TO_ALL = _method("all_to_all_single", "alltoall_base")
 
 _SUM = dist.ReduceScatterOptions()
 _SUM.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
@@ -422,7 +483,7 @@ def has_backend(device: torch.device) -> bool:
     """Whether the default process group can carry tensors of this device."""
     try:
         world = dist.group.WORLD
-        return world is not None and world._get_backend(device) is not None
+        return world is not None and bool(backend_name(world, device))
     except RuntimeError:
         return False
 
@@ -485,23 +546,23 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def all_gather_base(group: dist.ProcessGroup, out: Tensor, shard: Tensor) -> dist.Work:
-    return group._allgather_base(_real(out), _real(shard))
+    return getattr(group, _ALL_GATHER)(_real(out), _real(shard))
 
 
 def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> dist.Work:
-    return group.allgather_into_tensor_coalesced([_real(out) for out in outs], [_real(shard) for shard in shards])
+    return getattr(group, _ALL_GATHER_COALESCED)([_real(out) for out in outs], [_real(shard) for shard in shards])
 
 
 def reduce_scatter_base(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work:
-    return group._reduce_scatter_base(_real(out), _real(full), _SUM)
+    return getattr(group, _REDUCE_SCATTER)(_real(out), _real(full), _SUM)
 
 
 def reduce_scatter_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> dist.Work:
-    return group.reduce_scatter_tensor_coalesced([_real(out) for out in outs], [_real(full) for full in fulls], _SUM)
+    return getattr(group, _REDUCE_SCATTER_COALESCED)([_real(out) for out in outs], [_real(full) for full in fulls], _SUM)
 
 
 def all_to_all(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work:
-    return group.alltoall_base(_real(out), _real(full), [], [])
+    return getattr(group, _ALL_TO_ALL)(_real(out), _real(full), [], [])
 
 
 def all_reduce_sum(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
@@ -514,7 +575,52 @@ def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Who carries tensors of `device` in `group`, also in one that was made for several kinds of device."""
-    return group._get_backend(device).name()
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        if type(group) is dist.ProcessGroup:
+            raise
+        return dist.get_backend(group)  # a subclass in Python that carries everything itself
+
+
+THREADED = "threaded"
+"""The backend of torch's tests whose ranks are threads of one process."""
+
+
+def threads_are_ranks() -> bool:
+    """Whether each thread has a world of its own."""
+    return isinstance(getattr(dist.distributed_c10d._world, "_world", None), threading.local)
+
+
+class PerRank(MutableMapping[K, V]):
+    """A dict of the process, or one of each thread where threads are ranks (`THREADED`).
+
+    Not for hot paths: asking takes half a microsecond.
+    """
+
+    def __init__(self) -> None:
+        self._of_process: dict[K, V] = {}
+        self._of_thread = threading.local()
+
+    def _mine(self) -> dict[K, V]:
+        if not threads_are_ranks():
+            return self._of_process
+        return self._of_thread.__dict__.setdefault("known", {})
+
+    def __getitem__(self, key: K) -> V:
+        return self._mine()[key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._mine()[key] = value
+
+    def __delitem__(self, key: K) -> None:
+        del self._mine()[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._mine())
+
+    def __len__(self) -> int:
+        return len(self._mine())
 
 
 def default_store() -> Any:
@@ -589,15 +695,43 @@ def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
 
     torch names such groups after how many each rank knows already, which may differ; the ranks then wait for ever.
     """
-    from torch.distributed import distributed_c10d as c10d
-
-    chosen = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
-    given = c10d._process_group_name
-    c10d._process_group_name = lambda ranks, use_hashed_name: c10d.GroupName(chosen)  # type: ignore[assignment]
-    try:
+    with _named(hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()):
         return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+class _Naming:
+    """Process groups that are being made under names of our own, by any threads at a time, each of which waits for others."""
+
+    def __init__(self) -> None:
+        self.lock, self.threads = threading.Lock(), 0
+        self.of_thread = threading.local()
+        self.given: Callable[..., Any] = dist.distributed_c10d._process_group_name
+
+    def name(self, ranks: Any, use_hashed_name: bool) -> Any:
+        chosen = getattr(self.of_thread, "name", None)
+        return self.given(ranks, use_hashed_name) if chosen is None else dist.distributed_c10d.GroupName(chosen)
+
+
+_NAMING = _Naming()
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """The process group that this thread makes in the block has this name."""
+    c10d, naming = dist.distributed_c10d, _NAMING
+    with naming.lock:
+        naming.threads += 1
+        if naming.threads == 1:
+            naming.given, c10d._process_group_name = c10d._process_group_name, naming.name  # type: ignore[assignment]
+    naming.of_thread.name = name
+    try:
+        yield
     finally:
-        c10d._process_group_name = given
+        naming.of_thread.name = None
+        with naming.lock:
+            naming.threads -= 1
+            if not naming.threads:
+                c10d._process_group_name = naming.given  # type: ignore[assignment]
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -607,10 +741,11 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor]:
     """What allocates message memory of the backend of `group`. Raises ValueError if it has none."""
-    backend = group._get_backend(device)
+    name = backend_name(group, device)
+    backend = group._get_backend(device) if name != THREADED else None
     supports = getattr(backend, "supports_tensor_alloc", None)
-    if supports is None or not supports(device):
-        raise ValueError(f"the {backend.name()} backend allocates no memory for messages: use nccl, or leave this setting off")
+    if backend is None or supports is None or not supports(device):
+        raise ValueError(f"the {name} backend allocates no memory for messages: use nccl, or leave this setting off")
 
     def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return backend.allocate_tensor(prod(size), dtype=dtype, device=device)

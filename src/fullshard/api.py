@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch, assembly
 from fullshard.cut import Cut, PlacementFn, cut
-from fullshard.extension import extends, half_extends
-from fullshard.group import is_plain
+from fullshard.extension import half_extends, is_plain, own_shard, travels_alone
 from fullshard.lint import mark_ignored
 from fullshard.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh
 from fullshard.module import keep_of, plain_class, sharded_class
@@ -90,7 +89,8 @@ def fully_shard(  # type: ignore[misc]
         check_policy: what is checked while training.
         sync: "check" raises, naming the first one, if a parameter has different values on different ranks (they were built
             with different seeds, say); "broadcast" gives all ranks the parameters and buffers of the first; "off" does
-            neither. Of what is on meta, replicas are compared at the first forward.
+            neither. Of what is on meta, replicas are compared at the first forward. Threads as ranks, in torch's tests, draw
+            from one generator, so "check" is "off" there.
         buffers: "local" leaves buffers to each rank, as FSDP2 does. After each forward in training mode, "mean" averages
             floating-point buffers (running statistics of batch norms) over all ranks, and takes the others from the first
             rank; "broadcast" takes all from the first rank. They are new tensors then, since a graph may need the old.
@@ -116,7 +116,7 @@ def fully_shard(  # type: ignore[misc]
     Source: the interface of `torch.distributed.fsdp.fully_shard`; Rajbhandari et al., ZeRO (arXiv 1910.02054);
     Zhao et al., PyTorch FSDP (arXiv 2304.11277).
     """
-    modules = _check_modules(module)
+    modules, ignored = _check_modules(module), _check_ignored(ignored_params)
     shaped = _Shape.of(
         mesh,
         reshard_after_forward,
@@ -129,7 +129,7 @@ def fully_shard(  # type: ignore[misc]
         sync,
         buffers,
     )
-    _shard(modules, shaped, ignored_params or (), frozenset())
+    _shard(modules, shaped, ignored, frozenset())
     return module
 
 
@@ -178,6 +178,8 @@ class _Shape:
         buffers: str = "local",
     ) -> _Shape:
         sync = os.environ.get("FULLSHARD_SYNC", sync) if sync == "check" else sync
+        if sync == "check" and _torch.threads_are_ranks():
+            sync = "off"  # they share a generator, so that each builds another model, however it is seeded
         for option, choice, allowed in (("sync", sync, SYNCS), ("buffers", buffers, BUFFERS)):
             if choice not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {choice!r}")
@@ -246,7 +248,8 @@ class Order:
         **options: Any,
     ) -> None:
         self._modules = _check_modules(module)
-        self._shaped, self._ignored = _Shape.of(mesh, **options), list(ignored_params)
+        self._ignored = _check_ignored(ignored_params)
+        self._shaped = _Shape.of(mesh, **options)
         self._planned = frozenset(map(id, units))
         _inspect(self._modules, self._shaped, self._ignored, self._planned)
 
@@ -294,8 +297,8 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     for item in given:
         if isinstance(item, (nn.ModuleList, nn.ModuleDict)) and type(item).forward is nn.Module.forward:
             raise ValueError(
-                f"{type(item).__name__} has no forward, so fully_shard would never know when to gather it: "
-                "call fully_shard on each of its items"
+                f"fully_shard does not support containers that do not implement forward, got a {type(item).__name__}: it would "
+                "never know when to gather it. Call fully_shard on each of its items"
             )
         if unit_of(item) is not None:
             raise ValueError(f"fully_shard was already called on this {type(item).__name__}: call it once per module")
@@ -304,13 +307,47 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     return roots_of(given)
 
 
+def _check_ignored(ignored: Iterable[nn.Parameter] | None) -> tuple[nn.Parameter, ...]:
+    if ignored is None:
+        return ()
+    if isinstance(ignored, (str, torch.Tensor)) or not isinstance(ignored, Iterable):
+        raise ValueError(f"ignored_params must be a set of nn.Parameter or None, got {type(ignored).__name__}")
+    found = tuple(ignored)
+    for item in found:
+        if not isinstance(item, nn.Parameter):
+            shown = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
+            raise ValueError(
+                f"ignored_params must hold the parameters themselves, got {shown}: take them out of the model, as in "
+                "{model.get_parameter('head.weight')}"
+            )
+    return found
+
+
 def _cut(claim: Claim, axis: ShardAxis, placement_fn: PlacementFn | None) -> Cut:
     how = cut(claim.parameter, axis, placement_fn, name=claim.name)
-    if how.dim != 0 and extends(inside(claim.parameter.data)):
+    tensor = inside(claim.parameter.data)
+    if how.dim != 0 and travels_alone(tensor):
         raise ValueError(
             f"parameter '{claim.name}' gathers itself (fsdp_pre_all_gather), by rows: it cannot be cut along dim {how.dim}"
         )
+    if not is_plain(tensor):
+        _check_cuts(claim.name, tensor, how)
     return how
+
+
+def _check_cuts(name: str, tensor: torch.Tensor, how: Cut) -> None:
+    """Raises ValueError if a tensor of a subclass cannot be cut; how it is gathered is asked before the first gather."""
+    try:
+        with torch.no_grad():
+            shard = own_shard(how.slice(tensor.detach()), how)
+    except Exception as failure:
+        raise ValueError(
+            f"parameter '{name}' cannot be sharded: cutting a {type(tensor).__name__} raised {failure}"
+        ) from failure
+    if type(shard) is not type(tensor):
+        raise ValueError(
+            f"parameter '{name}' cannot be sharded: a {type(tensor).__name__} that is cut is a {type(shard).__name__}"
+        )
 
 
 def _check_parameters(claims: Sequence[Claim], axis: ShardAxis) -> None:
@@ -331,11 +368,8 @@ def _refusal(parameter: nn.Parameter) -> str | None:
     missing = half_extends(tensor)
     if missing is not None:
         return f"its class {type(tensor).__name__} defines one half of the all-gather protocol: define {missing} as well"
-    if not extends(tensor) and not is_plain(tensor):
-        return (
-            f"it must be a dense torch.Tensor, got {type(tensor).__name__} with layout {tensor.layout}; a subclass can say how "
-            "it is gathered with fsdp_pre_all_gather and fsdp_post_all_gather"
-        )
+    if tensor.layout != torch.strided:
+        return f"it must be a dense torch.Tensor, got {type(tensor).__name__} with layout {tensor.layout}"
     return None
 
 

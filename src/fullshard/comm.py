@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from fullshard import _torch
 from fullshard.groups import held
@@ -282,11 +283,16 @@ class Journal:
 
 
 class Journaled:
-    """Collectives that write down what passes through them."""
+    """Collectives that write down what passes through them, and show it to torch's profiler and CommDebugMode.
+
+    Those see the collectives of torch. Who sends messages of his own (and so has a `tag` for them) is shown as if he had called
+    those, but for heartbeats, while somebody looks.
+    """
 
     def __init__(self, inner: Collectives, journal: Journal, *, keeps: object = None) -> None:
         self._inner, self._journal, self._keeps = inner, journal, keeps
         self.ranks, self.rank, self.direct_min_bytes = inner.ranks, inner.rank, inner.direct_min_bytes
+        self._unseen = hasattr(inner, "tag")
         self.gather_memory: Allocate | None = getattr(inner, "gather_memory", None)
         self.reduce_memory: Allocate | None = getattr(inner, "reduce_memory", None)
 
@@ -299,21 +305,33 @@ class Journaled:
 
         def noted() -> Pending:
             journal.note("all_gather", outs, self.ranks)
+            if _torch.dispatch_modes() or _torch.profiling():
+                return self._shown("all_gather", gather, outs, shards)
             return gather()
 
         return noted
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
         self._journal.note("reduce_scatter", fulls, self.ranks)
+        if _torch.dispatch_modes() or _torch.profiling():
+            return self._shown("reduce_scatter", partial(self._inner.reduce_scatter, outs, fulls, scale), outs, fulls)
         return self._inner.reduce_scatter(outs, fulls, scale)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         self._journal.note("all_reduce", [tensor], self.ranks)
+        if _torch.dispatch_modes() or _torch.profiling():
+            return self._shown("all_reduce", partial(self._inner.all_reduce, tensor), [tensor], [tensor])
         return self._inner.all_reduce(tensor)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         self._journal.note("heartbeat", [tensor], self.ranks)
         return self._inner.all_reduce_max(tensor)
+
+    def _shown(self, kind: str, begin: Callable[[], Pending], outs: Sequence[Tensor], given: Sequence[Tensor]) -> Pending:
+        if self._unseen and _torch.counts_collectives():
+            _torch.show_collective(kind, self.rank, self.ranks, outs[0], given[0])
+        with record_function(f"fullshard::{kind}"):
+            return begin()
 
 
 # --- lanes -----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from fullshard.policies import CheckPolicy, CommPolicy
 from fullshard.watch import Waiter, Watch, watch_of
 
 _PROMPT = {HostLane, StreamLane}  # lanes that begin what they are given before they return
-_BOOKS: dict[str, Iterator[int]] = {}  # ledgers of equal names, which all ranks make in one order
+_BOOKS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()  # ledgers of equal names, which all ranks make in one order
 
 
 class Sent(Entry):

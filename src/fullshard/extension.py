@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,24 +25,67 @@ def extends(tensor: Tensor) -> bool:
     return hasattr(tensor, _BEFORE) and hasattr(tensor, _AFTER)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is an ordinary strided tensor."""
+    return type(tensor) is Tensor and tensor.layout == torch.strided
+
+
 def half_extends(tensor: Tensor) -> str | None:
     """The missing half of the protocol, None if both are there or none is."""
     found = [name for name in (_BEFORE, _AFTER) if hasattr(tensor, name)]
     return None if len(found) != 1 else ({_BEFORE, _AFTER} - set(found)).pop()
 
 
+def travels_alone(tensor: Tensor) -> bool:
+    """Whether a shard is not to lie in a flat one: it takes part in its gathers, or must before the first of them."""
+    return extends(tensor) or not is_plain(tensor)
+
+
+def check_extension(parameter: ShardedParameter) -> None:
+    """Raises StateError, naming it, if a parameter can be gathered neither as it is nor by itself."""
+    shard, unit = parameter.local, parameter.label.name
+    missing = half_extends(shard)
+    if missing is not None:
+        raise StateError(
+            f"the shard of parameter '{parameter.name}' of unit '{unit}' has one half of the all-gather protocol: it needs "
+            f"{missing} as well"
+        )
+    if not travels_alone(shard):
+        return
+    if not extends(shard):
+        raise StateError(
+            f"parameter '{parameter.name}' of unit '{unit}' cannot be gathered: it is a {type(shard).__name__}, which does not "
+            f"say how. Define {_BEFORE} and {_AFTER}, on the class or on parameter._local_tensor, before the first forward, or "
+            "make it a plain torch.Tensor, after fullshard.undo()"
+        )
+    if parameter.cut.dim != 0:
+        raise StateError(
+            f"parameter '{parameter.name}' of unit '{unit}' gathers itself ({_BEFORE}), by rows: it cannot be cut along dim "
+            f"{parameter.cut.dim}"
+        )
+
+
 def own_shard(value: Tensor, cut: Cut) -> Tensor:
     """A shard in memory of its own, that does not keep the full tensor alive.
 
-    By what every subclass that shards implements: `clone` of some quantizes anew, which changes the values.
+    By what every subclass that shards implements: `clone` of some quantizes anew, which changes the values. A plain tensor
+    stays the object that it is, to which the caller gave methods.
     """
+    if is_plain(value):
+        return value.set_(value.clone())  # type: ignore[call-overload]
     shard = value.new_zeros(cut.shard_shape)
     if value.numel():
         shard.copy_(value)
-    for key, kept in vars(value).items():  # what the subclass keeps beside its data
-        if vars(shard).get(key) is None:
-            setattr(shard, key, kept)
+    _take_attributes(value, shard)
     return shard
+
+
+def _take_attributes(source: Tensor, target: Tensor) -> None:
+    """What a tensor keeps beside its data, a precomputed scale say, or methods of its own, which are of `target` then."""
+    for key, kept in vars(source).items():
+        if vars(target).get(key) is None:
+            bound = isinstance(kept, MethodType) and kept.__self__ is source
+            setattr(target, key, MethodType(kept.__func__, target) if bound else kept)
 
 
 class ExtensionSide:
@@ -150,9 +194,7 @@ class ExtensionSide:
                 self._padded = local.new_zeros((extent.chunk, *local.shape[1:]))
             if extent.rows:
                 self._padded.narrow(0, 0, extent.rows).copy_(local)
-        for key, value in vars(local).items():  # what the subclass keeps beside its data, a precomputed scale say
-            if vars(self._padded).get(key) is None:
-                setattr(self._padded, key, value)
+        _take_attributes(local, self._padded)
         return self._padded
 
     def _ask(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
@@ -172,4 +214,4 @@ class ExtensionSide:
         )
 
 
-__all__ = ["ExtensionSide", "extends", "half_extends", "own_shard"]
+__all__ = ["ExtensionSide", "check_extension", "extends", "half_extends", "is_plain", "own_shard", "travels_alone"]

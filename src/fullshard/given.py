@@ -168,7 +168,7 @@ def _device(device_id: int | torch.device | None) -> torch.device | None:
     return device_id
 
 
-_MESHES: dict[Any, tuple[Any, DeviceMesh]] = {}
+_MESHES: _torch.PerRank[Any, tuple[Any, DeviceMesh]] = _torch.PerRank()
 on_release(_MESHES.clear)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm import Ticket
 from fullshard.errors import StateError
-from fullshard.extension import ExtensionSide, extends, own_shard
+from fullshard.extension import ExtensionSide, own_shard, travels_alone
 from fullshard.full import Carriers, FullSide, GatheredSide, Storage
 from fullshard.layout import GroupLayout, Piece, plan_layout
 from fullshard.ledger import Line
@@ -78,7 +78,7 @@ class Group:
             itemsize=itemsize,
             direct_min_bytes=storage.direct_min_bytes,
         )
-        self.extension = extends(values[0])
+        self.extension = travels_alone(values[0])
         shard_numel = 0 if self.extension else self.layout.shard_numel
         self.shard = torch.zeros(shard_numel, dtype=dtypes.storage, device=values[0].device)
         if storage.pinned and self.shard.device.type == "cpu":
@@ -309,12 +309,7 @@ def group_parameters(
     """Which parameters share a group: same axes, dtypes, device and trainability, in order of first appearance."""
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
-        alone = index if extends(value) else -1
+        alone = index if travels_alone(value) else -1
         key = (dtypes, value.device, parameter.requires_grad, parameter.cut.axis.key, alone)
         groups.setdefault(key, []).append(index)
     return [(key[0], members) for key, members in groups.items()]
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether it is an ordinary strided tensor."""
-    return type(tensor) is Tensor and tensor.layout == torch.strided

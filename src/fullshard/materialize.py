@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -157,11 +158,17 @@ def _initialise(module: nn.Module, name: str, init: Init | None) -> None:
 # --- random numbers ------------------------------------------------------------------------------------------------------
 
 
+_DRAWING = threading.RLock()
+
+
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """One seed for the block; the generators of the caller go on afterwards as if nothing had been drawn."""
+    """One seed for the block; the generators of the caller go on afterwards as if nothing had been drawn.
+
+    Threads share a generator, so one of them draws at a time.
+    """
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    with _DRAWING, torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +111,7 @@ def _resolve_again(mesh: DeviceMesh, dims: DataParallelMeshDims | None, cuts_not
     return everywhere(axis) if cuts_nothing else axis
 
 
-_BESIDE: dict[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_BESIDE: _torch.PerRank[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = _torch.PerRank()
 on_release(_BESIDE.clear)
 
 
@@ -178,6 +179,13 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
 
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"there is no process group, and the environment does not say how to make one ({', '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not set): start the program with `torchrun --nproc-per-node N "
+                "program.py`, or call torch.distributed.init_process_group() before"
+            )
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if accelerator is None or not _torch.has_backend(accelerator) else accelerator.type

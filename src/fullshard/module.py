@@ -45,7 +45,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     found = _SHARDED_CLASSES.get(cls)
     if found is None:
         found = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-        _SHARDED_CLASSES[cls] = found
+        found = _SHARDED_CLASSES.setdefault(cls, found)  # another thread may have made one meanwhile
     return found
 
 
@@ -97,6 +97,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         With `async_op=True` the gather is only started, and the handle returned waits for it.
         """
         unit = _unit(self)
+        _flag("async_op", async_op)
         runtime_of(unit).hold(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -138,18 +139,20 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
         If not, it does not wait for its reductions, and gradients arrive with the last one.
         """
+        last = _flag("is_last_backward", is_last_backward)
         for unit in units_of(self, True):
-            unit.configure(last_backward=bool(is_last_backward))
+            unit.configure(last_backward=last)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, each rank keeps its own, in the reduce dtype, until one that does."""
-        for unit in units_of(self, recurse):
-            unit.configure(sync_gradients=bool(requires_gradient_sync))
+        sync = _flag("requires_gradient_sync", requires_gradient_sync)
+        for unit in units_of(self, _flag("recurse", recurse)):
+            unit.configure(sync_gradients=sync)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
         """As the argument of `fully_shard`, from the next forward on."""
-        for unit in units_of(self, recurse):
-            keep, retain = keep_of(reshard_after_forward, unit.axis)
+        kept = [(unit, *keep_of(reshard_after_forward, unit.axis)) for unit in units_of(self, _flag("recurse", recurse))]
+        for unit, keep, retain in kept:
             if retain == unit.options.retain:
                 unit.configure(keep=keep)
             else:
@@ -157,43 +160,53 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the full parameters. If not, they are gathered again only once the shards were written."""
-        for unit in units_of(self, recurse):
-            unit.configure(keep_after_backward=not reshard_after_backward)
+        keep = not _flag("reshard_after_backward", reshard_after_backward)
+        for unit in units_of(self, _flag("recurse", recurse)):
+            unit.configure(keep_after_backward=keep)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward sums gradients over the replicas of a hybrid mesh. If not, it only reduces them over shards and
         keeps that, in the reduce dtype, until a backward that does. Without replicas there is nothing to put off.
         """
-        for unit in units_of(self, recurse):
-            unit.configure(reduce=replace(unit.options.reduce, all_reduce=bool(requires_all_reduce)))
+        reduces = _flag("requires_all_reduce", requires_all_reduce)
+        for unit in units_of(self, _flag("recurse", recurse)):
+            unit.configure(reduce=replace(unit.options.reduce, all_reduce=reduces))
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
         """Divide summed gradients by `factor` instead of by the number of ranks they come from; None is that number again.
 
         As in FSDP2, of this unit alone unless `recurse`.
         """
-        if factor is not None and not (isinstance(factor, (int, float)) and factor > 0):
+        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if factor is not None and not (number and 0 < factor < float("inf")):
             raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}")
-        for unit in units_of(self, recurse):
+        for unit in units_of(self, _flag("recurse", recurse)):
             unit.configure(reduce=replace(unit.options.reduce, divide=None if factor is None else float(factor)))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce with sums alone, scaled separately. fullshard always does, so that any backend and any factor will do."""
         _unit(self)
+        _flag("enable", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Reduce zeros for parameters that a rank did not use. fullshard always does: every rank sends the same messages."""
         _any_unit(self)
+        _flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        _flag("recurse", recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many groups' gradients may be on their way before backward waits for the oldest, from the next reduction on."""
-        for unit in units_of(self, recurse):
-            unit.configure(comm=replace(unit.options.comm, reductions_in_flight=max_input_buffers))
+        most = max_input_buffers
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+            raise ValueError(f"max_input_buffers must be an int >= 1, got {most!r}")
+        for unit in units_of(self, _flag("recurse", recurse)):
+            unit.configure(comm=replace(unit.options.comm, reductions_in_flight=most))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reductions have a process group of their own, so that they need not queue behind gathers. Collective."""
-        for unit in units_of(self, recurse):
-            runtime_of(unit).reconfigure(unit, doing="set_separate_reduce_scatter_group()", separate_reduce=bool(enable))
+        separate = _flag("enable", enable)
+        for unit in units_of(self, _flag("recurse", recurse)):
+            runtime_of(unit).reconfigure(unit, doing="set_separate_reduce_scatter_group()", separate_reduce=separate)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Call `hook` with each reduced flat gradient of this unit, (elements of this rank's shard,) in the reduce dtype.
@@ -216,23 +229,24 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """While this unit computes forward, gather these units, instead of those that the last run needed next."""
         unit = _unit(self)
-        unit.follow(forward=tuple(_unit_given(module, unit).number for module in modules))
+        unit.follow(forward=_numbers_given(modules, unit))
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """While this unit's backward computes, gather these units, instead of those that the last run needed next."""
         unit = _unit(self)
-        unit.follow(backward=tuple(_unit_given(module, unit).number for module in modules))
+        unit.follow(backward=_numbers_given(modules, unit))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's backward needs its parameters. That of an embedding does not, and saves a gather.
 
         If it needs them after all, autograd raises: parameters that were freed are marked as written.
         """
-        _unit(self).configure(in_backward=bool(unshard_in_backward))
+        _unit(self).configure(in_backward=_flag("unshard_in_backward", unshard_in_backward))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Whether gathers take their memory from the compute stream. fullshard's always do, and are asynchronous."""
         _any_unit(self)
+        _flag("async_op", async_op)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather this unit's parameters with `comm`, in memory that it allocates: one message per gather and group."""
@@ -252,7 +266,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises ValueError if the backend allocates none, or custom collectives were set.
         """
         unit = _unit(self)
-        if not enable:
+        if not _flag("enable", enable):
             return runtime_of(unit).reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, None))
         runtime_of(unit).reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, "process group"))
 
@@ -262,6 +276,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises ValueError where there is none (on the CPU), or if custom collectives were set.
         """
         unit = _unit(self)
+        if not isinstance(backend, str):
+            raise ValueError(f"set_symm_mem_for_comm takes the name of a backend, got {backend!r}")
         runtime_of(unit).reconfigure(unit, doing="set_symm_mem_for_comm()", **_their_memory(unit, "symmetric", backend))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
@@ -272,6 +288,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         unit = _any_unit(self)
         if unit.axis.device.type == "cpu":
             raise ValueError("set_post_optim_event got an event, but the mesh computes on the CPU, which has no streams")
+        if not callable(getattr(event, "wait", None)):
+            raise ValueError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}")
         runtime_of(unit).wait_for(event)
 
     def reset_iter_state(self) -> None:
@@ -378,6 +396,19 @@ def _module(module: Any) -> nn.Module:
     return module
 
 
+def _flag(name: str, value: Any) -> bool:
+    """An argument that is True or False. Raises ValueError for what merely counts as one of them ("no", None, 1)."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _numbers_given(modules: Any, beside: Unit | None = None) -> tuple[int, ...]:
+    if not isinstance(modules, (list, tuple)):
+        raise ValueError(f"expected a list of modules that fully_shard was called on, got {type(modules).__name__}")
+    return tuple(_unit_given(module, beside).number for module in modules)
+
+
 def _unit_given(module: Any, beside: Unit | None = None) -> Unit:
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
@@ -456,8 +487,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: list[nn.Module]) -> None:
     """Let several roots share lanes and order. All units of a device and thread do, so this only checks its input."""
-    for module in modules:
-        _unit_given(module)
+    _numbers_given(modules)
 
 
 def undo(module: M) -> M:

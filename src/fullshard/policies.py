@@ -127,10 +127,14 @@ class CommPolicy:
     def __post_init__(self) -> None:
         if self.direct_min_bytes is not None and not self.direct_min_bytes >= 0:
             raise ValueError(f"CommPolicy.direct_min_bytes must be None or a number >= 0, got {self.direct_min_bytes!r}")
-        if not isinstance(self.reductions_in_flight, int) or self.reductions_in_flight < 1:
+        if not _is_int(self.reductions_in_flight) or self.reductions_in_flight < 1:
             raise ValueError(f"CommPolicy.reductions_in_flight must be an int >= 1, got {self.reductions_in_flight!r}")
-        if self.prefetch_bytes is not None and not (isinstance(self.prefetch_bytes, int) and self.prefetch_bytes >= 0):
+        if self.prefetch_bytes is not None and not (_is_int(self.prefetch_bytes) and self.prefetch_bytes >= 0):
             raise ValueError(f"CommPolicy.prefetch_bytes must be None or an int >= 0, got {self.prefetch_bytes!r}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 LINTS = ("root", "large", "padding", "ignored", "prefetch", "optimizer", "gradients", "hidden", "added")
@@ -174,7 +178,7 @@ class CheckPolicy:
         unknown = [name for name in self.silence if name not in LINTS]
         if unknown:
             raise ValueError(f"CheckPolicy.silence takes names out of {LINTS}, got {unknown[0]!r}")
-        if not (isinstance(self.every, int) and self.every >= 1):
+        if not (_is_int(self.every) and self.every >= 1):
             raise ValueError(f"CheckPolicy.every must be an int >= 1, got {self.every!r}")
         if not self.patience >= 0:
             raise ValueError(f"CheckPolicy.patience must be a number of seconds >= 0, got {self.patience!r}")

@@ -642,6 +642,8 @@ class Runtime:
 
     def _unshard(self, unit: Unit) -> None:
         self._refresh(unit)
+        if not unit.decided:
+            unit.decide()
         action = "forward gather" if self._backward is None else "backward gather"
         tickets: list[tuple[Group, Ticket]] = []
         self._gathering[unit.number] = tickets

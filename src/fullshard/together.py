@@ -63,9 +63,9 @@ class _Meeting:
         return flag
 
 
-_NUMBERS: dict[str, Iterator[int]] = {}
-_MEETINGS: dict[int, _Meeting] = {}
-_WORLD: list[tuple[object, DeviceMesh]] = []  # the default process group, and the mesh of all its ranks
+_NUMBERS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()
+_MEETINGS: _torch.PerRank[int, _Meeting] = _torch.PerRank()
+_WORLD: _torch.PerRank[int, tuple[object, DeviceMesh]] = _torch.PerRank()  # the default process group, and the mesh of all
 on_release(_WORLD.clear)
 on_release(_MEETINGS.clear)
 
@@ -80,7 +80,7 @@ def _meeting(mesh: DeviceMesh | None) -> _Meeting:
     if mesh is None:
         world = dist.group.WORLD
         if not _WORLD or _WORLD[0][0] is not world:
-            _WORLD[:] = [(world, resolve_mesh(None, None).mesh)]
+            _WORLD[0] = world, resolve_mesh(None, None).mesh
         mesh = _WORLD[0][1]
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"any_failed takes a DeviceMesh or None, got {type(mesh).__name__}")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.communicator import Communicator
 from fullshard.errors import StateError
+from fullshard.extension import check_extension, travels_alone
 from fullshard.full import Storage
 from fullshard.group import Group, group_parameters
 from fullshard.ledger import Label, Line
@@ -24,7 +25,7 @@ from fullshard.notices import say_once
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import CPUOffloadPolicy, LintWarning
-from fullshard.schedule import Call, Planner, Residency, Round
+from fullshard.schedule import Call, Keep, Planner, Residency, Round
 from fullshard.unwritten import Unwritten
 
 _UNIT = "_fullshard_unit"
@@ -84,6 +85,7 @@ class Unit:
         self.options = options
         self.parameters = parameters
         self.groups: list[Group] = []
+        self.decided = False  # whether it is known how each parameter is gathered
         self._modules = [weakref.ref(module) for module in modules]
         self.due = True  # whether to look for parameters that nobody reduces before the next forward
         self.examined = False  # whether remarks were made about the model it is the outermost unit of
@@ -170,11 +172,24 @@ class Unit:
                         parameters, [values[i] for i in members], dtypes=shared, carriers=carriers, storage=storage, line=line
                     )
                 )
-        self.groups = groups
+        self.groups, self.decided = groups, False
         self.keeper.heed()
         for parameter in self.parameters:
             parameter.before_step, parameter.label = self.check, self.label
         self._inform()
+
+    def decide(self) -> None:
+        """Before the first gather: which parameters gather themselves, since the caller may have told the shards only now.
+
+        Raises StateError for one that can be gathered in no way.
+        """
+        for parameter in self.parameters:
+            check_extension(parameter)
+        if any(
+            travels_alone(parameter.local) is not group.extension for group in self.groups for parameter in group.parameters
+        ):
+            self.regroup([parameter.local for parameter in self.parameters])
+        self.decided = True
 
     def drop(self, gone: Sequence[ShardedParameter]) -> None:
         """Be without these parameters."""
@@ -208,11 +223,15 @@ class Unit:
             if full is not None and full.requires_grad and _torch.is_in_graph(full):
                 self.watch_late()
                 if "hidden" not in self.options.checks.silence:
+                    if self.options.keep is Keep.ALWAYS:
+                        why, otherwise = "is right only if no other backward comes first, which frees the parameters", ""
+                    else:
+                        why = "cannot be gathered for"
+                        otherwise = ", or keep the parameters with reshard_after_forward=False"
                     say_once(
                         f"the forward of unit '{self.name}' returned a {type(output).__name__} in which no tensor with a graph "
                         f"is found, but a graph leads to its parameter '{parameter.name}' all the same: a backward through it "
-                        "cannot be gathered for. Return the tensor itself, or in a list, dict, dataclass or attribute, or keep "
-                        "the parameters with reshard_after_forward=False",
+                        f"{why}. Return the tensor itself, or in a list, dict, dataclass or attribute{otherwise}",
                         LintWarning,
                     )
                 return
@@ -399,14 +418,17 @@ class Unit:
         left = self.unwritten.left()
         if left:
             raise StateError(
-                f"unit '{self.name}': {', '.join(left)} were allocated by to_empty() and never written: give them values with "
-                "reset_parameters(), load_state_dict() or fullshard.materialize()"
+                f"unit '{self.name}': to_empty() allocated {', '.join(left)}, and nothing has written "
+                f"{'it' if len(left) == 1 else 'them'}: call reset_parameters(), load_state_dict() or fullshard.materialize() "
+                "before the first forward"
             )
         soft = self.unwritten.left(persistent=False)
         if soft:
             warnings.warn(
-                f"unit '{self.name}': {', '.join(soft)} were allocated by to_empty() and not written before the first forward. "
-                "No state dict holds them: they are NaN unless this forward fills them",
+                f"unit '{self.name}': to_empty() allocated {', '.join(soft)}, and nothing has written "
+                f"{'it' if len(soft) == 1 else 'them'} before the first forward. No state dict holds such "
+                "buffers: compute them anew after to_empty(), in reset_parameters() or by hand, or call materialize() "
+                "instead of to_empty(). If the forward itself fills them, this is no mistake",
                 stacklevel=2,
             )
         self.unwritten = None

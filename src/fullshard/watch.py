@@ -792,8 +792,10 @@ _OF = _Of()
 
 
 def watch_of(backend: str) -> Watch | None:
-    """The watch of this process, None if its ranks do not talk (`backend` is torch's "fake" one) or have no store."""
-    if backend == "fake":
+    """The watch of this process, None if its ranks do not talk (`backend` is torch's "fake" one), are threads of one process
+    (where a rank that raises ends the others), or have no store.
+    """
+    if backend in ("fake", _torch.THREADED):
         return None
     store = _torch.default_store()
     if store is None:
