@@ -1073,3 +1073,133 @@ def test_every_block_on_meta_draws_numbers_of_its_own(world: World) -> None:
         mine = weights[0].clone()
         dist.broadcast(mine, 0)
         assert torch.equal(mine, weights[0])
+
+
+# --- every rank's optimizer -----------------------------------------------------------------------------------------------
+
+
+def stepped(world: World, model: nn.Module, choose: Callable[[list[Any]], Any] = list, **options: Any) -> Any:
+    """A wrapped model and its AdamW after a step, its parameters listed by `choose`."""
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    optimizer = torch.optim.AdamW(choose(list(sharded.parameters())), lr=options.get("lr", 1e-2))
+    square(sharded(world.mine(batch(0)))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return sharded, optimizer
+
+
+@pytest.mark.parametrize("kind", list(StateDictType), ids=lambda kind: kind.name)
+@ranks(2, 3)
+def test_parameters_listed_in_another_order_on_one_rank_are_saved_and_loaded_by_name(world: World, kind: StateDictType) -> None:
+    """One rank's list was reversed: parameters of one shape got each other's averages, others a torn connection."""
+    model = Stack()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sharded, optimizer = stepped(world, model, lambda ps: ps[::-1] if world.rank == 1 else ps)
+    square(model(batch(0))).backward()
+    plain.step()
+    with FSDP.state_dict_type(sharded, kind):
+        saved = FSDP.optim_state_dict(sharded, optimizer)
+    assert list(saved["state"]) == [name for name, _ in model.named_parameters()]
+    everywhere = FSDP.full_optim_state_dict(sharded, optimizer, rank0_only=False)
+    for states in (saved, everywhere) if kind is not StateDictType.LOCAL_STATE_DICT else (everywhere,):
+        for name, parameter in model.named_parameters():
+            assert_near(full(states["state"][name]["exp_avg"]), plain.state[parameter]["exp_avg"], name)
+    listed = list(sharded.parameters())
+    other = torch.optim.AdamW(listed[::-1] if world.rank == 0 else listed, lr=0.5)
+    with FSDP.state_dict_type(sharded, kind):
+        other.load_state_dict(FSDP.optim_state_dict_to_load(sharded, other, saved))
+    for parameter in listed:
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(full(other.state[parameter][key]), full(value)), key
+    first = FSDP.full_optim_state_dict(sharded, optimizer)
+    other.load_state_dict(FSDP.scatter_full_optim_state_dict(first or None, sharded, optim=other))
+    for parameter in listed:
+        assert torch.equal(full(other.state[parameter]["exp_avg"]), full(optimizer.state[parameter]["exp_avg"]))
+
+
+@ranks(2, 3)
+def test_optimizers_that_differ_between_ranks_are_named_on_every_rank_before_anything_travels(world: World) -> None:
+    last = world.rank == world.size - 1
+
+    def refused(choose: Callable[[list[Any]], Any] = list, change: Any = None, **options: Any) -> str:
+        sharded, optimizer = stepped(world, Stack(), choose, **options)
+        if last and change is not None:
+            change(optimizer.state[sharded.head.weight])
+        messages = [
+            refusal(lambda: FSDP.full_optim_state_dict(sharded, optimizer)),
+            refusal(lambda: FSDP.optim_state_dict(sharded, optimizer)),
+            refusal(lambda: FSDP.sharded_optim_state_dict(sharded, optimizer)),
+        ]
+        said: list[Any] = [None] * world.size
+        dist.all_gather_object(said, messages)
+        assert said == [messages] * world.size and len(set(messages)) == 1, said
+        return messages[0].replace(f"rank {world.size - 1}", "the last").replace("ranks 0 and 1", "rank 0")
+
+    assert_expected_inline(
+        refused(lambda ps: ps[1:] if last else ps),
+        """the optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.01, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01, amsgrad False, maximize False, foreach None, capturable False, differentiable False, fused None, decoupled_weight_decay True, state 'step' (shape (), torch.float32), state 'exp_avg' (shape (7, 5), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (7, 5), torch.float32, (Shard(dim=0),)); the last: nothing""",
+    )
+    assert_expected_inline(
+        refused(change=lambda state: state.clear()),
+        """the optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), state 'exp_avg' (shape (3, 7), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (3, 7), torch.float32, (Shard(dim=0),)); the last: no state 'step', no state 'exp_avg', no state 'exp_avg_sq'""",
+    )
+    assert_expected_inline(
+        refused(change=lambda state: state.update(more=state["step"].double(), step=state["step"].double())),
+        """the optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), no state 'more'; the last: state 'step' (shape (), torch.float64), state 'more' (shape (), torch.float64)""",
+    )
+    assert_expected_inline(
+        refused(lr=0.5 if last else 0.25),
+        """the optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.25; the last: lr 0.5""",
+    )
+
+
+@ranks(2)
+def test_what_one_rank_alone_cannot_save_or_load_is_an_error_on_all(world: World) -> None:
+    sharded, optimizer = stepped(world, Stack())
+    strange = torch.optim.AdamW(nn.Linear(2, 2).parameters()) if world.rank else optimizer
+    saved = FSDP.optim_state_dict(sharded, optimizer)
+    odd = {**saved, "state": {**saved["state"], "tail": {}}} if world.rank else saved
+    alone = FullOptimStateDictConfig(rank0_only=True)
+    for call, text in (
+        (lambda: FSDP.optim_state_dict(sharded, strange), "the optimizer has a parameter of shape (2, 2) that is not in"),
+        (lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, odd), "has states for ['tail']"),
+        (lambda: FSDP.flatten_sharded_optim_state_dict(odd, sharded, optimizer), "has states for ['tail']"),
+    ):
+        said = refusal(call)
+        assert text in said and said.startswith("rank 1 raised, so no rank goes on. ValueError: ") is (world.rank == 0), said
+    with FSDP.state_dict_type(sharded, StateDictType.FULL_STATE_DICT, None, alone):
+        for wrong in ({"param_groups": []}, {"state": {"inp.weight": 3}, "param_groups": [{}]}, None):
+            given = wrong if world.rank == 0 else saved
+            with pytest.raises(ValueError):
+                FSDP.optim_state_dict_to_load(sharded, optimizer, given)
+    with FSDP.state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT if world.rank else StateDictType.FULL_STATE_DICT):
+        assert "differ in 'state_dict_type'" in refusal(lambda: FSDP.optim_state_dict(sharded, optimizer))
+    dist.barrier()
+
+
+@ranks(2)
+def test_parameter_groups_may_come_in_another_order_and_plain_parameters_beside_sharded_ones(world: World) -> None:
+    model = Scaled()
+    inner = copy.deepcopy(model)
+    sharded = FSDP(inner, auto_wrap_policy=BLOCKS, ignored_states=[inner.scale], use_orig_params=True)
+
+    def built(swapped: bool) -> torch.optim.Optimizer:
+        wide = {"params": [(n, p) for n, p in sharded.named_parameters() if p.ndim > 1], "weight_decay": 0.0}
+        rest = {"params": [(n, p) for n, p in sharded.named_parameters() if p.ndim < 2], "lr": 0.1}
+        return torch.optim.AdamW([rest, wide] if swapped else [wide, rest])
+
+    optimizer = built(world.rank == 1)
+    square(sharded(world.mine(batch(0)))).backward()
+    dist.all_reduce(sharded.scale.grad)
+    optimizer.step()
+    saved = FSDP.optim_state_dict(sharded, optimizer)
+    assert list(saved["state"]) == [name for name, _ in sharded.named_parameters()]
+    other = built(world.rank == 0)
+    other.load_state_dict(FSDP.optim_state_dict_to_load(sharded, other, saved))
+    for group in other.param_groups:
+        assert (group["lr"], group["weight_decay"]) == ((0.1, 1e-2) if group["params"][0].ndim < 2 else (1e-3, 0.0))
+        assert len(group["param_names"]) == len(group["params"])
+        for name, parameter in zip(group["param_names"], group["params"]):
+            assert parameter is dict(sharded.named_parameters())[name]
+            theirs, ours = (o.state[parameter]["exp_avg"] for o in (other, optimizer))
+            assert torch.equal(theirs, ours) if name == "scale" else torch.equal(theirs.to_local(), ours.to_local()), name

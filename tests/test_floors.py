@@ -13,7 +13,7 @@ FLOORS = [
     {"mesh", "modules", "comm", "schedule"},
     {"cut", "face", "plan", "gloo", "ledger", "joined"},
     {"replaced"},
-    {"parameter", "watch", "sync"},
+    {"parameter", "watch", "sync", "agreement"},
     {"extension", "full", "unwritten"},
     {"group"},
     {"handover"},

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import (
 )
 
 from fullshard import _torch, assembly, formats
+from fullshard.agreement import Ranks
 from fullshard.api import Order, fully_shard
 from fullshard.comm import Collectives, Pending, ReduceScatter
 from fullshard.formats import Form
@@ -477,7 +478,7 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict: the optimizer's own `state_dict()`, where the caller has it already.
         """
         form = _optimizer_form(FullyShardedDataParallel.get_state_dict_type(model))
-        return formats.optimizer_state(model, optim, form, given=optim_state_dict, first=_is_first(model, group))
+        return _saved(model, optim, form, group, optim_state_dict)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -490,17 +491,20 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """What `optim.load_state_dict` takes, of what `optim_state_dict` gave; with `load_directly`, load it as well.
 
-        Collective if the form set for the model is full and `rank0_only`: then only the first rank needs to have it.
+        Names and keys may come in any order. Collective. If the form set for the model is full and `rank0_only`, only the first
+        rank needs to have it. Without "param_groups" there are none in the result, and `load_directly` keeps the optimizer's.
+        ShardedTensors, as FSDP1 saved and `load_sharded_optimizer_state_dict` gives, are gathered one at a time.
         """
         form = _optimizer_form(FullyShardedDataParallel.get_state_dict_type(model))
         groups = formats.groups_of(model, optim)
         if form.kind is formats.FULL and form.rank0_only:
             optim_state_dict = _scatter(model, optim_state_dict, groups, group)
-        ready = formats.state_to_load(
-            model, optim_state_dict, groups, local=form.kind is formats.LOCAL, by_name=is_named_optimizer
+        local = form.kind is formats.LOCAL
+        ready = formats.load_optimizer_state(
+            model, optim_state_dict, groups, _ranks(model, group), local=local, by_name=is_named_optimizer
         )
         if load_directly:
-            optim.load_state_dict(ready)
+            optim.load_state_dict({**optim.state_dict(), **ready})
         return ready
 
     @staticmethod
@@ -516,15 +520,14 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: FSDP1 needed what the optimizer was built with; `optim` knows it.
         """
         del optim_input
-        form = Form(formats.FULL, True, rank0_only)
-        return formats.optimizer_state(model, optim, form, first=_is_first(model, group))
+        return _saved(model, optim, Form(formats.FULL, True, rank0_only), group)
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """The optimizer's state by names, as DTensors."""
-        return formats.optimizer_state(model, optim, Form(formats.SHARDED), first=_is_first(model, group))
+        """The optimizer's state by names, as DTensors. Collective."""
+        return _saved(model, optim, Form(formats.SHARDED), group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -533,15 +536,18 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """What `optimizer.load_state_dict` takes, of a full state by names that every rank has."""
-        return formats.state_to_load(model, full_optim_state_dict, formats.groups_of(model, optim, optim_input))
+        """What `optimizer.load_state_dict` takes, of a full state by names that every rank has. Collective."""
+        groups = formats.groups_of(model, optim, optim_input)
+        return formats.load_optimizer_state(model, full_optim_state_dict, groups, _ranks(model, None))
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """What `optimizer.load_state_dict` takes, of what `sharded_optim_state_dict` gave."""
-        return formats.state_to_load(model, sharded_optim_state_dict, formats.groups_of(model, optim))
+        """What `optimizer.load_state_dict` takes, of what `sharded_optim_state_dict` gave. Collective."""
+        return formats.load_optimizer_state(
+            model, sharded_optim_state_dict, formats.groups_of(model, optim), _ranks(model, None)
+        )
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -553,7 +559,8 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """What `optimizer.load_state_dict` takes, of a full state by names that only the first rank has. Collective."""
         groups = formats.groups_of(model, optim, optim_input)
-        return formats.state_to_load(model, _scatter(model, full_optim_state_dict, groups, group), groups)
+        whole = _scatter(model, full_optim_state_dict, groups, group)
+        return formats.load_optimizer_state(model, whole, groups, _ranks(model, group))
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -696,6 +703,26 @@ def _after_load(module: Any, incompatible: Any) -> None:
     """Missing and unexpected names, as the caller knows them."""
     for names in incompatible:
         names[:] = [clean_name(name) for name in names]
+
+
+def _saved(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    form: Form,
+    group: dist.ProcessGroup | None,
+    given: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    return formats.optimizer_state(model, optimizer, form, _ranks(model, group), given=given, first=_is_first(model, group))
+
+
+def _ranks(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks:
+    """The ranks that save and load together: those of `group`; without one, of the mesh that `model` is on."""
+    unit = next(units_of(model, True), None)
+    device = torch.device("cpu") if unit is None else unit.axis.device
+    if group is not None:
+        return Ranks((group,), device)
+    axes = () if unit is None else (unit.axis.replicas.group if unit.axis.replicas is not None else None, unit.axis.group)
+    return Ranks(tuple(axis for axis in axes if axis is not None), device)
 
 
 def _scatter(
