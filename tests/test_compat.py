@@ -1142,19 +1142,19 @@ def test_optimizers_that_differ_between_ranks_are_named_on_every_rank_before_any
 
     assert_expected_inline(
         refused(lambda ps: ps[1:] if last else ps),
-        """the optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.01, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01, amsgrad False, maximize False, foreach None, capturable False, differentiable False, fused None, decoupled_weight_decay True, state 'step' (shape (), torch.float32), state 'exp_avg' (shape (7, 5), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (7, 5), torch.float32, (Shard(dim=0),)); the last: nothing""",
+        """the optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.01, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01, amsgrad False, maximize False, foreach None, capturable False, differentiable False, fused None, decoupled_weight_decay True, state 'step' (shape (), torch.float32), state 'exp_avg' (shape (7, 5), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (7, 5), torch.float32, (Shard(dim=0),)); the last: nothing. Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
     )
     assert_expected_inline(
         refused(change=lambda state: state.clear()),
-        """the optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), state 'exp_avg' (shape (3, 7), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (3, 7), torch.float32, (Shard(dim=0),)); the last: no state 'step', no state 'exp_avg', no state 'exp_avg_sq'""",
+        """the optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), state 'exp_avg' (shape (3, 7), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (3, 7), torch.float32, (Shard(dim=0),)); the last: no state 'step', no state 'exp_avg', no state 'exp_avg_sq'. Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
     )
     assert_expected_inline(
         refused(change=lambda state: state.update(more=state["step"].double(), step=state["step"].double())),
-        """the optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), no state 'more'; the last: state 'step' (shape (), torch.float64), state 'more' (shape (), torch.float64)""",
+        """the optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), no state 'more'; the last: state 'step' (shape (), torch.float64), state 'more' (shape (), torch.float64). Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
     )
     assert_expected_inline(
         refused(lr=0.5 if last else 0.25),
-        """the optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.25; the last: lr 0.5""",
+        """the optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.25; the last: lr 0.5. Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
     )
 
 
@@ -1552,3 +1552,34 @@ def test_saved_optimizers_may_lack_the_states_of_a_plain_parameter_and_must_list
     assert "the saved optimizer has no parameters ['scale']" in refusal(
         lambda: FSDP.optim_state_dict_to_load(sharded, other, saved)
     )
+
+
+@ranks(2, 3)
+def test_a_rank_that_cannot_initialise_its_module_has_all_ranks_raise(world: World) -> None:
+    """With sync_module_states only the others build on meta: the first went on, and waited for them."""
+    last = world.rank == world.size - 1
+
+    def broken(module: nn.Module) -> None:
+        if last:
+            raise RuntimeError(f"no values for a {type(module).__name__}")
+        module.to_empty(device="cpu", recurse=False)
+
+    def forgetful(module: nn.Module) -> None:
+        if not last:
+            module.to_empty(device="cpu", recurse=False)
+
+    for init, text in (
+        (broken, "no values for a Linear"),
+        (forgetful, "param_init_fn left parameters or buffers of ['Linear'"),
+    ):
+        for sync in (True, False):
+            with torch.device("cpu" if sync and world.rank == 0 else "meta"):
+                model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+            with pytest.raises(RuntimeError if last and init is broken else ValueError) as raised:
+                FSDP(model, sync_module_states=sync, param_init_fn=init)
+            assert text in str(raised.value) and (last or f"rank {world.size - 1} raised" in str(raised.value))
+    said = refusal(lambda: FSDP(nn.Linear(5, 4 if last else 3), sync_module_states=True))
+    assert "sync_module_states: the modules of the ranks differ in 'weight'" in said, said
+    assert f"rank {world.size - 1}: is (shape (4, 5), torch.float32). Build the same module on all ranks" in said, said
+    sharded = FSDP(Random(), auto_wrap_policy=BLOCKS, sync_module_states=True)
+    sharded(world.mine(batch(0)))

@@ -23,12 +23,15 @@ class Ranks:
     groups: tuple[dist.ProcessGroup, ...]
     device: torch.device
 
-    def agree(self, call: Callable[[], T], facts: Callable[[T], Facts] | None = None, *, subject: str) -> T:
+    def agree(
+        self, call: Callable[[], T], facts: Callable[[T], Facts] | None = None, *, subject: str = "", advice: str = ""
+    ) -> T:
         """The result of `call`, if no rank raised in it and the `facts` of the results are equal on all ranks (collective).
 
         A digest of 32 bytes is exchanged; the texts only travel if digests differ.
 
-        subject: the noun of the error text, in the plural: "the optimizers".
+        subject: the noun of the error text about facts that differ, in the plural: "the optimizers".
+        advice: its last sentence, what to do.
 
         Raises the error of `call` where it came up, and ValueError on the other ranks, or for facts that differ.
         """
@@ -45,7 +48,7 @@ class Ranks:
         if error is not None:
             raise error
         if not alike:
-            raise ValueError(_difference(found, subject))
+            raise ValueError(_difference(found, subject, advice))
         return result
 
     def _all_equal(self, text: str) -> bool:
@@ -67,7 +70,7 @@ class Ranks:
         return dict(sorted(found.items()))
 
 
-def _difference(found: Mapping[int, tuple[str, Facts]], subject: str) -> str:
+def _difference(found: Mapping[int, tuple[str, Facts]], subject: str, advice: str) -> str:
     """The first rank that raised, or the first name whose facts differ, with those alone that do."""
     for rank, (text, _) in found.items():
         if text:
@@ -87,8 +90,8 @@ def _difference(found: Mapping[int, tuple[str, Facts]], subject: str) -> str:
             )
             ranks_of.setdefault(", ".join(words), []).append(rank)
         told = "; ".join(f"{listed(ranks)}: {words}" for words, ranks in ranks_of.items())
-        return f"{subject} of the ranks differ in '{name}'. {told}"
-    return f"{subject} of the ranks differ"
+        return f"{subject} of the ranks differ in '{name}'. {told}. {advice}"
+    return f"{subject} of the ranks differ. {advice}"
 
 
 __all__ = ["Facts", "Ranks"]

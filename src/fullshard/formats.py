@@ -200,7 +200,12 @@ def optimizer_state(
 
     Raises ValueError on every rank, before any state travels, for parameters, states or numeric settings that differ.
     """
-    held = ranks.agree(lambda: _held(model, optimizer, given, form), _Held.facts, subject="the optimizers")
+    held = ranks.agree(
+        lambda: _held(model, optimizer, given, form),
+        _Held.facts,
+        subject="the optimizers",
+        advice="Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks",
+    )
     keep = form.keeps(first=first)
     state: dict[Any, Any] = {}
     for name, values in held.state.items():
@@ -229,7 +234,12 @@ def load_optimizer_state(
     Raises ValueError on every rank, naming it, for a parameter that `saved` does not have in its groups, or one that is not in
     the optimizer, and for states that do not fit.
     """
-    ready = ranks.agree(lambda: _to_load(model, saved, groups, local=local), _ToLoad.facts, subject="the saved optimizers")
+    ready = ranks.agree(
+        lambda: _to_load(model, saved, groups, local=local),
+        _ToLoad.facts,
+        subject="the saved optimizers",
+        advice="Load one checkpoint on all ranks",
+    )
     for name, values in ready.state.items():
         for key, value in values.items() if name in ready.parameters else ():
             if isinstance(value, _torch.ShardedTensor):

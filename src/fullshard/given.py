@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fullshard import _torch
+from fullshard.agreement import Facts, Ranks
 from fullshard.materialize import common_seed, seeded
 from fullshard.mesh import beside
 from fullshard.modules import Claim, Holdings, clean_name, collect
@@ -293,34 +294,66 @@ def materialize(holdings: Holdings, given: Given, mesh: DeviceMesh) -> None:
             "some ranks have this module on meta and others have values for it: pass sync_module_states=True, so that all get "
             "those of the first rank"
         )
-    if waiting:
-        _warn_of_partly_meta(waiting, given)
-        init = given.init or (lambda module: _reset(module, device))
-        # What the first rank draws goes to all in the end, or all draw the same.
-        drawing: Any = nullcontext() if given.sync else seeded(device, common_seed(mesh, device))
+    ranks = Ranks(tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1), device)
+    # What the first rank draws goes to all in the end, or all draw the same.
+    drawing: Any = seeded(device, common_seed(mesh, device)) if waiting and not given.sync else nullcontext()
+
+    def give_values() -> Holdings:
         with torch.no_grad(), drawing:
-            for module in waiting:
-                init(module)
-        left = [type(module).__name__ for module in waiting if _on_meta(module, given)]
-        if left:
-            raise ValueError(
-                f"param_init_fn left parameters or buffers of {left[:3]} on meta: it must give each module it is called with "
-                "memory, module.to_empty(device=..., recurse=False), and values"
-            )
-        for claim in holdings.claims:  # they have Parameters of their own now: tied ones have one again
-            made = _torch.parameters_of(claim.slots[0].module)[claim.slots[0].name]
-            if made is not claim.parameter:
-                claim.parameter.__dict__[_MATERIALIZED] = made
-                _install(claim, made)
-        for (module, name), *others in shared:
-            for other, alias in others:
-                _torch.buffers_of(other)[alias] = _torch.buffers_of(module)[name]
-        fresh = collect([holdings.modules[-1]], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
-        holdings.claims[:], holdings.buffers[:] = fresh.claims, fresh.buffers
+            _give_values(waiting, given, holdings, shared, device)
+        return holdings
+
+    if waiting or given.sync:
+        ranks.agree(
+            give_values,
+            _layout if given.sync else None,
+            subject="sync_module_states: the modules",
+            advice="Build the same module on all ranks",
+        )
     if given.sync:
         tensors = [claim.parameter for claim in holdings.claims] + [buffer for _, _, buffer in holdings.buffers]
         for tensor in tensors:
             _broadcast(tensor, mesh, device)
+
+
+def _give_values(
+    waiting: list[nn.Module],
+    given: Given,
+    holdings: Holdings,
+    shared: list[list[tuple[nn.Module, str]]],
+    device: torch.device,
+) -> None:
+    """Memory and values for the modules in `waiting`; `holdings` then has the tensors that took the place of those on meta."""
+    if not waiting:
+        return
+    _warn_of_partly_meta(waiting, given)
+    init = given.init or (lambda module: _reset(module, device))
+    for module in waiting:
+        init(module)
+    left = [type(module).__name__ for module in waiting if _on_meta(module, given)]
+    if left:
+        raise ValueError(
+            f"param_init_fn left parameters or buffers of {left[:3]} on meta: it must give each module it is called with "
+            "memory, module.to_empty(device=..., recurse=False), and values"
+        )
+    for claim in holdings.claims:  # they have Parameters of their own now: tied ones have one again
+        made = _torch.parameters_of(claim.slots[0].module)[claim.slots[0].name]
+        if made is not claim.parameter:
+            claim.parameter.__dict__[_MATERIALIZED] = made
+            _install(claim, made)
+    for (module, name), *others in shared:
+        for other, alias in others:
+            _torch.buffers_of(other)[alias] = _torch.buffers_of(module)[name]
+    fresh = collect([holdings.modules[-1]], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
+    holdings.claims[:], holdings.buffers[:] = fresh.claims, fresh.buffers
+
+
+def _layout(holdings: Holdings) -> Facts:
+    """What is broadcast, tensor by tensor."""
+    named = [(claim.name, claim.parameter) for claim in holdings.claims] + [
+        (name, buffer) for name, _, buffer in holdings.buffers
+    ]
+    return {name: {"is": f"(shape {tuple(tensor.shape)}, {tensor.dtype})"} for name, tensor in named}
 
 
 _MATERIALIZED = "_fullshard_materialized"  # on a parameter that was on meta: the one with memory that took its place
