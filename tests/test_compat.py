@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
 from harness import World, ranks
 from models import Block, Stack, assert_near, assert_same_grads, batch, full, square
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
 import fullshard
 from fullshard import StateError, notices
@@ -274,7 +278,7 @@ def test_hybrid_strategies_take_no_hook(world: World) -> None:
     sharded = wrapped(Stack(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     assert_expected_inline(
         refusal(lambda: sharded.register_comm_hook(None, print)),
-        """register_comm_hook: HYBRID_SHARD reduces in two steps, a hook would be one: use set_all_reduce_hook() of the unit (wrapper.module), which runs behind both""",
+        """register_comm_hook: HYBRID_SHARD reduces in two steps, a hook would be one: use set_all_reduce_hook() of each wrapper, which runs behind both""",
     )
 
 
@@ -771,7 +775,8 @@ def test_what_cannot_be_done_is_refused_before_anything_changed(world: World) ->
         """FullyShardedDataParallel got ignored_modules and ignored_states: give ignored_states alone""",
     )
     assert_expected_inline(
-        refusal(lambda: FSDP(model, ignored_modules=[model.head.weight])), """ignored_modules has a Parameter"""
+        refusal(lambda: FSDP(model, ignored_modules=[model.head.weight])),
+        """ignored_modules has a Parameter: expected modules""",
     )
     assert_expected_inline(
         refusal(lambda: FSDP(model, device_id=0)),
@@ -1073,3 +1078,508 @@ def test_every_block_on_meta_draws_numbers_of_its_own(world: World) -> None:
         mine = weights[0].clone()
         dist.broadcast(mine, 0)
         assert torch.equal(mine, weights[0])
+
+
+# --- every rank's optimizer -----------------------------------------------------------------------------------------------
+
+
+def stepped(world: World, model: nn.Module, choose: Callable[[list[Any]], Any] = list, **options: Any) -> Any:
+    """A wrapped model and its AdamW after a step, its parameters listed by `choose`."""
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    optimizer = torch.optim.AdamW(choose(list(sharded.parameters())), lr=options.get("lr", 1e-2))
+    square(sharded(world.mine(batch(0)))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return sharded, optimizer
+
+
+@pytest.mark.parametrize("kind", list(StateDictType), ids=lambda kind: kind.name)
+@ranks(2, 3)
+def test_parameters_listed_in_another_order_on_one_rank_are_saved_and_loaded_by_name(world: World, kind: StateDictType) -> None:
+    """One rank's list was reversed: parameters of one shape got each other's averages, others a torn connection."""
+    model = Stack()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sharded, optimizer = stepped(world, model, lambda ps: ps[::-1] if world.rank == 1 else ps)
+    square(model(batch(0))).backward()
+    plain.step()
+    with FSDP.state_dict_type(sharded, kind):
+        saved = FSDP.optim_state_dict(sharded, optimizer)
+    assert list(saved["state"]) == [name for name, _ in model.named_parameters()]
+    everywhere = FSDP.full_optim_state_dict(sharded, optimizer, rank0_only=False)
+    for states in (saved, everywhere) if kind is not StateDictType.LOCAL_STATE_DICT else (everywhere,):
+        for name, parameter in model.named_parameters():
+            assert_near(full(states["state"][name]["exp_avg"]), plain.state[parameter]["exp_avg"], name)
+    listed = list(sharded.parameters())
+    other = torch.optim.AdamW(listed[::-1] if world.rank == 0 else listed, lr=0.5)
+    with FSDP.state_dict_type(sharded, kind):
+        other.load_state_dict(FSDP.optim_state_dict_to_load(sharded, other, saved))
+    for parameter in listed:
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(full(other.state[parameter][key]), full(value)), key
+    first = FSDP.full_optim_state_dict(sharded, optimizer)
+    other.load_state_dict(FSDP.scatter_full_optim_state_dict(first or None, sharded, optim=other))
+    for parameter in listed:
+        assert torch.equal(full(other.state[parameter]["exp_avg"]), full(optimizer.state[parameter]["exp_avg"]))
+
+
+@ranks(2, 3)
+def test_optimizers_that_differ_between_ranks_are_named_on_every_rank_before_anything_travels(world: World) -> None:
+    last = world.rank == world.size - 1
+
+    def refused(choose: Callable[[list[Any]], Any] = list, change: Any = None, **options: Any) -> str:
+        sharded, optimizer = stepped(world, Stack(), choose, **options)
+        if last and change is not None:
+            change(optimizer.state[sharded.head.weight])
+        messages = [
+            refusal(lambda: FSDP.full_optim_state_dict(sharded, optimizer)),
+            refusal(lambda: FSDP.optim_state_dict(sharded, optimizer)),
+            refusal(lambda: FSDP.sharded_optim_state_dict(sharded, optimizer)),
+        ]
+        said: list[Any] = [None] * world.size
+        dist.all_gather_object(said, messages)
+        assert said == [messages] * world.size and len(set(messages)) == 1, said
+        return messages[0].replace(f"rank {world.size - 1}", "the last").replace("ranks 0 and 1", "rank 0")
+
+    assert_expected_inline(
+        refused(lambda ps: ps[1:] if last else ps),
+        """the optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.01, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01, amsgrad False, maximize False, foreach None, capturable False, differentiable False, fused None, decoupled_weight_decay True, state 'step' (shape (), torch.float32), state 'exp_avg' (shape (7, 5), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (7, 5), torch.float32, (Shard(dim=0),)); the last: nothing. Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
+    )
+    assert_expected_inline(
+        refused(change=lambda state: state.clear()),
+        """the optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), state 'exp_avg' (shape (3, 7), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (3, 7), torch.float32, (Shard(dim=0),)); the last: no state 'step', no state 'exp_avg', no state 'exp_avg_sq'. Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
+    )
+    assert_expected_inline(
+        refused(change=lambda state: state.update(more=state["step"].double(), step=state["step"].double())),
+        """the optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), no state 'more'; the last: state 'step' (shape (), torch.float64), state 'more' (shape (), torch.float64). Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
+    )
+    assert_expected_inline(
+        refused(lr=0.5 if last else 0.25),
+        """the optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.25; the last: lr 0.5. Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
+    )
+
+
+@ranks(2)
+def test_what_one_rank_alone_cannot_save_or_load_is_an_error_on_all(world: World) -> None:
+    sharded, optimizer = stepped(world, Stack())
+    strange = torch.optim.AdamW(nn.Linear(2, 2).parameters()) if world.rank else optimizer
+    saved = FSDP.optim_state_dict(sharded, optimizer)
+    odd = {**saved, "state": {**saved["state"], "tail": {}}} if world.rank else saved
+    alone = FullOptimStateDictConfig(rank0_only=True)
+    for call, text in (
+        (lambda: FSDP.optim_state_dict(sharded, strange), "the optimizer has a parameter of shape (2, 2) that is not in"),
+        (lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, odd), "has states for ['tail']"),
+        (lambda: FSDP.flatten_sharded_optim_state_dict(odd, sharded, optimizer), "has states for ['tail']"),
+    ):
+        said = refusal(call)
+        assert text in said and said.startswith("rank 1 raised, so no rank goes on. ValueError: ") is (world.rank == 0), said
+    with FSDP.state_dict_type(sharded, StateDictType.FULL_STATE_DICT, None, alone):
+        for wrong in ({"param_groups": []}, {"state": {"inp.weight": 3}, "param_groups": [{}]}, None):
+            given = wrong if world.rank == 0 else saved
+            with pytest.raises(ValueError):
+                FSDP.optim_state_dict_to_load(sharded, optimizer, given)
+    with FSDP.state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT if world.rank else StateDictType.FULL_STATE_DICT):
+        assert "differ in 'state_dict_type'" in refusal(lambda: FSDP.optim_state_dict(sharded, optimizer))
+    dist.barrier()
+
+
+@ranks(2)
+def test_parameter_groups_may_come_in_another_order_and_plain_parameters_beside_sharded_ones(world: World) -> None:
+    model = Scaled()
+    inner = copy.deepcopy(model)
+    sharded = FSDP(inner, auto_wrap_policy=BLOCKS, ignored_states=[inner.scale], use_orig_params=True)
+
+    def built(swapped: bool) -> torch.optim.Optimizer:
+        wide = {"params": [(n, p) for n, p in sharded.named_parameters() if p.ndim > 1], "weight_decay": 0.0}
+        rest = {"params": [(n, p) for n, p in sharded.named_parameters() if p.ndim < 2], "lr": 0.1}
+        return torch.optim.AdamW([rest, wide] if swapped else [wide, rest])
+
+    optimizer = built(world.rank == 1)
+    square(sharded(world.mine(batch(0)))).backward()
+    dist.all_reduce(sharded.scale.grad)
+    optimizer.step()
+    saved = FSDP.optim_state_dict(sharded, optimizer)
+    assert list(saved["state"]) == [name for name, _ in sharded.named_parameters()]
+    other = built(world.rank == 0)
+    other.load_state_dict(FSDP.optim_state_dict_to_load(sharded, other, saved))
+    for group in other.param_groups:
+        assert (group["lr"], group["weight_decay"]) == ((0.1, 1e-2) if group["params"][0].ndim < 2 else (1e-3, 0.0))
+        assert len(group["param_names"]) == len(group["params"])
+        for name, parameter in zip(group["param_names"], group["params"]):
+            assert parameter is dict(sharded.named_parameters())[name]
+            theirs, ours = (o.state[parameter]["exp_avg"] for o in (other, optimizer))
+            assert torch.equal(theirs, ours) if name == "scale" else torch.equal(theirs.to_local(), ours.to_local()), name
+
+
+# --- a drop-in ------------------------------------------------------------------------------------------------------------
+
+
+def sharded_tensor(whole: Tensor, world: World) -> Any:
+    """As FSDP1 saves with SHARDED_STATE_DICT and no device_mesh."""
+    return _create_chunk_sharded_tensor(whole.detach(), world.rank, world.size, 1, dist.group.WORLD)
+
+
+@ranks(2, 3)
+def test_checkpoints_of_sharded_tensors_that_fsdp1_saved_are_loaded(world: World) -> None:
+    """The optimizer's came from load_sharded_optimizer_state_dict, which makes ShardedTensors whatever was saved."""
+    folder = world.folder("sharded")
+    model = Stack()
+    sharded, optimizer = stepped(world, model)
+    model.load_state_dict(sharded.state_dict())
+    states = FSDP.full_optim_state_dict(sharded, optimizer, rank0_only=False)
+    weights = {name: sharded_tensor(value, world) for name, value in model.state_dict().items()}
+    for name, values in states["state"].items():
+        states["state"][name] = {k: sharded_tensor(v, world) if v.ndim else v for k, v in values.items()}
+    with FSDP.state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT):
+        ours = {"model": sharded.state_dict(), "optimizer": FSDP.optim_state_dict(sharded, optimizer)}
+    for name, saved in (("theirs", {"model": weights, "optimizer": states}), ("ours", ours)):
+        dcp.save(saved, checkpoint_id=folder / name)
+        torch.manual_seed(5)
+        other = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+        fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
+        with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+            loaded = {"model": other.state_dict()}
+            dcp.load(loaded, checkpoint_id=folder / name)
+            other.load_state_dict(loaded["model"])
+            reader = dcp.FileSystemReader(folder / name)
+            read = load_sharded_optimizer_state_dict(loaded["model"], "optimizer", reader)
+            fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, read["optimizer"]))
+        for (key, a), (_, b) in zip(other.named_parameters(), sharded.named_parameters()):
+            assert torch.equal(full(a), full(b)), key
+        for a, b in zip(optimizer.param_groups[0]["params"], fresh.param_groups[0]["params"]):
+            assert all(torch.equal(full(v), full(fresh.state[b][key])) for key, v in sorted(optimizer.state[a].items()))
+        assert fresh.param_groups[0]["lr"] == 1e-2
+    torch.manual_seed(5)
+    other = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+    other.load_state_dict(weights)
+    for (key, a), (_, b) in zip(other.named_parameters(), sharded.named_parameters()):
+        assert torch.equal(full(a), full(b)), key
+    for change, text in (
+        ({"_flat_param": torch.zeros(3)}, "a FlatParameter of FSDP1, which has no meaning here: save FULL_STATE_DICT there"),
+        ({"head.weight": sharded_tensor(torch.zeros(21), world)}, "'head.weight' has shape (21,) in the ShardedTensor to load"),
+    ):
+        assert text in refusal(lambda change=change: other.load_state_dict({**weights, **change}))
+    states["state"]["head.weight"]["exp_avg"] = sharded_tensor(torch.zeros(21), world)
+    fresh = torch.optim.AdamW(other.parameters())
+    assert_expected_inline(
+        refusal(lambda: FSDP.optim_state_dict_to_load(other, fresh, states)),
+        """the saved optimizer has a 'exp_avg' of shape (21,) for 'head.weight', expected (3, 7): a FlatParameter of FSDP1 has no meaning here, save FULL_STATE_DICT there""",
+    )
+
+
+@ranks(4)
+def test_sharded_tensors_are_loaded_where_weights_are_replicated_too(world: World) -> None:
+    model = Stack()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    weights = {name: sharded_tensor(value, world) for name, value in Stack().state_dict().items()}
+    for arguments in (
+        {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    ):
+        torch.manual_seed(0)
+        expected = Stack()
+        weights = {name: sharded_tensor(value, world) for name, value in expected.state_dict().items()}
+        sharded = wrapped(model, auto_wrap_policy=BLOCKS, **arguments)
+        sharded.load_state_dict(weights)
+        assert all(torch.equal(full(p), expected.get_parameter(name)) for name, p in sharded.named_parameters())
+
+
+@ranks(1)
+def test_arguments_of_the_wrong_type_are_named_before_anything_changed(world: World) -> None:
+    model = Stack()
+    before = dict(model.named_parameters())
+
+    def refused(**arguments: Any) -> str:
+        return refusal(lambda: FSDP(model, **arguments))
+
+    assert_expected_inline(
+        "\n".join(
+            [
+                refused(sharding_strategy="FULL_SHARD"),
+                refused(sharding_strategy=1),
+                refused(backward_prefetch="BACKWARD_PRE"),
+                refused(cpu_offload=True),
+                refused(mixed_precision=torch.bfloat16),
+                refused(mixed_precision=MixedPrecision(param_dtype="bf16")),
+                refused(param_init_fn="normal"),
+                refused(sync_module_states="yes"),
+                refused(forward_prefetch=1),
+                refused(limit_all_gathers="no"),
+                refused(use_orig_params=None),
+                refused(device_id=True),
+                refused(device_id="warp:9"),
+                refused(process_group=[dist.group.WORLD]),
+                refused(process_group=(dist.group.WORLD, None)),
+                refused(device_mesh=2),
+                refused(ignored_modules=model.blocks),
+                refused(ignored_modules="head"),
+                refused(ignored_modules=["head"]),
+                refused(ignored_states=model.head.weight),
+                refused(ignored_states=7),
+                refused(auto_wrap_policy={Block}),
+                refused(auto_wrap_policy=7),
+                refused(auto_wrap_policy=CustomPolicy(lambda m: {"cpu_offload": True} if type(m) is Block else False)),
+            ]
+        ),
+        """\
+sharding_strategy='FULL_SHARD': expected a ShardingStrategy such as ShardingStrategy.FULL_SHARD, or None
+sharding_strategy=1: expected a ShardingStrategy such as ShardingStrategy.FULL_SHARD, or None
+backward_prefetch='BACKWARD_PRE': expected BackwardPrefetch.BACKWARD_PRE, BACKWARD_POST, or None
+cpu_offload=True: expected a CPUOffload such as CPUOffload(offload_params=True), or None
+mixed_precision=torch.bfloat16: expected a MixedPrecision such as MixedPrecision(param_dtype=torch.bfloat16), or None
+mixed_precision.param_dtype='bf16': expected a torch.dtype, or None
+param_init_fn='normal': expected a function of one module, or None
+sync_module_states='yes': expected True or False
+forward_prefetch=1: expected True or False
+limit_all_gathers='no': expected True or False
+use_orig_params=None: expected True or False
+device_id=True: expected a number, a string or a torch.device, or None
+device_id='warp:9' is no device of torch: give 'cpu', or 'cuda:0'
+process_group is a list: expected a ProcessGroup, a pair of them in a tuple, or None
+process_group=(ProcessGroup, NoneType): expected a pair of ProcessGroups (to shard over, to replicate over)
+device_mesh=2: expected a DeviceMesh, or None
+ignored_modules takes several modules, got a ModuleList: give a list
+ignored_modules takes several modules, got a str: give a list
+ignored_modules has a str: expected modules
+ignored_states takes several parameters or modules, got a Parameter: give a list
+ignored_states takes several parameters or modules, got a int: give a list
+auto_wrap_policy must be 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got {<class 'models.Block'>}: for modules of these classes give ModuleWrapPolicy({Block})
+auto_wrap_policy must be 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got 7
+cpu_offload=True: expected a CPUOffload such as CPUOffload(offload_params=True), or None""",
+    )
+    assert dict(model.named_parameters()) == before and type(model.blocks[0]) is Block
+    expected = model.head.weight.detach().clone()
+    assert torch.equal(FSDP(model, device_id="cpu").head.weight.to_local(), expected)
+
+
+@ranks(2)
+def test_the_attributes_that_scripts_read(world: World) -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    sharded = wrapped(
+        Stack(), auto_wrap_policy=BLOCKS, cpu_offload=CPUOffload(True), mixed_precision=policy, forward_prefetch=True
+    )
+    for wrapper in (sharded, sharded.blocks[0]):
+        assert wrapper.sharding_strategy is ShardingStrategy.FULL_SHARD and wrapper.mixed_precision == policy
+        assert wrapper.cpu_offload == CPUOffload(True) and wrapper.forward_prefetch is True
+        assert wrapper.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        assert dist.get_process_group_ranks(wrapper.process_group) == [0, 1]
+        assert (wrapper.rank, wrapper.world_size) == (world.rank, 2) and wrapper.compute_device == torch.device("cpu")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for strategy, size, where in ((ShardingStrategy.NO_SHARD, 2, None), (ShardingStrategy.HYBRID_SHARD, 1, mesh)):
+        wrapper = wrapped(Stack(), sharding_strategy=strategy, backward_prefetch=None, device_mesh=where)
+        assert (wrapper.sharding_strategy, wrapper.world_size, wrapper.backward_prefetch) == (strategy, size, None)
+        assert wrapper.mixed_precision == MixedPrecision() and wrapper.cpu_offload == CPUOffload()
+        assert wrapper.rank == (world.rank if size == 2 else 0)
+    with pytest.raises(AttributeError):
+        sharded.backward_prefetch = None
+
+
+@ranks(2)
+def test_wrapped_modules_stay_of_their_class(world: World) -> None:
+    """`type(m.module) is Block` was false: the class of a sharded module was one made for it."""
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    again = [copy.deepcopy(sharded), saved_and_loaded(sharded), copy.deepcopy(nn.ModuleDict({"a": sharded}))["a"]]
+    for each in (sharded, *again):
+        assert type(each) is FSDP and type(each.module) is Stack
+        assert all(type(block) is FSDP and type(block.module) is Block for block in each.blocks)
+        assert type(saved_and_loaded(nn.Sequential(each))[0].module) is Stack
+        assert "FULL_SHARD, unit of 4 parameters (66 elements) in 1 groups" in repr(each)
+        assert list(each.state_dict()) == list(model.state_dict())
+        train(world, copy.deepcopy(model), each, steps=2)
+    weights = sharded.head.weight.to_local()
+    assert not torch.equal(again[0].head.weight.to_local(), torch.zeros_like(weights))
+    alone = "copy or pickle the module that fully_shard was called on, or the FullyShardedDataParallel"
+    assert alone in refusal(lambda: copy.deepcopy(sharded.module))
+    assert fullshard.undo(again[0]) is again[0] and type(again[0].module) is Stack
+    assert again[0].module.head.weight.shape == (3, 7)
+    mixed = nn.Sequential(wrapped(Block()), fullshard.fully_shard(Block()))
+    fullshard.fully_shard(mixed)
+    for each in (mixed, copy.deepcopy(mixed), saved_and_loaded(mixed)):
+        assert isinstance(each, fullshard.FSDPModule) and isinstance(each[1], fullshard.FSDPModule)
+        assert type(each[0].module) is Block
+
+
+@ranks(2)
+def test_wrappers_are_moved_and_have_the_methods_of_their_units(world: World) -> None:
+    model = Stack()
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    sharded.double(), model.double()
+    assert all(p.dtype == torch.float64 for p in sharded.parameters())
+    square(sharded(world.mine(batch(0).double()))).backward()
+    square(model(batch(0).double())).backward()
+    assert_same_grads(sharded, model)
+    sharded.zero_grad()
+    sharded.set_requires_gradient_sync(False)
+    square(sharded(world.mine(batch(0).double()))).backward()
+    sharded.set_requires_gradient_sync(True)
+    assert all(p.grad is None for p in sharded.parameters())
+    square(sharded(world.mine(batch(0).double()))).backward()
+    for parameter in model.parameters():
+        parameter.grad *= 2
+    assert_same_grads(sharded, model)
+    sharded.unshard()
+    sharded.reshard()
+
+
+@ranks(2)
+def test_a_list_of_modules_may_be_the_outermost(world: World) -> None:
+    """FSDP(nn.ModuleList(...)): it has no forward, but what is in it has."""
+    models = nn.ModuleList([Stack(), Stack()])
+    inner = copy.deepcopy(models)
+    by_hand = wrapped(nn.ModuleList([wrapped(inner[0]), wrapped(inner[1])]))
+    by_policy = wrapped(models, auto_wrap_policy=ModuleWrapPolicy({Stack, Block}))
+    for sharded in (by_hand, by_policy, copy.deepcopy(by_policy), saved_and_loaded(by_policy)):
+        plain = copy.deepcopy(models)
+        assert len(sharded.module) == 2 and sharded.check_is_root() and type(sharded.module) is nn.ModuleList
+        assert (sharded.world_size, sharded.rank) == (2, world.rank) and "a list of modules" in repr(sharded)
+        optimizer, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (sharded, plain))
+        with sharded.no_sync():
+            square(sharded[0](world.mine(batch(0)))).backward()
+        for m, x in ((sharded, world.mine(batch(0))), (plain, batch(0))):
+            square(m[0](x)).backward()
+            square(m[1](x)).backward()
+        square(plain[0](batch(0))).backward()
+        assert_same_grads(sharded, plain)
+        assert_near(sharded.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(plain.parameters(), 1.0), "norm")
+        optimizer.step(), theirs.step()
+        state = sharded.state_dict()
+        assert list(state) == list(plain.state_dict())
+        assert all(torch.allclose(state[name], value, atol=1e-5) for name, value in plain.state_dict().items())
+        sharded.load_state_dict(models.state_dict())
+        saved = FSDP.optim_state_dict(sharded, optimizer)
+        assert list(saved["state"]) == [name for name, _ in plain.named_parameters()]
+        FSDP.optim_state_dict_to_load(sharded, optimizer, saved, load_directly=True)
+        with FSDP.summon_full_params(sharded):
+            assert all(not hasattr(p, "placements") for p in sharded.parameters())
+        sharded.zero_grad()
+        sharded.apply(lambda module: None)
+        sharded.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
+        with pytest.raises(NotImplementedError):
+            sharded(batch(0))
+    for arguments in ({}, {"auto_wrap_policy": BLOCKS}):
+        fresh = copy.deepcopy(models)
+        assert_expected_inline(
+            refusal(lambda fresh=fresh, arguments=arguments: FSDP(fresh, **arguments)),
+            """the ModuleList to wrap has no forward, so nobody would gather '0.inp.weight', which no wrapper below it holds: wrap its items, or give an auto_wrap_policy that chooses them""",
+        )
+        assert type(fresh[0].blocks[0]) is Block and type(fresh[0].inp.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("set_to", ["1", "0"])
+@ranks(2)
+def test_eval_in_full_precision_where_the_environment_asks_for_it(world: World, set_to: str) -> None:
+    """FSDP1 reads FSDP_USE_FULL_PREC_IN_EVAL: in eval mode, dtypes of mixed precision are not applied."""
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = set_to
+    try:
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        model = Norms()
+        inner = copy.deepcopy(model)
+        inner.norm, model.norm = nn.Identity(), nn.Identity()
+        sharded = wrapped(
+            inner, mixed_precision=policy, auto_wrap_policy=lambda **given: given["recurse"] or given["nonwrapped_numel"] > 30
+        )
+    finally:
+        del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
+    assert len(FSDP.fsdp_modules(sharded)) == 2
+    in_eval = torch.float32 if set_to == "1" else torch.bfloat16
+    x = batch(0)
+    for mode, dtype in ((True, torch.bfloat16), (False, in_eval), (True, torch.bfloat16), (False, in_eval)):
+        sharded.train(mode)
+        sharded.seen.clear()
+        out = sharded(world.mine(x))
+        assert out.dtype == dtype and sharded.seen == [dtype, dtype], mode
+        assert_near(out.float(), model(world.mine(x)).detach(), "output", 1e-6 if dtype == torch.float32 else 3e-2)
+        sharded.zero_grad(), model.zero_grad()
+        square(out).backward()
+        square(model(x)).backward()
+        assert_same_grads(sharded, model, 1e-5 if dtype == torch.float32 else 5e-2)
+        assert sharded.state_dict()["offset"].dtype == torch.float32
+    if set_to == "1":
+        sharded.train()
+        out = sharded(world.mine(x))
+        sharded.eval()
+        assert "between a forward and its backward" in refusal(lambda: sharded(world.mine(x)))
+        square(out).backward()
+        assert sharded(world.mine(x)).dtype == torch.float32
+
+
+@ranks(2)
+def test_optimizer_states_without_groups_or_with_names_of_wrappers_are_taken(world: World) -> None:
+    model = Stack()
+    sharded, optimizer = stepped(world, model)
+    own = optimizer.state_dict()
+    bare = FSDP.optim_state_dict(sharded, optimizer, {"state": own["state"]})
+    assert "param_groups" not in bare
+    whole = FSDP.optim_state_dict(sharded, optimizer)
+    dirty = {
+        "state": {f"_fsdp_wrapped_module.{name}": values for name, values in whole["state"].items()},
+        "param_groups": [
+            {**g, "params": [n.replace("blocks.0.", "blocks.0._fsdp_wrapped_module.") for n in g["params"]]}
+            for g in whole["param_groups"]
+        ],
+    }
+    assert list(FSDP.optim_state_dict(sharded, optimizer, dirty)["state"]) == list(whole["state"])
+    alone = FullOptimStateDictConfig(rank0_only=True)
+    for saved in (bare, dirty):
+        for config in (FullOptimStateDictConfig(), alone):
+            with FSDP.state_dict_type(sharded, StateDictType.FULL_STATE_DICT, None, config):
+                other = torch.optim.AdamW(sharded.parameters(), lr=0.5)
+                ready = FSDP.optim_state_dict_to_load(sharded, other, saved)
+                assert ("param_groups" in ready) is (saved is dirty)
+                FSDP.optim_state_dict_to_load(sharded, other, saved, load_directly=True)
+                assert other.param_groups[0]["lr"] == (0.5 if saved is bare else 1e-2)
+            assert_same_states(optimizer, other)
+    by_place = FSDP.rekey_optim_state_dict(dirty, OptimStateKeyType.PARAM_ID, sharded, optim=optimizer)
+    assert sorted(by_place["state"]) == by_place["param_groups"][0]["params"] == list(range(len(whole["state"])))
+    assert "param_groups" not in FSDP.rekey_optim_state_dict(bare, OptimStateKeyType.PARAM_ID, sharded, optim=optimizer)
+    assert "expected an optimizer state dict" in refusal(lambda: FSDP.optim_state_dict_to_load(sharded, other, {}))
+
+
+@ranks(2)
+def test_saved_optimizers_may_lack_the_states_of_a_plain_parameter_and_must_list_it(world: World) -> None:
+    inner = Scaled()
+    sharded = FSDP(inner, auto_wrap_policy=BLOCKS, ignored_states=[inner.scale], use_orig_params=True)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    square(sharded(world.mine(batch(0)))).backward()
+    dist.all_reduce(sharded.scale.grad)
+    optimizer.step()
+    saved = FSDP.optim_state_dict(sharded, optimizer)
+    del saved["state"]["scale"]
+    other = torch.optim.AdamW(sharded.parameters(), lr=0.5)
+    FSDP.optim_state_dict_to_load(sharded, other, saved, load_directly=True)
+    assert not other.state[sharded.scale] and other.param_groups[0]["lr"] == 1e-2
+    saved["param_groups"][0]["params"].remove("scale")
+    assert "the saved optimizer has no parameters ['scale']" in refusal(
+        lambda: FSDP.optim_state_dict_to_load(sharded, other, saved)
+    )
+
+
+@ranks(2, 3)
+def test_a_rank_that_cannot_initialise_its_module_has_all_ranks_raise(world: World) -> None:
+    """With sync_module_states only the others build on meta: the first went on, and waited for them."""
+    last = world.rank == world.size - 1
+
+    def broken(module: nn.Module) -> None:
+        if last:
+            raise RuntimeError(f"no values for a {type(module).__name__}")
+        module.to_empty(device="cpu", recurse=False)
+
+    def forgetful(module: nn.Module) -> None:
+        if not last:
+            module.to_empty(device="cpu", recurse=False)
+
+    for init, text in (
+        (broken, "no values for a Linear"),
+        (forgetful, "param_init_fn left parameters or buffers of ['Linear'"),
+    ):
+        for sync in (True, False):
+            with torch.device("cpu" if sync and world.rank == 0 else "meta"):
+                model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+            with pytest.raises(RuntimeError if last and init is broken else ValueError) as raised:
+                FSDP(model, sync_module_states=sync, param_init_fn=init)
+            assert text in str(raised.value) and (last or f"rank {world.size - 1} raised" in str(raised.value))
+    said = refusal(lambda: FSDP(nn.Linear(5, 4 if last else 3), sync_module_states=True))
+    assert "sync_module_states: the modules of the ranks differ in 'weight'" in said, said
+    assert f"rank {world.size - 1}: is (shape (4, 5), torch.float32). Build the same module on all ranks" in said, said
+    sharded = FSDP(Random(), auto_wrap_policy=BLOCKS, sync_module_states=True)
+    sharded(world.mine(batch(0)))

@@ -14,7 +14,7 @@ FLOORS = [
     {"board", "mesh", "modules", "comm", "schedule"},
     {"cut", "face", "plan", "gloo", "ledger", "joined"},
     {"replaced"},
-    {"parameter", "watch", "sync"},
+    {"parameter", "watch", "sync", "agreement"},
     {"extension", "full", "unwritten"},
     {"group"},
     {"handover"},

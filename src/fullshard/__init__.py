@@ -19,6 +19,7 @@ optim.py        clip_grad_norm_, optimizers built before sharding
 grads.py        grad(): gradients as values
 together.py     any_failed(): skipping a step on all ranks
 sync.py         weights and buffers in step on all ranks
+agreement.py    a step that all ranks take or none: errors on one rank are raised on all
 --- what moves (data plane)
 groups.py       process groups, until torch destroys them
 mesh.py         the axes parameters are sharded and replicated over

@@ -21,6 +21,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -35,6 +36,7 @@ __all__ = [
     "DTensorSpec",
     "NetworkError",
     "PerRank",
+    "ShardedTensor",
     "StoreError",
     "TorchFSDPModule",
     "all_gather_base",
@@ -117,6 +119,7 @@ __all__ = [
     "view_base",
     "wait_for_event",
     "waited",
+    "whole_of",
     "world_size",
     "writes",
 ]
@@ -354,6 +357,21 @@ def is_wrap_policy(policy: Any) -> bool:
 def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
     """The modules that a policy object of FSDP1 chooses, and what it overrides for each."""
     return policy._run_policy(root, ignored, {})
+
+
+def whole_of(sharded: ShardedTensor, device: torch.device) -> Tensor:
+    """All of a ShardedTensor, on `device`, which its process group can carry (collective over that group)."""
+    metadata = sharded.metadata()
+    own = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in sharded.local_shards()}
+    whole = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
+    for part in metadata.shards_metadata:
+        held = own.get(tuple(part.shard_offsets))
+        piece = torch.empty(part.shard_sizes, dtype=whole.dtype, device=device) if held is None else held.detach().to(device)
+        piece = piece.contiguous()
+        owner: Any = part.placement
+        dist.broadcast(piece, owner.rank(), group=sharded._process_group)
+        whole[tuple(slice(at, at + size) for at, size in zip(part.shard_offsets, part.shard_sizes))] = piece
+    return whole
 
 
 HYBRID_ZERO2: torch_fsdp.ShardingStrategy = torch_fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2

@@ -25,6 +25,11 @@ from fullshard.views import UnitView
 Dress = Callable[[type[nn.Module]], "type[nn.Module]"]  # the class of a unit's module, from the class it had
 
 
+def as_it_is(cls: type[nn.Module]) -> type[nn.Module]:
+    """The dress of modules whose class does not change."""
+    return cls
+
+
 def assemble(unit: Unit, dress: Dress, managed: Iterable[nn.Module]) -> None:
     """Put a new unit on its modules: strong references to it, hooks, marks, and their class."""
     attach(unit)
@@ -67,6 +72,7 @@ class PartOfUnit:
     """One unit, as a value."""
 
     modules: list[nn.Module]
+    dressed: bool  # whether the class of its modules says that they are sharded
     name: str
     axis: ShardAxis
     options: UnitOptions
@@ -104,10 +110,11 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
         memo[id(unit)] = None
         for parameter in unit.parameters:
             memo[id(parameter.sharded)] = parameter.copied()
+    dressed = [any(undress(type(module)) is not type(module) for module in unit.modules) for unit in units]
     with undressed(units, undress):
         plain = copy.deepcopy(root, memo)
     parts: list[PartOfUnit] = []
-    for unit in units:
+    for unit, has_class in zip(units, dressed):
         copies = [memo[id(module)] for module in unit.modules]
         hooks.purge(unit, memo)
         for module in copies:
@@ -123,7 +130,7 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
             )
             for parameter in unit.parameters
         ]
-        parts.append(PartOfUnit(copies, unit.name, unit.axis, unit.options, unit.ordinal, parameters))
+        parts.append(PartOfUnit(copies, has_class, unit.name, unit.axis, unit.options, unit.ordinal, parameters))
     return Parts(plain, parts)
 
 
@@ -141,7 +148,7 @@ def put_together(parts: Parts, dress: Dress) -> nn.Module:
             unit.rename(part.name)
             for parameter in rebuilt:
                 parameter.restore_sharded(forget=True)
-        assemble(unit, dress, ())
+        assemble(unit, dress if part.dressed else as_it_is, ())
     return parts.root
 
 

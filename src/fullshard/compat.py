@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from torch.distributed.fsdp import (
 )
 
 from fullshard import _torch, assembly, formats
+from fullshard.agreement import Ranks
 from fullshard.api import Order, fully_shard
 from fullshard.comm import Collectives, Pending, ReduceScatter
 from fullshard.errors import StateError
@@ -38,8 +42,18 @@ from fullshard.formats import Form
 from fullshard.given import HYBRID, Given, cast_buffers, device_type_of, materialize, mesh_of
 from fullshard.gloo import collectives_for
 from fullshard.hooks import cast_floats
-from fullshard.module import plain_class, units_of
-from fullshard.modules import clean_name, collect
+from fullshard.mesh import ShardAxis
+from fullshard.module import (
+    FSDPModule,
+    accumulate,
+    applying,
+    described,
+    discard_gradients,
+    plain_class,
+    sharded_class,
+    units_of,
+)
+from fullshard.modules import Holdings, clean_name, collect
 from fullshard.notices import say_once
 from fullshard.optim import clip_grad_norm_
 from fullshard.parameter import logical_parameters
@@ -47,7 +61,7 @@ from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolic
 from fullshard.runtime import runtime_of
 from fullshard.scopes import full_params
 from fullshard.unit import Unit, unit_of
-from fullshard.wrap import mind_mixtures, plan_model
+from fullshard.wrap import check_policy, mind_mixtures, plan_model
 
 _INNER = "_fsdp_wrapped_module"
 _LOOKED_THROUGH = ("_checkpoint_wrapped_module", "_orig_mod")  # what activation checkpointing and torch.compile put around
@@ -154,7 +168,7 @@ class FullyShardedDataParallel(nn.Module):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -175,7 +189,12 @@ class FullyShardedDataParallel(nn.Module):
             sync_module_states,
             ignored_modules,
             ignored_states,
+            forward_prefetch,
+            limit_all_gathers,
+            use_orig_params,
         )
+        if auto_wrap_policy is not None:
+            check_policy(auto_wrap_policy, "auto_wrap_policy")
         if not use_orig_params:
             say_once("use_orig_params=False: there is no FlatParameter, parameters are the originals as with True")
         if not limit_all_gathers:
@@ -186,25 +205,39 @@ class FullyShardedDataParallel(nn.Module):
         if auto_wrap_policy is not None:
             self._wrap_below(module, given, auto_wrap_policy, mesh, options)
         holdings = collect([module], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
+        self._is_list = _is_list(module, holdings)
         materialize(holdings, given, mesh)
-        fully_shard(module, mesh=mesh, ignored_params=set(given.ignored), **options)
+        if not self._is_list:
+            fully_shard(module, mesh=mesh, ignored_params=set(given.ignored), **options)
         self._fsdp_wrapped_module = module
         self._is_root: bool | None = None
-        self._strategy = given.strategy
+        self._strategy, self._offload = given.strategy, given.offload
+        self._prefetch, self._forward_prefetch = given.prefetch, given.forward_prefetch
+        self._mixed_precision = given.mixed_precision or MixedPrecision()
+        self._full_in_eval = mixed_precision is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+        self._in_full = False
         self._casts_root = mixed_precision is None or mixed_precision.cast_root_forward_inputs
         self._casts = mixed_precision is not None and mixed_precision.cast_forward_inputs
-        self._input_dtype = None if mixed_precision is None else mixed_precision.param_dtype
         self._settings = _settings(StateDictType.FULL_STATE_DICT)
         self._buffer_dtypes = cast_buffers(module, holdings, given)
-        if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-            self.unit.follow(backward=())
+        unit = self.unit
+        if unit is not None:
+            for sharded in unit.modules:  # as in FSDP1, `module` is of the class it had: this wrapper has the methods
+                sharded.__class__ = plain_class(type(sharded))
+            if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+                unit.follow(backward=())
         self.register_state_dict_post_hook(_after_save)
         self.register_load_state_dict_pre_hook(_before_load)
         self.register_load_state_dict_post_hook(_after_load)
 
     def _wrap_below(self, module: nn.Module, given: Given, policy: Any, mesh: DeviceMesh, options: dict[str, Any]) -> None:
         """Wrap the modules that `policy` chooses, children first, and those that are left out of mixed precision."""
-        plan = plan_model(module, policy, ignored_modules=given.ignored_modules, ignored_params=given.ignored)
+        plan = plan_model(
+            _Items(module) if _has_no_forward(module) else module,
+            policy,
+            ignored_modules=given.ignored_modules,
+            ignored_params=given.ignored,
+        )
         mixed = given.mixed_precision
         kept: list[str] = []
         if mixed is not None and mixed.param_dtype is not None:
@@ -227,7 +260,9 @@ class FullyShardedDataParallel(nn.Module):
                 f"auto_wrap_policy gives the module that is wrapped options, {sorted(plan.units[-1].options)}, which "
                 "are not used: pass them to FullyShardedDataParallel itself"
             )
-        Order(module, mesh=mesh, ignored_params=given.ignored, **options)
+        chosen_ids = {id(module.get_submodule(name)) for unit in below for name in unit.modules}
+        if not _is_list(module, collect([module], ignored=given.ignored, is_unit=lambda inner: id(inner) in chosen_ids)):
+            Order(module, mesh=mesh, ignored_params=given.ignored, **options)
         _check_overrides(below)
         chosen = [(name, unit.options) for unit in below for name in unit.modules]
         every = {name: given.overridden({**o, **({"mixed_precision": None} if name in kept else {})}) for name, o in chosen}
@@ -255,10 +290,10 @@ class FullyShardedDataParallel(nn.Module):
         return _torch.children_of(inner).get(_LOOKED_THROUGH[0]) or inner
 
     @property
-    def sharded(self) -> Any:
+    def sharded(self) -> nn.Module:
         """The module that is a unit: what was wrapped, also if something was put around it since."""
         inner: nn.Module | None = self._fsdp_wrapped_module
-        while inner is not None and unit_of(inner) is None:
+        while inner is not None and unit_of(inner) is None and not self._is_list:
             children = _torch.children_of(inner)
             inner = next((children[name] for name in _LOOKED_THROUGH if name in children), None)
         if inner is None:
@@ -269,20 +304,76 @@ class FullyShardedDataParallel(nn.Module):
         return inner
 
     @property
-    def unit(self) -> Unit:
-        """The unit of the wrapped module."""
-        unit = unit_of(self.sharded)
-        assert unit is not None
-        return unit
+    def unit(self) -> Unit | None:
+        """The unit of the wrapped module; None for a list or dict of modules, which has no forward and holds nothing itself."""
+        return unit_of(self.sharded)
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper does not have, the wrapped module may."""
+        """What the wrapper does not have, the wrapped module may, or the unit that it is."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == _INNER or name.startswith("__"):  # how to copy and pickle is the wrapper's own
                 raise
+        try:
             return getattr(self._fsdp_wrapped_module, name)
+        except AttributeError:
+            if name not in _OF_UNITS:
+                raise
+        return MethodType(_OF_UNITS[name], self.sharded)
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """As it was given; FULL_SHARD if it was not."""
+        return self._strategy
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """As it was given."""
+        return CPUOffload(self._offload)
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """As it was given."""
+        return self._prefetch
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """As it was given."""
+        return self._forward_prefetch
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """As it was given; `MixedPrecision()` if it was not."""
+        return self._mixed_precision
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks to shard over; under NO_SHARD those whose gradients are averaged."""
+        mesh = self._axis.mesh
+        return mesh.get_group(0 if self._strategy is ShardingStrategy.NO_SHARD else mesh.ndim - 1)
+
+    @property
+    def rank(self) -> int:
+        """Of this process in `process_group`."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of `process_group`."""
+        return self.process_group.size()
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where forward and backward run."""
+        return self._axis.device
+
+    @property
+    def _axis(self) -> ShardAxis:
+        unit = next(units_of(self, True), None)
+        if unit is None:
+            raise StateError("this wrapper is around a list without modules, so nothing is sharded")
+        return unit.axis
 
     def __getitem__(self, key: Any) -> Any:
         """That of a wrapped Sequential."""
@@ -308,16 +399,40 @@ class FullyShardedDataParallel(nn.Module):
         """As `nn.Module.apply`, with full parameters in place, and modules of the class they had; what `fn` writes to
         parameters is kept. Collective.
         """
-        if self.unit.shown:
+        if any(unit.shown for unit in units_of(self, True)):
             return super().apply(fn)  # type: ignore[return-value]
         with full_params(self), assembly.undressed(units_of(self, True), plain_class):
             return super().apply(fn)  # type: ignore[return-value]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`; also discards what backwards in `no_sync()` kept, which an optimizer's cannot see."""
+        discard_gradients(self, set_to_none=set_to_none)
         super().zero_grad(set_to_none)
-        for wrapper in self.fsdp_modules(self):
-            wrapper.sharded.zero_grad(set_to_none)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`to`, `half` and the like: on the shards."""
+        unit = self.unit
+        with nullcontext() if unit is None else applying(self, unit, fn):
+            return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with units of its own, on the same meshes. Raises StateError inside forward or backward."""
+        if any(id(unit) not in memo for unit in units_of(self, True)):
+            return assembly.put_together(assembly.take_apart(self, plain_class, memo), sharded_class)
+        made = object.__new__(type(self))  # inside the copying of a whole, which knows the units
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the structure with this rank's shards; to be loaded on the same rank of an equal mesh."""
+        if next(units_of(self, True), None) is None:
+            return super().__reduce_ex__(protocol)
+        return _put_together, (assembly.take_apart(self, plain_class),)
+
+    def extra_repr(self) -> str:
+        unit = self.unit
+        return f"{self._strategy.name}, " + ("a list of modules" if unit is None else described(unit))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.load_state_dict`, of the form that was set. Names are those that the unwrapped module has."""
@@ -345,9 +460,36 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_root is None:
             self._become_root()
-        if self._input_dtype is not None and (self._casts_root if self._is_root else self._casts):
-            args, kwargs = cast_floats(args, self._input_dtype), cast_floats(kwargs, self._input_dtype)
+        if self._full_in_eval:
+            self._choose_precision()
+        dtype = self._mixed_precision.param_dtype
+        if dtype is not None and not self._in_full and (self._casts_root if self._is_root else self._casts):
+            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def _choose_precision(self) -> None:
+        """FSDP_USE_FULL_PREC_IN_EVAL=1: mixed precision is off in eval mode, here and, from the outermost wrapper, below.
+
+        Raises StateError between a forward and its backward.
+        """
+        for below in self.fsdp_modules(self) if self._is_root else ():
+            if below is not self and below._full_in_eval:
+                below._choose_precision()
+        full, unit = not self._fsdp_wrapped_module.training, self.unit
+        if full is self._in_full:
+            return
+        mixed = MixedPrecision() if full else self._mixed_precision
+        if unit is not None:
+            if runtime_of(unit).planner.awaits_backward(unit.number):
+                raise StateError(
+                    f"unit '{unit.name}' was switched to {'eval' if full else 'train'}() between a forward and its backward, "
+                    "which changes its precision (FSDP_USE_FULL_PREC_IN_EVAL=1): run the backward, or drop the output, first"
+                )
+            runtime_of(unit).reconfigure(unit, doing="train() or eval()", mp=_precision(mixed))
+        for name, buffer in self.named_buffers(remove_duplicate=False):
+            if name in self._buffer_dtypes:
+                buffer.data = buffer.data.to(mixed.buffer_dtype or self._buffer_dtypes[name])
+        self._in_full = full
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -357,7 +499,7 @@ class FullyShardedDataParallel(nn.Module):
         `.grad` until it is reduced.
         """
         self._only_root("no_sync()")
-        with self.sharded.accumulate():
+        with accumulate(self):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -377,28 +519,25 @@ class FullyShardedDataParallel(nn.Module):
         self._only_root("register_comm_hook()")
         if not callable(hook):
             raise ValueError(f"register_comm_hook takes a callable, got {type(hook).__name__}")
-        wrappers = self.fsdp_modules(self)
-        for wrapper in wrappers:
+        wrappers = [(wrapper, unit) for wrapper in self.fsdp_modules(self) if (unit := wrapper.unit) is not None]
+        for wrapper, unit in wrappers:
             if wrapper._strategy in HYBRID:
                 raise ValueError(
                     f"register_comm_hook: {wrapper._strategy.name} reduces in two steps, a hook would be one: use "
-                    "set_all_reduce_hook() of the unit (wrapper.module), which runs behind both"
+                    "set_all_reduce_hook() of each wrapper, which runs behind both"
                 )
-            options = wrapper.unit.options
+            options = unit.options
             if isinstance(options.reduce_scatter, _HookReduce) or isinstance(options.comm.collectives, _WithHook):
                 raise ValueError("register_comm_hook was called before: a hook cannot be replaced")
-            runtime_of(wrapper.unit).check_idle(wrapper.unit, doing="register_comm_hook()")
-            runtime_of(wrapper.unit).check_delivered(wrapper.unit, doing="register_comm_hook()")
-        for wrapper in wrappers:
-            unit = wrapper.unit
-            wrapper.sharded.set_gradient_divide_factor(1.0)
+            runtime_of(unit).check_idle(unit, doing="register_comm_hook()")
+            runtime_of(unit).check_delivered(unit, doing="register_comm_hook()")
+        for wrapper, unit in wrappers:
+            unit.configure(reduce=replace(unit.options.reduce, divide=1.0))
+            changes: dict[str, Any] = {"reduce_scatter": _HookReduce(state, hook)}
             if wrapper._strategy is ShardingStrategy.NO_SHARD:
                 sums = _WithHook(unit.axis.device.type, partial(hook, state))
-                runtime_of(unit).reconfigure(
-                    unit, doing="register_comm_hook()", comm=replace(unit.options.comm, collectives=sums)
-                )
-            else:
-                wrapper.sharded.set_custom_reduce_scatter(_HookReduce(state, hook))
+                changes = {"comm": replace(unit.options.comm, collectives=sums)}
+            runtime_of(unit).reconfigure(unit, doing="register_comm_hook()", **changes)
 
     # --- full parameters -------------------------------------------------------------------------------------------------
 
@@ -477,7 +616,7 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict: the optimizer's own `state_dict()`, where the caller has it already.
         """
         form = _optimizer_form(FullyShardedDataParallel.get_state_dict_type(model))
-        return formats.optimizer_state(model, optim, form, given=optim_state_dict, first=_is_first(model, group))
+        return _saved(model, optim, form, group, optim_state_dict)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -490,17 +629,20 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """What `optim.load_state_dict` takes, of what `optim_state_dict` gave; with `load_directly`, load it as well.
 
-        Collective if the form set for the model is full and `rank0_only`: then only the first rank needs to have it.
+        Names and keys may come in any order. Collective. If the form set for the model is full and `rank0_only`, only the first
+        rank needs to have it. Without "param_groups" there are none in the result, and `load_directly` keeps the optimizer's.
+        ShardedTensors, as FSDP1 saved and `load_sharded_optimizer_state_dict` gives, are gathered one at a time.
         """
         form = _optimizer_form(FullyShardedDataParallel.get_state_dict_type(model))
         groups = formats.groups_of(model, optim)
         if form.kind is formats.FULL and form.rank0_only:
             optim_state_dict = _scatter(model, optim_state_dict, groups, group)
-        ready = formats.state_to_load(
-            model, optim_state_dict, groups, local=form.kind is formats.LOCAL, by_name=is_named_optimizer
+        local = form.kind is formats.LOCAL
+        ready = formats.load_optimizer_state(
+            model, optim_state_dict, groups, _ranks(model, group), local=local, by_name=is_named_optimizer
         )
         if load_directly:
-            optim.load_state_dict(ready)
+            optim.load_state_dict({**optim.state_dict(), **ready})
         return ready
 
     @staticmethod
@@ -516,15 +658,14 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: FSDP1 needed what the optimizer was built with; `optim` knows it.
         """
         del optim_input
-        form = Form(formats.FULL, True, rank0_only)
-        return formats.optimizer_state(model, optim, form, first=_is_first(model, group))
+        return _saved(model, optim, Form(formats.FULL, True, rank0_only), group)
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """The optimizer's state by names, as DTensors."""
-        return formats.optimizer_state(model, optim, Form(formats.SHARDED), first=_is_first(model, group))
+        """The optimizer's state by names, as DTensors. Collective."""
+        return _saved(model, optim, Form(formats.SHARDED), group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -533,15 +674,18 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """What `optimizer.load_state_dict` takes, of a full state by names that every rank has."""
-        return formats.state_to_load(model, full_optim_state_dict, formats.groups_of(model, optim, optim_input))
+        """What `optimizer.load_state_dict` takes, of a full state by names that every rank has. Collective."""
+        groups = formats.groups_of(model, optim, optim_input)
+        return formats.load_optimizer_state(model, full_optim_state_dict, groups, _ranks(model, None))
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """What `optimizer.load_state_dict` takes, of what `sharded_optim_state_dict` gave."""
-        return formats.state_to_load(model, sharded_optim_state_dict, formats.groups_of(model, optim))
+        """What `optimizer.load_state_dict` takes, of what `sharded_optim_state_dict` gave. Collective."""
+        return formats.load_optimizer_state(
+            model, sharded_optim_state_dict, formats.groups_of(model, optim), _ranks(model, None)
+        )
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -553,7 +697,8 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """What `optimizer.load_state_dict` takes, of a full state by names that only the first rank has. Collective."""
         groups = formats.groups_of(model, optim, optim_input)
-        return formats.state_to_load(model, _scatter(model, full_optim_state_dict, groups, group), groups)
+        whole = _scatter(model, full_optim_state_dict, groups, group)
+        return formats.load_optimizer_state(model, whole, groups, _ranks(model, group))
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -577,13 +722,55 @@ FSDP = FullyShardedDataParallel
 
 def _options(given: Given) -> dict[str, Any]:
     """Those of `fully_shard`."""
-    mixed = given.mixed_precision or MixedPrecision()
     return {
         "reshard_after_forward": False if given.strategy in _KEEPS else None,
-        "mp_policy": MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False),
+        "mp_policy": _precision(given.mixed_precision or MixedPrecision()),
         "offload_policy": CPUOffloadPolicy() if given.offload else OffloadPolicy(),
         "comm_policy": CommPolicy(),
     }
+
+
+def _precision(mixed: MixedPrecision) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
+class _Items(nn.Module):
+    """The items of a list or dict of modules under their names: plans are made for modules that have a forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, item in module.named_children():
+            self.add_module(name, item)
+
+    def forward(self) -> None:
+        raise NotImplementedError
+
+
+def _is_list(module: nn.Module, holdings: Holdings) -> bool:
+    """Whether `module` is a list or dict of modules, without a forward. Raises ValueError if it holds what no unit does."""
+    if not _has_no_forward(module):
+        return False
+    if holdings.claims:
+        raise ValueError(
+            f"the {type(module).__name__} to wrap has no forward, so nobody would gather '{holdings.claims[0].name}', which no "
+            "wrapper below it holds: wrap its items, or give an auto_wrap_policy that chooses them"
+        )
+    return True
+
+
+def _put_together(parts: assembly.Parts) -> nn.Module:
+    return assembly.put_together(parts, sharded_class)
+
+
+_OF_UNITS: dict[str, Any] = {
+    name: method
+    for name, method in vars(FSDPModule).items()
+    if not name.startswith("_") and name not in ("extra_repr", "zero_grad")
+}
 
 
 def _check_overrides(units: Iterable[Any]) -> None:
@@ -652,7 +839,8 @@ def _optimizer_form(settings: StateDictSettings) -> Form:
 def _after_save(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Under clean names, in the form that was set. Wrappers below did theirs already, which can only become full."""
     form = _model_form(module._settings)
-    if module.unit.shown and form.kind is not formats.FULL:
+    unit: Unit | None = module.unit
+    if unit is not None and unit.shown and form.kind is not formats.FULL:
         raise StateError(f"a state dict of {form.kind.name} was asked for inside summon_full_params(): take it outside of it")
     keep = form.keeps(first=_is_first(module, None))
     dtypes = module._buffer_dtypes
@@ -668,7 +856,7 @@ def _after_save(module: Any, state_dict: dict[str, Any], prefix: str, metadata: 
 
 def _before_load(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Names as the wrapper has them, and this rank's rows as what they are rows of."""
-    unit: Unit = module.unit
+    unit: Unit | None = module.unit
     rows = module._settings.state_dict_type is formats.LOCAL
     inner: nn.Module = module._fsdp_wrapped_module
     parameters = dict(inner.named_parameters(remove_duplicate=False))
@@ -678,11 +866,17 @@ def _before_load(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) 
         if "_orig_mod" in name.split("."):
             compiled[clean_name(name)] = ".".join(part for part in name.split(".") if part not in (_INNER, _LOOKED_THROUGH[0]))
     inside = f"{prefix}{_INNER}."
-    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inside)]:
+    for key in sorted(key for key in state_dict if key.startswith(prefix) and not key.startswith(inside)):
         value = state_dict.pop(key)
         name = key[len(prefix) :]
+        if name.rpartition(".")[2] in ("_flat_param", "flat_param"):
+            raise ValueError(f"'{key}' is a FlatParameter of FSDP1, which has no meaning here: save FULL_STATE_DICT there")
         logical = next(iter(logical_parameters([known[name]])), None) if name in known else None
-        if rows and logical is not None and logical in unit.parameters and isinstance(value, Tensor):
+        if unit is None or logical is None or logical not in unit.parameters:
+            pass  # of another wrapper, or of none
+        elif isinstance(value, _torch.ShardedTensor):
+            value = _from_sharded_tensor(key, value, logical)
+        elif rows and isinstance(value, Tensor):
             if value.shape != logical.local.shape:
                 raise ValueError(
                     f"LOCAL_STATE_DICT: '{key}' has shape {tuple(value.shape)}, this rank's rows are "
@@ -692,10 +886,40 @@ def _before_load(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) 
         state_dict[inside + compiled.get(name, name)] = value
 
 
+def _from_sharded_tensor(key: str, value: Any, parameter: Any) -> Tensor:
+    """This rank's rows of a ShardedTensor, as FSDP1 saves them (collective over its ranks)."""
+    if value.size() != parameter.shape:
+        raise ValueError(
+            f"'{key}' has shape {tuple(value.size())} in the ShardedTensor to load, expected {tuple(parameter.shape)}"
+        )
+    whole = _torch.whole_of(value, torch.device(parameter.cut.mesh.device_type))
+    return parameter.shard_of(whole, dtype=parameter.local.dtype)
+
+
 def _after_load(module: Any, incompatible: Any) -> None:
     """Missing and unexpected names, as the caller knows them."""
     for names in incompatible:
         names[:] = [clean_name(name) for name in names]
+
+
+def _saved(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    form: Form,
+    group: dist.ProcessGroup | None,
+    given: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    return formats.optimizer_state(model, optimizer, form, _ranks(model, group), given=given, first=_is_first(model, group))
+
+
+def _ranks(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks:
+    """The ranks that save and load together: those of `group`; without one, of the mesh that `model` is on."""
+    unit = next(units_of(model, True), None)
+    device = torch.device("cpu") if unit is None else unit.axis.device
+    if group is not None:
+        return Ranks((group,), device)
+    axes = () if unit is None else (unit.axis.replicas.group if unit.axis.replicas is not None else None, unit.axis.group)
+    return Ranks(tuple(axis for axis in axes if axis is not None), device)
 
 
 def _scatter(

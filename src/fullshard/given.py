@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fullshard import _torch
+from fullshard.agreement import Facts, Ranks
 from fullshard.groups import on_release
 from fullshard.materialize import common_seed, seeded
 from fullshard.mesh import beside
@@ -35,6 +36,7 @@ class Given:
     strategy: ShardingStrategy
     offload: bool
     prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
     mixed_precision: MixedPrecision | None
     init: Callable[[nn.Module], None] | None
     device_id: torch.device | None
@@ -53,25 +55,58 @@ class Given:
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_states: Iterable[Any] | None = None,
-        **_: Any,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
     ) -> Given:
-        """Raises ValueError for what fullshard does not do, before anything has changed."""
+        """Raises ValueError for values of the wrong type and for what fullshard does not do, before anything has changed."""
+        _check_type(
+            "sharding_strategy", sharding_strategy, ShardingStrategy, "a ShardingStrategy such as ShardingStrategy.FULL_SHARD"
+        )
+        _check_type("cpu_offload", cpu_offload, CPUOffload, "a CPUOffload such as CPUOffload(offload_params=True)")
+        _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE, BACKWARD_POST")
+        _check_type(
+            "mixed_precision",
+            mixed_precision,
+            MixedPrecision,
+            "a MixedPrecision such as MixedPrecision(param_dtype=torch.bfloat16)",
+        )
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype") if mixed_precision is not None else ():
+            _check_type(f"mixed_precision.{name}", getattr(mixed_precision, name), torch.dtype, "a torch.dtype")
+        if process_group is not None and not isinstance(process_group, (dist.ProcessGroup, tuple)):
+            kind = type(process_group).__name__
+            raise ValueError(f"process_group is a {kind}: expected a ProcessGroup, a pair of them in a tuple, or None")
+        _check_type("device_mesh", device_mesh, DeviceMesh, "a DeviceMesh")
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise ValueError(f"param_init_fn={param_init_fn!r}: expected a function of one module, or None")
+        for name, flag in (
+            ("sync_module_states", sync_module_states),
+            ("forward_prefetch", forward_prefetch),
+            ("limit_all_gathers", limit_all_gathers),
+            ("use_orig_params", use_orig_params),
+        ):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}={flag!r}: expected True or False")
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         _check(module, mixed_precision, process_group, device_mesh, strategy)
         ignored, skipped = _ignored(ignored_modules, ignored_states)
+        device = _device(device_id)
+        if device is not None and device_mesh is not None and device.type != device_mesh.device_type:
+            raise ValueError(f"device_id is {device}, but device_mesh is of {device_mesh.device_type}: give one of them")
         return cls(
             process_group,
             device_mesh,
             strategy,
             cpu_offload is not None and cpu_offload.offload_params,
             backward_prefetch,
+            forward_prefetch,
             mixed_precision,
             param_init_fn,
-            _device(device_id),
+            device,
             sync_module_states,
             ignored,
             skipped,
@@ -85,6 +120,7 @@ class Given:
             "sharding_strategy": self.strategy,
             "cpu_offload": CPUOffload(self.offload),
             "backward_prefetch": self.prefetch,
+            "forward_prefetch": self.forward_prefetch,
             "mixed_precision": self.mixed_precision,
             "param_init_fn": self.init,
             "device_id": self.device_id,
@@ -93,6 +129,11 @@ class Given:
             "use_orig_params": True,
             **options,
         }
+
+
+def _check_type(name: str, value: object, kind: type, expected: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r}: expected {expected}, or None")
 
 
 def _check(
@@ -109,6 +150,9 @@ def _check(
     if groups is not None and mesh is not None:
         raise ValueError("FullyShardedDataParallel takes process_group or device_mesh, got both: give one of them")
     pair = isinstance(groups, tuple)
+    if pair and (len(groups) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in groups)):
+        kinds = ", ".join(type(group).__name__ for group in groups)
+        raise ValueError(f"process_group=({kinds}): expected a pair of ProcessGroups (to shard over, to replicate over)")
     if pair and strategy not in HYBRID:
         raise ValueError(f"process_group is a pair, for hybrid sharding, but sharding_strategy is {strategy.name}")
     if groups is not None and not pair and strategy in HYBRID:
@@ -128,10 +172,16 @@ def _ignored(
     """Parameters and modules to leave alone."""
     if modules is not None and states is not None:
         raise ValueError("FullyShardedDataParallel got ignored_modules and ignored_states: give ignored_states alone")
-    given = list(states if states is not None else modules or ())
+    name, kind = ("ignored_states", "parameters or modules") if modules is None else ("ignored_modules", "modules")
+    several = states if modules is None else modules
+    if several is not None and (isinstance(several, (nn.Module, Tensor, str)) or not isinstance(several, Iterable)):
+        raise ValueError(f"{name} takes several {kind}, got a {type(several).__name__}: give a list")
+    given = list(several or ())
     for item in given:
         if not isinstance(item, nn.Module) and (modules is not None or not isinstance(item, nn.Parameter)):
-            raise ValueError(f"ignored_{'modules' if modules is not None else 'states'} has a {type(item).__name__}")
+            raise ValueError(f"{name} has a {type(item).__name__}: expected {kind}")
+        if isinstance(item, nn.Module) and any(unit_of(inner) is not None for inner in item.modules()):
+            raise ValueError(f"{name} has a {type(item).__name__} that is sharded already: give modules that are not")
     whole = [inner for item in given if isinstance(item, nn.Module) for inner in item.modules()]
     single = [item for item in given if isinstance(item, nn.Parameter)]
     return (*single, *(p for module in whole for p in module.parameters(recurse=False))), tuple(whole)
@@ -149,15 +199,22 @@ def device_type_of(module: nn.Module, given: Given) -> str:
     return accelerator.type if accelerator is not None and _torch.has_backend(accelerator) else "cpu"
 
 
-def _device(device_id: int | torch.device | None) -> torch.device | None:
+def _device(device_id: int | str | torch.device | None) -> torch.device | None:
     """Raises ValueError for a device that is not this rank's current one."""
     if device_id is None:
         return None
+    if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
+        raise ValueError(f"device_id={device_id!r}: expected a number, a string or a torch.device, or None")
     if isinstance(device_id, int):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None:
             raise ValueError(f"device_id={device_id}, but torch sees no accelerator: leave it out, or give torch.device('cpu')")
         device_id = torch.device(accelerator.type, device_id)
+    elif isinstance(device_id, str):
+        try:
+            device_id = torch.device(device_id)
+        except RuntimeError as wrong:
+            raise ValueError(f"device_id={device_id!r} is no device of torch: give 'cpu', or 'cuda:0'") from wrong
     if device_id.type != "cpu":
         current = torch.get_device_module(device_id.type).current_device()
         if device_id.index not in (None, current):
@@ -239,34 +296,66 @@ def materialize(holdings: Holdings, given: Given, mesh: DeviceMesh) -> None:
             "some ranks have this module on meta and others have values for it: pass sync_module_states=True, so that all get "
             "those of the first rank"
         )
-    if waiting:
-        _warn_of_partly_meta(waiting, given)
-        init = given.init or (lambda module: _reset(module, device))
-        # What the first rank draws goes to all in the end, or all draw the same.
-        drawing: Any = nullcontext() if given.sync else seeded(device, common_seed(mesh, device))
+    ranks = Ranks(tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1), device)
+    # What the first rank draws goes to all in the end, or all draw the same.
+    drawing: Any = seeded(device, common_seed(mesh, device)) if waiting and not given.sync else nullcontext()
+
+    def give_values() -> Holdings:
         with torch.no_grad(), drawing:
-            for module in waiting:
-                init(module)
-        left = [type(module).__name__ for module in waiting if _on_meta(module, given)]
-        if left:
-            raise ValueError(
-                f"param_init_fn left parameters or buffers of {left[:3]} on meta: it must give each module it is called with "
-                "memory, module.to_empty(device=..., recurse=False), and values"
-            )
-        for claim in holdings.claims:  # they have Parameters of their own now: tied ones have one again
-            made = _torch.parameters_of(claim.slots[0].module)[claim.slots[0].name]
-            if made is not claim.parameter:
-                claim.parameter.__dict__[_MATERIALIZED] = made
-                _install(claim, made)
-        for (module, name), *others in shared:
-            for other, alias in others:
-                _torch.buffers_of(other)[alias] = _torch.buffers_of(module)[name]
-        fresh = collect([holdings.modules[-1]], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
-        holdings.claims[:], holdings.buffers[:] = fresh.claims, fresh.buffers
+            _give_values(waiting, given, holdings, shared, device)
+        return holdings
+
+    if waiting or given.sync:
+        ranks.agree(
+            give_values,
+            _layout if given.sync else None,
+            subject="sync_module_states: the modules",
+            advice="Build the same module on all ranks",
+        )
     if given.sync:
         tensors = [claim.parameter for claim in holdings.claims] + [buffer for _, _, buffer in holdings.buffers]
         for tensor in tensors:
             _broadcast(tensor, mesh, device)
+
+
+def _give_values(
+    waiting: list[nn.Module],
+    given: Given,
+    holdings: Holdings,
+    shared: list[list[tuple[nn.Module, str]]],
+    device: torch.device,
+) -> None:
+    """Memory and values for the modules in `waiting`; `holdings` then has the tensors that took the place of those on meta."""
+    if not waiting:
+        return
+    _warn_of_partly_meta(waiting, given)
+    init = given.init or (lambda module: _reset(module, device))
+    for module in waiting:
+        init(module)
+    left = [type(module).__name__ for module in waiting if _on_meta(module, given)]
+    if left:
+        raise ValueError(
+            f"param_init_fn left parameters or buffers of {left[:3]} on meta: it must give each module it is called with "
+            "memory, module.to_empty(device=..., recurse=False), and values"
+        )
+    for claim in holdings.claims:  # they have Parameters of their own now: tied ones have one again
+        made = _torch.parameters_of(claim.slots[0].module)[claim.slots[0].name]
+        if made is not claim.parameter:
+            claim.parameter.__dict__[_MATERIALIZED] = made
+            _install(claim, made)
+    for (module, name), *others in shared:
+        for other, alias in others:
+            _torch.buffers_of(other)[alias] = _torch.buffers_of(module)[name]
+    fresh = collect([holdings.modules[-1]], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
+    holdings.claims[:], holdings.buffers[:] = fresh.claims, fresh.buffers
+
+
+def _layout(holdings: Holdings) -> Facts:
+    """What is broadcast, tensor by tensor."""
+    named = [(claim.name, claim.parameter) for claim in holdings.claims] + [
+        (name, buffer) for name, _, buffer in holdings.buffers
+    ]
+    return {name: {"is": f"(shape {tuple(tensor.shape)}, {tensor.dtype})"} for name, tensor in named}
 
 
 _MATERIALIZED = "_fullshard_materialized"  # on a parameter that was on meta: the one with memory that took its place

@@ -50,9 +50,9 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The inverse of `sharded_class`."""
-    made = next(base for base in cls.__mro__ if base.__bases__[:1] == (FSDPModule,))
-    return made.__bases__[1]
+    """The inverse of `sharded_class`; a class that is none of those stays as it is."""
+    made = next((base for base in cls.__mro__ if base.__bases__[:1] == (FSDPModule,)), None)
+    return cls if made is None else made.__bases__[1]
 
 
 def keep_of(reshard_after_forward: bool | int | None, axis: ShardAxis) -> tuple[Keep, int | None]:
@@ -310,8 +310,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """`fullshard.resident(self)`: all units at and below stay full for the length of a `with` block."""
         return resident(_module(self))
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Backwards inside keep their gradients on each rank; the first one after it reduces the sum of all.
 
         `model.zero_grad()` discards what was kept; an optimizer's `zero_grad()` does not see it.
@@ -321,44 +320,17 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
                 model(batch).backward()
         model(batches[-1]).backward()
         """
-        units = list(units_of(self, True))
-        before = [unit.options.sync_gradients for unit in units]
-        for unit in units:
-            unit.configure(sync_gradients=False)
-        try:
-            yield
-        finally:
-            for unit, sync in zip(units, before):
-                unit.configure(sync_gradients=sync)
+        return accumulate(_module(self))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`to`, `half`, `to_empty` and the like: on the shards, which then go back into flat memory."""
-        unit = _unit(self)
-        for below in units_of(self, True):
-            if runtime_of(below).delivery.is_undelivered(below) and below.changes(fn):
-                runtime_of(below).check_delivered(below, doing="a change of dtype or device")
-        runtime_of(unit).rest(unit, doing="moving or casting")
-        fresh = unit.on_meta() if _torch.allocates(fn) else None
-        attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
-        _beyond(self)._apply(fn, recurse)
-        for parameter, had in zip(unit.parameters, attributes):  # torch swaps the insides of a DTensor, attributes included
-            for key, value in had.items():
-                parameter.sharded.__dict__.setdefault(key, value)
-        runtime_of(unit).refresh(unit)
-        if fresh is not None:
-            unit.mark_unwritten(fresh)
+        with applying(_module(self), _unit(self), fn):
+            _beyond(self)._apply(fn, recurse)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, for the sharded parameters, also while full ones are installed; discards what `accumulate()` kept."""
-        for unit in units_of(self, True):
-            if runtime_of(unit).delivery.is_undelivered(unit):
-                runtime_of(unit).delivery.discard(unit)
-            for parameter in unit.parameters if unit.shows_full else ():
-                parameter.discard_gradient(set_to_none=set_to_none)
-            for parameter in unit.parameters:  # the rest is in the slots, which torch's walks
-                if parameter.kept is not None:
-                    parameter.discard_kept()
+        discard_gradients(_module(self), set_to_none=set_to_none)
         _beyond(self).zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -373,19 +345,67 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return _put_together, (assembly.take_apart(_module(self), plain_class),)
 
     def extra_repr(self) -> str:
-        unit = _unit(self)
         own = _beyond(self).extra_repr()
-        numel = sum(parameter.sharded.numel() for parameter in unit.parameters)
-        said = (
-            f"unit of {len(unit.parameters)} parameters ({numel:,} elements) in {len(unit.groups)} groups, "
-            f"rank {unit.axis.rank} of {unit.axis.ranks}, {unit.residency.value}"
-        )
+        said = described(_unit(self))
         return f"{own}, {said}" if own else said
 
 
 def _beyond(module: FSDPModule) -> Any:
     """The class a sharded module had before; torch's FSDPModule, which comes first, is there for `isinstance` alone."""
     return super(_torch.TorchFSDPModule, module)
+
+
+def described(unit: Unit) -> str:
+    """One line about a unit, for the repr of its module."""
+    numel = sum(parameter.sharded.numel() for parameter in unit.parameters)
+    return (
+        f"unit of {len(unit.parameters)} parameters ({numel:,} elements) in {len(unit.groups)} groups, "
+        f"rank {unit.axis.rank} of {unit.axis.ranks}, {unit.residency.value}"
+    )
+
+
+@contextmanager
+def accumulate(module: nn.Module) -> Iterator[None]:
+    """Backwards inside the block keep the gradients of all units at and below `module` on each rank."""
+    units = list(units_of(module, True))
+    before = [unit.options.sync_gradients for unit in units]
+    for unit in units:
+        unit.configure(sync_gradients=False)
+    try:
+        yield
+    finally:
+        for unit, sync in zip(units, before):
+            unit.configure(sync_gradients=sync)
+
+
+@contextmanager
+def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
+    """Around `_apply(fn)` of a module of `unit`, which writes to the shards: they go back into flat memory."""
+    for below in units_of(module, True):
+        if runtime_of(below).delivery.is_undelivered(below) and below.changes(fn):
+            runtime_of(below).check_delivered(below, doing="a change of dtype or device")
+    runtime_of(unit).rest(unit, doing="moving or casting")
+    fresh = unit.on_meta() if _torch.allocates(fn) else None
+    attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
+    yield
+    for parameter, had in zip(unit.parameters, attributes):  # torch swaps the insides of a DTensor, attributes included
+        for key, value in had.items():
+            parameter.sharded.__dict__.setdefault(key, value)
+    runtime_of(unit).refresh(unit)
+    if fresh is not None:
+        unit.mark_unwritten(fresh)
+
+
+def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
+    """Forget gradients of the units at and below `module` that `nn.Module.zero_grad` does not reach: kept, or on their way."""
+    for unit in units_of(module, True):
+        if runtime_of(unit).delivery.is_undelivered(unit):
+            runtime_of(unit).delivery.discard(unit)
+        for parameter in unit.parameters if unit.shows_full else ():
+            parameter.discard_gradient(set_to_none=set_to_none)
+        for parameter in unit.parameters:  # the rest is in the slots, which torch's walks
+            if parameter.kept is not None:
+                parameter.discard_kept()
 
 
 def _put_together(parts: assembly.Parts) -> nn.Module:
@@ -554,7 +574,11 @@ def _any_unit(module: nn.Module) -> Unit:
 __all__ = [
     "FSDPModule",
     "UnshardHandle",
+    "accumulate",
+    "applying",
     "counting",
+    "described",
+    "discard_gradients",
     "keep_of",
     "plain_class",
     "register_fsdp_forward_method",

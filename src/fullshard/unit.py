@@ -109,6 +109,12 @@ class Unit:
         self.check = StepCheck(self)
         self.regroup([parameter.local for parameter in parameters])
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            f"unit '{self.name}' was about to be copied or pickled by itself: copy or pickle the module that fully_shard was "
+            "called on, or the FullyShardedDataParallel around it, as a whole"
+        )
+
     @property
     def modules(self) -> list[nn.Module]:
         return [module for ref in self._modules if (module := ref()) is not None]

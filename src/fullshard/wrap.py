@@ -191,6 +191,7 @@ def plan_model(
         (model)  Sequential                            2        18         72 B           what is left
         3 units hold 26 parameters: 1,218 elements, 4.8 KiB; the largest holds 2.3 KiB
     """
+    check_policy(policy)
     skipped = _inside(ignored_modules)
     _check_untouched(model, skipped)
     ignored = [*ignored_params, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
@@ -234,13 +235,22 @@ def _chosen(
         return policy.choose(model, skipped)
     if _torch.is_wrap_policy(policy):
         return _torch.run_wrap_policy(policy, model, set(skipped))
-    if callable(policy) and not isinstance(policy, type):
-        _check_function(policy, model)
-        asked = _asked(model, policy, set(skipped), {id(parameter) for parameter in ignored})
-        return {module: {} for module in asked}
-    raise ValueError(
-        f"policy must be 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got {policy!r}"
-    )
+    _check_function(policy, model)
+    asked = _asked(model, policy, set(skipped), {id(parameter) for parameter in ignored})
+    return {module: {} for module in asked}
+
+
+def check_policy(policy: Any, name: str = "policy") -> None:
+    """Raises ValueError for what is no policy; `name`: of the argument that it was given as."""
+    known = isinstance(policy, (Policy, AutoPolicy, Plan)) or (isinstance(policy, str) and policy == "auto")
+    if not known and (not callable(policy) or isinstance(policy, type)) and not _torch.is_wrap_policy(policy):
+        classes = policy if isinstance(policy, (set, list, tuple, frozenset)) else [policy]
+        given = [cls.__name__ for cls in classes if isinstance(cls, type)]
+        hint = f": for modules of these classes give ModuleWrapPolicy({{{', '.join(given)}}})" if given else ""
+        raise ValueError(
+            f"{name} must be 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got "
+            f"{policy!r}{hint}"
+        )
 
 
 def _asked(model: nn.Module, policy: Callable[..., bool], skipped: set[nn.Module], ignored: set[int]) -> list[nn.Module]:
@@ -456,6 +466,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "Policy",
     "always_wrap_policy",
+    "check_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
     "mind_mixtures",
