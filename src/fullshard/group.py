@@ -106,6 +106,8 @@ class Group:
         self.plan = ReductionPlan.plan(self.layout, direct=dtypes.compute == dtypes.reduce)
         self.partial: tuple[Tensor, list[bool]] | None = None  # reduced over shards, not yet over replicas; who was used
         self.deferring = False  # whether there is such a gradient, or one on its way
+        # Whether a backward without communication ended for the group since it was last reduced, whatever that left here.
+        self.keeping = any(parameter.kept is not None for parameter in parameters)
 
     # --- what the group is ---
 
@@ -272,16 +274,27 @@ class Group:
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Keep gradients of a backward that does not communicate, in the reduce dtype."""
+        self.keeping = True
         for parameter, grad in zip(self.parameters, grads):
             if grad is not None:
                 parameter.keep(grad, self.dtypes.reduce)
 
     def with_accumulated(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """`grads` and what earlier backwards kept."""
-        if all(parameter.kept is None for parameter in self.parameters):
+        if not self.keeping:
             return grads
-        self.accumulate(grads)
-        return [parameter.take_kept() for parameter in self.parameters]
+        if any(parameter.kept is not None for parameter in self.parameters):
+            self.accumulate(grads)
+            grads = [parameter.take_kept() for parameter in self.parameters]
+        self.keeping = False
+        return grads
+
+    def discard_kept(self) -> None:
+        """Forget what backwards without communication kept, and what is reduced over shards only."""
+        self.keeping = self.deferring = False
+        self.partial = None
+        for parameter in self.parameters:
+            parameter.discard_kept()
 
     def gap(self, size: int, dtype: torch.dtype) -> Tensor:
         zeros = self._gaps.get((size, dtype))

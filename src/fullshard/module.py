@@ -337,9 +337,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
                 runtime_of(unit).delivery.discard(unit)
             for parameter in unit.parameters if unit.shows_full else ():
                 parameter.discard_gradient(set_to_none=set_to_none)
-            for parameter in unit.parameters:  # the rest is in the slots, which torch's walks
-                if parameter.kept is not None:
-                    parameter.discard_kept()
+            for group in unit.groups:  # the rest is in the slots, which torch's walks
+                if group.keeping:
+                    group.discard_kept()
         _beyond(self).zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -140,6 +140,7 @@ class Runtime:
 
     def dismiss(self, unit: Unit) -> None:
         """The unit was taken off its modules."""
+        self.delivery.discard(unit)
         if self._units.pop(unit.number, None) is not None:
             self._dismiss(unit.number)
 
@@ -284,7 +285,7 @@ class Runtime:
                     if not self.planner.is_kept(unit.number):
                         self._uninstall(unit)
                     self._reduce_late(unit)
-                self.delivery.collect()
+                self.delivery.collect(list(self._touched.values()), self._all_units)
             except BaseException:
                 if not self.delivery.is_decided:
                     # Whoever keeps what is raised keeps our caller alive, by whose death we know of backwards that raised.
@@ -294,6 +295,9 @@ class Runtime:
                 self._end_backward()
                 raise
             self._end_backward()
+
+    def _all_units(self) -> list[Unit]:
+        return [unit for _, unit in sorted(self._units.items())]
 
     def _end_backward(self) -> None:
         """Nothing can undo it any more."""
@@ -438,10 +442,10 @@ class Runtime:
         self.communicator.all_reduce(unit.axis, line, doing, message)
 
     @_event
-    def collect_now(self) -> None:
+    def collect_now(self, unit: Unit) -> None:
         """Wait for what is in flight and hand out gradients, for a caller that runs backwards piece by piece."""
         with torch.no_grad():
-            self.delivery.collect()
+            self.delivery.collect([unit], self._all_units)
             self.delivery.hand_out()
 
     def glimpse(self, unit: Unit) -> BackwardHook:

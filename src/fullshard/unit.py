@@ -115,6 +115,13 @@ class Unit:
         return self.label.name
 
     @property
+    def tree(self) -> nn.Module | None:
+        """The outermost module that it ran below so far, or its own; None once that is deleted."""
+        if self._path:
+            return self._path[0][0]()
+        return self._modules[0]()
+
+    @property
     def residency(self) -> Residency:
         return self.keeper.planner.residency(self.number)
 
