@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
-from fullshard import CheckPolicy, StateError, _torch, full, fully_shard, reduction
+from fullshard import CheckPolicy, CommPolicy, StateError, _torch, full, fully_shard, reduction
 from fullshard.comm import OneRank, Pending
 from fullshard.gloo import GlooCollectives
 from fullshard.runtime import runtime_of
@@ -981,6 +981,7 @@ class Towers(nn.Module):
         super().__init__()
         self.text, self.image = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
 
+
     def forward(self, x: Tensor, *names: str) -> Tensor:
         for name in names:
             x = getattr(self, name)(x)
@@ -1027,21 +1028,26 @@ def test_what_a_unit_kept_is_reduced_though_the_last_microbatch_runs_another_uni
         assert all(parameter.kept is None for module in (model.text, model.image) for parameter in unit_of(module).parameters)
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("none", [False, True])
 @ranks(2, 3)
-def test_what_one_rank_alone_kept_is_reduced_on_all(world: World, none: bool) -> None:
-    """Only rank 0 used `text` in the microbatch without communication: the others ran it, too, but their loss did not."""
-    model = towers(world.mesh, reshard_after_forward=False)
+def test_what_one_rank_alone_kept_is_reduced_on_all(world: World, none: bool, joins: bool) -> None:
+    """Only rank 0 has a batch for `text` in the microbatch without communication: the others join, or, since all parameters
+    stay gathered, run another unit, so that they do not even know of it."""
+    model = towers(world.mesh, comm_policy=CommPolicy(prefetch_bytes=0))
     x = torch.ones(1, 2)
     model(x, "text", "image").sum().backward()
     for step in range(3):
         model.zero_grad(set_to_none=none)
-        with model.accumulate():
-            used, unused = model(x, "text"), model(x, "image")
-            (used if world.rank == 0 else unused).sum().backward()
+        if joins:
+            with model.accumulate():
+                (model.text(x) if world.rank == 0 else model.text.join()).sum().backward()
+        else:
+            with model.resident(), model.accumulate():
+                model(x, "text" if world.rank == 0 else "image").sum().backward()
         model(x, "image").sum().backward()
         assert torch.allclose(whole(model.text.weight.grad), torch.ones(2, 2) / world.size), step
-        more = (world.size - 1) / world.size
+        more = 0.0 if joins else (world.size - 1) / world.size
         assert torch.allclose(whole(model.image.weight.grad), torch.full((2, 2), 1.0 + more)), step
 
 
