@@ -75,6 +75,7 @@ __all__ = [
     "mark_managed",
     "new_group",
     "on_backward_end",
+    "operation_name",
     "on_registration",
     "on_stream",
     "own_store",
@@ -187,6 +188,15 @@ def makes_parameter() -> bool:
 def writes(operation: Any) -> bool:
     """Whether an operation of torch writes to what it is given."""
     return operation._schema.is_mutable
+
+
+def operation_name(operation: Any) -> str:
+    """As it is written in Python.
+
+    >>> operation_name(torch.ops.aten.zero_.default)
+    'zero_()'
+    """
+    return f"{operation._schema.name.partition('::')[2]}()"
 
 
 def at_origin(tensor: Tensor) -> Tensor:

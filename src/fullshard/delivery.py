@@ -67,7 +67,10 @@ class Delivery:
         reduction = Reduction(group, merged, unit.options.reduce)
         grads.clear()
         frozen = [p.name for p in group.parameters if not p.sharded.requires_grad]
-        action = f"reduction without {', '.join(frozen)}" if frozen else "reduction"  # ranks must agree on it
+        # Ranks must agree on it. Those that step in hooks may have their gradients in different orders.
+        action = "reduction, added to the gradients that are there" if group.adds() and not reduction.hooked else "reduction"
+        if frozen:
+            action = f"{action}, without {', '.join(frozen)}"
         communicator = self._communicator
         ticket = communicator.send(communicator.reduce_lane, group.line, action, reduction.start, reduction.finish)
         # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
@@ -205,7 +208,10 @@ class Delivery:
         on_host = self._communicator.away is None
         for _, reduction in reduced:
             reduction.arrive(on_host=on_host)
-            handover = reduction.handover(used.get(id(reduction), [True] * len(reduction.used)))
+            anywhere = used.get(id(reduction), [True] * len(reduction.used))
+            if anywhere[0] or reduction.used[0]:
+                reduction.group.received()
+            handover = reduction.handover(anywhere)
             if handover is not None:
                 handovers.append(handover)
         if beats and self._communicator.away is None:

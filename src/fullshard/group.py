@@ -108,6 +108,8 @@ class Group:
         self.deferring = False  # whether there is such a gradient, or one on its way
         # Whether a backward without communication ended for the group since it was last reduced, whatever that left here.
         self.keeping = any(parameter.kept is not None for parameter in parameters)
+        self._epoch = -1  # of the ledger, when the first parameter was last given a gradient
+        self._version = 0  # of that gradient, when the group was last reduced
 
     # --- what the group is ---
 
@@ -302,6 +304,28 @@ class Group:
             zeros = torch.zeros(self.layout.ranks, size, dtype=dtype, device=self.storage.device)
             self._gaps[size, dtype] = zeros
         return zeros
+
+    def adds(self) -> bool:
+        """Whether gradients are added to those of before. Asked when they are reduced.
+
+        Ranks that agreed on a failed step may hold different gradients, so that counts only once they were given others.
+        """
+        grad = self.parameters[0].sharded.grad
+        if grad is None:
+            self._version = 0
+            return False
+        self._version = grad._version
+        return self._epoch == self.line.ledger.epoch
+
+    def received(self) -> None:
+        """The first parameter is given its gradient."""
+        self._epoch = self.line.ledger.epoch
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether somebody wrote to the gradient of the first parameter since it was reduced."""
+        grad = self.parameters[0].sharded.grad
+        return grad is not None and grad._version != self._version
 
     def defer(self, flat: Tensor, used: list[bool]) -> None:
         """Keep a gradient that is reduced over shards, but not yet over replicas."""

@@ -25,7 +25,7 @@ from fullshard.communicator import Communicator
 from fullshard.delivery import Delivery
 from fullshard.group import Group
 from fullshard.joined import Joined, JoinedCalls
-from fullshard.ledger import Line
+from fullshard.ledger import Kind, Ledger, Line
 from fullshard.mesh import ShardAxis
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
@@ -578,6 +578,20 @@ class Runtime:
         for group in unit.groups:
             group.block()
         self.delivery.check_arrived(unit)
+
+    def note(self, ledger: Ledger, kind: Kind) -> None:
+        """Enter in the ledger that the caller wrote to shards.
+
+        What hooks on gradients do is left out: their order, and whether they are called, may differ between ranks. So is what
+        other threads do. Ranks that parted are told by the next message, which is soon enough for what is done already.
+        """
+        if (
+            ledger.verdict is None
+            and not self.delivery.is_decided
+            and _torch.current_graph_task() == -1
+            and threading.get_ident() == self._thread
+        ):
+            ledger.say(kind)
 
     # --- actions ---
 

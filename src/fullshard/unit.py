@@ -16,7 +16,7 @@ from fullshard import _torch
 from fullshard.communicator import Communicator
 from fullshard.full import Storage
 from fullshard.group import Group, group_parameters
-from fullshard.ledger import Label, Line
+from fullshard.ledger import Kind, Label, Ledger, Line
 from fullshard.mesh import ShardAxis
 from fullshard.modules import clean_name
 from fullshard.notices import say_once
@@ -57,6 +57,10 @@ class Keeper(Protocol):
     def enter_late(self, unit: Unit) -> None: ...
 
     def check_step(self, unit: Unit) -> None: ...
+
+    def note(self, ledger: Ledger, kind: Kind) -> None:
+        """The caller wrote to shards, as all ranks of the ledger must."""
+        ...
 
 
 class Unit:
@@ -245,6 +249,12 @@ class Unit:
         """
         self._left.discard(id(module))
         return self._round.is_last(run) and not self._left
+
+    def note(self, action: str) -> None:
+        """The caller did this to its shards, as all ranks must."""
+        lines = {group.line.ledger: group.line for group in reversed(self.groups)}
+        for ledger, line in lines.items():
+            self.keeper.note(ledger, line[action])
 
     def examine(self, due: bool) -> None:
         """Whether to look at its modules before its next forward."""
@@ -494,6 +504,13 @@ class StepCheck:
         unit = self._unit()
         if unit is not None:
             unit.keeper.check_step(unit)
+
+    def wrote(self, parameter: ShardedParameter, action: str) -> None:
+        unit = self._unit()
+        if unit is not None:
+            subject = f"{unit.ordinal} {parameter.name} {action}"
+            kind = Kind(unit.label, f"{action} of '{parameter.name}'", subject)
+            unit.keeper.note(unit.keeper.communicator.ledger(parameter.cut.axis), kind)
 
 
 class LateHook:
