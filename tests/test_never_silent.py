@@ -627,30 +627,7 @@ def test_a_penalty_on_sharded_weights_needs_no_gathering(world: World) -> None:
 # clip_grad_norm_ over sharded and ignored parameters, fused optimizers over both, averages of weights by lerp_).
 
 
-# --- the document --------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_tells_what_the_tests_saw() -> None:
-    """Every test that the document names exists, every row has one or says why not, and every text is one of a test."""
-    page = (ROOT / "docs" / "never-silent.md").read_text()
-    rows = [line for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
-    assert sorted({int(row.split("|")[1]) for row in rows}) == list(range(1, 44))
-    for row in rows:
-        assert "::" in row or "not there" in row or "docs/performance.md" in row, row
-        assert row.count("|") == 6, f"five columns: {row}"
-    defined: dict[str, set[str]] = {}
-    for file, name in re.findall(r"([\w/]+\.py)::(\w+)", page):
-        if file not in defined:
-            tree = ast.parse((ROOT / "tests" / file).read_text())
-            defined[file] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        assert name in defined[file], f"{file} has no {name}"
-    here = {name for name in globals() if name.startswith("test_")} - {"test_the_table_tells_what_the_tests_saw"}
-    assert not [name for name in here if f"test_never_silent.py::{name}" not in page]
-    for key, text in TEXTS.items():
-        assert text in page, f"the document lacks {key!r}: {text}"
-
-
-# --- one rank alone ---
+# --- one rank alone ------------------------------------------------------------------------------------------------------
 
 
 def alone(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -784,3 +761,28 @@ def test_what_one_rank_alone_does_to_its_shards_is_named_on_all(world: World, do
     told = [f"the ranks parted at call N. rank 0: {first}; {rest}: {second}. All ranks" for rest in OTHERS]
     said = re.sub(r"call \d+", "call N", str(caught.value))
     assert any(said.startswith(text) for text in told), said
+
+
+# --- the document --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_tells_what_the_tests_saw() -> None:
+    """Every test that the document names exists, every row has one or says why not, and every text is one of a test."""
+    page = (ROOT / "docs" / "never-silent.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert sorted({int(row.split("|")[1]) for row in rows}) == list(range(1, 44))
+    for row in rows:
+        assert "::" in row or "not there" in row or "docs/performance.md" in row, row
+        assert row.count("|") == 6, f"five columns: {row}"
+    defined: dict[str, set[str]] = {}
+    for file, name in re.findall(r"([\w/]+\.py)::(\w+)", page):
+        if file not in defined:
+            tree = ast.parse((ROOT / "tests" / file).read_text())
+            defined[file] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert name in defined[file], f"{file} has no {name}"
+    here = {name for name in globals() if name.startswith("test_")} - {"test_the_table_tells_what_the_tests_saw"}
+    assert not [name for name in here if f"test_never_silent.py::{name}" not in page]
+    for key, text in TEXTS.items():
+        assert text in page, f"the document lacks {key!r}: {text}"
+    for first, second in ALONE.values():
+        assert f"rank 0: {first}; rank 1: {second}" in page

@@ -981,7 +981,6 @@ class Towers(nn.Module):
         super().__init__()
         self.text, self.image = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
 
-
     def forward(self, x: Tensor, *names: str) -> Tensor:
         for name in names:
             x = getattr(self, name)(x)

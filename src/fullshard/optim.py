@@ -140,7 +140,9 @@ class _Steps:
         if len(sets) > 1:
             shown = [f"{number} with {own}" for own, number in sorted(sets.items())]
             action += "; " + "; ".join(shown[:_SHOWN] + ["..."] * (len(shown) > _SHOWN))
-        return _Entry(min((unit for _, _, unit in members), key=lambda unit: unit.ordinal), ledger, action, f"{action} {sorted(subjects)}")
+        return _Entry(
+            min((unit for _, _, unit in members), key=lambda unit: unit.ordinal), ledger, action, f"{action} {sorted(subjects)}"
+        )
 
 
 def _plain(value: Any) -> Any:
