@@ -631,6 +631,142 @@ def test_a_penalty_on_sharded_weights_needs_no_gathering(world: World) -> None:
 # clip_grad_norm_ over sharded and ignored parameters, fused optimizers over both, averages of weights by lerp_).
 
 
+# --- one rank alone ------------------------------------------------------------------------------------------------------
+
+
+def alone(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def skip(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    model(x).sum().backward()
+    if world.rank:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def twice(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    model(x).sum().backward()
+    for _ in range(1 if world.rank else 2):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def no_zero(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    model(x).sum().backward()
+    optimizer.step()
+    if world.rank:
+        optimizer.zero_grad()
+
+
+def scale(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    model(x).sum().backward()
+    for parameter in model.parameters() if not world.rank else ():
+        parameter.grad.mul_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def other_rate(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.25 if world.rank else 0.125
+    alone(model, optimizer, x)
+
+
+def plateau(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    scheduler.step(1.0)
+    scheduler.step(0.5 if world.rank else 2.0)  # of a loss that nobody averaged
+    alone(model, optimizer, x)
+
+
+def other_class(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    alone(model, torch.optim.RMSprop(model.parameters(), lr=0.5) if world.rank else optimizer, x)
+
+
+def fewer(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    parameters = list(model.parameters())
+    alone(model, torch.optim.SGD(parameters[: 4 - (world.rank == 0)], lr=0.5), x)
+
+
+def write(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    if not world.rank:
+        with torch.no_grad():
+            model[1].weight.zero_()
+
+
+def write_data(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    if not world.rank:
+        model[1].weight.data.mul_(2.0)
+
+
+def assign(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    if not world.rank:
+        model[1].weight.data = torch.zeros(4, 4)
+
+
+def load(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    full = {name: torch.ones(tuple(p.shape)) for name, p in model.named_parameters()}
+    if not world.rank:
+        model.load_state_dict(full)
+
+
+def load_assigned(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
+    full = {name: torch.ones(tuple(p.shape)) for name, p in model.named_parameters()}
+    if not world.rank:
+        model.load_state_dict(full, assign=True)
+
+
+STEP = "SGD.step() of 4 parameters, lr={}, momentum=0, dampening=0, weight_decay=0, nesterov=False, maximize=False"
+ALONE = {
+    skip: ("'0' forward gather", STEP.format(0.5)),
+    twice: (STEP.format(0.5), "'0' forward gather"),
+    no_zero: ("'1' reduction, added to the gradients that are there", "'1' reduction"),
+    scale: (STEP.format(0.5) + ", after a write to the gradient of 'weight' of '0'", STEP.format(0.5)),
+    other_rate: (STEP.format(0.125), STEP.format(0.25)),
+    plateau: (STEP.format(0.25), STEP.format(0.5)),
+    other_class: (
+        STEP.format(0.5),
+        "RMSprop.step() of 4 parameters, lr=0.5, momentum=0, alpha=0.99, eps=1e-08, centered=False, weight_decay=0, "
+        "maximize=False",
+    ),
+    fewer: (STEP.format(0.5).replace("4", "3"), STEP.format(0.5)),
+    write: ("'1' zero_() of 'weight'", "'0' forward gather"),
+    write_data: ("'1' mul_() of 'weight'", "'0' forward gather"),
+    assign: ("'1' assignment to .data of 'weight'", "'0' forward gather"),
+    load: ("'0' copy_() of 'weight'", "'0' forward gather"),
+    load_assigned: ("'0' load_state_dict()", "'0' forward gather"),
+}
+
+
+OTHERS = ("rank 1", "rank 2", "ranks 1 and 2", "the others")
+
+
+@pytest.mark.parametrize("done", ALONE, ids=lambda done: done.__name__)
+@ranks(2, 3)
+def test_what_one_rank_alone_does_to_its_shards_is_named_on_all(world: World, done: Any) -> None:
+    """Only rank 0 does it, or does something else than the others. What each trains then is a patchwork of two models."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mesh=world.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        alone(model, optimizer, x)
+    with pytest.raises(StateError) as caught:
+        done(world, model, optimizer, x)
+        for _ in range(2):
+            alone(model, optimizer, x)
+    assert fullshard.any_failed(world.mesh, caught.value)
+    first, second = ALONE[done]
+    # Ranks that did not come to tell where they are by then are left out.
+    told = [f"the ranks parted at call N. rank 0: {first}; {rest}: {second}. All ranks" for rest in OTHERS]
+    said = re.sub(r"call \d+", "call N", str(caught.value))
+    assert any(said.startswith(text) for text in told), said
+
+
 # --- the document --------------------------------------------------------------------------------------------------------
 
 
@@ -652,3 +788,5 @@ def test_the_table_tells_what_the_tests_saw() -> None:
     assert not [name for name in here if f"test_never_silent.py::{name}" not in page]
     for key, text in TEXTS.items():
         assert text in page, f"the document lacks {key!r}: {text}"
+    for first, second in ALONE.values():
+        assert f"rank 0: {first}; rank 1: {second}" in page

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
-from fullshard import CheckPolicy, StateError, _torch, full, fully_shard, reduction
+from fullshard import CheckPolicy, CommPolicy, StateError, _torch, full, fully_shard, reduction
 from fullshard.comm import OneRank, Pending
 from fullshard.gloo import GlooCollectives
 from fullshard.runtime import runtime_of
@@ -972,3 +972,126 @@ def test_running_out_of_memory_anywhere_leaves_the_next_step_right(
             square(sharded(world.mine(batch(1)))).backward()
         assert_same_grads(sharded, model)
         sharded.zero_grad()
+
+
+class Towers(nn.Module):
+    """Two units, of which a batch runs some; the root has no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor, *names: str) -> Tensor:
+        for name in names:
+            x = getattr(self, name)(x)
+        return x
+
+
+def towers(mesh: DeviceMesh, **options: Any) -> Any:
+    """All weights are 1."""
+    model = Towers()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    for module in (model.text, model.image, model):
+        fully_shard(module, mesh=mesh, **options)
+    return model
+
+
+def whole(tensor: Any) -> Any:
+    return None if tensor is None else tensor.full_tensor()
+
+
+KEPT = [{}, {"check_policy": CheckPolicy(heartbeat=False)}, {"check_policy": CheckPolicy(every=3)}]
+
+
+@pytest.mark.parametrize("options", KEPT, ids=["heartbeat", "no heartbeat", "every third"])
+@pytest.mark.parametrize("none", [False, True])
+@ranks(2, 3)
+def test_what_a_unit_kept_is_reduced_though_the_last_microbatch_runs_another_unit(
+    world: World, none: bool, options: dict[str, Any]
+) -> None:
+    """Experts, towers: the first microbatch ran `text` without communication, the last one `image`. The gradient of `text`
+    stayed on each rank: it was missing in this step, and leaked into the next one."""
+    model = towers(world.mesh, **options)
+    x = torch.ones(1, 2)
+    model(x, "text", "image").sum().backward()
+    for _ in range(2):
+        model.zero_grad(set_to_none=none)
+        model.set_requires_gradient_sync(False)
+        model(x, "text").sum().backward()
+        model.set_requires_gradient_sync(True)
+        model(x, "image").sum().backward()
+        assert torch.equal(whole(model.text.weight.grad), torch.ones(2, 2))
+        assert torch.equal(whole(model.image.weight.grad), torch.ones(2, 2))
+        assert all(parameter.kept is None for module in (model.text, model.image) for parameter in unit_of(module).parameters)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("none", [False, True])
+@ranks(2, 3)
+def test_what_one_rank_alone_kept_is_reduced_on_all(world: World, none: bool, joins: bool) -> None:
+    """Only rank 0 has a batch for `text` in the microbatch without communication: the others join, or, since all parameters
+    stay gathered, run another unit, so that they do not even know of it."""
+    model = towers(world.mesh, comm_policy=CommPolicy(prefetch_bytes=0))
+    x = torch.ones(1, 2)
+    model(x, "text", "image").sum().backward()
+    for step in range(3):
+        model.zero_grad(set_to_none=none)
+        if joins:
+            with model.accumulate():
+                (model.text(x) if world.rank == 0 else model.text.join()).sum().backward()
+        else:
+            with model.resident(), model.accumulate():
+                model(x, "text" if world.rank == 0 else "image").sum().backward()
+        model(x, "image").sum().backward()
+        assert torch.allclose(whole(model.text.weight.grad), torch.ones(2, 2) / world.size), step
+        more = 0.0 if joins else (world.size - 1) / world.size
+        assert torch.allclose(whole(model.image.weight.grad), torch.full((2, 2), 1.0 + more)), step
+
+
+@ranks(2)
+def test_sums_over_replicas_that_were_put_off_happen_though_the_last_microbatch_runs_another_unit(world: World) -> None:
+    """`set_requires_all_reduce(False)`: the gradient of `text` was summed over its shards only, and stayed there."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = towers(mesh)
+    x = torch.ones(1, 2) * (world.rank + 1)
+    for _ in range(2):
+        model.zero_grad()
+        model.set_requires_all_reduce(False)
+        model(x, "text").sum().backward()
+        model.set_requires_all_reduce(True)
+        model(x, "image").sum().backward()
+        assert torch.equal(whole(model.text.weight.grad), torch.full((2, 2), 1.5))
+        assert torch.equal(whole(model.image.weight.grad), torch.full((2, 2), 1.5))
+
+
+@ranks(2)
+def test_what_other_models_kept_stays_kept(world: World) -> None:
+    """Two models that accumulate in turn, as in adversarial training: a backward of one ends no step of the other."""
+    one, other = towers(world.mesh), towers(world.mesh)
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        with one.accumulate():
+            one(x, "text").sum().backward()
+        other(x, "image").sum().backward()
+        assert one.text.weight.grad is None and unit_of(one.text).parameters[0].kept is not None
+    one(x, "image").sum().backward()
+    assert torch.equal(whole(one.text.weight.grad), torch.full((2, 2), 2.0))
+
+
+@ranks(2)
+def test_an_optimizer_does_not_step_over_gradients_that_are_only_kept(world: World) -> None:
+    """There was a gradient of zeros already, so nobody noticed that the one of this step was still kept on each rank."""
+    model = towers(world.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.ones(1, 2)
+    model(x, "text", "image").sum().backward()
+    model.zero_grad(set_to_none=False)
+    with model.accumulate():
+        model(x, "text").sum().backward()
+    with pytest.raises(StateError, match=r"the gradient of 'weight' in unit 'text' is only kept on each rank"):
+        optimizer.step()
+    model.zero_grad()
+    model(x, "image").sum().backward()
+    assert model.text.weight.grad is None

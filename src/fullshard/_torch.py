@@ -92,6 +92,7 @@ __all__ = [
     "on_backward_end",
     "on_registration",
     "on_stream",
+    "operation_name",
     "own_store",
     "parameter_hooks",
     "parameters_of",
@@ -216,6 +217,15 @@ def makes_parameter() -> bool:
 def writes(operation: Any) -> bool:
     """Whether an operation of torch writes to what it is given."""
     return operation._schema.is_mutable
+
+
+def operation_name(operation: Any) -> str:
+    """As it is written in Python.
+
+    >>> operation_name(torch.ops.aten.zero_.default)
+    'zero_()'
+    """
+    return f"{operation._schema.name.partition('::')[2]}()"
 
 
 def at_origin(tensor: Tensor) -> Tensor:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullshard.comm import InFlight, Ticket, nothing
 from fullshard.communicator import Communicator, Sent
 from fullshard.errors import StateError
 from fullshard.group import Group
 from fullshard.handover import Handover, hand_over
-from fullshard.heartbeat import Heartbeat, Page
+from fullshard.heartbeat import SLOTS, Heartbeat, Page
 from fullshard.ledger import Label, Ledger, Line
 from fullshard.reduction import Reduction
 from fullshard.unit import Unit
@@ -38,6 +39,9 @@ class Delivery:
         self._hooked: deque[Reduction] = deque()
         self.merged = False  # whether what is on its way contains what earlier backwards kept
         self._decided: list[Handover] | None = None  # what is to be handed out, whatever comes
+        # Units, by number, of which a backward kept gradients on this rank (or over shards only) since they were last reduced.
+        self._keeping: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+        self._kept = False  # whether a backward did so since gradients were last handed out
 
     def __len__(self) -> int:
         """Messages in flight."""
@@ -51,6 +55,8 @@ class Delivery:
         """Send the gradients of a group on their way, or keep them on this rank. Takes them out of `grads`."""
         if not unit.options.sync_gradients:
             group.accumulate(grads)
+            self._keeping[unit.number] = unit
+            self._kept = True
             return
         limit = unit.options.comm.reductions_in_flight
         self._in_flight.make_room(limit)
@@ -61,7 +67,10 @@ class Delivery:
         reduction = Reduction(group, merged, unit.options.reduce)
         grads.clear()
         frozen = [p.name for p in group.parameters if not p.sharded.requires_grad]
-        action = f"reduction without {', '.join(frozen)}" if frozen else "reduction"  # ranks must agree on it
+        # Ranks must agree on it. Those that step in hooks may have their gradients in different orders.
+        action = "reduction, added to the gradients that are there" if group.adds() and not reduction.hooked else "reduction"
+        if frozen:
+            action = f"{action}, without {', '.join(frozen)}"
         communicator = self._communicator
         ticket = communicator.send(communicator.reduce_lane, group.line, action, reduction.start, reduction.finish)
         # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
@@ -79,6 +88,8 @@ class Delivery:
         reduction.follow(ticket)
         group.defers(reduction.deferred)
         if reduction.deferred:
+            self._keeping[unit.number] = unit
+            self._kept = True
             return
         self._reduced.append((unit, reduction))
         if reduction.hooked:
@@ -110,10 +121,8 @@ class Delivery:
             self._reduced = [entry for entry in self._reduced if entry[0] is not unit]
             self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)
         for group in unit.groups:
-            group.take_partial()
-            group.defers(False)
-        for parameter in unit.parameters:
-            parameter.discard_kept()
+            group.discard_kept()
+        self._keeping.pop(unit.number, None)
 
     def abandon(self) -> None:
         """Wait for what is in flight, whatever it comes to, and look at no heartbeat of before."""
@@ -130,7 +139,7 @@ class Delivery:
     def check_arrived(self, unit: Unit) -> None:
         """Raises StateError if gradients of the unit are not where an optimizer would look for them."""
         for parameter in unit.parameters:
-            if parameter.kept is not None and parameter.sharded.grad is None:
+            if parameter.kept is not None:
                 raise StateError(
                     f"optimizer.step() was called while the gradient of '{parameter.name}' in unit '{unit.name}' is only kept "
                     "on each rank: run the last backward of the step outside of accumulate(), or after "
@@ -156,25 +165,38 @@ class Delivery:
 
     # --- the end of a backward ---
 
-    def collect(self) -> None:
-        """Wait for what is in flight and decide to hand out the gradients of units whose step this backward ends."""
-        reduced = [entry for entry in self._reduced if entry[0].options.last_backward]
-        if not reduced:
+    def collect(self, touched: Sequence[Unit], units: Callable[[], Sequence[Unit]]) -> None:
+        """Wait for what is in flight and decide to hand out the gradients of units whose step this backward ends.
+
+        `touched`: the units that the backward entered. `units`: gives all that live, in the order in which they were made.
+        """
+        keeping = len(self._keeping) > 0
+        trees = {unit.tree for unit in touched} if keeping else set()
+        left = self._left(trees) if keeping else []
+        reduced = self._due()
+        if not reduced and not left:
             return
-        self._reduced = [entry for entry in self._reduced if not entry[0].options.last_backward]
-        if len(self._replicating):  # on the replicas, too, sums begin before the heartbeat on every rank
-            self._in_flight.drain()
-        beats = self._start_heartbeats(reduced)
-        self.drain()
-        self._hooked.clear()
-        if self._communicator.away is None:  # of ranks that parted none has a gradient
-            for beat, ticket in beats:
-                ticket.wait()
-                self._check_beat(beat)
-        else:
-            self._beats += beats
-            if len(self._beats) > len(beats):
-                self.read_beats(keep=len(beats))
+        beats = self._beat(reduced, left, None)
+        beating = {beat.ledger for beat, _ in beats}
+        more = [(unit, group) for unit, group in left if group.line.ledger not in beating]
+        for beat, _ in beats:
+            slots = beat.left() if self._communicator.away is None or self._kept or keeping else ()
+            if slots:
+                trees = trees or {unit.tree for unit in touched}
+                more += self._to_reduce(beat, slots, trees, units())
+        if more:
+            more.sort(key=lambda entry: entry[0].number)
+            for unit, group in more:
+                self.reduce(unit, group, [None] * len(group.parameters))
+            late = self._due()
+            silent = {reduction.line.ledger for _, reduction in reduced} - beating
+            beats += self._beat(late, [], {reduction.line.ledger for _, reduction in late} - silent)
+            reduced += late
+        if keeping:
+            for number, unit in list(self._keeping.items()):
+                if not any(group.keeping or group.deferring for group in unit.groups):
+                    del self._keeping[number]
+        self._kept = False
         used: dict[int, list[bool]] = {}  # anywhere, where that is known
         for beat, ticket in beats:
             if beat.undecided:
@@ -186,12 +208,78 @@ class Delivery:
         on_host = self._communicator.away is None
         for _, reduction in reduced:
             reduction.arrive(on_host=on_host)
-            handover = reduction.handover(used.get(id(reduction), [True] * len(reduction.used)))
+            anywhere = used.get(id(reduction), [True] * len(reduction.used))
+            if anywhere[0] or reduction.used[0]:
+                reduction.group.received()
+            handover = reduction.handover(anywhere)
             if handover is not None:
                 handovers.append(handover)
         if beats and self._communicator.away is None:
             self._page = beats[0][0].page
         self._decided, self.merged = handovers, False
+
+    def _due(self) -> list[tuple[Unit, Reduction]]:
+        """Take what is reduced since the last heartbeat, of units whose step the backward ends."""
+        due = [entry for entry in self._reduced if entry[0].options.last_backward]
+        if due:
+            self._reduced = [entry for entry in self._reduced if not entry[0].options.last_backward]
+        return due
+
+    def _beat(
+        self, reduced: Sequence[tuple[Unit, Reduction]], left: Sequence[tuple[Unit, Group]], again: Container[Ledger] | None
+    ) -> list[tuple[Heartbeat, Sent]]:
+        """Send heartbeats behind these reductions, and wait for the reductions. Raises StateError if the ranks parted.
+
+        On an accelerator a heartbeat is read when it has long passed, but at once by a rank of which some backward kept
+        gradients since the last one: others may have kept those of other units. That assumes that on every rank some backward
+        kept something, or on none, as in a loop that runs the same number of microbatches everywhere. A rank that does not know
+        of reductions which the others send is told so by the next heartbeat, as of any call that it did not make.
+        """
+        if len(self._replicating):  # on the replicas, too, sums begin before the heartbeat on every rank
+            self._in_flight.drain()
+        beats = self._start_heartbeats(reduced, left, again)
+        self.drain()
+        self._hooked.clear()
+        if self._communicator.away is None or self._kept or len(self._keeping):  # of ranks that parted none has a gradient
+            if self._beats:
+                self.read_beats(keep=0)
+            for beat, ticket in beats:
+                ticket.block()
+                self._check_beat(beat)
+        else:
+            self._beats += beats
+            if len(self._beats) > len(beats):
+                self.read_beats(keep=len(beats))
+        return beats
+
+    # --- gradients that earlier backwards kept, of units that this one did not enter ---
+
+    def _left(self, trees: Container[nn.Module | None]) -> list[tuple[Unit, Group]]:
+        """Groups of these models of which this rank kept gradients that are to be reduced now, as far as it knows."""
+        found: list[tuple[Unit, Group]] = []
+        for _, unit in sorted(self._keeping.items()):
+            if _ends_here(unit, trees):
+                for group in unit.groups:
+                    deferred = group.deferring and unit.options.reduce.all_reduce
+                    if group.trainable and (group.keeping or deferred):
+                        found.append((unit, group))
+        return found
+
+    def _to_reduce(
+        self, beat: Heartbeat, slots: Container[int], trees: Container[nn.Module | None], units: Iterable[Unit]
+    ) -> list[tuple[Unit, Group]]:
+        """What a heartbeat says that some rank kept: groups that all ranks reduce now, as no rank did in this backward.
+
+        Units that share a slot are reduced with each other: of those that nobody kept anything of, no gradient is handed out.
+        """
+        reduced = {id(reduction.group) for reduction in beat.reductions}
+        return [
+            (unit, group)
+            for unit in units
+            if unit.ordinal % SLOTS in slots and _ends_here(unit, trees)
+            for group in unit.groups
+            if group.line.ledger is beat.ledger and group.trainable and id(group) not in reduced
+        ]
 
     @property
     def is_decided(self) -> bool:
@@ -207,8 +295,10 @@ class Delivery:
             finally:
                 self._decided = None
 
-    def _start_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[tuple[Heartbeat, Sent]]:
-        """One message per set of process groups."""
+    def _start_heartbeats(
+        self, reduced: Sequence[tuple[Unit, Reduction]], left: Sequence[tuple[Unit, Group]], again: Container[Ledger] | None
+    ) -> list[tuple[Heartbeat, Sent]]:
+        """One message per set of process groups. `again`: the ledgers that have another one in this backward, if that is so."""
         communicator = self._communicator
         beats: list[tuple[Heartbeat, Sent]] = []
         axes: dict[Ledger, tuple[int, list[Reduction]]] = {}
@@ -220,12 +310,13 @@ class Delivery:
                     axes[ledger] = checks.every, []
                 axes[ledger][1].append(reduction)
         for ledger, (every, reductions) in axes.items():
-            if not ledger.beats(every):
+            if ledger not in again if again is not None else not ledger.beats(every):
                 continue
             line = self._lines.get(ledger)
             if line is None:
                 line = self._lines[ledger] = Line(ledger, _NOBODY, "")
-            beat = Heartbeat(ledger, reductions, communicator.away, self._page)
+            slots = [unit.ordinal % SLOTS for unit, group in left if group.line.ledger is ledger]
+            beat = Heartbeat(ledger, reductions, communicator.away, self._page, slots)
             self._page = None
             over = reductions[0].carriers.replicate is not None
             finish = nothing if over else beat.finish
@@ -250,6 +341,11 @@ class Delivery:
             beat, ticket = self._beats.popleft()
             ticket.block()
             self._check_beat(beat)
+
+
+def _ends_here(unit: Unit, trees: Container[nn.Module | None]) -> bool:
+    """Whether a synchronised backward in these models ends the step of the unit, whether or not it entered it."""
+    return unit.options.sync_gradients and unit.options.last_backward and unit.tree in trees
 
 
 __all__ = ["Delivery"]

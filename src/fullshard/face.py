@@ -48,7 +48,7 @@ class Face(DTensor):
                 "register_fsdp_forward_method() for the method that reads it, or keep it full in `with model.resident():`"
             ) from error
         if _torch.writes(func):
-            _note_writes((args[0], out))
+            _note_writes((args[0], out), func)
             return _originals(made, faces)
         if func.is_view:
             for view in made if isinstance(made, (list, tuple)) else (made,):
@@ -150,16 +150,18 @@ def _originals(made: Any, faces: list[Face]) -> Any:
     return made
 
 
-def _note_writes(written: Any) -> None:
-    """Some operations (foreach, or on `.data`) move no version counter that a gather would look at."""
+def _note_writes(written: Any, func: Any) -> None:
+    """Some operations (foreach, or on `.data`) move no version counter that a gather would look at. And a rank that writes
+    alone makes a patchwork of two models.
+    """
     if type(written) is Face:
         back = written.__dict__.get(LOGICAL) or written.__dict__.get(_VIEWED)
         logical = None if back is None else back()
         if logical is not None:
-            logical.wrote()
+            logical.wrote(_torch.operation_name(func))
     elif isinstance(written, (list, tuple)):
         for one in written:
-            _note_writes(one)
+            _note_writes(one, func)
 
 
 def _name(view: Any, face: Face, func: Any) -> None:

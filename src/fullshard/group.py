@@ -106,6 +106,10 @@ class Group:
         self.plan = ReductionPlan.plan(self.layout, direct=dtypes.compute == dtypes.reduce)
         self.partial: tuple[Tensor, list[bool]] | None = None  # reduced over shards, not yet over replicas; who was used
         self.deferring = False  # whether there is such a gradient, or one on its way
+        # Whether a backward without communication ended for the group since it was last reduced, whatever that left here.
+        self.keeping = any(parameter.kept is not None for parameter in parameters)
+        self._epoch = -1  # of the ledger, when the first parameter was last given a gradient
+        self._version = 0  # of that gradient, when the group was last reduced
 
     # --- what the group is ---
 
@@ -272,16 +276,27 @@ class Group:
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Keep gradients of a backward that does not communicate, in the reduce dtype."""
+        self.keeping = True
         for parameter, grad in zip(self.parameters, grads):
             if grad is not None:
                 parameter.keep(grad, self.dtypes.reduce)
 
     def with_accumulated(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """`grads` and what earlier backwards kept."""
-        if all(parameter.kept is None for parameter in self.parameters):
+        if not self.keeping:
             return grads
-        self.accumulate(grads)
-        return [parameter.take_kept() for parameter in self.parameters]
+        if any(parameter.kept is not None for parameter in self.parameters):
+            self.accumulate(grads)
+            grads = [parameter.take_kept() for parameter in self.parameters]
+        self.keeping = False
+        return grads
+
+    def discard_kept(self) -> None:
+        """Forget what backwards without communication kept, and what is reduced over shards only."""
+        self.keeping = self.deferring = False
+        self.partial = None
+        for parameter in self.parameters:
+            parameter.discard_kept()
 
     def gap(self, size: int, dtype: torch.dtype) -> Tensor:
         zeros = self._gaps.get((size, dtype))
@@ -289,6 +304,28 @@ class Group:
             zeros = torch.zeros(self.layout.ranks, size, dtype=dtype, device=self.storage.device)
             self._gaps[size, dtype] = zeros
         return zeros
+
+    def adds(self) -> bool:
+        """Whether gradients are added to those of before. Asked when they are reduced.
+
+        Ranks that agreed on a failed step may hold different gradients, so that counts only once they were given others.
+        """
+        grad = self.parameters[0].sharded.grad
+        if grad is None:
+            self._version = 0
+            return False
+        self._version = grad._version
+        return self._epoch == self.line.ledger.epoch
+
+    def received(self) -> None:
+        """The first parameter is given its gradient."""
+        self._epoch = self.line.ledger.epoch
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether somebody wrote to the gradient of the first parameter since it was reduced."""
+        grad = self.parameters[0].sharded.grad
+        return grad is not None and grad._version != self._version
 
     def defer(self, flat: Tensor, used: list[bool]) -> None:
         """Keep a gradient that is reduced over shards, but not yet over replicas."""

@@ -169,6 +169,7 @@ class StateHooks:
 
     def __init__(self, unit: Unit | None = None) -> None:
         self._unit: Any = unit
+        self._loads = False  # whether the state dict that is loaded has something for the unit
 
     def __reduce__(self) -> Any:
         return StateHooks, ()
@@ -197,6 +198,7 @@ class StateHooks:
                 if installation.parameters is held:
                     key = prefix + installation.name
                     value = state_dict.get(key)
+                    self._loads = self._loads or value is not None
                     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
                         loaded = parameter.shard_of(value.detach(), dtype=value.dtype if assign else parameter.local.dtype)
                         state_dict[key] = (
@@ -206,6 +208,9 @@ class StateHooks:
     def after_load(self, module: nn.Module, *_: Any) -> None:
         if self._unit is not None:
             runtime_of(self._unit).refresh(self._unit)
+            if self._loads:
+                self._loads = False
+                self._unit.note("load_state_dict()")
 
 
 _REGISTRIES = (

@@ -403,9 +403,9 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
             runtime_of(unit).delivery.discard(unit)
         for parameter in unit.parameters if unit.shows_full else ():
             parameter.discard_gradient(set_to_none=set_to_none)
-        for parameter in unit.parameters:  # the rest is in the slots, which torch's walks
-            if parameter.kept is not None:
-                parameter.discard_kept()
+        for group in unit.groups:  # the rest is in the slots, which torch's walks
+            if group.keeping:
+                group.discard_kept()
 
 
 def _put_together(parts: assembly.Parts) -> nn.Module:

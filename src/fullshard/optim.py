@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.errors import StateError
 from fullshard.face import sleep, wake
-from fullshard.ledger import Label, Line
+from fullshard.ledger import Kind, Label, Ledger, Line
 from fullshard.lint import is_ignored, remark_on_gradients, remark_on_optimizer
-from fullshard.parameter import logical_parameters
+from fullshard.parameter import ShardedParameter, logical_parameters
 from fullshard.replaced import successor
 from fullshard.unit import Unit, owner_of
 
@@ -55,6 +55,106 @@ def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
     return logical.shard_of(value, dtype=value.dtype)
 
 
+_HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))  # options that do not change what is computed
+_SHOWN = 4  # groups of parameters with options of their own
+
+
+class _Entry:
+    """What one ledger is told of each step of an optimizer: once its gradients were written since they came, once not."""
+
+    __slots__ = ("kinds", "ledger", "unit")
+
+    def __init__(self, unit: Unit, ledger: Ledger, action: str, subject: str) -> None:
+        """`unit`: of the first parameter, by which writes are seen."""
+        self.unit, self.ledger = weakref.ref(unit), weakref.ref(ledger)
+        name = f"'{unit.groups[0].parameters[0].name}'" if unit.groups else ""
+        ends = ("", f", after a write to the gradient of {name} of '{unit.name}'")
+        self.kinds = [Kind(Label(""), action + end, f"{subject}{bool(end)}") for end in ends]
+
+    def say(self) -> None:
+        unit, ledger = self.unit(), self.ledger()
+        if unit is not None and ledger is not None:
+            unit.keeper.note(ledger, self.kinds[unit.groups[0].rewritten])
+
+
+class _Steps:
+    """What the ranks must agree on of each step of an optimizer: its class, its options, and which parameters it has.
+
+    steps 1 - n entries, one per ledger that sharded parameters lie in. They are made when an option changed. Options are those
+    of the optimizer's defaults, plain values and tensors of one element on the host; what an optimizer counts in its groups
+    beside them is its own.
+    """
+
+    __slots__ = ("_entries", "_names", "_sizes", "_tensors", "_values")
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = optimizer.param_groups
+        self._names = [name for name in optimizer.defaults if name not in _HOW]
+        held = [[group.get(name) for name in self._names] for group in groups]
+        plain = [[_plain(value) for value in values] for values in held]
+        self._tensors = any(isinstance(value, Tensor) for values in held for value in values)
+        self._values, self._sizes = plain if self._tensors else held, [len(group["params"]) for group in groups]
+        found: dict[Ledger, list[tuple[int, ShardedParameter, Unit]]] = {}
+        for index, group in enumerate(groups):
+            for parameter in logical_parameters(group["params"]):
+                unit = owner_of(parameter)
+                if unit is not None and unit.groups:
+                    ledger = unit.keeper.communicator.ledger(parameter.cut.axis)
+                    found.setdefault(ledger, []).append((index, parameter, unit))
+        self._entries = [self._entry(type(optimizer).__name__, ledger, members, plain) for ledger, members in found.items()]
+
+    def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether options are as they were when the entries were made."""
+        names = self._names
+        values = [[group.get(name) for name in names] for group in groups]
+        if self._tensors:
+            values = [[_plain(value) for value in held] for held in values]
+        try:
+            return bool(values == self._values) and [len(group["params"]) for group in groups] == self._sizes
+        except (RuntimeError, ValueError):  # a tensor of several elements took the place of a number
+            return False
+
+    def say(self) -> None:
+        """A step ended."""
+        for entry in self._entries:
+            entry.say()
+
+    def _entry(
+        self, name: str, ledger: Ledger, members: list[tuple[int, ShardedParameter, Unit]], plain: list[list[Any]]
+    ) -> _Entry:
+        options: dict[int, dict[str, str]] = {
+            index: {key: repr(value) for key, value in zip(self._names, plain[index]) if value is not None}
+            for index in {index for index, _, _ in members}
+        }
+        common = set.intersection(*(set(one.items()) for one in options.values()))
+        sets: dict[str, int] = {}  # how many parameters have these options of their own
+        subjects: list[str] = []
+        for index, parameter, unit in members:
+            own = ", ".join(f"{key}={value}" for key, value in options[index].items() if (key, value) not in common)
+            sets[own] = sets.get(own, 0) + 1
+            subjects.append(f"{unit.ordinal} {parameter.name} {own}")
+        first = options[members[0][0]]
+        shared = [f"{key}={value}" for key, value in first.items() if (key, value) in common]
+        several = len(members) != 1
+        action = ", ".join([f"{name}.step() of {len(members)} parameter{'s' if several else ''}", *shared])
+        if len(sets) > 1:
+            shown = [f"{number} with {own}" for own, number in sorted(sets.items())]
+            action += "; " + "; ".join(shown[:_SHOWN] + ["..."] * (len(shown) > _SHOWN))
+        return _Entry(
+            min((unit for _, _, unit in members), key=lambda unit: unit.ordinal), ledger, action, f"{action} {sorted(subjects)}"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """An option as ranks compare it: numbers, words, and tuples of them; None for others, and for tensors of a device."""
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
 _SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -78,7 +178,8 @@ def _remark(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    rebind(optimizer)
+    if rebind(optimizer):
+        _STEPS.pop(optimizer, None)
     if optimizer not in _SEEN:
         _remark(optimizer)
     for group in optimizer.param_groups:
@@ -94,6 +195,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         wake(group["params"])
         for parameter in logical_parameters(tensor for tensor in group["params"] if tensor.grad is not None):
             parameter.wrote()
+    steps = _STEPS.get(optimizer)
+    if steps is None or not steps.holds(optimizer.param_groups):
+        steps = _STEPS[optimizer] = _Steps(optimizer)
+    steps.say()
 
 
 def _alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:

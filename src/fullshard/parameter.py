@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -154,6 +154,18 @@ class Installation:
             setattr(module, self.name, parameter)
 
 
+class Guard(Protocol):
+    """Stands before the shard of a parameter, for its unit."""
+
+    def __call__(self) -> None:
+        """Raises StateError if this is no moment for an optimizer to write the shard."""
+        ...
+
+    def wrote(self, parameter: ShardedParameter, action: str) -> None:
+        """A caller wrote to the shard: all ranks must."""
+        ...
+
+
 class ShardedParameter:
     """sharded parameter 1 - n slots; its two faces live as long as it does.
 
@@ -163,7 +175,7 @@ class ShardedParameter:
     writes: how often an optimizer wrote the shard.
     label: of the unit that gathers it.
     kept: the full gradient of backwards that did not communicate, in the reduce dtype.
-    before_step: raises StateError if this is no moment for an optimizer to write the shard.
+    before_step: asked before an optimizer writes the shard, and told of other writes.
     """
 
     __slots__ = (
@@ -193,7 +205,7 @@ class ShardedParameter:
         self.kept: Tensor | None = None
         self.writes = 0
         self._plain = cut.dense is None and len(cut.shape) > 0  # modules compute with `cut.whole` as it is
-        self.before_step: Callable[[], None] | None = None
+        self.before_step: Guard | None = None
         self.label = Label("")
         self._lent: tuple[int, int] | None = None
         self.local: Tensor = cut.slice(inside(original.detach())) if sharded is None else inside(sharded)
@@ -235,9 +247,14 @@ class ShardedParameter:
     def requires_grad(self) -> bool:
         return self.sharded.requires_grad
 
-    def wrote(self) -> None:
-        """An optimizer wrote the shard. DTensor's foreach and fused operations move no version counter."""
+    def wrote(self, action: str = "") -> None:
+        """The shard was written. DTensor's foreach and fused operations move no version counter.
+
+        `action`: by a caller, who must have done so on all ranks.
+        """
         self.writes += 1
+        if action and self.before_step is not None:
+            self.before_step.wrote(self, action)
 
     def take_gradient(self) -> Tensor | None:
         """What autograd left at the full face, (cut.whole)."""
@@ -381,7 +398,7 @@ class ShardedParameter:
         rows = self.take(value.detach(), what="was assigned .data")
         with torch.no_grad():
             self.local.copy_(rows)
-        self.wrote()
+        self.wrote("assignment to .data")
 
     def note_version(self) -> None:
         """The full face is handed to the caller."""

@@ -192,6 +192,10 @@ class Reduction:
         return Handover(self._group, self._flat, wanted, hooked=self.hooked)
 
     @property
+    def group(self) -> Group:
+        return self._group
+
+    @property
     def landed(self) -> bool:
         """Whether it was handed out, or begun to be."""
         return self._given is not None

@@ -27,7 +27,7 @@ from fullshard.delivery import Delivery
 from fullshard.errors import StateError
 from fullshard.group import Group
 from fullshard.joined import Joined, JoinedCalls
-from fullshard.ledger import Line, described
+from fullshard.ledger import Kind, Ledger, Line, described
 from fullshard.mesh import ShardAxis
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
@@ -132,6 +132,7 @@ class Runtime:
 
     def dismiss(self, unit: Unit) -> None:
         """The unit was taken off its modules."""
+        self.delivery.discard(unit)
         if self._units.pop(unit.number, None) is not None:
             self._dismiss(unit.number)
 
@@ -289,7 +290,7 @@ class Runtime:
                     if not self.planner.is_kept(unit.number):
                         self._uninstall(unit)
                     self._reduce_late(unit)
-                self.delivery.collect()
+                self.delivery.collect(list(self._touched.values()), self._all_units)
             except BaseException:
                 if not self.delivery.is_decided:
                     # Whoever keeps what is raised keeps our caller alive, by whose death we know of backwards that raised.
@@ -299,6 +300,9 @@ class Runtime:
                 self._end_backward()
                 raise
             self._end_backward()
+
+    def _all_units(self) -> list[Unit]:
+        return [unit for _, unit in sorted(self._units.items())]
 
     def _end_backward(self) -> None:
         """Nothing can undo it any more."""
@@ -443,10 +447,10 @@ class Runtime:
         self.communicator.all_reduce(unit.axis, line, doing, message)
 
     @_event
-    def collect_now(self) -> None:
+    def collect_now(self, unit: Unit) -> None:
         """Wait for what is in flight and hand out gradients, for a caller that runs backwards piece by piece."""
         with torch.no_grad():
-            self.delivery.collect()
+            self.delivery.collect([unit], self._all_units)
             self.delivery.hand_out()
 
     def glimpse(self, unit: Unit) -> BackwardHook:
@@ -579,6 +583,20 @@ class Runtime:
         for group in unit.groups:
             group.block()
         self.delivery.check_arrived(unit)
+
+    def note(self, ledger: Ledger, kind: Kind) -> None:
+        """Enter in the ledger that the caller wrote to shards.
+
+        What hooks on gradients do is left out: their order, and whether they are called, may differ between ranks. So is what
+        other threads do. Ranks that parted are told by the next message, which is soon enough for what is done already.
+        """
+        if (
+            ledger.verdict is None
+            and not self.delivery.is_decided
+            and _torch.current_graph_task() == -1
+            and threading.get_ident() == self._thread
+        ):
+            ledger.say(kind)
 
     # --- actions ---
 

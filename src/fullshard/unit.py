@@ -18,7 +18,7 @@ from fullshard.errors import StateError
 from fullshard.extension import check_extension, travels_alone
 from fullshard.full import Storage
 from fullshard.group import Group, group_parameters
-from fullshard.ledger import Label, Line
+from fullshard.ledger import Kind, Label, Ledger, Line
 from fullshard.mesh import ShardAxis
 from fullshard.modules import clean_name
 from fullshard.notices import say_once
@@ -59,6 +59,10 @@ class Keeper(Protocol):
     def enter_late(self, unit: Unit) -> None: ...
 
     def check_step(self, unit: Unit) -> None: ...
+
+    def note(self, ledger: Ledger, kind: Kind) -> None:
+        """The caller wrote to shards, as all ranks of the ledger must."""
+        ...
 
 
 class Unit:
@@ -122,6 +126,13 @@ class Unit:
     @property
     def name(self) -> str:
         return self.label.name
+
+    @property
+    def tree(self) -> nn.Module | None:
+        """The outermost module that it ran below so far, or its own; None once that is deleted."""
+        if self._path:
+            return self._path[0][0]()
+        return self._modules[0]()
 
     @property
     def residency(self) -> Residency:
@@ -264,6 +275,12 @@ class Unit:
         """
         self._left.discard(id(module))
         return self._round.is_last(run) and not self._left
+
+    def note(self, action: str) -> None:
+        """The caller did this to its shards, as all ranks must."""
+        lines = {group.line.ledger: group.line for group in reversed(self.groups)}
+        for ledger, line in lines.items():
+            self.keeper.note(ledger, line[action])
 
     def examine(self, due: bool) -> None:
         """Whether to look at its modules before its next forward."""
@@ -516,6 +533,13 @@ class StepCheck:
         unit = self._unit()
         if unit is not None:
             unit.keeper.check_step(unit)
+
+    def wrote(self, parameter: ShardedParameter, action: str) -> None:
+        unit = self._unit()
+        if unit is not None:
+            subject = f"{unit.ordinal} {parameter.name} {action}"
+            kind = Kind(unit.label, f"{action} of '{parameter.name}'", subject)
+            unit.keeper.note(unit.keeper.communicator.ledger(parameter.cut.axis), kind)
 
 
 class LateHook:

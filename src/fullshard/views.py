@@ -92,7 +92,7 @@ class UnitView:
 
     def _root_post_backward_final_callback(self) -> None:
         """Wait for the reductions under way and hand out the gradients. Pipeline schedules call it at the end of a step."""
-        runtime_of(self._unit).collect_now()
+        runtime_of(self._unit).collect_now(self._unit)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
