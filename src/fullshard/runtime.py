@@ -25,7 +25,6 @@ from fullshard.communicator import Communicator
 from fullshard.delivery import Delivery
 from fullshard.group import Group
 from fullshard.joined import Joined, JoinedCalls
-from fullshard.ledger import Line
 from fullshard.mesh import ShardAxis
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
@@ -432,10 +431,8 @@ class Runtime:
 
     @_event
     def attend(self, unit: Unit, *, doing: str) -> None:
-        """A collective of torch's follows, which knows no names: first make sure that all ranks are about to begin it."""
-        line = Line(self.communicator.ledger(unit.axis), unit.label, f"{unit.ordinal} {doing}")
-        message = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        self.communicator.all_reduce(unit.axis, line, doing, message)
+        """Make sure that all ranks are about to begin what follows, before this one changes anything."""
+        unit.talk(doing).meet()
 
     @_event
     def collect_now(self) -> None:
