@@ -260,9 +260,10 @@ class Order:
 
 def _talk(modules: list[nn.Module], shaped: _Shape) -> Talk:
     """What the ranks say to each other in this call."""
-    communicator = Runtime.of(shaped.axis.device, shaped.options.comm, shaped.options.checks).communicator
+    runtime = Runtime.of(shaped.axis.device, shaped.options.comm, shaped.options.checks)
+    runtime.heed(shaped.options.checks)
     classes = ", ".join(type(module).__name__ for module in modules)
-    return Talk(communicator, shaped.axis, Label(type(modules[0]).__name__), "fully_shard()", classes)
+    return Talk(runtime.communicator, shaped.axis, Label(type(modules[0]).__name__), "fully_shard()", classes)
 
 
 def _synchronise(found: _Found, talk: Talk, how: str) -> None:

@@ -119,8 +119,9 @@ class Runtime:
         weakref.finalize(unit, self._deleted, number)
         return number
 
-    def heed(self) -> None:
-        self.communicator.heed([unit.options.checks for unit in self._units.values()])
+    def heed(self, *more: CheckPolicy) -> None:
+        """`more`: of a unit that is about to be made."""
+        self.communicator.heed([*more, *(unit.options.checks for unit in self._units.values())])
 
     def _deleted(self, number: int) -> None:
         """By whom ever: garbage is collected by any thread, maybe in the midst of our work."""

@@ -117,9 +117,9 @@ class Talk:
             return local.clone()
         if local.device.type == "meta":
             return local.new_empty(cut.whole)
-        rows = local.movedim(cut.dim, 0).to(cut.axis.device)
-        part = rows.new_zeros((cut.extent.chunk, *rows.shape[1:]))
-        part[: rows.shape[0]].copy_(rows)
+        part = local.movedim(cut.dim, 0).to(cut.axis.device).contiguous()
+        if cut.extent.padding:
+            part = torch.cat([part, part.new_zeros((cut.extent.padding, *part.shape[1:]))])
         found = part.new_empty((cut.axis.ranks * part.shape[0], *part.shape[1:]))
         self.about(cut.axis)._gather(found, part, group)
         return found[: cut.whole[cut.dim]].movedim(0, cut.dim).contiguous().to(local.device)
