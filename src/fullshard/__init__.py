@@ -47,6 +47,7 @@ backward.py     what rides on graphs and tells that a backward is here, or over
 joined.py       calls in which this rank takes part without computing
 delivery.py     gradients on their way, and when they are handed out
 communicator.py lanes, process groups, and the ledger of what is said on them
+talk.py         what ranks settle outside of forward and backward
 alike.py        a unit's weights and buffers, alike on all ranks
 ledger.py       what a rank said to the others, in order
 board.py        what ranks publish through the store, and the bell that wakes one

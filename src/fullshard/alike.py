@@ -26,11 +26,11 @@ def check_replicas(unit: Unit) -> None:
         name = f"parameter '{p.name}' of unit '{unit.name}'"
         axes.setdefault(id(p.cut.axis), (p.cut.axis, []))[1].append((name, p.local))
     for axis, shards in axes.values():
-        groups = [] if axis.replicas is None else [axis.replicas.group]
+        talk = unit.talk("comparison of replicas", shards=False).about(axis)
         if unit.options.sync == "broadcast":
-            broadcast([shard for _, shard in shards], axis, groups=groups)
+            broadcast([shard for _, shard in shards], talk)
         else:
-            wrong = wrong or check_alike(shards, axis, groups=groups)
+            wrong = wrong or check_alike(shards, talk)
     if wrong is not None:
         raise StateError(
             f"{wrong}, which hold the same rows: initialise it from one seed on all replicas, as fullshard.materialize() "

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch, assembly
 from fullshard.cut import Cut, PlacementFn, cut
 from fullshard.extension import half_extends, is_plain, own_shard, travels_alone
+from fullshard.ledger import Label
 from fullshard.lint import mark_ignored
 from fullshard.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh
 from fullshard.module import keep_of, plain_class, sharded_class
@@ -32,8 +33,9 @@ from fullshard.policies import (
 from fullshard.replaced import successor
 from fullshard.runtime import Runtime, make_unit
 from fullshard.sync import BUFFERS, SYNCS, broadcast, check_alike, check_structure, has_values_everywhere
+from fullshard.talk import Talk
 from fullshard.ties import Ties, find_ties
-from fullshard.unit import unit_of
+from fullshard.unit import name_units_in, unit_of
 from fullshard.views import view_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -137,7 +139,7 @@ def _shard(modules: list[nn.Module], shaped: _Shape, ignored: Iterable[nn.Parame
     """Make a unit of `modules`. `planned`: modules (by id) that others will be made of, and that this one does not enter."""
     found = _inspect(modules, shaped, ignored, planned)
     axis, options, claims = shaped.axis, shaped.options, found.claims
-    _synchronise(found, axis, options.sync)
+    _synchronise(found, _talk(modules, shaped), options.sync)
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
     _move(claims, found.holdings, home, axis.device)
     with torch.no_grad():
@@ -150,6 +152,8 @@ def _shard(modules: list[nn.Module], shaped: _Shape, ignored: Iterable[nn.Parame
     for left_alone in ignored:
         mark_ignored(left_alone)
     assembly.assemble(unit, sharded_class, found.holdings.modules)
+    for root in unit.modules:
+        name_units_in(root)
 
 
 # --- checks, before anything has changed -----------------------------------------------------------------------------
@@ -257,20 +261,29 @@ class Order:
         _shard(self._modules, self._shaped, self._ignored, self._planned)
 
 
-def _synchronise(found: _Found, axis: ShardAxis, how: str) -> None:
+def _talk(modules: list[nn.Module], shaped: _Shape) -> Talk:
+    """What the ranks say to each other in this call."""
+    runtime = Runtime.of(shaped.axis.device, shaped.options.comm, shaped.options.checks)
+    runtime.heed(shaped.options.checks)
+    classes = ", ".join(type(module).__name__ for module in modules)
+    return Talk(runtime.communicator, shaped.axis, Label(type(modules[0]).__name__), "fully_shard()", classes)
+
+
+def _synchronise(found: _Found, talk: Talk, how: str) -> None:
     """Raises ValueError on every rank if the ranks hold different parameters or values, or have all hold those of the first."""
-    wrong = check_structure([(f"'{claim.name}'", claim.parameter) for claim in found.claims], axis)
+    wrong = check_structure([(f"'{claim.name}'", claim.parameter) for claim in found.claims], talk)
     if wrong is not None:
         raise ValueError(f"the ranks call fully_shard for different parameters. {wrong}. Build the same model on all ranks")
     if how == "off" or not (found.claims or found.holdings.buffers):
         return
+    axis = talk.axis
     sets: dict[tuple[int, int], tuple[ShardAxis, list[tuple[str, torch.Tensor]]]] = {}  # by the ranks that should agree
     for claim, how_cut in zip(found.claims, found.cuts):
         where = axis if how_cut.axis.cuts_nothing else how_cut.axis
         sets.setdefault(where.key, (where, []))[1].append((f"parameter '{claim.name}'", claim.parameter))
     if how == "check":
         for where, named in sets.values():
-            wrong = check_alike(named, where)
+            wrong = check_alike(named, talk.about(where))
             if wrong is not None:
                 raise ValueError(
                     f"{wrong}: each would keep a part of a different model. Seed all ranks alike before the model is built, "
@@ -281,13 +294,13 @@ def _synchronise(found: _Found, axis: ShardAxis, how: str) -> None:
     own = sets.setdefault(axis.key, (axis, []))[1]
     own += [(f"buffer '{name}'", buffer) for name, _, buffer in found.holdings.buffers]
     for where, named in sets.values():
-        partly = has_values_everywhere(named, where)
+        partly = has_values_everywhere(named, talk.about(where))
         if partly is not None:
             raise ValueError(
                 f"sync='broadcast': {partly} is on meta on some ranks and not on others: call to_empty() on those ranks first"
             )
     for where, named in sets.values():
-        broadcast([tensor for _, tensor in named], where)
+        broadcast([tensor for _, tensor in named], talk.about(where))
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:

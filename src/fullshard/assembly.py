@@ -185,9 +185,10 @@ def undo(root: nn.Module, undress: Dress) -> None:
     for unit in units[:1]:
         runtime_of(unit).attend(unit, doing="undo()")
     for unit in units:
+        talk = unit.talk("undo()")
         runtime_of(unit).release(unit, doing="undo()")
         runtime_of(unit).refresh(unit)
         for parameter in unit.parameters:
-            parameter.become_plain()
+            parameter.become_plain(talk.whole)
     for unit in units:
         disassemble(unit, undress)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm import (
+    Collectives,
     CustomCollectives,
     Delays,
     HostLane,
@@ -106,6 +107,7 @@ class Communicator:
         self._patience = 1.0  # seconds
         self._timeout: float | None = None  # seconds
         self._collectives: weakref.WeakValueDictionary[tuple[int, str], Journaled] = weakref.WeakValueDictionary()
+        self._bare: dict[int, tuple[dist.ProcessGroup, Collectives]] = {}
 
     # --- what is said ---
 
@@ -225,6 +227,13 @@ class Communicator:
             self._delays.start_all()
 
     # --- who carries it ---
+
+    def bare(self, group: dist.ProcessGroup) -> Collectives:
+        """torch's collectives on a group of a ledger's, kept as long as that: its wire may have to answer other ranks."""
+        found = self._bare.get(id(group))
+        if found is None or found[0] is not group:
+            found = self._bare[id(group)] = group, collectives_for(group, self.device, self.tag)
+        return found[1]
 
     def carriers(self, axis: ShardAxis, options: UnitOptions) -> Carriers:
         """Who carries the messages of groups on `axis`. May make process groups, so it is collective over the axis.

@@ -18,9 +18,13 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from fullshard import _torch
 from fullshard.agreement import Facts, Ranks
 from fullshard.groups import on_release
+from fullshard.ledger import Label
 from fullshard.materialize import common_seed, seeded
-from fullshard.mesh import beside
+from fullshard.mesh import beside, resolve_mesh
 from fullshard.modules import Claim, Holdings, clean_name, collect
+from fullshard.policies import CommPolicy
+from fullshard.runtime import Runtime
+from fullshard.talk import Talk
 from fullshard.unit import unit_of
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, _torch.HYBRID_ZERO2)
@@ -291,14 +295,15 @@ def materialize(holdings: Holdings, given: Given, mesh: DeviceMesh) -> None:
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device.type).current_device())
-    if not given.sync and len(_said(mesh, device, bool(waiting))) > 1:
+    talk = _talk(holdings, mesh, device)
+    if not given.sync and len(_said(talk, bool(waiting))) > 1:
         raise ValueError(
             "some ranks have this module on meta and others have values for it: pass sync_module_states=True, so that all get "
             "those of the first rank"
         )
     ranks = Ranks(tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1), device)
     # What the first rank draws goes to all in the end, or all draw the same.
-    drawing: Any = seeded(device, common_seed(mesh, device)) if waiting and not given.sync else nullcontext()
+    drawing: Any = seeded(device, common_seed(talk)) if waiting and not given.sync else nullcontext()
 
     def give_values() -> Holdings:
         with torch.no_grad(), drawing:
@@ -314,8 +319,7 @@ def materialize(holdings: Holdings, given: Given, mesh: DeviceMesh) -> None:
         )
     if given.sync:
         tensors = [claim.parameter for claim in holdings.claims] + [buffer for _, _, buffer in holdings.buffers]
-        for tensor in tensors:
-            _broadcast(tensor, mesh, device)
+        talk.broadcast(tensor.detach() for tensor in tensors)
 
 
 def _give_values(
@@ -409,24 +413,18 @@ def _reset(module: nn.Module, device: torch.device) -> None:
     reset()
 
 
-def _said(mesh: DeviceMesh, device: torch.device, flag: bool) -> set[bool]:
-    """What the ranks of `mesh` say."""
-    votes = torch.tensor([flag, not flag], dtype=torch.uint8, device=device)
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+def _talk(holdings: Holdings, mesh: DeviceMesh, device: torch.device) -> Talk:
+    """What the ranks say to each other while a wrapper is made."""
+    name = type(holdings.modules[-1]).__name__
+    return Talk(
+        Runtime.of(device, CommPolicy()).communicator, resolve_mesh(mesh), Label(name), "FullyShardedDataParallel()", name
+    )
+
+
+def _said(talk: Talk, flag: bool) -> set[bool]:
+    """What the ranks say."""
+    votes = talk.maximum(torch.tensor([flag, not flag], dtype=torch.uint8, device=talk.axis.device))
     return {value for value, said in zip((True, False), votes.tolist()) if said}
-
-
-@torch.no_grad()
-def _broadcast(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> None:
-    """The first rank's values, on all of `mesh`."""
-    travelling = tensor.detach().to(device).contiguous()
-    for axis in reversed(range(mesh.ndim)):
-        if mesh.size(axis) > 1:
-            group = mesh.get_group(axis)
-            dist.broadcast(travelling, dist.get_process_group_ranks(group)[0], group=group)
-    tensor.copy_(travelling)
 
 
 def cast_buffers(module: nn.Module, holdings: Holdings, given: Given) -> dict[str, torch.dtype]:

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
 from fullshard.errors import StateError
 from fullshard.module import units_of
 from fullshard.parameter import ShardedParameter
 from fullshard.runtime import runtime_of
+from fullshard.talk import Talk
 from fullshard.unwritten import is_marked, mark
 
 Init = Callable[[nn.Module], object]
@@ -58,7 +57,7 @@ def materialize(
     for unit in units:
         runtime_of(unit).release(unit, doing="materialize()")
     where = torch.device(device) if device is not None else units[0].axis.device
-    number = common_seed(units[0].axis.mesh, where) if seed is None else seed
+    number = common_seed(units[0].talk("materialize()")) if seed is None else seed
     owners = {id(parameter.sharded): parameter for unit in units for parameter in unit.parameters}
     filled: dict[int, Tensor] = {}
     done: set[int] = set()
@@ -173,14 +172,9 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def common_seed(mesh: DeviceMesh, device: torch.device) -> int:
-    """Drawn on the first rank of `mesh`, the same on all."""
-    seed = torch.randint(2**62, (1,), dtype=torch.int64).to(device)
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            group = mesh.get_group(axis)
-            dist.broadcast(seed, dist.get_process_group_ranks(group)[0], group=group)
-    return int(seed.item())
+def common_seed(talk: Talk) -> int:
+    """Drawn on the first rank, the same on all (collective)."""
+    return int(talk.first(torch.randint(2**62, (1,), dtype=torch.int64).to(talk.axis.device)).item())
 
 
 __all__ = ["common_seed", "materialize", "seeded"]

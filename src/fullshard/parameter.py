@@ -441,10 +441,6 @@ class ShardedParameter:
                 self.installations.append(Installation(slot))
                 self.installations[-1].put(self.sharded)
 
-    def whole(self, sharded: Any) -> Tensor:
-        """A full plain tensor of a DTensor that is sharded as this parameter is (collective)."""
-        return full_tensor(sharded).clone()
-
     def show(self, plain: nn.Parameter) -> None:
         """Have the slots hold `plain` for a while."""
         stands_for(plain, self.sharded)
@@ -485,23 +481,21 @@ class ShardedParameter:
         face = _torch.dtensor(self.local.detach().clone(), self.spec)
         return as_parameter(face, self.sharded.requires_grad)
 
-    def become_plain(self) -> nn.Parameter:
-        """Put one ordinary Parameter with the full value into every slot (collective); gradients, attributes and hooks too."""
-        whole: Any = self.sharded
-        plain = nn.Parameter(self.cut.lift(self._whole(whole)), requires_grad=self.requires_grad)
+    def become_plain(self, whole: Callable[[Cut, Any], Tensor]) -> nn.Parameter:
+        """Put one ordinary Parameter with the full value into every slot; gradients, attributes and hooks too.
+
+        `whole`: what this rank computes with, of a DTensor that is cut so (collective).
+        """
+        plain = nn.Parameter(self.cut.lift(whole(self.cut, self.sharded)), requires_grad=self.requires_grad)
         plain.__dict__.update({key: value for key, value in self.sharded.__dict__.items() if not is_ours(key)})
         _torch.carry_hooks(self.sharded, plain)
         if self.sharded.grad is not None:
-            plain.grad = self.cut.lift(self._whole(self.sharded.grad))
+            plain.grad = self.cut.lift(whole(self.cut, self.sharded.grad))
         stands_for(self.sharded, plain)
         self.sharded.__dict__.pop(LOGICAL, None)
         for installation in self.installations:
             installation.put(plain)
         return plain
-
-    def _whole(self, sharded: Any) -> Tensor:
-        """What this rank computes with, of a DTensor sharded as this parameter is (collective)."""
-        return self.cut.whole_of(self.whole(sharded)).clone()
 
     def restore_sharded(self, *, forget: bool = False) -> None:
         """As `install_sharded`, whatever the slots hold: the trainability of a Parameter assigned there is taken over, unless

@@ -27,7 +27,7 @@ from fullshard.delivery import Delivery
 from fullshard.errors import StateError
 from fullshard.group import Group
 from fullshard.joined import Joined, JoinedCalls
-from fullshard.ledger import Kind, Ledger, Line, described
+from fullshard.ledger import Kind, Ledger, described
 from fullshard.mesh import ShardAxis
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
@@ -112,8 +112,9 @@ class Runtime:
         weakref.finalize(unit, self._deleted, number)
         return number
 
-    def heed(self) -> None:
-        self.communicator.heed([unit.options.checks for unit in self._units.values()])
+    def heed(self, *more: CheckPolicy) -> None:
+        """`more`: of a unit that is about to be made."""
+        self.communicator.heed([*more, *(unit.options.checks for unit in self._units.values())])
 
     def _deleted(self, number: int) -> None:
         """By whom ever: garbage is collected by any thread, maybe in the midst of our work."""
@@ -441,10 +442,8 @@ class Runtime:
 
     @_event
     def attend(self, unit: Unit, *, doing: str) -> None:
-        """A collective of torch's follows, which knows no names: first make sure that all ranks are about to begin it."""
-        line = Line(self.communicator.ledger(unit.axis), unit.label, f"{unit.ordinal} {doing}")
-        message = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        self.communicator.all_reduce(unit.axis, line, doing, message)
+        """Make sure that all ranks are about to begin what follows, before this one changes anything."""
+        unit.talk(doing).meet()
 
     @_event
     def collect_now(self, unit: Unit) -> None:

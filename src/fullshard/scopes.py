@@ -63,9 +63,10 @@ def full_params(
         unit.show(True)
     try:
         with torch.no_grad():
-            for parameter in (parameter for unit in units for parameter in unit.parameters):
-                full = parameter.whole(parameter.sharded)
-                grad = parameter.whole(parameter.sharded.grad) if grads and parameter.sharded.grad is not None else None
+            for talk, parameter in ((unit.talk("full_params()"), p) for unit in units for p in unit.parameters):
+                sharded: Any = parameter.sharded
+                full = talk.full(parameter.cut, sharded)
+                grad = talk.full(parameter.cut, sharded.grad) if grads and sharded.grad is not None else None
                 if rank0_only and any(coordinate != 0 for coordinate in parameter.cut.mesh.get_coordinate() or ()):
                     continue
                 plain = nn.Parameter(full.to(dtype=dtype, device=device), requires_grad=parameter.requires_grad)

@@ -26,6 +26,7 @@ from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import CPUOffloadPolicy, LintWarning
 from fullshard.schedule import Call, Keep, Planner, Residency, Round
+from fullshard.talk import Talk
 from fullshard.unwritten import Unwritten
 
 _UNIT = "_fullshard_unit"
@@ -126,6 +127,10 @@ class Unit:
     @property
     def name(self) -> str:
         return self.label.name
+
+    def talk(self, doing: str, *, shards: bool = True) -> Talk:
+        """What the ranks say to each other in a call about it that is neither forward nor backward."""
+        return Talk(self.keeper.communicator, self.axis, self.label, doing, f"{self.ordinal} {doing}", shards=shards)
 
     @property
     def tree(self) -> nn.Module | None:
@@ -457,14 +462,12 @@ class Unit:
         self.unwritten = None
 
     def name_below(self, module: nn.Module) -> None:
-        """Units learn their qualified names when the module above them first runs."""
+        """Units learn their places, and their qualified names once more, when the module above them first runs."""
         if not self._named_below:
             self._named_below = True
-            for name, inner in module.named_modules():
-                unit = unit_of(inner)
-                if unit is not None and name:
-                    unit.rename(clean_name(name) or unit.name)
-                    unit.locate(module, name)
+            for name, unit in _units_in(module):
+                unit.rename(clean_name(name) or unit.name)
+                unit.locate(module, name)
 
     def locate(self, root: nn.Module, path: str) -> None:
         """Remember where the unit is in the model."""
@@ -485,6 +488,19 @@ class Unit:
             if child is None or (unit_of(child) is not self if last else child is not path[index + 1][0]()):
                 return False
         return True
+
+
+def name_units_in(module: nn.Module) -> None:
+    """Units below a module have the names that it knows them by; a module around it renames them."""
+    for name, unit in _units_in(module):
+        unit.rename(clean_name(name) or unit.name)
+
+
+def _units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
+    for name, inner in module.named_modules():
+        unit = unit_of(inner)
+        if unit is not None and name:
+            yield name, unit
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -556,4 +572,4 @@ class LateHook:
             unit.keeper.enter_late(unit)
 
 
-__all__ = ["Keeper", "LateHook", "StepCheck", "Unit", "attach", "detach", "own_modules", "owner_of", "unit_of"]
+__all__ = ["Keeper", "LateHook", "StepCheck", "Unit", "attach", "detach", "name_units_in", "own_modules", "owner_of", "unit_of"]
