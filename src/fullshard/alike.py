@@ -62,6 +62,7 @@ def share_buffers(unit: Unit, root: nn.Module, communicator: Communicator) -> No
             buffers = list(found.values())
             message = torch.cat([buffer.reshape(-1) for buffer in buffers])
             message = message.to(torch.uint8) if dtype is torch.bool else message
+            line.ledger.admit(message.nbytes)
             averaged = mean and dtype.is_floating_point
             if not (averaged or first):
                 message.zero_()

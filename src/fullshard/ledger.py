@@ -182,6 +182,10 @@ class Ledger:
         page = self._pages[-1]
         return _number(page.hashed() if page.kinds else page.hasher)
 
+    def admit(self, nbytes: int) -> None:
+        """Messages of it may be as long as this from now on."""
+        self.largest = max(self.largest, nbytes)
+
     def mark(self) -> tuple[int, int]:
         """The number of the last call and the hash of all; any thread may ask."""
         page = self._pages[-1]

@@ -30,6 +30,7 @@ from fullshard.talk import Talk
 from fullshard.unwritten import Unwritten
 
 _UNIT = "_fullshard_unit"
+_WIDEST = 16  # bytes of an element, in whichever dtype it travels
 _LATE = "_fullshard_late"  # on a full parameter: the handle of its LateHook
 
 
@@ -188,7 +189,9 @@ class Unit:
                 )
                 parameters = [self.parameters[i] for i in members]
                 subject = f"{self.ordinal}.{len(groups)} {[(p.name, tuple(p.shape)) for p in parameters]} {shared}"
-                line = Line(self.keeper.communicator.ledger(parameters[0].cut.axis), self.label, subject)
+                ledger = self.keeper.communicator.ledger(parameters[0].cut.axis)
+                ledger.admit(_WIDEST * sum(parameter.shape.numel() for parameter in parameters))
+                line = Line(ledger, self.label, subject)
                 groups.append(
                     Group(
                         parameters, [values[i] for i in members], dtypes=shared, carriers=carriers, storage=storage, line=line
