@@ -1583,3 +1583,17 @@ def test_a_rank_that_cannot_initialise_its_module_has_all_ranks_raise(world: Wor
     assert f"rank {world.size - 1}: is (shape (4, 5), torch.float32). Build the same module on all ranks" in said, said
     sharded = FSDP(Random(), auto_wrap_policy=BLOCKS, sync_module_states=True)
     sharded(world.mine(batch(0)))
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD])
+@ranks(4)
+def test_one_replica_whose_optimizer_differs_is_named_on_all_ranks(world: World, strategy: ShardingStrategy) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if strategy in HYBRID else None
+    sharded = wrapped(Stack(), auto_wrap_policy=BLOCKS, sharding_strategy=strategy, device_mesh=mesh)
+    listed = list(sharded.parameters())
+    optimizer = torch.optim.SGD(listed[::-1] if world.rank == 2 else listed, lr=0.5 if world.rank == 3 else 0.25)
+    assert "differ in 'inp.weight'. ranks 0-2: lr 0.25; rank 3: lr 0.5. Give all of them" in refusal(
+        lambda: FSDP.optim_state_dict(sharded, optimizer)
+    )
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert FSDP.optim_state_dict(sharded, optimizer)["param_groups"][0]["lr"] == 0.25

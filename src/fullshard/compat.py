@@ -642,7 +642,7 @@ class FullyShardedDataParallel(nn.Module):
             model, optim_state_dict, groups, _ranks(model, group), local=local, by_name=is_named_optimizer
         )
         if load_directly:
-            optim.load_state_dict({**optim.state_dict(), **ready})
+            optim.load_state_dict(ready if "param_groups" in ready else {**optim.state_dict(), **ready})
         return ready
 
     @staticmethod
