@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm import KIB, CoalescedCollectives, Collectives, OneRank, Pending
+from fullshard.errors import StateError
 from fullshard.groups import held, on_release
 
 _TAGS = 0x20000000  # above the tags that programs use; 25 bits are ours
@@ -71,6 +72,16 @@ class PeerLost(RuntimeError):
         self.rank = rank
 
 
+class _Destroyed:
+    """In the place of messages of a process group that is gone."""
+
+    def wait(self) -> None:
+        raise StateError("the process group of this message was destroyed (destroy_process_group()) before it was waited for")
+
+
+_DESTROYED: Any = _Destroyed()
+
+
 class Messages:
     """Those of one call. They are kept until they were waited for, whatever becomes of the caller: gloo reads nothing more
     from a peer that sends to a receive that is gone.
@@ -90,6 +101,10 @@ class Messages:
         _, peer = [*self._receives, *self._sends][at]
         return PeerLost(self._wire.members[peer], failure)
 
+    def drop(self) -> None:
+        """Their process group was destroyed: nothing here may keep its connections open."""
+        self.works = [_DESTROYED]
+
     def wait(self) -> None:
         """Raises PeerLost if one of the other ranks closed its connection."""
         at = 0
@@ -97,6 +112,8 @@ class Messages:
             for work in self.works:
                 work.wait()
                 at += 1
+        except StateError:
+            raise
         except RuntimeError as failure:
             raise self.lost(at, failure) from failure
         self._wire.landed(self)
@@ -165,6 +182,12 @@ class Wire:
                 _torch.exchange(self._answers, self._held(), [(received[:size], peer)], [(sent[:size], peer)], theirs.tag)
         return too_long
 
+    def release(self) -> None:
+        """The process group was destroyed."""
+        for messages in list(self._under_way):
+            messages.drop()
+        self.forget_answers()
+
     def forget_answers(self) -> None:
         """Everybody has received what `answer` sent."""
         self._answers.clear()
@@ -174,7 +197,13 @@ class Wire:
 
 
 _WIRES: dict[str, Wire] = {}
-on_release(_WIRES.clear)
+
+
+@on_release
+def _release() -> None:
+    for wire in list(_WIRES.values()):
+        wire.release()
+    _WIRES.clear()
 
 
 def wires() -> list[Wire]:
