@@ -623,7 +623,7 @@ def threads_are_ranks() -> bool:
 class PerRank(MutableMapping[K, V]):
     """A dict of the process, or one of each thread where threads are ranks (`THREADED`).
 
-    Not for hot paths: asking takes half a microsecond.
+    Not for hot paths: asking takes a microsecond.
     """
 
     def __init__(self) -> None:

@@ -285,8 +285,8 @@ class Journal:
 class Journaled:
     """Collectives that write down what passes through them, and show it to torch's profiler and CommDebugMode.
 
-    Those see the collectives of torch. Who sends messages of his own (and so has a `tag` for them) is shown as if he had called
-    those, but for heartbeats, while somebody looks.
+    CommDebugMode knows those of torch alone. Collectives that send messages of their own (and so have a `tag`) are shown to
+    it as torch's, but for heartbeats.
     """
 
     def __init__(self, inner: Collectives, journal: Journal, *, keeps: object = None) -> None:

@@ -125,7 +125,8 @@ class ExtensionSide:
     def grow(self) -> None:
         shard = self._rows()
         if shard.device != self._device:  # offloaded
-            shard = shard.to(self._device, non_blocking=True)
+            home, shard = shard, shard.to(self._device, non_blocking=True)
+            _take_attributes(home, shard)
         inputs, self._metadata = self._ask(shard)
         self._inputs = [tensor.contiguous() for tensor in inputs]
         ranks = self._collectives.ranks
