@@ -253,7 +253,7 @@ class CustomCollectives:
 class Message:
     """One collective of one group: what kind, the dtype, and the bytes of its full side (all ranks' chunks together)."""
 
-    kind: str  # all_gather, reduce_scatter, all_reduce, heartbeat; to_device, to_host (offload)
+    kind: str  # all_gather, reduce_scatter, all_reduce, heartbeat; talk (wrapping, full_params); to_device, to_host (offload)
     dtype: torch.dtype
     nbytes: int
     buckets: int
