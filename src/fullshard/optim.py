@@ -74,7 +74,7 @@ class _Entry:
     def say(self) -> None:
         unit, ledger = self.unit(), self.ledger()
         if unit is not None and ledger is not None:
-            unit.keeper.note(ledger, self.kinds[unit.groups[0].rewritten])
+            unit.keeper.note(ledger, self.kinds[bool(unit.groups) and unit.groups[0].rewritten])
 
 
 class _Steps:
