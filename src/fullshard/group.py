@@ -323,7 +323,7 @@ class Group:
 
     @property
     def rewritten(self) -> bool:
-        """Whether somebody wrote to the gradient of the first parameter since it was reduced, as far as ranks can compare it."""
+        """Whether somebody wrote to the gradient of the first parameter since it was reduced, where ranks can compare."""
         grad = self.parameters[0].sharded.grad
         return grad is not None and grad._version != self._version and self._epoch == self.line.ledger.epoch
 
