@@ -93,7 +93,16 @@ def programs(draw: st.DrawFn, size: int) -> Program:
     places = st.integers(0, 11)
     steps = []
     replicated = draw(st.integers(0, 3)) == 0
-    actions = ["train", "train", "train", "accumulate", "eval", "zero", "freeze", *["update"] * (0 if replicated else 2)]
+    actions = [
+        "train",
+        "train",
+        "train",
+        "accumulate",
+        "eval",
+        "zero",
+        "freeze",
+        *["update", "update", "load"] * (not replicated),
+    ]
     for _ in range(draw(st.integers(2, 4))):
         kind = draw(st.sampled_from(actions))
         kinds = ["absent"] if kind not in RUNS else [*ORDERS, *FORWARD, "absent"] + [*BACKWARD] * (0 if kind == "eval" else 2)
@@ -272,6 +281,19 @@ class Reference:
                 for rank in range(self.size):
                     if stepped[rank] and name in self.grads[rank]:
                         rows(parameter, rank, self.size).sub_(rows(self.grads[rank][name], rank, self.size), alpha=RATE)
+
+    def values(self, number: int) -> dict[str, Tensor]:
+        """What a load of step `number` loads."""
+        generator = torch.Generator().manual_seed(1000 + number)
+        return {name: torch.randn(p.shape, generator=generator).to(p.dtype) for name, p in self.parameters.items()}
+
+    def load(self, number: int, loaded: list[bool]) -> None:
+        """Each rank loads its rows."""
+        with torch.no_grad():
+            for name, value in self.values(number).items():
+                for rank in range(self.size):
+                    if loaded[rank]:
+                        rows(self.parameters[name], rank, self.size).copy_(rows(value, rank, self.size))
 
     def zero(self, ranks: list[bool]) -> None:
         for rank, zeroed in enumerate(ranks):

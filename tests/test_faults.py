@@ -1,13 +1,14 @@
 """Random programs with planted faults: each ends in parity with the unsharded program, or in an error on every rank, soon.
 
 A program is a tree of modules, some of them units, and a few steps. One step in two has a fault, on one rank or on all:
-modules that are skipped, repeated or run in another order, steps that a rank does not take, and exceptions in forward,
-backward, hooks and optimizers. The reference is the unsharded model, run once per rank by what that rank was told to run.
+modules that are skipped, repeated or run in another order (between microbatches, too), steps of the model or the optimizer
+and loads that a rank does not take, and exceptions in forward, backward, hooks and optimizers. The reference is the unsharded model, run once per rank by what that rank was told to run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import traceback
 from collections import Counter
@@ -69,6 +70,7 @@ class Drive:
         self.parted = False  # at some earlier step ranks differed, and any_failed() did not say so
         self.stopped = False
         self.shifted = False  # a rank takes its steps while another takes the next ones: right for all they know
+        self.written: list[list[str]] = [[] for _ in range(world.size)]  # what each rank did to its shards
         self.owed = False  # this rank got no gradients where the others expect some: somebody must say so
 
     def run(self) -> Report:
@@ -97,11 +99,15 @@ class Drive:
         size, reference = self.world.size, self.reference
         fault = step.fault and Fault(step.fault.what, step.fault.at % len(self.nodes), step.fault.ranks)
         pending = any(reference.kept)
-        if pending and fault is not None and fault.what in ORDERS:
-            fault = None  # what is kept by a unit that does not run stays kept
         if pending and step.kind in ("update", "freeze"):
             return None  # refused: gradients are only kept
-        shifts = is_absent(fault) and fault is not None and len(fault.ranks) < size and not self.program.together
+        shifts = (
+            step.kind in RUNS
+            and is_absent(fault)
+            and fault is not None
+            and len(fault.ranks) < size
+            and not self.program.together
+        )
         self.shifted = self.shifted or shifts
         faults = [fault if fault is not None and rank in fault.ranks else None for rank in range(size)]
         mine = faults[self.world.rank]
@@ -109,12 +115,16 @@ class Drive:
         x = torch.randn(2 * size, self.program.width, generator=torch.Generator().manual_seed(number)).double()
         script = self.sharded.script
         script.begin(mine, raising=True)
+        meets = step.kind in RUNS and not is_absent(fault) and not self.shifted
+        apart = meets and any(written != self.written[0] for written in self.written)
         error: Exception | None = None
         try:
             if not is_absent(mine):
-                self.act(step, x, mine)
+                self.act(step, x, mine, number)
         except (Planted, StateError) as caught:
             error = caught
+        if apart and error is None:
+            self.report.wrong.append(f"step {number}: ranks wrote {self.written} to their shards, and nobody noticed")
         if script.fired and error is None:
             self.report.wrong.append(f"step {number}: an exception was swallowed")
         if step.kind == "zero":
@@ -133,6 +143,11 @@ class Drive:
             stepped = [f is None or f.what not in ("absent", "optimizer") for f in faults]
             reference.update(stepped)
             reference.zero(stepped)
+        if step.kind == "load":
+            reference.load(number, [not is_absent(f) for f in faults])
+        if step.kind in ("update", "load"):
+            for written, f in zip(self.written, faults):
+                written += [step.kind] * (f is None or f.what not in ("absent", "optimizer"))
         if step.kind == "freeze":
             self.freeze(step)
         self.parted = self.parted or one_sided
@@ -145,16 +160,19 @@ class Drive:
             reference.zero([True] * size)
         if failed:
             self.parted = False
+            self.written = [[] for _ in range(size)]
         self.stopped = failed is None and error is not None and self.parted
         return error
 
-    def act(self, step: Step, x: Tensor, fault: Fault | None) -> None:
+    def act(self, step: Step, x: Tensor, fault: Fault | None, number: int = 0) -> None:
         model, world = self.sharded, self.world
         if step.kind == "update":
             self.optimizer.step(partial(self._closure, fault))  # type: ignore[arg-type]
             model.zero_grad()
         elif step.kind == "zero":
             model.zero_grad()
+        elif step.kind == "load":
+            model.load_state_dict(self.reference.values(number), strict=False)
         elif step.kind in RUNS:
             model.train(step.kind != "eval")
             with torch.set_grad_enabled(step.kind != "eval"):
@@ -265,6 +283,8 @@ def test_programs_with_faults_end_alike_on_all_ranks(size: int, count: int, tmp_
     """Parity, or an error on every rank, within 20 seconds; and the step after any_failed() is right again."""
     tally = tmp_path / "outcomes"
 
+    count = int(os.environ.get("FULLSHARD_PROGRAMS", count))
+
     @settings(max_examples=count, database=None, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
     @given(programs(size))
     def run(program: Program) -> None:
@@ -272,4 +292,5 @@ def test_programs_with_faults_end_alike_on_all_ranks(size: int, count: int, tmp_
 
     run()
     outcomes = Counter(tally.read_text().splitlines())
+    print(outcomes)
     assert outcomes.total() >= count and min(outcomes.values()) > count // 5, outcomes

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fullshard
 from fullshard import CheckPolicy, CommPolicy, StateError, _torch, full, fully_shard, reduction
 from fullshard.comm import OneRank, Pending
+from fullshard.compat import FullyShardedDataParallel as FSDP
 from fullshard.gloo import GlooCollectives
 from fullshard.runtime import runtime_of
 from fullshard.unit import unit_of
@@ -1095,3 +1096,52 @@ def test_an_optimizer_does_not_step_over_gradients_that_are_only_kept(world: Wor
     model.zero_grad()
     model(x, "image").sum().backward()
     assert model.text.weight.grad is None
+
+
+@ranks(2)
+def test_what_one_unit_alone_kept_is_reduced_by_the_next_backward_that_may(world: World) -> None:
+    """Only `text` does without communication, in a backward that reduces `image`; the next one does not enter `text`."""
+    model = towers(world.mesh)
+    x = torch.ones(1, 2)
+    model.text.set_requires_gradient_sync(False)
+    model(x, "image", "text").sum().backward()
+    assert model.text.weight.grad is None and model.image.weight.grad is not None
+    model.text.set_requires_gradient_sync(True)
+    model(x, "image").sum().backward()
+    assert torch.equal(whole(model.text.weight.grad), torch.full((2, 2), 2.0))  # of an input of twos
+    assert torch.equal(whole(model.image.weight.grad), torch.full((2, 2), 3.0))
+
+
+@ranks(2)
+def test_what_no_sync_kept_is_reduced_though_the_last_microbatch_runs_another_unit(world: World) -> None:
+    """The same with FSDP1's wrapper and its `no_sync()`."""
+    model: Any = Towers()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    model.text, model.image = (FSDP(tower, device_mesh=world.mesh) for tower in (model.text, model.image))
+    model = FSDP(model, device_mesh=world.mesh)
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            model(x, "text").sum().backward()
+        model(x, "image").sum().backward()
+        for tower in (model.module.text, model.module.image):
+            assert torch.equal(whole(tower.module.weight.grad), torch.ones(2, 2))
+
+
+@ranks(2)
+def test_a_backward_that_raised_discards_what_was_kept_and_the_next_step_is_right(world: World) -> None:
+    """What was kept of `text`, which that backward did not enter, went with it: of a step, all or nothing."""
+    model = towers(world.mesh)
+    x = torch.ones(1, 2)
+    with model.accumulate():
+        model(x, "text").sum().backward()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        Raises.apply(model(x, "image")).sum().backward()
+    fullshard.any_failed(world.mesh, True)
+    model.zero_grad()
+    model(x, "image").sum().backward()
+    assert model.text.weight.grad is None
+    assert torch.equal(whole(model.image.weight.grad), torch.ones(2, 2))

@@ -323,9 +323,9 @@ class Group:
 
     @property
     def rewritten(self) -> bool:
-        """Whether somebody wrote to the gradient of the first parameter since it was reduced."""
+        """Whether somebody wrote to the gradient of the first parameter since it was reduced, where ranks can compare."""
         grad = self.parameters[0].sharded.grad
-        return grad is not None and grad._version != self._version
+        return grad is not None and grad._version != self._version and self._epoch == self.line.ledger.epoch
 
     def defer(self, flat: Tensor, used: list[bool]) -> None:
         """Keep a gradient that is reduced over shards, but not yet over replicas."""

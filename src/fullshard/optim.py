@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class _Entry:
     def say(self) -> None:
         unit, ledger = self.unit(), self.ledger()
         if unit is not None and ledger is not None:
-            unit.keeper.note(ledger, self.kinds[unit.groups[0].rewritten])
+            unit.keeper.note(ledger, self.kinds[bool(unit.groups) and unit.groups[0].rewritten])
 
 
 class _Steps:
@@ -85,12 +86,13 @@ class _Steps:
     beside them is its own.
     """
 
-    __slots__ = ("_entries", "_names", "_sizes", "_tensors", "_values")
+    __slots__ = ("_entries", "_names", "_read", "_sizes", "_tensors", "_values")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
-        self._names = [name for name in optimizer.defaults if name not in _HOW]
-        held = [[group.get(name) for name in self._names] for group in groups]
+        self._names = [name for name in optimizer.defaults if name not in _HOW and all(name in group for group in groups)]
+        self._read = itemgetter(*self._names) if len(self._names) > 1 else self._read_few
+        held = [self._read(group) for group in groups]
         plain = [[_plain(value) for value in values] for values in held]
         self._tensors = any(isinstance(value, Tensor) for values in held for value in values)
         self._values, self._sizes = plain if self._tensors else held, [len(group["params"]) for group in groups]
@@ -103,15 +105,17 @@ class _Steps:
                     found.setdefault(ledger, []).append((index, parameter, unit))
         self._entries = [self._entry(type(optimizer).__name__, ledger, members, plain) for ledger, members in found.items()]
 
+    def _read_few(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(group[name] for name in self._names)
+
     def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether options are as they were when the entries were made."""
-        names = self._names
-        values = [[group.get(name) for name in names] for group in groups]
-        if self._tensors:
-            values = [[_plain(value) for value in held] for held in values]
         try:
+            values: list[Any] = [*map(self._read, groups)]
+            if self._tensors:
+                values = [[_plain(value) for value in held] for held in values]
             return bool(values == self._values) and [len(group["params"]) for group in groups] == self._sizes
-        except (RuntimeError, ValueError):  # a tensor of several elements took the place of a number
+        except (KeyError, RuntimeError, ValueError):  # an option is gone, or a tensor of several elements
             return False
 
     def say(self) -> None:

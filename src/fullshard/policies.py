@@ -151,7 +151,9 @@ class CheckPolicy:
     heartbeat: one all-reduce ends each synchronised backward: a hash of what this rank ran, which must be that of all, and
         a byte per trainable parameter, in whole KiB. By it a rank that did not use a parameter learns whether any other did:
         used nowhere leaves `.grad` None, used somewhere gives every rank its part of the mean. Without it, a parameter that
-        this rank did not use gets a gradient (of zeros, if no rank used it).
+        this rank did not use gets a gradient (of zeros, if no rank used it). It also tells of which units ranks kept gradients
+        (`accumulate()`) that this backward did not enter, so that all ranks reduce them now. Without it each rank goes by its
+        own backwards, which must then be of the same units on all ranks.
     every: only each n-th synchronised backward ends with a heartbeat; the others are as without it. At least 1.
     patience: seconds that a rank waits for a message of others before it asks, through the store of the process group,
         where they are. Ranks that ran different units then stop, each naming both. At least 0.
