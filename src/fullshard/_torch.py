@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 import sys
@@ -51,6 +52,7 @@ __all__ = [
     "dtensor",
     "dtensor_like",
     "exchange",
+    "extend_trunc_normal",
     "flat_axis",
     "global_rank",
     "group_name",
@@ -187,6 +189,14 @@ def makes_parameter() -> bool:
 def writes(operation: Any) -> bool:
     """Whether an operation of torch writes to what it is given."""
     return operation._schema.is_mutable
+
+
+def extend_trunc_normal(instead: Callable[..., Tensor]) -> None:
+    """Have torch.nn.init.trunc_normal_, however it was imported, call `instead` with its own inner function and arguments."""
+    init: Any = torch.nn.init
+    init._no_grad_trunc_normal_ = functools.wraps(init._no_grad_trunc_normal_)(
+        functools.partial(instead, init._no_grad_trunc_normal_)
+    )
 
 
 def at_origin(tensor: Tensor) -> Tensor:
