@@ -19,8 +19,8 @@ _COPIED = "_fullshard_copied"  # on what torch gives as a view of a sharded para
 _MIXED = "got mixed torch.Tensor and DTensor"
 _UNKNOWN = "does not have a sharding strategy registered"
 _WHOLE = (
-    "of which a rank holds only its part then: use the whole one in `with fullshard.full_params(module):`, or initialise the model "
-    "by fullshard.materialize(model, init=)"
+    "of which a rank holds only its part then: use the whole one in `with fullshard.full_params(module):`, or initialise the "
+    "model by fullshard.materialize(model, init=)"
 )
 _RANDOM = torch.Tag.nondeterministic_seeded
 _FILLS = frozenset(  # they write all of what they are given and read nothing of it

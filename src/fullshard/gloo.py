@@ -17,7 +17,9 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm import KIB, CoalescedCollectives, Collectives, OneRank, Pending
 
-_TAGS = 0x20000000  # above the tags that programs use; 25 bits are ours
+_TAGS = 0x20000000  # above the tags that programs use; 28 bits are ours: 24 of the call, 4 of its stages
+_STAGES = 4
+_FEW = 8  # ranks up to which each sends to all others
 _REMEMBERED = 512  # collectives of which a group knows that it took part in them
 
 T = TypeVar("T")
@@ -167,7 +169,7 @@ class GlooCollectives:
 
     def _post(self, sizes: tuple[int, ...]) -> Posted:
         """What the messages that are begun next go by."""
-        return Posted(self.tag.book.name, _TAGS + (self.tag.now << 1), sizes)
+        return Posted(self.tag.book.name, _TAGS + (self.tag.now << _STAGES), sizes)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
         rank, ranks = self.rank, self.ranks
@@ -260,7 +262,35 @@ class GlooCollectives:
         return Pending((messages,), share, silent=True)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        return self._everybody(tensor, torch.maximum)
+        """Of more than a few ranks in log2(ranks) stages, all but the first when that is waited for: N * log2(N) messages.
+
+        stage 0   from rank - 1: the largest of 2 ranks, wherever they begin
+        stage 1   from rank - 2: of 4;  stage 2, from rank - 4: of 8;  the last reaches back over all, some of them twice,
+                  which a maximum does not mind
+        """
+        if self.ranks <= _FEW or self.ranks > 1 << (1 << _STAGES) or not tensor.numel():
+            return self._everybody(tensor, torch.maximum)
+        first, book = self._post(_sizes([tensor])), self.tag.book
+        kept: list[Tensor] = []  # what is on its way
+
+        def begin(stage: int) -> tuple[Messages, Tensor]:
+            posted = Posted(first.book, first.tag + stage, first.sizes)
+            received, sent, distance = torch.empty_like(tensor), tensor.clone(), 1 << stage
+            kept.append(sent)
+            source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
+            return self._wire.exchange(posted, [(received, source)], [(sent, target)]), received
+
+        messages, received = begin(0)
+
+        def spread() -> None:
+            torch.maximum(tensor, received, out=tensor)
+            for stage in range(1, (self.ranks - 1).bit_length()):
+                further, theirs = book.begin(partial(begin, stage))
+                further.wait()
+                torch.maximum(tensor, theirs, out=tensor)
+            kept.clear()
+
+        return Pending((messages,), spread, silent=True)
 
     def _everybody(self, tensor: Tensor, merge: Callable[..., Tensor]) -> Pending:
         """Each rank gets the whole of everybody's `tensor`, for two ranks or little data."""
