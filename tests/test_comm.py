@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,3 +95,25 @@ def test_groups_made_for_several_kinds_of_device_are_gloo_on_the_cpu(world: Worl
     for backend in (None, "cpu:gloo", "gloo"):
         group = dist.new_group([0, 1], backend=backend)
         assert isinstance(collectives_for(group, torch.device("cpu")), GlooCollectives), backend
+
+
+@ranks(9)
+def test_a_maximum_over_many_ranks_takes_each_of_them_as_many_messages_as_the_logarithm(world: World) -> None:
+    collectives = GlooCollectives(dist.group.WORLD)
+    exchange, sent = collectives._wire.exchange, []
+
+    def counted(posted: Any, receives: Any, sends: Any) -> Any:
+        sent.extend((posted.tag, peer) for _, peer in sends)
+        return exchange(posted, receives, sends)
+
+    collectives._wire.exchange = counted
+    try:
+        for call in range(3):
+            collectives.tag.hash = 5 + call
+            message = torch.tensor([world.rank, -world.rank, (world.rank + call) % 9, 7 if world.rank == call else 0])
+            finish(collectives.all_reduce_max(message))
+            assert message.tolist() == [8, 0, 8, 7]
+    finally:
+        del collectives._wire.exchange
+    assert len(sent) == len(set(sent)) == 3 * 4
+    assert {(peer - world.rank) % 9 for _, peer in sent} == {1, 2, 4, 8}

@@ -15,7 +15,11 @@ from models import full
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import StateError, _torch, fully_shard
+from fullshard import CPUOffloadPolicy, OffloadPolicy, StateError, _torch, fully_shard
+
+needs_subclasses = pytest.mark.skipif(
+    not _torch.HONOURS_SUBCLASSES, reason="this torch calls no dispatch of DTensor's subclasses"
+)
 
 
 class Texts(expecttest.TestCase):
@@ -144,3 +148,86 @@ def test_writing_to_a_parameter_that_was_unsharded_by_hand_is_refused_when_forwa
         for _ in range(2):  # freed and gathered again, by forward and backward, is not written
             model(x).sum().backward()
         model.reshard()
+
+
+FILLS = {
+    "uniform_": nn.init.uniform_,
+    "normal_": nn.init.normal_,
+    "trunc_normal_": nn.init.trunc_normal_,
+    "trunc_normal_, a tail": lambda w: nn.init.trunc_normal_(w, 0, 1, 3, 5),
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "xavier_normal_": nn.init.xavier_normal_,
+    "kaiming_uniform_": nn.init.kaiming_uniform_,
+    "kaiming_normal_": nn.init.kaiming_normal_,
+    "of the transpose": lambda w: nn.init.kaiming_uniform_(w.T),
+    "orthogonal_": nn.init.orthogonal_,
+    "eye_": nn.init.eye_,
+    "constant_": lambda w: nn.init.constant_(w, 3.0),
+    "zeros_": nn.init.zeros_,
+    "ones_": nn.init.ones_,
+    "data.normal_": lambda w: w.data.normal_(),
+    "data.exponential_": lambda w: w.data.exponential_(),
+    "data.random_": lambda w: w.data.random_(0, 10),
+    "randn_like": lambda w: w.data.copy_(torch.randn_like(w)),
+    "dropout": lambda w: nn.functional.dropout(w.data, 0.5, True, True),
+}
+
+
+@needs_subclasses
+@ranks(1, 2, 3)
+def test_a_random_fill_of_a_shard_gives_the_weights_of_the_unsharded_model_on_any_number_of_ranks(world: World) -> None:
+    """Every rank has the same seed, so drawing only its own part would make the parts copies of each other."""
+    for name, fill in FILLS.items():
+        plain, model = (nn.Linear(5, 6, bias=False) for _ in range(2))
+        model.load_state_dict(plain.state_dict())
+        fully_shard(model, mesh=world.mesh)
+        drawn = []
+        for weight in (plain.weight, model.weight):
+            torch.manual_seed(5)
+            fill(weight)
+            drawn.append(torch.rand(1).item())
+        assert torch.equal(full(model.weight), plain.weight.detach()), name
+        assert drawn[0] == drawn[1], (name, "the generator goes on as in one process")
+        x = torch.ones(1, 5)
+        assert torch.equal(model(x), plain(x)), name
+
+
+@needs_subclasses
+@ranks(1, 2, 3)
+def test_memory_first_and_reset_parameters_then_gives_the_weights_of_the_unsharded_model(world: World) -> None:
+    """FSDP2's deferred initialisation: meta, fully_shard, to_empty, and each module's reset_parameters."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 7), nn.LayerNorm(7), nn.Sequential(nn.Embedding(5, 7), nn.Conv1d(7, 3, 3)))
+
+    def reset(module: nn.Module) -> None:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    for offload in (OffloadPolicy(), CPUOffloadPolicy()):
+        with torch.device("meta"):
+            model = build()
+        for part in (model[0], model[2][0], model):
+            fully_shard(part, mesh=world.mesh, offload_policy=offload)
+        model.to_empty(device="cpu")
+        plain = build()
+        for one in (plain, model):
+            torch.manual_seed(11)
+            one.apply(reset)
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters()):
+            assert torch.equal(full(mine), theirs.detach()), name
+
+
+@needs_subclasses
+@ranks(2)
+def test_initialisers_that_cannot_be_computed_on_parts_name_the_parameter(world: World) -> None:
+    for shape, fill in (
+        ((6, 5), lambda w: nn.init.sparse_(w, 0.3)),
+        ((6, 4, 3), nn.init.dirac_),
+        ((6, 4, 3), nn.init.orthogonal_),
+    ):
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.ones(shape))
+        fully_shard(model, mesh=world.mesh)
+        with pytest.raises(StateError, match=r"sharded parameter 'weight' of unit 'Module'"):
+            fill(model.weight)

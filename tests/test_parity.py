@@ -23,6 +23,7 @@ from models import (
     train_both,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy, fully_shard
@@ -388,6 +389,53 @@ def test_bf16_training_follows_fsdp2(world: World, reduce: Any, layout: str) -> 
             optimizer.zero_grad()
     for (name, mine), yours in zip(ours.named_parameters(), theirs.parameters()):
         assert_near(mine, full(yours), name, 2e-2)
+
+
+KINDS = {
+    "float32": (torch.float32, {}),
+    "float64": (torch.float64, {}),
+    "bfloat16": (torch.bfloat16, {}),
+    "float16": (torch.float16, {}),
+    "bfloat16 reduced in float32": (torch.float32, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
+    "bfloat16 of float32": (torch.float32, {"param_dtype": torch.bfloat16}),
+    "float16 of float32": (torch.float32, {"param_dtype": torch.float16}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(2, 4)
+def test_gradients_of_two_ranks_are_bit_for_bit_those_of_ddp_and_fsdp2(world: World, kind: str) -> None:
+    """An average has one right rounding: (a + b) / 2 rounded once. `lerp` has another for a quarter of all float32 pairs."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    dtype, options = KINDS[kind]
+    mesh = world.mesh if world.size == 2 else init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(3)
+    base = Stack(2, 8, 24).to(dtype)
+    ours, theirs = copy.deepcopy(base), copy.deepcopy(base)
+    for part in ("blocks.0", "blocks.1", ""):
+        fully_shard(ours.get_submodule(part), mesh=mesh, mp_policy=MixedPrecisionPolicy(**options))
+        torch_fully_shard(theirs.get_submodule(part), mesh=mesh, mp_policy=TorchPolicy(**options))
+    models: list[nn.Module] = [ours, theirs]
+    if world.size == 2 and not options:
+        models.append(DistributedDataParallel(base))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (ours, theirs)]
+    for step in range(3):
+        torch.manual_seed(10 * step + world.rank)
+        x = torch.randn(3, 5).to(dtype)
+        for model in models:
+            model(x).float().square().mean().backward()
+        for (name, mine), *others in zip(ours.named_parameters(), *(m.parameters() for m in models[1:])):
+            for other in others:
+                assert torch.equal(full(mine.grad), full(other.grad)), (step, name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        base.zero_grad()
+        for mine, plain in zip(ours.parameters(), base.parameters()):  # an optimizer may round whole weights otherwise
+            plain.data.copy_(full(mine))
 
 
 @ranks(1, 2)

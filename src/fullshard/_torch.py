@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 import sys
@@ -65,6 +66,7 @@ __all__ = [
     "dtensor_like",
     "exception_on",
     "exchange",
+    "extend_trunc_normal",
     "flat_axis",
     "global_rank",
     "group_name",
@@ -226,6 +228,14 @@ def operation_name(operation: Any) -> str:
     'zero_()'
     """
     return f"{operation._schema.name.partition('::')[2]}()"
+
+
+def extend_trunc_normal(instead: Callable[..., Tensor]) -> None:
+    """Have torch.nn.init.trunc_normal_, however it was imported, call `instead` with its own inner function and arguments."""
+    init: Any = torch.nn.init
+    init._no_grad_trunc_normal_ = functools.wraps(init._no_grad_trunc_normal_)(
+        functools.partial(instead, init._no_grad_trunc_normal_)
+    )
 
 
 def at_origin(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard import _torch
 from fullshard.errors import StateError
@@ -15,7 +15,30 @@ from fullshard.errors import StateError
 LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to the ShardedParameter it is the face of
 _VIEWED = "_fullshard_viewed"  # on a view of a sharded parameter: the same
 _BARE = "_fullshard_bare"  # on both: the DTensor over the same memory that torch computes with
+_COPIED = "_fullshard_copied"  # on what torch gives as a view of a sharded parameter, but had to gather: writing to it is lost
 _MIXED = "got mixed torch.Tensor and DTensor"
+_UNKNOWN = "does not have a sharding strategy registered"
+_WHOLE = (
+    "of which a rank holds only its part then: use the whole one in `with fullshard.full_params(module):`, or initialise the "
+    "model by fullshard.materialize(model, init=)"
+)
+_RANDOM = torch.Tag.nondeterministic_seeded
+_FILLS = frozenset(  # they write all of what they are given and read nothing of it
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        *((name, "default") for name in ("normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_")),
+        *(("random_", overload) for overload in ("default", "from", "to")),
+        ("bernoulli_", "float"),
+        *((name, overload) for name in ("rand_like", "randn_like") for overload in ("default", "generator")),
+        ("randint_like", "default"),
+        ("randint_like", "low_dtype"),
+        ("eye", "out"),
+        ("eye", "m_out"),
+    )
+)
+_ALIKE = frozenset(  # what they make of a sharded parameter may be filled with random numbers next, as orthogonal_ does
+    (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
+)
 
 
 class Face(DTensor):
@@ -25,34 +48,48 @@ class Face(DTensor):
     with a bare DTensor over the same memory, names what it was given, and notes what was written. While an optimizer steps,
     faces sleep: their class is DTensor then, and so is what their operations cost. Attributes (`.grad`, `.shape`) are torch's
     own and cost nothing more.
+
+    Random fills (`torch.nn.init`, `reset_parameters()`) draw the full tensor on each rank, which then keeps its part: with one
+    seed on all ranks the full weights are those of the unsharded model, whatever the number of ranks, and the generator goes
+    on alike. That takes the memory of one full parameter for a moment. Ranks of different seeds keep parts of different
+    models; replicas are compared at the first forward, parts cannot be.
     """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func in _FILLS and (filled := _filled(func, args, kwargs)) is not None:
+            return filled
         faces: list[Face] = []
         bare = [_bared(value, faces) for value in args]
         out = kwargs.get("out") if kwargs else None
+        if _RANDOM in func.tags or _torch.writes(func):
+            _check(func, faces, (args[0] if args else None, out))
         if kwargs:
             kwargs = {key: _bared(value, faces) for key, value in kwargs.items()}
         try:
             made = func(*bare, **(kwargs or {}))
-        except RuntimeError as error:
-            names = _names(faces) if _MIXED in str(error) else ""
+        except RuntimeError as error:  # NotImplementedError among them
+            text = str(error)
+            names = _names(faces) if _MIXED in text or _UNKNOWN in text else ""
             if not names:
                 raise
+            if _UNKNOWN in text:
+                raise StateError(f"{func} cannot be computed on sharded {names} {_WHOLE}") from error
             raise StateError(
                 f"{func} was given sharded {names} together with a plain tensor: outside of that forward a rank holds only its "
                 "part of the parameter. Compute with the tensors of `with fullshard.gathered(module)` (differentiable), call "
                 "register_fsdp_forward_method() for the method that reads it, or keep it full in `with model.resident():`"
             ) from error
         if _torch.writes(func):
-            _note_writes((args[0], out), func)
+            _note_writes((args[0] if args else None, out), func)
             return _originals(made, faces)
         if func.is_view:
             for view in made if isinstance(made, (list, tuple)) else (made,):
                 _name(view, faces[0], func)
+        elif func in _ALIKE and faces:
+            _name(made, faces[0], func)
         return made
 
     @property
@@ -130,6 +167,71 @@ def _bare(face: Face) -> DTensor:
     return held
 
 
+def _filled(func: Any, args: Any, kwargs: Any) -> Any:
+    """`func` of the full tensor, of which this rank's part is kept; None for a tensor on meta."""
+    kwargs = dict(kwargs or {})
+    outs = kwargs.pop("out", None)
+    face = outs if outs is not None else args[0]
+    local, spec = _torch.local_tensor(face), _torch.spec_of(face)
+    if local.device.type == "meta":
+        return None
+    _check(func, [face], (face,))
+    if not _torch.writes(func):  # a new one, like the face
+        dtype = kwargs.get("dtype") or local.dtype
+        full = func(_full_like(face), *args[1:], **kwargs)
+        made = _torch.dtensor(_part(face, full).contiguous(), _torch.spec(spec.mesh, spec.placements, face.shape, dtype))
+        _name(made, face, func)
+        return made
+    full = _full_like(face)
+    if outs is not None:
+        func(*args, **kwargs, out=full)
+    else:
+        func(full, *args[1:], **kwargs)
+    _keep_part(face, full)
+    return face
+
+
+def _truncated(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """trunc_normal_, which draws again until nothing is left to reject; torch asks each rank for its own part only."""
+    if type(tensor) is not Face or tensor.device.type == "meta":
+        return original(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+    full = _full_like(tensor)
+    original(full, *args, **kwargs)
+    with torch.no_grad():
+        _keep_part(tensor, full)
+    return tensor
+
+
+def _full_like(face: Face) -> Tensor:
+    """Strides count too: random numbers are drawn in the order of memory."""
+    local = _torch.local_tensor(face)
+    return torch.empty_strided(face.shape, face.stride(), dtype=local.dtype, device=local.device)
+
+
+def _keep_part(face: Face, full: Tensor) -> None:
+    _torch.local_tensor(face).copy_(_part(face, full))
+    _note_writes(face)
+
+
+def _part(face: Face, full: Tensor) -> Tensor:
+    """This rank's part of `full`, (face.shape)."""
+    back = face.__dict__.get(LOGICAL) or face.__dict__.get(_VIEWED)
+    logical = None if back is None else back()
+    spec = _torch.spec_of(face)
+    if logical is not None and face.shape == logical.shape and spec.placements == logical.cut.placements:
+        return logical.slice(full).view(_torch.local_tensor(face).shape)  # type: ignore[no-any-return]
+    return _torch.local_tensor(distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None))
+
+
+def _check(func: Any, faces: list[Face], written: tuple[Any, ...]) -> None:
+    """Raise StateError for what torch would do silently wrong."""
+    if _RANDOM in func.tags and func not in _FILLS and (names := _names(faces)):
+        raise StateError(f"{func} would draw the same numbers for each part of sharded {names} {_WHOLE}")
+    for one in written:
+        if type(one) is Face and _COPIED in one.__dict__ and (names := _names([one])):
+            raise StateError(f"{func} writes to an element or a row of sharded {names} {_WHOLE}")
+
+
 def _bared(value: Any, faces: list[Face]) -> Any:
     if type(value) is Face:
         faces.append(value)
@@ -172,7 +274,14 @@ def _name(view: Any, face: Face, func: Any) -> None:
             return
     if back is not None and type(view) is DTensor:
         view.__dict__[_VIEWED] = back
+        if func.is_view and (_COPIED in face.__dict__ or not _shares(view, face)):
+            view.__dict__[_COPIED] = True
         _turn(view, Face)
+
+
+def _shares(view: DTensor, face: Face) -> bool:
+    mine, theirs = _torch.local_tensor(view), _torch.local_tensor(face)
+    return mine.device.type == "meta" or _torch.same_storage(mine, theirs)
 
 
 def _as_dtensor(face: Face, fn: Any, argument: Any) -> Any:
@@ -191,3 +300,6 @@ def _names(faces: list[Face]) -> str:
     found = [logical for back in backs if back is not None and (logical := back()) is not None]
     parts = [f"parameter '{one.name}' of unit '{one.label.name}', whose forward is not running," for one in found]
     return " and ".join(dict.fromkeys(parts))
+
+
+_torch.extend_trunc_normal(_truncated)
