@@ -9,8 +9,9 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 FLOORS = [
-    {"_torch", "policies", "layout", "notices"},
-    {"mesh", "modules", "comm", "schedule"},
+    {"_torch", "policies", "layout", "notices", "errors"},
+    {"groups"},
+    {"board", "mesh", "modules", "comm", "schedule"},
     {"cut", "face", "plan", "gloo", "ledger", "joined"},
     {"replaced"},
     {"parameter", "watch", "sync"},

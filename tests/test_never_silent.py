@@ -52,8 +52,8 @@ TEXTS = {
         "rank 1: computing, or elsewhere, after call N, heartbeat"
     ),
     "one rank has fewer batches": (
-        "rank 1 is in fullshard.any_failed(), and this rank (rank 0) waits in call N, 'Stack' forward gather: "
-        "the step failed, or ended early, there. Call any_failed() here too"
+        "rank 1 is in fullshard.any_failed(), and rank 0 waits in call N, 'Stack' forward gather: "
+        "the step failed, or ended early, there. Call any_failed() on all ranks"
     ),
     "head replaced": (
         "unit 'Stack': parameters added after fully_shard ('head.weight', 'head.bias') would be trained by each rank alone: "

@@ -6,20 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.schedule import (
-    MOVES,
-    Action,
-    Call,
-    InternalError,
-    Keep,
-    Planner,
-    Reduce,
-    Reshard,
-    Residency,
-    Retain,
-    Unshard,
-    Wait,
-)
+from fullshard.errors import InternalError
+from fullshard.schedule import MOVES, Action, Call, Keep, Planner, Reduce, Reshard, Residency, Retain, Unshard, Wait
 
 
 class Ledger:

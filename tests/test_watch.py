@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import types
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
 from fullshard import CheckPolicy, StateError
+from fullshard.board import NOW, Board
 from fullshard.ledger import Label, Ledger, Line, listed, parted
 from fullshard.module import units_of
 from fullshard.watch import Watch
@@ -125,67 +128,124 @@ def test_the_first_difference_counts_and_ranks_that_are_behind_do_not() -> None:
     assert parted({0: [*same, (3, 30, "c")], 1: [*same, (3, 31, "d"), (4, 41, "e")]}) == (3, {"c": [0], "d": [1]})
 
 
-def test_who_waits_anew_is_told_where_the_others_are_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+class Job:
+    """Watches of several ranks over one store and one clock, which are looked at in turn; a ring is heard at the next look."""
+
+    def __init__(self, size: int) -> None:
+        self.now, self.store = 100.0, dist.HashStore()
+        self.rung: dict[int, int] = {}
+        self.boards = [Board(self.store, rank, size) for rank in range(size)]
+        self.watches = [Watch(board, lambda: self.now) for board in self.boards]
+        self.ledgers = [Ledger("all", range(size), rank) for rank in range(size)]
+        self.lines = [Line(ledger, Label(""), "") for ledger in self.ledgers]
+        for board, watch, ledger in zip(self.boards, self.watches, self.ledgers):
+            board.ring = self.ring  # type: ignore[method-assign]
+            watch.add(ledger, start=False)
+
+    def ring(self, ranks: Sequence[int], urgency: int = NOW) -> None:
+        self.rung.update(dict.fromkeys(ranks, urgency))
+
+    def run(self, seconds: float, *, dead: Sequence[int] = ()) -> None:
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            for rank, watch in enumerate(self.watches):
+                if rank not in dead:
+                    watch.look(self.rung.pop(rank, 0))
+
+    def said(self, rank: int) -> str:
+        watch, ledger = self.watches[rank], self.ledgers[rank]
+        return watch._whereabouts(ledger, watch._positions(ledger))
+
+
+def test_who_waits_anew_is_told_where_the_others_are_by_now() -> None:
     """The others had heard of the first wait, and attended to something else when the second began."""
-    clock = types.SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("fullshard.watch.time", clock)
-    store = dist.HashStore()
-    watches = [Watch(store, rank) for rank in range(2)]
-    ledgers = [Ledger("all", [0, 1], rank) for rank in range(2)]
-    for watch, ledger in zip(watches, ledgers):
-        watch._ledgers[ledger.name] = ledger
-    waiter = watches[0].waiter()
-    steps = [Line(ledger, Label(""), "") for ledger in ledgers]
-    entry = steps[0].note("gather")
-    steps[1].note("gather")
-    for tenth in range(1, 300):
-        now = 100 + tenth / 10
-        waits = tenth < 110 or tenth > 170
-        waiter.enter(entry) if waits else waiter.leave()
-        if tenth == 160:
-            steps[1].note("reduction")
-        for watch in watches:
-            watch.look()
-    assert watches[0]._said(ledgers[0], watches[0]._others(ledgers[0]), 0).endswith("after call 2, reduction")
-    for tenth in range(300, 450):  # rank 1 died
-        now = 100 + tenth / 10
-        watches[0].look()
-    said = watches[0]._said(ledgers[0], watches[0]._others(ledgers[0]), watches[0]._expected)
-    assert said == "rank 1: does not answer, was computing, or elsewhere, after call 2, reduction"
+    job = Job(2)
+    waiter = job.watches[0].waiter()
+    entry = job.lines[0].note("gather")
+    job.lines[1].note("gather")
+    before = waiter.enter(entry)
+    job.run(11)
+    assert job.said(0) == "rank 1: computing, or elsewhere, after call 1, gather"
+    waiter.leave(before)
+    job.run(20)
+    job.lines[1].note("reduction")
+    waiter.enter(entry)
+    job.run(2)
+    assert job.said(0) == "rank 1: computing, or elsewhere, after call 2, reduction"
+    job.run(15, dead=[1])
+    assert job.said(0) == "rank 1: does not answer, was computing, or elsewhere, after call 2, reduction"
+
+
+def test_nothing_is_sent_while_nobody_waits() -> None:
+    job = Job(3)
+    job.run(1)
+    before = job.store.num_keys()
+    for line in job.lines:
+        line.note("gather")
+    for board in job.boards:
+        board._store = None  # whatever is sent now raises
+    job.run(30)
+    assert job.store.num_keys() == before
+
+
+def test_a_record_that_cannot_be_read_is_skipped_and_said_once() -> None:
+    job = Job(3)
+    waiter = job.watches[0].waiter()
+    entries = [line.note("gather") for line in job.lines]
+    waiter.enter(entries[0])
+    job.run(2)
+    key = job.ledgers[0].key
+    job.lines[2].note("reduction")  # rank 1 says something else, which is found whatever rank 2 has in the store
+    job.lines[1].note("heartbeat")
+    for name in (f"{key}/2", f"{key}/2/said", f"{key}/2/calls", f"notice/{job.store.add('notices', 1)}"):
+        job.store.set(name, b"\xff no json")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job.run(1, dead=[1, 2])
+        job.run(5)
+    said = [str(one.message) for one in caught]
+    assert len(said) == 3 and all("that it cannot read" in text for text in said), "once on each rank"
+    assert "the ranks parted at call 2" in str(job.ledgers[0].verdict)
+    assert {ledger.verdict for ledger in job.ledgers} == {job.ledgers[0].verdict}, "all say the same"
+
+
+def test_a_rank_that_left_by_an_exception_is_named_unless_it_goes_on() -> None:
+    job = Job(3)
+    waiters = [watch.waiter() for watch in job.watches]
+    entries = [line.note("gather") for line in job.lines]
+    job.ledgers[1].leave("'blocks.1' forward", "RuntimeError: bad batch")
+    job.run(4)
+    for rank in (0, 2):
+        waiters[rank].enter(entries[rank])
+    job.run(4)
+    assert job.ledgers[0].verdict is None, "they wait for what it said already"
+    job.lines[1].note("gather")
+    for rank in (0, 2):
+        waiters[rank].enter(job.lines[rank].note("gather"))
+    job.run(4)
+    assert job.ledgers[0].verdict is None, "it went on"
+    job.ledgers[1].leave("'blocks.1' forward", "RuntimeError: bad batch")
+    for rank in (0, 2):
+        waiters[rank].enter(job.lines[rank].note("gather"))
+    job.run(4)
+    text = "rank 1 left 'blocks.1' forward by RuntimeError: bad batch, and rank "
+    assert all(str(ledger.verdict).startswith(text) for ledger in job.ledgers)
 
 
 def test_others_are_asked_once_for_all_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that died fails every message that is in flight, and each of them waited anew for what the dead one says."""
+    job = Job(2)
     ticks = itertools.count(100.0, 0.5)
-    monkeypatch.setattr("fullshard.watch.time", types.SimpleNamespace(monotonic=lambda: next(ticks)))
-    store = dist.HashStore()
-    watch, ledger = Watch(store, 0), Ledger("all", [0, 1], 0)
-    line = Line(ledger, Label(""), "")
+    watch, ledger, line = job.watches[0], job.ledgers[0], job.lines[0]
+    watch._clock = lambda: next(ticks)
+    monkeypatch.setattr(watch, "_ended", types.SimpleNamespace(wait=lambda seconds: False))
     for asked in (1, 2):
         line.note("gather")
         assert [watch.survey(ledger) for _ in range(3)] == ["rank 1: does not answer"] * 3
-        assert store.add("alarm", 0) == asked
+        assert job.store.add("notices", 0) == asked
     ledger.reopen()
     watch.survey(ledger)
-    assert store.add("alarm", 0) == 3
-
-
-def test_who_asks_others_answers_them_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    watches, ledgers = [Watch(store, rank) for rank in range(3)], [Ledger("all", [0, 1, 2], rank) for rank in range(3)]
-    for watch, ledger in zip(watches, ledgers):
-        watch._ledgers[ledger.name] = ledger
-    ticks = itertools.count(100.0, 0.5)
-
-    def monotonic() -> float:
-        now = next(ticks)
-        if now == 102.0:
-            watches[1]._alarm(now)
-        return now
-
-    monkeypatch.setattr("fullshard.watch.time", types.SimpleNamespace(monotonic=monotonic))
-    watches[0].survey(ledgers[0])  # rank 2 never answers
-    assert watches[1]._others(ledgers[1])[0].heard == 2
+    assert job.store.add("notices", 0) == 3
 
 
 @ranks(2)

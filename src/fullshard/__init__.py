@@ -20,6 +20,7 @@ grads.py        grad(): gradients as values
 together.py     any_failed(): skipping a step on all ranks
 sync.py         weights and buffers in step on all ranks
 --- what moves (data plane)
+groups.py       process groups, until torch destroys them
 mesh.py         the axes parameters are sharded and replicated over
 cut.py          how one parameter is cut, and what its DTensors say: tensor parallelism, hybrid meshes
 modules.py      DFS over modules: who owns which parameter and buffer
@@ -37,7 +38,7 @@ handover.py     gradients that are there become `.grad`, all or none
 heartbeat.py    the message that ends a synchronised backward
 unwritten.py    memory that nobody has written yet
 --- when it moves (control plane)
-schedule.py     Residency, MOVES, actions, the pure Planner; StateError, InternalError
+schedule.py     Residency, MOVES, actions, the pure Planner
 options.py      what one unit was told, resolved
 unit.py         Unit: one fully_shard call, its modules, parameters and groups
 runtime.py      Runtime: runs actions on lanes, recovery
@@ -47,6 +48,7 @@ delivery.py     gradients on their way, and when they are handed out
 communicator.py lanes, process groups, and the ledger of what is said on them
 alike.py        a unit's weights and buffers, alike on all ranks
 ledger.py       what a rank said to the others, in order
+board.py        what ranks publish through the store, and the bell that wakes one
 watch.py        asks where the others are when a wait is long; ends waits in vain
 lint.py         parameters that nobody reduces; remarks about waste
 hooks.py        translates torch's callbacks into runtime events
@@ -55,6 +57,7 @@ ties.py         parameters that an earlier unit owns already
 views.py        FSDP2's state objects, as views on units
 assembly.py     putting units on modules and taking them off: copies, pickles, plain modules again
 --- the basement
+errors.py       StateError, InternalError
 notices.py      warnings that are said once
 _torch.py       every private torch name we lean on
 """
@@ -62,6 +65,7 @@ _torch.py       every private torch name we lean on
 from fullshard.api import fully_shard
 from fullshard.comm import AllGather, Collectives, Comm, Lane, Message, ReduceScatter
 from fullshard.cut import ShardPlacementResult
+from fullshard.errors import InternalError, StateError
 from fullshard.grads import grad
 from fullshard.install import install, installed, uninstall
 from fullshard.materialize import materialize
@@ -79,7 +83,6 @@ from fullshard.module import (
 from fullshard.optim import clip_grad_norm_
 from fullshard.plan import Plan, PlannedUnit
 from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, LintWarning, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.schedule import InternalError, StateError
 from fullshard.scopes import full_params, gathered
 from fullshard.together import any_failed
 from fullshard.verify import verify

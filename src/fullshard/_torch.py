@@ -28,6 +28,7 @@ __all__ = [
     "HONOURS_SUBCLASSES",
     "HYBRID_ZERO2",
     "DTensorSpec",
+    "NetworkError",
     "TorchFSDPModule",
     "all_gather_base",
     "all_gather_coalesced",
@@ -48,13 +49,16 @@ __all__ = [
     "default_store",
     "detach_state",
     "disable_tracing",
+    "drop_groups",
     "dtensor",
     "dtensor_like",
+    "exception_on",
     "exchange",
     "flat_axis",
     "global_rank",
     "group_name",
     "has_backend",
+    "has_extended_api",
     "has_reduction_hooks",
     "in_functional_call",
     "in_transform",
@@ -96,11 +100,13 @@ __all__ = [
     "spec",
     "spec_of",
     "split_copy",
+    "store_host",
     "strided_shard",
     "symmetric_memory",
     "view_base",
     "wait_for_event",
     "waited",
+    "world_size",
     "writes",
 ]
 
@@ -143,6 +149,12 @@ def is_cut(placement: Placement, dim: int | None = None) -> bool:
 def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The axis `names` of `mesh`, several flattened into one (which makes a process group the first time)."""
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def drop_groups(mesh: DeviceMesh) -> None:
+    """Have a mesh forget its process groups, which were destroyed."""
+    for one in (mesh, getattr(mesh, "_root_mesh", None)):
+        getattr(one, "_pg_registry", {}).clear()
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -518,8 +530,34 @@ def own_store(store: Any, prefix: str) -> Any:
         return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
+NetworkError: type[Exception] = dist.DistNetworkError
+"""What requests to a store raise once its host is gone."""
+
+
+def has_extended_api(store: Any) -> bool:
+    """Whether several keys of the store are read or set in one request."""
+    return bool(store.has_extended_api())
+
+
+def store_host(store: Any) -> str | None:
+    """The host that serves a store, None if no host does (a file, memory)."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
+def exception_on(thread: int) -> BaseException | None:
+    """The exception that a thread (by its ident) handles at the moment."""
+    found: Any = sys._current_exceptions().get(thread)
+    return found[1] if isinstance(found, tuple) else found
+
+
 def global_rank() -> int:
     return dist.get_rank()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
 
 
 def is_handled(number: int) -> bool:

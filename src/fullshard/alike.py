@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.communicator import Communicator
+from fullshard.errors import StateError
 from fullshard.ledger import Line
 from fullshard.mesh import ShardAxis
-from fullshard.schedule import StateError
 from fullshard.sync import broadcast, check_alike
 from fullshard.unit import Unit, own_modules
 

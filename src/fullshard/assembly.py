@@ -13,12 +13,12 @@ from torch import nn
 
 from fullshard import _torch, hooks, lint
 from fullshard.cut import Cut
+from fullshard.errors import StateError
 from fullshard.mesh import ShardAxis
 from fullshard.modules import Claim, Slot
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter, is_ours
 from fullshard.runtime import make_unit, runtime_of
-from fullshard.schedule import StateError
 from fullshard.unit import Unit, attach, detach, unit_of
 from fullshard.views import UnitView
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.groups import held
 
 KIB = 1024
 
@@ -99,28 +100,28 @@ class CoalescedCollectives:
     direct_min_bytes: float = 256 * KIB
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._held = held(group)
         self.ranks, self.rank = group.size(), group.rank()
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
-        group = self._group
+        group = self._held
         if len(outs) == 1:
             out, shard = outs[0], shards[0]
-            return lambda: Pending((_torch.all_gather_base(group, out, shard),))
-        return lambda: Pending((_torch.all_gather_coalesced(group, outs, shards),))
+            return lambda: Pending((_torch.all_gather_base(group(), out, shard),))
+        return lambda: Pending((_torch.all_gather_coalesced(group(), outs, shards),))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
         if len(outs) == 1:
-            work = _torch.reduce_scatter_base(self._group, outs[0], fulls[0])
+            work = _torch.reduce_scatter_base(self._held(), outs[0], fulls[0])
         else:
-            work = _torch.reduce_scatter_coalesced(self._group, outs, fulls)
+            work = _torch.reduce_scatter_coalesced(self._held(), outs, fulls)
         return Pending((work,), partial(_torch.scale, outs, scale) if scale != 1.0 else None)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        return Pending((_torch.all_reduce_sum(self._group, tensor),))
+        return Pending((_torch.all_reduce_sum(self._held(), tensor),))
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        return Pending((_torch.all_reduce_max(self._group, tensor),))
+        return Pending((_torch.all_reduce_max(self._held(), tensor),))
 
 
 # --- the caller's own collectives ---------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ class CustomCollectives:
         all_gather: AllGather | None = None,
         reduce_scatter: ReduceScatter | None = None,
     ) -> None:
-        self._inner, self._group, self._gather, self._reduce = inner, group, all_gather, reduce_scatter
+        self._inner, self._held, self._gather, self._reduce = inner, held(group), all_gather, reduce_scatter
         self.ranks, self.rank = inner.ranks, inner.rank
         self.direct_min_bytes = float("inf")
         self.gather_memory: Allocate | None = all_gather.allocate if all_gather is not None else None
@@ -224,7 +225,7 @@ class CustomCollectives:
                 slot = out.view(self.ranks, -1)[self.rank]
                 if slot.data_ptr() != shard.data_ptr():
                     slot.copy_(shard)
-                works.append(call(out, slot, self._group, async_op=True))
+                works.append(call(out, slot, self._held(), async_op=True))
             return Pending([work for work in works if work is not None])
 
         return gather
@@ -232,7 +233,8 @@ class CustomCollectives:
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
-        works = [self._reduce(out, full, self._group, dist.ReduceOp.SUM, async_op=True) for out, full in zip(outs, fulls)]
+        group, add = self._held(), dist.ReduceOp.SUM
+        works = [self._reduce(out, full, group, add, async_op=True) for out, full in zip(outs, fulls)]
         then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
         return Pending([work for work in works if work is not None], then)
 

@@ -26,13 +26,14 @@ from fullshard.comm import (
     Ticket,
     nothing,
 )
+from fullshard.errors import StateError
 from fullshard.full import Carriers
-from fullshard.gloo import Tag, collectives_for
+from fullshard.gloo import PeerLost, Tag, collectives_for
+from fullshard.groups import Held
 from fullshard.ledger import Entry, Ledger, Line, headline
 from fullshard.mesh import ShardAxis, beside
 from fullshard.options import UnitOptions
 from fullshard.policies import CheckPolicy, CommPolicy
-from fullshard.schedule import StateError
 from fullshard.watch import Waiter, Watch, watch_of
 
 _PROMPT = {HostLane, StreamLane}  # lanes that begin what they are given before they return
@@ -101,7 +102,7 @@ class Communicator:
         self.waiter: Waiter | None = None  # None as long as nobody else takes part in anything
         self.gather_lane, self.reduce_lane, self.replicate_lane = lanes(device), lanes(device), lanes(device)
         self._prompt = {type(self.gather_lane), type(self.reduce_lane), type(self.replicate_lane)} <= _PROMPT
-        self._ledgers: dict[tuple[int, int], tuple[Ledger, tuple[object, object]]] = {}  # with the groups they are for
+        self._ledgers: dict[tuple[int, int], tuple[Ledger, tuple[Held | None, Held | None]]] = {}  # and their groups
         self._patience = 1.0  # seconds
         self._timeout: float | None = None  # seconds
         self._collectives: weakref.WeakValueDictionary[tuple[int, str], Journaled] = weakref.WeakValueDictionary()
@@ -110,19 +111,22 @@ class Communicator:
 
     def ledger(self, axis: ShardAxis) -> Ledger:
         """What is said on an axis, one as long as the runtime lives."""
-        groups = (axis.group, None if axis.replicas is None else axis.replicas.group)
+        groups = axis.held, None if axis.replicas is None else axis.replicas.held  # kept, so that no other has their ids
         known = self._ledgers.get(axis.key)
-        if known is not None and all(one is other for one, other in zip(known[1], groups)):
+        if known is not None:
             return known[0]
         ranks = axis.members
         name = f"{crc32(repr(ranks).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
         if axis.group is not None and axis.replicas is None:
             name = f"{name} {_torch.group_name(axis.group)}"  # threads may make theirs in any order
         found = Ledger(f"{name} {next(_BOOKS.setdefault(name, itertools.count()))}", ranks, dist.get_rank())
+        for key, (_, others) in list(self._ledgers.items()):
+            if any(one is not None and one.is_released for one in others):
+                del self._ledgers[key]
         self._ledgers[axis.key] = found, groups
-        group = groups[0] if groups[0] is not None else groups[1]
-        if len(ranks) > 1 and group is not None:
-            backend = _torch.backend_name(group, axis.device)
+        over = groups[0] if groups[0] is not None else groups[1]
+        if len(ranks) > 1 and over is not None:
+            backend = _torch.backend_name(over(), axis.device)
             found.tagged = self.away is None and backend == "gloo"
             watch = watch_of(backend)
             if watch is not None:
@@ -135,6 +139,13 @@ class Communicator:
     @property
     def ledgers(self) -> list[Ledger]:
         return [ledger for ledger, _ in self._ledgers.values()]
+
+    def leave(self, place: str, failure: str | None = None) -> None:
+        """An exception leaves this place: ranks that wait for this one are told so, unless it goes on soon."""
+        for ledger in self.ledgers:
+            ledger.leave(place, failure)
+        if self.watch is not None:
+            self.watch.attend()
 
     def turn_pages(self) -> None:
         """For who begins a forward: a program without heartbeats shall not remember all that it ever said."""
@@ -151,6 +162,8 @@ class Communicator:
     def explained(self, failure: BaseException, entry: Entry) -> StateError:
         """What a failed collective was about, and where the other ranks are."""
         ledger = entry.ledger
+        if ledger.verdict is None and isinstance(failure, PeerLost) and self.watch is not None:
+            self.watch.lost(entry, failure.rank)
         if ledger.verdict is not None:
             return StateError(ledger.verdict)
         where = "" if self.watch is None else self.watch.survey(ledger)
@@ -249,7 +262,7 @@ class Communicator:
 
     def _known(self, axis: ShardAxis, role: str, group: dist.ProcessGroup | list[int] | None, comm: CommPolicy) -> Journaled:
         """Collectives of one process group of `axis` (or of a new one of these ranks), one object as long as it is used."""
-        owner = axis.group if axis.group is not None or axis.replicas is None else axis.replicas.group
+        owner = axis.held if axis.held is not None or axis.replicas is None else axis.replicas.held
         made: dist.ProcessGroup | None
         if isinstance(group, list):
             assert axis.group is not None
@@ -261,7 +274,7 @@ class Communicator:
             if isinstance(getattr(given, "tag", None), Tag):
                 given.tag = self.tag
             return Journaled(given, self.journal)
-        key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.group)}")
+        key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.held)}")
         found = self._collectives.get(key)
         if found is None:
             found = Journaled(collectives_for(made, axis.device, self.tag), self.journal, keeps=owner)

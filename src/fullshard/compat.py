@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
 from fullshard import _torch, assembly, formats
 from fullshard.api import Order, fully_shard
 from fullshard.comm import Collectives, Pending, ReduceScatter
+from fullshard.errors import StateError
 from fullshard.formats import Form
 from fullshard.given import HYBRID, Given, cast_buffers, device_type_of, materialize, mesh_of
 from fullshard.gloo import collectives_for
@@ -44,7 +45,6 @@ from fullshard.optim import clip_grad_norm_
 from fullshard.parameter import logical_parameters
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.runtime import runtime_of
-from fullshard.schedule import StateError
 from fullshard.scopes import full_params
 from fullshard.unit import Unit, unit_of
 from fullshard.wrap import mind_mixtures, plan_model

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fullshard.comm import InFlight, Ticket, nothing
 from fullshard.communicator import Communicator, Sent
+from fullshard.errors import StateError
 from fullshard.group import Group
 from fullshard.handover import Handover, hand_over
 from fullshard.heartbeat import Heartbeat, Page
 from fullshard.ledger import Label, Ledger, Line
 from fullshard.reduction import Reduction
-from fullshard.schedule import StateError
 from fullshard.unit import Unit
 
 _NOBODY = Label("")

@@ -12,9 +12,9 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm import Collectives, Pending
 from fullshard.cut import Cut
+from fullshard.errors import StateError
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.schedule import StateError
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.schedule import StateError
+from fullshard.errors import StateError
 
 LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to the ShardedParameter it is the face of
 _VIEWED = "_fullshard_viewed"  # on a view of a sharded parameter: the same

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fullshard import _torch
+from fullshard.groups import on_release
 from fullshard.materialize import common_seed, seeded
 from fullshard.mesh import beside
 from fullshard.modules import Claim, Holdings, clean_name, collect
@@ -168,6 +169,7 @@ def _device(device_id: int | torch.device | None) -> torch.device | None:
 
 
 _MESHES: dict[Any, tuple[Any, DeviceMesh]] = {}
+on_release(_MESHES.clear)
 
 
 def mesh_of(given: Given, kind: str) -> DeviceMesh:

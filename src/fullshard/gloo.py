@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm import KIB, CoalescedCollectives, Collectives, OneRank, Pending
+from fullshard.groups import held, on_release
 
 _TAGS = 0x20000000  # above the tags that programs use; 25 bits are ours
 _REMEMBERED = 512  # collectives of which a group knows that it took part in them
@@ -63,22 +63,43 @@ class Posted:
     sizes: tuple[int, ...]
 
 
+class PeerLost(RuntimeError):
+    """The connection to another rank is closed."""
+
+    def __init__(self, rank: int, failure: BaseException) -> None:
+        super().__init__(str(failure))
+        self.rank = rank
+
+
 class Messages:
-    """Those of one call. They are kept until they were waited for, whatever becomes of who began them: gloo reads nothing more
+    """Those of one call. They are kept until they were waited for, whatever becomes of the caller: gloo reads nothing more
     from a peer that sends to a receive that is gone.
     """
 
-    __slots__ = ("_kept", "works")
+    __slots__ = ("_receives", "_sends", "_wire", "posted", "works")
 
-    def __init__(self, kept: set[Messages]) -> None:
+    def __init__(
+        self, wire: Wire, posted: Posted, receives: Sequence[tuple[Tensor, int]], sends: Sequence[tuple[Tensor, int]]
+    ) -> None:
         self.works: list[dist.Work] = []
-        self._kept = kept
-        kept.add(self)
+        self.posted = posted
+        self._wire, self._receives, self._sends = wire, receives, sends
+
+    def lost(self, at: int, failure: BaseException) -> PeerLost:
+        """The error of message number `at`."""
+        _, peer = [*self._receives, *self._sends][at]
+        return PeerLost(self._wire.members[peer], failure)
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self._kept.discard(self)
+        """Raises PeerLost if one of the other ranks closed its connection."""
+        at = 0
+        try:
+            for work in self.works:
+                work.wait()
+                at += 1
+        except RuntimeError as failure:
+            raise self.lost(at, failure) from failure
+        self._wire.landed(self)
 
 
 class Wire:
@@ -88,7 +109,7 @@ class Wire:
         self.name = _torch.group_name(group)  # the same on all its ranks
         self.members = dist.get_process_group_ranks(group)  # global ranks, by their rank in the group
         self.posted: deque[Posted] = deque(maxlen=_REMEMBERED)
-        self._group = group
+        self._held = held(group)
         self._under_way: set[Messages] = set()
         self._answers: list[dist.Work] = []
         self._answered: set[tuple[int, int]] = set()
@@ -102,31 +123,47 @@ class Wire:
         return found
 
     def carries(self, group: dist.ProcessGroup) -> bool:
-        return self._group is group
+        return self._held is held(group)
 
     def exchange(self, posted: Posted, receives: Sequence[tuple[Tensor, int]], sends: Sequence[tuple[Tensor, int]]) -> Messages:
         """Begin these messages, each with the rank in the group that it comes from or goes to."""
-        messages = Messages(self._under_way)
+        messages = Messages(self, posted, receives, sends)
+        self._under_way.add(messages)
         try:
-            _torch.exchange(messages.works, self._group, receives, sends, posted.tag)
+            _torch.exchange(messages.works, self._held(), receives, sends, posted.tag)
+        except RuntimeError as failure:
+            raise messages.lost(len(messages.works), failure) from failure
         finally:  # if it raises one of the ranks is gone
             if messages.works:
                 self.posted.append(posted)
         return messages
 
-    def answer(self, peer: int, posted: Sequence[Posted]) -> int:
+    def landed(self, messages: Messages) -> None:
+        """They were waited for."""
+        self._under_way.discard(messages)
+
+    def under_way(self, book: str) -> list[Posted]:
+        """Messages of a ledger that were begun and not waited for."""
+        return [messages.posted for messages in list(self._under_way) if messages.posted.book == book]
+
+    def answer(self, peer: int, posted: Sequence[Posted], limit: int) -> int:
         """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank has
-        no part in, and will have none, so that nobody waits for them any longer; how many there were.
+        no part in, and will have none, so that nobody waits for them any longer.
+
+        limit: bytes; a longer message cannot be of this program and is left alone. Returns the bytes of such a one, 0 if
+            there is none.
         """
         known = {mine.tag for mine in list(self.posted)}
         missing = [theirs for theirs in posted if theirs.tag not in known and (peer, theirs.tag) not in self._answered]
+        too_long = max((size for theirs in missing for size in theirs.sizes if size > limit), default=0)
+        missing = [theirs for theirs in missing if max(theirs.sizes, default=0) <= limit]
         longest = max((size for theirs in missing for size in theirs.sizes), default=0)
         sent, received = torch.zeros(longest, dtype=torch.uint8), torch.empty(longest, dtype=torch.uint8)
         for theirs in missing:
             self._answered.add((peer, theirs.tag))
             for size in theirs.sizes:
-                _torch.exchange(self._answers, self._group, [(received[:size], peer)], [(sent[:size], peer)], theirs.tag)
-        return len(missing)
+                _torch.exchange(self._answers, self._held(), [(received[:size], peer)], [(sent[:size], peer)], theirs.tag)
+        return too_long
 
     def forget_answers(self) -> None:
         """Everybody has received what `answer` sent."""
@@ -136,11 +173,12 @@ class Wire:
         self.posted.clear()
 
 
-_WIRES: weakref.WeakValueDictionary[str, Wire] = weakref.WeakValueDictionary()
+_WIRES: dict[str, Wire] = {}
+on_release(_WIRES.clear)
 
 
 def wires() -> list[Wire]:
-    """Those of this process that somebody uses."""
+    """Those of this process, whatever became of the models that used them: others may still wait for their messages."""
     return list(_WIRES.values())
 
 
@@ -158,7 +196,6 @@ class GlooCollectives:
     direct_min_bytes: float = 256 * KIB
 
     def __init__(self, group: dist.ProcessGroup, tag: Tag | None = None) -> None:
-        self._group = group
         self.tag = Tag() if tag is None else tag
         self.ranks, self.rank = group.size(), group.rank()
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]

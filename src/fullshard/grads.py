@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fullshard.errors import StateError
 from fullshard.parameter import logical_parameters
-from fullshard.schedule import StateError
 
 
 def grad(

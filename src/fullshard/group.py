@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm import Ticket
+from fullshard.errors import StateError
 from fullshard.extension import ExtensionSide, extends, own_shard
 from fullshard.full import Carriers, FullSide, GatheredSide, Storage
 from fullshard.layout import GroupLayout, Piece, plan_layout
 from fullshard.ledger import Line
 from fullshard.parameter import ShardedParameter, all_current, install_full, install_sharded
 from fullshard.policies import Dtypes
-from fullshard.schedule import StateError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.errors import StateError
 from fullshard.parameter import ShardedParameter
-from fullshard.schedule import StateError
 
 if TYPE_CHECKING:
     from fullshard.group import Group

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch, lint
 from fullshard.alike import share_buffers
 from fullshard.backward import BackwardHook, Chain
+from fullshard.errors import StateError
 from fullshard.runtime import runtime_of
-from fullshard.schedule import Call, Residency, StateError
+from fullshard.schedule import Call, Residency
 from fullshard.unit import Unit
 
 _DEPTH = 16  # how deep nested outputs are searched

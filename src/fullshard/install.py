@@ -10,10 +10,10 @@ from typing import Any
 
 from fullshard.api import fully_shard
 from fullshard.comm import AllGather, Comm, ReduceScatter
+from fullshard.errors import StateError
 from fullshard.mesh import DataParallelMeshDims
 from fullshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.schedule import StateError
 
 _OURS: dict[str, Any] = {
     "AllGather": AllGather,

@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn, TypeVar
+from zlib import crc32
 
-from fullshard.schedule import StateError
+from fullshard import _torch
+from fullshard.errors import StateError
 
 DIGEST = 8  # bytes of a hash
 
 _REMEMBERED = 64  # calls of each ledger: as many as are told to others
 _FULL = 16  # calls of a page, at least: they are hashed together
+
+_SMALL = 1 << 20  # bytes: messages that belong to no group of parameters are shorter
 
 _BEGINNING = 1.0  # seconds in which messages are begun, if whoever carries them does not wait for the other ranks
 
@@ -91,6 +95,22 @@ def _refuse(verdict: str, kind: Kind) -> NoReturn:
 _END = Kind(Label(""), "end of a backward without heartbeat", "end")
 
 
+@dataclass(slots=True)
+class Departure:
+    """How a rank left what it was in the midst of: after how many calls, where, on which thread, and by which exception."""
+
+    count: int
+    place: str
+    thread: int
+    failure: str | None
+
+    def __str__(self) -> str:
+        if self.failure is None:
+            failure = _torch.exception_on(self.thread)
+            self.failure = None if failure is None else described(failure)
+        return f"{self.place} by {self.failure or 'an exception'}"
+
+
 class Ledger:
     """The calls of one set of ranks, in the order of the program. ledger 1 - n lines, line 1 - n entries.
 
@@ -109,12 +129,15 @@ class Ledger:
         "_backwards",
         "_beginning",
         "_closing",
+        "_left",
         "_ordinals",
         "_pages",
         "_silent",
         "before",
         "epoch",
+        "key",
         "kinds",
+        "largest",
         "name",
         "rank",
         "ranks",
@@ -126,6 +149,9 @@ class Ledger:
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
         """`name`: alike on all `ranks` (global numbers), of which `rank` is this one."""
         self.name, self.ranks, self.rank = name, tuple(ranks), rank
+        self.key = f"{crc32(name.encode()):08x}"  # its name, in short
+        self.largest = _SMALL  # bytes: no message of it is longer
+        self._left: Departure | None = None
         self.verdict: str | None = None  # why nothing can be said any more
         self.epoch = 0  # how often all ranks began anew together
         self._pages: tuple[_Page, ...] = ()
@@ -155,6 +181,28 @@ class Ledger:
         self.turn()
         page = self._pages[-1]
         return _number(page.hashed() if page.kinds else page.hasher)
+
+    def mark(self) -> tuple[int, int]:
+        """The number of the last call and the hash of all; any thread may ask."""
+        page = self._pages[-1]
+        kinds = list(page.kinds)
+        hasher = page.hasher.copy()
+        hasher.update(b"".join(kinds))
+        return page.before + len(kinds), _number(hasher)
+
+    def leave(self, place: str, failure: str | None = None) -> None:
+        """An exception ends what this rank was in the midst of: until it says the next call, others are told how it left.
+
+        failure: as `described`; None if it is on its way still: it is found in an `except` or `finally` block of this thread.
+        """
+        if self.left is None:
+            self._left = Departure(self.count, place, threading.get_ident(), failure)
+
+    @property
+    def left(self) -> str | None:
+        """How this rank left what it was in the midst of, None if it did not, or went on since."""
+        left = self._left
+        return str(left) if left is not None and left.count == self.count else None
 
     def turn(self) -> None:
         """Begin a new page if this one is full, so that none grows for ever. Only for who may also `say`."""
@@ -232,7 +280,7 @@ class Ledger:
     def reopen(self, epoch: int | None = None) -> None:
         """All ranks agreed to go on from here: what each said before no longer matters."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
-        self.verdict = None
+        self.verdict = self._left = None
         self._backwards = 0
         self._begin(_Page(0, _hasher(f"{self.name} {self.epoch}"), []), ())
 
@@ -260,7 +308,7 @@ class Line(dict[str, Kind]):
         return entry
 
 
-def parted(windows: dict[int, Sequence[tuple[int, int, str]]]) -> tuple[int, dict[str, list[int]]] | None:
+def parted(windows: Mapping[int, Sequence[tuple[int, int, str]]]) -> tuple[int, dict[str, list[int]]] | None:
     """The first call in which ranks differ, and who called what there. `windows`: by rank, (number, hash, text) in order.
 
     >>> parted({0: [(1, 77, "a"), (2, 88, "b")], 1: [(1, 77, "a"), (2, 99, "c")], 2: [(1, 77, "a")]})
@@ -307,4 +355,14 @@ def headline(failure: BaseException) -> str:
     return (str(failure).strip() or type(failure).__name__).splitlines()[0]
 
 
-__all__ = ["DIGEST", "Entry", "Kind", "Label", "Ledger", "Line", "headline", "listed", "parted"]
+def described(failure: BaseException) -> str:
+    """Its class, and the first line of its text if it has one.
+
+    >>> described(ValueError("no such rank\\nat all")), described(MemoryError())
+    ('ValueError: no such rank', 'MemoryError')
+    """
+    name = type(failure).__name__
+    return f"{name}: {headline(failure)}" if str(failure).strip() else name
+
+
+__all__ = ["DIGEST", "Entry", "Kind", "Label", "Ledger", "Line", "described", "headline", "listed", "parted"]

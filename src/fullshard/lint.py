@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import _torch
+from fullshard.errors import StateError
 from fullshard.modules import clean_name
 from fullshard.notices import say_once
 from fullshard.parameter import Back, logical_parameters
 from fullshard.policies import LINTS, LintWarning
 from fullshard.replaced import successor
-from fullshard.schedule import StateError
 from fullshard.unit import Unit, own_modules, unit_of
 
 _OWNER = "_fullshard_owner"  # on a module: the way back to its unit

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
+from fullshard.errors import StateError
 from fullshard.module import units_of
 from fullshard.parameter import ShardedParameter
 from fullshard.runtime import runtime_of
-from fullshard.schedule import StateError
 from fullshard.unwritten import is_marked, mark
 
 Init = Callable[[nn.Module], object]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
+from fullshard.groups import Held, held, on_release
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,13 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class ReplicateAxis:
     """The axis over which equal shards are held more than once."""
 
-    group: dist.ProcessGroup
+    held: Held
     ranks: int
     rank: int
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.held()
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,19 +64,23 @@ class ShardAxis:
     """Where shards lie. mesh 1 - 1 shard axis, shard axis 1 - 0..1 replicate axis.
 
     mesh: what the DTensors of plain parameters live on, (shard), (replicate, shard) or (replicate).
-    group: None if nothing is sharded, only replicated; then `ranks` is 1.
+    held: the process group; None if nothing is sharded, only replicated, and then `ranks` is 1.
     device: where this rank computes.
     dims: of a full mesh, which of its axes are data parallel; parameters then are DTensors on `full_mesh` already.
     """
 
     mesh: DeviceMesh
-    group: dist.ProcessGroup | None
+    held: Held | None
     ranks: int
     rank: int
     device: torch.device
     replicas: ReplicateAxis | None = None
     full_mesh: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = field(default=None, compare=False)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self.held is None else self.held()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -85,14 +95,14 @@ class ShardAxis:
     @property
     def key(self) -> tuple[int, int]:
         """Equal for axes that communicate over the same process groups."""
-        return id(self.group), id(self.replicas.group if self.replicas else None)
+        return id(self.held), id(self.replicas.held if self.replicas else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _resolve_again, (self.mesh if self.full_mesh is None else self.full_mesh, self.dims, self.cuts_nothing)
 
     @property
     def cuts_nothing(self) -> bool:
-        return self.group is None and (self.dims is None or bool(self.dims.shard_names))
+        return self.held is None and (self.dims is None or bool(self.dims.shard_names))
 
 
 def _resolve_again(mesh: DeviceMesh, dims: DataParallelMeshDims | None, cuts_nothing: bool) -> ShardAxis:
@@ -101,6 +111,7 @@ def _resolve_again(mesh: DeviceMesh, dims: DataParallelMeshDims | None, cuts_not
 
 
 _BESIDE: dict[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+on_release(_BESIDE.clear)
 
 
 def beside(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
@@ -121,15 +132,16 @@ def everywhere(axis: ShardAxis) -> ShardAxis:
     """The same ranks, holding everything alike: for what cannot be cut. May make a process group, so it is collective."""
     if axis.group is None:
         return axis
-    held = axis.group, axis.ranks, axis.rank
+    over = axis.group, axis.ranks, axis.rank
     if axis.replicas is not None:
         ranks = axis.mesh.mesh.flatten().tolist()
         before = sum(
             role == "everywhere" and dist.get_process_group_ranks(made) == ranks for (_, role), (_, made) in _BESIDE.items()
         )
         group = beside(axis.group, "everywhere", ranks, name=f"mesh {before}")
-        held = group, group.size(), group.rank()
-    return ShardAxis(axis.mesh, None, 1, 0, axis.device, ReplicateAxis(*held), axis.full_mesh, axis.dims)
+        over = group, group.size(), group.rank()
+    replicas = ReplicateAxis(held(over[0]), *over[1:])
+    return ShardAxis(axis.mesh, None, 1, 0, axis.device, replicas, axis.full_mesh, axis.dims)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardAxis:
@@ -172,16 +184,27 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
+_USED: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+@on_release
+def _drop_groups() -> None:
+    for mesh in list(_USED.values()):
+        _torch.drop_groups(mesh)
+
+
 def _axes(mesh: DeviceMesh, *, shard: int | None, replicate: int | None, **full: Any) -> ShardAxis:
+    _USED[id(mesh)] = mesh
     device = torch.device("cpu")
     if mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
     replicas = None
     if replicate is not None:
-        replicas = ReplicateAxis(mesh.get_group(replicate), mesh.size(replicate), mesh.get_local_rank(replicate))
+        replicas = ReplicateAxis(held(mesh.get_group(replicate)), mesh.size(replicate), mesh.get_local_rank(replicate))
     if shard is None:
         return ShardAxis(mesh, None, 1, 0, device, replicas, **full)
-    return ShardAxis(mesh, mesh.get_group(shard), mesh.size(shard), mesh.get_local_rank(shard), device, replicas, **full)
+    group = held(mesh.get_group(shard))
+    return ShardAxis(mesh, group, mesh.size(shard), mesh.get_local_rank(shard), device, replicas, **full)
 
 
 def _axes_of_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardAxis:

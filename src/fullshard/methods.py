@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from fullshard import _torch
+from fullshard.errors import StateError
 from fullshard.hooks import ForwardHooks, announce
 from fullshard.runtime import runtime_of
-from fullshard.schedule import Call, StateError
+from fullshard.schedule import Call
 from fullshard.unit import Unit, own_modules, unit_of
 
 

@@ -13,10 +13,11 @@ from torch import nn
 
 from fullshard import _torch, assembly, lint, methods
 from fullshard.comm import AllGather, GatherInMemory, Message, ReduceInMemory, ReduceScatter
+from fullshard.errors import StateError
 from fullshard.mesh import ShardAxis
 from fullshard.notices import say_once
 from fullshard.runtime import runtime_of
-from fullshard.schedule import Keep, StateError, Stats
+from fullshard.schedule import Keep, Stats
 from fullshard.unit import Unit, unit_of
 from fullshard.views import UnitView
 

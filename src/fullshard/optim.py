@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.errors import StateError
 from fullshard.face import sleep, wake
 from fullshard.ledger import Label, Line
 from fullshard.lint import is_ignored, remark_on_gradients, remark_on_optimizer
 from fullshard.parameter import logical_parameters
 from fullshard.replaced import successor
-from fullshard.schedule import StateError
 from fullshard.unit import Unit, owner_of
 
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.cut import Cut
+from fullshard.errors import StateError
 from fullshard.face import LOGICAL, as_parameter
 from fullshard.ledger import Label
 from fullshard.modules import Claim, Slot
 from fullshard.replaced import replace, stands_for
-from fullshard.schedule import StateError
 
 
 class Back:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import warnings
 import weakref
@@ -23,25 +24,15 @@ from fullshard.backward import BackwardEnd, BackwardHook
 from fullshard.comm import Delays, Lane, Ticket, lane_for
 from fullshard.communicator import Communicator
 from fullshard.delivery import Delivery
+from fullshard.errors import StateError
 from fullshard.group import Group
 from fullshard.joined import Joined, JoinedCalls
-from fullshard.ledger import Line
+from fullshard.ledger import Line, described
 from fullshard.mesh import ShardAxis
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import CheckPolicy, CommPolicy
-from fullshard.schedule import (
-    Action,
-    Call,
-    Planner,
-    Reduce,
-    Reshard,
-    Residency,
-    Retain,
-    StateError,
-    Unshard,
-    Wait,
-)
+from fullshard.schedule import Action, Call, Planner, Reduce, Reshard, Residency, Retain, Unshard, Wait
 from fullshard.unit import Unit, unit_of
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -101,6 +92,7 @@ class Runtime:
         self._touched: dict[int, Unit] = {}  # units that entered the running backward
         self._trace: list[tuple[int, bool]] = []  # units that the outermost forward under way entered (True) and left
         self._joined = JoinedCalls(self.planner)
+        self._leaving: tuple[str, str] | None = None  # the innermost forward that an exception left, and which
         self.torn = False  # whether an interrupt came in the midst of an event
         self._run: dict[type[Action], Callable[[Unit], None]] = {
             Unshard: self._unshard,
@@ -191,6 +183,7 @@ class Runtime:
         first = self.planner.outermost() is None
         self._forwards += first
         if first:
+            self._leaving = None
             self._dismiss_gone()
             unit.name_below(module)
             self._trace.clear()
@@ -210,6 +203,8 @@ class Runtime:
 
     def leave_forward(self, unit: Unit, module: nn.Module, *, failed: bool = False) -> Call | None:
         """The call that just ended, for a `BackwardHook`; None if it cannot have a backward."""
+        if failed:
+            self._left_forward(unit)
         planner, number = self.planner, unit.number
         grad = torch.is_grad_enabled()
         if _torch.current_graph_task() != -1:  # it stays full and installed until its own gradients are done
@@ -235,6 +230,16 @@ class Runtime:
                 group.guard()
         self.delivery.poll()
         return ended.call if grad else None
+
+    def _left_forward(self, unit: Unit) -> None:
+        """An exception leaves the forward of a unit. The others are told once it leaves the outermost one."""
+        failure = sys.exc_info()[1]
+        said = "an exception" if failure is None else described(failure)
+        if self._leaving is None or self._leaving[1] != said:
+            self._leaving = f"'{unit.name}' forward", said
+        if self.planner.outermost() in (unit.number, None):
+            self.communicator.leave(*self._leaving)
+            self._leaving = None
 
     def enter_backward(self, unit: Unit, call: Call, *, glimpse: bool = False) -> None:
         """`glimpse`: of a call that used a copy of the parameters (`glimpse` made it)."""
@@ -706,6 +711,9 @@ class Runtime:
         """At once, and touching nothing that another rank takes part in: callers find their sharded parameters in place."""
         for unit in self._touched.values():
             self._uninstall(unit)
+        reached = list(self._touched.values())
+        if reached:
+            self.communicator.leave(f"'{reached[-1].name}' backward")
 
     def _recover_if_stale(self) -> None:
         """A backward that raised never told us; its engine dropped our callback, which is how we know."""

@@ -7,13 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-
-class StateError(RuntimeError):
-    """A right call at the wrong moment."""
-
-
-class InternalError(AssertionError):
-    """A promise of fullshard itself was broken; please report it with the message."""
+from fullshard.errors import InternalError
 
 
 class Residency(enum.Enum):

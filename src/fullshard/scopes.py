@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.backward import BackwardHook
+from fullshard.errors import StateError
 from fullshard.group import Group
 from fullshard.module import units_of
 from fullshard.parameter import ShardedParameter
 from fullshard.runtime import runtime_of
-from fullshard.schedule import StateError
 
 
 @contextmanager

@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
 from fullshard.comm import Collectives
+from fullshard.errors import StateError
 from fullshard.gloo import Tag, collectives_for, wires
+from fullshard.groups import on_release
 from fullshard.ledger import Label, Ledger, Line, headline
 from fullshard.mesh import resolve_mesh
 from fullshard.runtime import Runtime
-from fullshard.schedule import StateError
 from fullshard.watch import MEETING, Waiter, Watch, watch_of
 
 
@@ -65,6 +66,8 @@ class _Meeting:
 _NUMBERS: dict[str, Iterator[int]] = {}
 _MEETINGS: dict[int, _Meeting] = {}
 _WORLD: list[tuple[object, DeviceMesh]] = []  # the default process group, and the mesh of all its ranks
+on_release(_WORLD.clear)
+on_release(_MEETINGS.clear)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

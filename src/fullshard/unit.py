@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.communicator import Communicator
+from fullshard.errors import StateError
 from fullshard.full import Storage
 from fullshard.group import Group, group_parameters
 from fullshard.ledger import Label, Line
@@ -23,7 +24,7 @@ from fullshard.notices import say_once
 from fullshard.options import UnitOptions
 from fullshard.parameter import ShardedParameter
 from fullshard.policies import CPUOffloadPolicy, LintWarning
-from fullshard.schedule import Call, Planner, Residency, Round, StateError
+from fullshard.schedule import Call, Planner, Residency, Round
 from fullshard.unwritten import Unwritten
 
 _UNIT = "_fullshard_unit"

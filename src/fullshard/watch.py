@@ -7,29 +7,33 @@ import contextlib
 import json
 import os
 import signal
+import struct
 import sys
 import threading
 import time
+import warnings
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any
 
 from fullshard import _torch
-from fullshard.gloo import Posted, wires
+from fullshard.board import NOW, TURN, Board, bell_for
+from fullshard.gloo import Posted, Wire, wires
+from fullshard.groups import release
 from fullshard.ledger import Entry, Ledger, headline, listed, parted
 
 _TICK = 0.1  # seconds between two looks
-_LISTEN = 5.0  # seconds between two looks whether another rank is concerned, and between two times of saying so
-_PER_RANK = 0.005  # seconds between two readings of all positions, for each rank of the largest ledger
+_AGAIN = 5.0  # seconds between two times of asking, and for which an answer is waited for
+_ATTENTIVE = 10.0  # seconds for which a rank that was asked follows what the others say
 _GRACE = 0.5  # seconds for which ranks that parted wait for what the others say of it
-_ATTENTIVE = 10.0  # seconds for which others are followed closely once somebody is concerned
-_WINDOW = 64  # messages that are told to others
-
-T = TypeVar("T")
+_LEFT = 2.0  # seconds for which a rank waits at least for one that left by an exception, and may go on
+_FEW = 8  # ranks up to which each reads what the others say; of more, a few do
+_READERS = 4
+_BYTES = 1.4e6  # per second, that all readers of positions may read together
+_RECORD = 58  # bytes that one position takes to be read
+_RUNG = 1024  # ranks that are woken together
+_TOLD = 64  # ranks whose whereabouts are told in one sentence
 
 
 class Waiter:
@@ -67,97 +71,98 @@ class Waiter:
         return entry if entry is not None and entry.ledger is ledger else None
 
 
+WAITS, LEFT, ENDED, MEETS = 1, 2, 4, 8
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is in one ledger: the last calls (number, hash, text), the one it waits for, and why it gave up."""
+    """Where a rank is in one ledger, 16 bytes: how many calls it said and their hash, how many notices it had read by then
+    (modulo 2**16), and whether it waits, left by an exception, ended the program, or waits in any_failed().
+    """
 
-    calls: list[tuple[int, int, str]]
-    waiting: int | None
-    verdict: str | None
-    epoch: int
-    ranks: tuple[int, ...]  # of a meeting, who comes to it
-
-    def __str__(self) -> str:
-        if not self.calls:
-            return "before the first call"
-        texts = {number: text for number, _, text in self.calls}
-        number, _, text = self.calls[-1]
-        if self.waiting is None:
-            return f"computing, or elsewhere, after call {number}, {text}"
-        return f"waiting in call {self.waiting}, {texts.get(self.waiting, text)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """What a rank tells the others. heard: the last time that somebody asked, as far as it knew then."""
-
-    positions: dict[str, Position]
-    posted: dict[str, list[Posted]]
-    ended: bool = False
+    count: int
+    hash: int
+    epoch: int = 0
     heard: int = 0
+    flags: int = 0
 
-    def dumps(self) -> str:
-        places = {name: (p.calls, p.waiting, p.verdict, p.epoch, p.ranks) for name, p in self.positions.items()}
-        posted = {g: [(p.book, p.tag, p.sizes) for p in ps] for g, ps in self.posted.items()}
-        return json.dumps([places, posted, self.ended, self.heard])
+    _FORM = struct.Struct("<IHBBq")
+
+    def pack(self) -> bytes:
+        return self._FORM.pack(self.count, self.heard & 0xFFFF, self.flags, self.epoch & 0xFF, self.hash)
 
     @classmethod
-    def loads(cls, text: str | bytes) -> Whereabouts:
-        places, posted, ended, heard = json.loads(text)
-        return cls(
-            {
-                name: Position([(n, h, t) for n, h, t in calls], w, v, e, tuple(ranks))
-                for name, (calls, w, v, e, ranks) in places.items()
-            },
-            {g: [Posted(book, tag, tuple(sizes)) for book, tag, sizes in ps] for g, ps in posted.items()},
-            ended,
-            heard,
-        )
-
-
-def _copied(ring: deque[T]) -> list[T]:
-    """The end of a deque that another thread may be writing to."""
-    while True:
+    def unpack(cls, record: bytes) -> Position:
+        """Raises ValueError for what is none."""
         try:
-            return list(ring)[-_WINDOW:]
-        except RuntimeError:  # it changed meanwhile
-            continue
+            count, heard, flags, epoch, digest = cls._FORM.unpack(record)
+        except struct.error as wrong:
+            raise ValueError(f"no position: {wrong}") from wrong
+        return cls(count, digest, epoch, heard, flags)
+
+    def has_heard(self, number: int) -> bool:
+        """Whether it was told after that notice was read."""
+        return (self.heard - number) & 0xFFFF < 0x8000
+
+
+@dataclass(slots=True, eq=False)
+class _Closing:
+    """A ledger that is closed, until every rank has its verdict and nobody waits for a message of it any more."""
+
+    ledger: Ledger
+    epoch: int
+    wires: list[Wire]  # kept, whatever becomes of the model
+    settled: set[int] = field(default_factory=set)
+    next: float = 0.0  # when the other ranks' needs are read
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.settled) >= len(self.ledger.ranks) - 1
 
 
 class Watch:
     """One per process: a thread that looks ten times a second whether somebody waits for long.
 
-    A rank that has waited longer than its patience says so in the store of the process group. Then every rank tells its
-    position there. If two ranks' ledgers differ, they have parted: both stop, naming both calls, and each exchanges
-    meaningless messages for what the other still waits for, so that all of them return. Messages carry the tag of their
-    call, so until then nobody has received what was meant for somebody else.
+    As long as nobody does, it sends nothing. A rank that has waited longer than its patience publishes its position in each of
+    its ledgers, and rings those that do not: they publish theirs. A few ranks read them. If two ledgers differ the ranks have
+    parted; whichever rank finds that, or that another rank left, ended or is gone, posts the verdict. All ranks read the
+    notices in one order, and the first verdict on a ledger closes it everywhere, so all of them say the same. Each rank then
+    publishes which messages it still waits for, and the others exchange meaningless ones for those, so that all of them return.
+    Messages carry the tag of their call, so until then nobody has received what was meant for somebody else.
     """
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, board: Board, clock: Callable[[], float] = time.monotonic) -> None:
+        self._board, self._clock, self._rank = board, clock, board.rank
         self._ledgers: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
+        self._closing: dict[str, _Closing] = {}
+        self._verdicts: dict[str, tuple[int, str]] = {}  # on ledgers that this rank has not made yet
         self._lock = threading.RLock()
-        self._told = ""
+        self._hello = board.hello()  # what is to be published first
+        self._told: dict[str, bytes] = {}
+        self._attentive = 0.0  # until when others are followed
+        self._turn = float("-inf")  # when the next request may be sent
+        self._reading: dict[str, float] = {}  # of each ledger, when its positions are read next
         self._found: dict[tuple[str, int], float] = {}  # when it was first seen that ranks of a ledger parted
+        self._asked = 0, float("-inf")  # the last notice by which anybody asked, and when that was read or posted here
+        self._shows = False  # whether others want the last calls of this rank
         self._surveyed: weakref.WeakKeyDictionary[Ledger, tuple[tuple[int, int], str]] = weakref.WeakKeyDictionary()
-        self._alarms = 0
-        self._alarmed = 0.0  # when this rank last said that it is concerned
-        self._expected = 0  # who has not heard of this alarm had time enough to
-        self._listened = 0.0
-        self._attentive = 0.0
-        self._asking = 0.0  # when the others' positions are read next
+        self._warned = False
         self._process = os.getpid()
         self._ended = threading.Event()
-        self._asked = False
+        self._report_wanted = False
         self._thread: threading.Thread | None = None
 
     # --- who is watched ---
 
-    def add(self, ledger: Ledger) -> None:
+    def add(self, ledger: Ledger, *, start: bool = True) -> None:
         with self._lock:
-            self._ledgers[ledger.name] = ledger
-        if self._thread is None or not self._thread.is_alive():
+            self._ledgers[ledger.key] = ledger
+            self._hello[f"{ledger.key}/{self._rank}"] = self._position(ledger).pack()
+            epoch, verdict = self._verdicts.pop(ledger.key, (-1, ""))
+            if epoch == ledger.epoch:
+                self._close(ledger, verdict)
+        if start and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._run, name="fullshard-watch", daemon=True)
             self._thread.start()
 
@@ -176,203 +181,478 @@ class Watch:
 
     def ask(self) -> None:
         """Have all ranks say where they are, and print it here."""
-        self._asked = True
+        self._report_wanted = True
+
+    def attend(self) -> None:
+        """Follow the others for a while: this rank left something by an exception, and they may soon wait for it."""
+        self._attentive = max(self._attentive, self._clock() + _ATTENTIVE)
 
     def end(self) -> None:
-        """The program ends."""
+        """The program ends, or its process group was destroyed."""
         if not self._ended.is_set() and os.getpid() == self._process:
             self._ended.set()
-            if self._thread is not None:
+            if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join(2.0)
             with contextlib.suppress(Exception):
-                if self._told or self._alarms:  # somebody is, or was, concerned
+                if self._is_awaited():
                     self._tell(ended=True)
+            self._board.close()
+
+    def _is_awaited(self) -> bool:
+        """Whether others may ask why this rank ended: they were told where it is, or it left something by an exception."""
+        told = any(key.endswith("/said") for key in self._told) and _torch.default_store() is _OF.store
+        return told or any(ledger.left is not None or ledger.verdict is not None for ledger in list(self._ledgers.values()))
 
     # --- the thread ---
 
     def _run(self) -> None:
+        bell = self._board.bell
         failures = 0
-        while not self._ended.wait(_TICK):
+        while not self._ended.is_set():
             try:
+                signals = [] if _OF.pipe is None else [_OF.pipe]
+                if bell is not None:
+                    urgency = bell.wait(_TICK, signals)
+                else:
+                    self._ended.wait(_TICK)
+                    urgency = 0
                 if _torch.default_store() is not _OF.store:
-                    return  # the process group was destroyed
-                self.look()
+                    return _destroyed(self)
+                if not self._ended.is_set():
+                    self.look(urgency)
                 failures = 0
-            except dist.DistNetworkError:  # the store is gone: its rank ended
+            except _torch.NetworkError:  # the store is gone: its rank ended
                 return
-            except Exception:
+            except Exception as failure:
                 failures += 1
                 if failures > 20:
+                    warnings.warn(f"fullshard's watch ends, since looking failed 20 times: {headline(failure)}", stacklevel=2)
                     return
 
-    def look(self) -> None:
+    def look(self, urgency: int = 0) -> None:
         """One look at this rank and, if anybody is concerned, at the others."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
-            concerned = [w for w in self._waiters if w.stuck(now) > w.patience]
-            if self._asked or _signalled():
-                self._asked = False
+            if self._report_wanted or _signalled():
+                self._report_wanted = False
                 self._report()
-            if concerned:
-                if now > self._alarmed + _LISTEN:  # again, before those who heard of it attend to something else
-                    self._alarm(now)
-                self._attentive = now + _ATTENTIVE
-            if now <= self._attentive or now > self._listened + self._listen():
-                self._listened = now
-                self._hear(now)
-            if now > self._attentive:
-                return
+            if urgency:
+                self._attentive = max(self._attentive, now + _ATTENTIVE)
+                for closing in self._closing.values():
+                    closing.next = now
+            stuck = [(waiter, waiter.stuck(now)) for waiter in self._waiters]
+            concerned = [waiter for waiter, seconds in stuck if seconds > waiter.patience]
+            waits = any(seconds > waiter.patience / 2 for waiter, seconds in stuck)  # to tell where it is takes a turn
+            self._close_further(now)
+            if waits or now <= self._attentive:
+                if urgency == NOW or self._take_turn(now):
+                    self._speak(now, concerned)
+                for ledger in list(self._ledgers.values()):
+                    if self._reads(ledger) and now >= self._reading.get(ledger.key, 0.0):
+                        self._reading[ledger.key] = now + self._interval(ledger)
+                        self._inquire(ledger, [w for w in concerned if w.waits_in(ledger)], now)
+                self._answer_all(now)
+            elif self._hello and self._take_turn(now):
+                hello, self._hello = self._hello, {}
+                self._board.publish(hello)
+
+    def _take_turn(self, now: float) -> bool:
+        """Whether this rank's turn to send a request has come."""
+        board, period = self._board, max(_TICK, self._board.period)
+        if not board.many:
+            return True
+        if now >= self._turn + period:  # it sent none for a while: its place in the period is by its rank
+            begin = now - now % period + board.rank / board.size * period
+            self._turn = begin if begin >= now else begin + period
+        if now < self._turn:
+            return False
+        self._turn += period
+        return True
+
+    def _speak(self, now: float, concerned: Sequence[Waiter]) -> None:
+        """Publish what changed here, then read what others posted; with many ranks one of both in a turn."""
+        if self._tell() and self._board.many:
+            return
+        self._hear()
+        for waiter in concerned:
+            entry = waiter.entry
+            since = max(now - waiter.stuck(now), now - _AGAIN)
+            if entry is not None and self._asked[1] < since:
+                if self._reads(entry.ledger):
+                    self._ask(now)
+                else:
+                    self._asked = self._asked[0], now
+                    self._board.ring(self._readers(entry.ledger))
+                break
+
+    def _interval(self, ledger: Ledger) -> float:
+        """Seconds between two readings of all positions by one reader."""
+        ranks = len(ledger.ranks)
+        return _TICK if ranks <= _FEW else _READERS * max(_TICK, ranks * _RECORD / _BYTES)
+
+    def _reads(self, ledger: Ledger) -> bool:
+        """Whether this rank reads the others' positions. Of many ranks a few do, far from each other."""
+        return len(ledger.ranks) <= _FEW or self._rank in self._readers(ledger)
+
+    @staticmethod
+    def _readers(ledger: Ledger) -> list[int]:
+        return [ledger.ranks[index * len(ledger.ranks) // _READERS] for index in range(_READERS)]
+
+    # --- what this rank says ---
+
+    def _position(self, ledger: Ledger, *, ended: bool = False) -> Position:
+        count, digest = ledger.mark()
+        flags = WAITS if any(waiter.waits_in(ledger) for waiter in self._waiters) else 0
+        flags |= LEFT if ledger.left is not None else 0
+        flags |= ENDED if ended else 0
+        flags |= MEETS if self._meeting() is not None else 0
+        return Position(count, digest, ledger.epoch, self._board.heard, flags)
+
+    def _meeting(self) -> Entry | None:
+        """The any_failed() in which this rank waits for others."""
+        entries = [waiter.entry for waiter in self._waiters]
+        return next((entry for entry in entries if entry is not None and entry.ledger.name.startswith(MEETING)), None)
+
+    def _said(self, ledger: Ledger) -> bytes:
+        """What is told of a ledger in words: the last call, the one it waits for, and how it left or whom it meets."""
+        calls = ledger.remembered()
+        texts = {number: text for number, _, text in calls}
+        waiting = next((entry.number for waiter in self._waiters if (entry := waiter.waits_in(ledger))), None)
+        last = (calls[-1][0], calls[-1][2]) if calls else None
+        meeting = self._meeting()
+        meets = None if meeting is None else (meeting.ledger.key, meeting.number, meeting.ledger.ranks)
+        waits = None if waiting is None else (waiting, texts.get(waiting, last[1] if last else ""))
+        return json.dumps([ledger.epoch, last, waits, ledger.left, meets]).encode()
+
+    def _tell(self, *, ended: bool = False) -> bool:
+        """Publish what changed since it was last published; whether anything did. One request."""
+        records, self._hello = self._hello, {}
+        for key, ledger in list(self._ledgers.items()):
+            at = f"{key}/{self._rank}"
+            records[at] = self._position(ledger, ended=ended).pack()
+            records[f"{at}/said"] = self._said(ledger)
+            if self._shows or len(ledger.ranks) <= _FEW:
+                records[f"{at}/calls"] = json.dumps([ledger.epoch, ledger.remembered()]).encode()
+        changed = {key: record for key, record in records.items() if self._told.get(key) != record}
+        self._shows = False
+        if changed:
+            self._board.publish(changed)
+            self._told.update(changed)
+        return bool(changed)
+
+    # --- notices ---
+
+    def _hear(self) -> None:
+        """Read what was posted, and do what it says."""
+        for number, notice in self._board.news(self._clock):
+            try:
+                kind, *rest = json.loads(notice)
+                if kind == "ask":
+                    self._asked = number, self._clock()
+                    self._attentive = max(self._attentive, self._clock() + _ATTENTIVE)
+                elif kind == "show":
+                    self._shows = self._shows or self._rank in rest[0]
+                elif kind == "verdict":
+                    key, epoch, text = str(rest[0]), int(rest[1]), str(rest[2])
+                    ledger = self._ledgers.get(key)
+                    if ledger is None:
+                        self._verdicts[key] = epoch, text
+                    elif ledger.epoch == epoch:
+                        self._close(ledger, text)
+            except (ValueError, TypeError, IndexError) as wrong:
+                self._warn_unreadable("a notice", wrong)
+        if self._shows or not self._has_told_hearing():
             self._tell()
-            if now < self._asking:
-                return
-            ledgers = list(self._ledgers.values())
-            self._asking = now + _PER_RANK * max((len(ledger.ranks) for ledger in ledgers), default=1)
-            for ledger in ledgers:  # of all: who waits elsewhere may be waited for here
-                self._inquire(ledger, [w for w in concerned if w.waits_in(ledger)], now)
 
-    def _alarm(self, now: float) -> int:
-        """Ask all others where they are; the number by which they say that they heard it."""
-        again = now < self._alarmed + 2 * _LISTEN
-        before, self._alarms, self._alarmed = self._alarms, self._store.add("alarm", 1), now
-        self._expected = before if again else self._alarms
-        return self._alarms
+    def _has_told_hearing(self) -> bool:
+        """Whether what this rank published last says how many notices it read. With many ranks, its next turn will do."""
+        places = {f"{key}/{self._rank}": self._position(ledger) for key, ledger in list(self._ledgers.items())}
+        return self._board.many or all(self._told.get(key) == place.pack() for key, place in places.items())
 
-    def _hear(self, now: float) -> None:
-        """Look whether another rank is concerned."""
-        if self._store.check(["alarm"]) and (alarms := self._store.add("alarm", 0)) != self._alarms:
-            self._alarms, self._attentive = alarms, now + _ATTENTIVE
+    def _ask(self, now: float) -> int:
+        """Ask all others where they are; the number of the notice."""
+        number = self._board.post(json.dumps(["ask", self._rank]).encode())
+        self._asked = number, now
+        others = sorted({rank for ledger in list(self._ledgers.values()) for rank in ledger.ranks if rank != self._rank})
+        self._board.ring(others[:_RUNG], TURN if self._board.many else NOW)
+        return number
 
-    def _listen(self) -> float:
-        """Seconds between two looks whether another rank is concerned: where ranks soon give up, they must be told sooner."""
-        return min(_LISTEN, min((w.timeout for w in self._waiters if w.timeout is not None), default=_LISTEN * 4) / 4)
+    def _convict(self, ledger: Ledger, text: str) -> None:
+        """Post a verdict. The first one that is posted closes the ledger on all ranks, this one among them."""
+        try:
+            self._board.post(json.dumps(["verdict", ledger.key, ledger.epoch, text]).encode())
+            for _ in range(30):
+                self._hear()
+                if ledger.verdict is not None:
+                    break
+                time.sleep(_TICK)
+        except Exception:  # there is no store to say it by
+            self._close(ledger, text)
+            return
+        if ledger.verdict is None:
+            self._close(ledger, text)
+        with contextlib.suppress(Exception):
+            self._board.ring(ledger.ranks[:_RUNG])
+
+    def _warn_unreadable(self, what: str, wrong: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"fullshard's watch skips {what} in the store of the process group that it cannot read ({headline(wrong)}): "
+                "another program, or another version of fullshard, writes under the same keys",
+                stacklevel=2,
+            )
+
+    # --- what others say ---
+
+    def _positions(self, ledger: Ledger) -> dict[int, Position]:
+        """Those of the other ranks, as far as they are of this epoch."""
+        keys = {f"{ledger.key}/{rank}": rank for rank in ledger.ranks if rank != self._rank}
+        found: dict[int, Position] = {}
+        for key, record in self._board.read(list(keys)).items():
+            try:
+                position = Position.unpack(record)
+            except ValueError as wrong:
+                self._warn_unreadable("a position", wrong)
+                continue
+            if position.epoch == ledger.epoch & 0xFF:
+                found[keys[key]] = position
+        return found
+
+    def _records(self, ledger: Ledger, ranks: Sequence[int], what: str) -> dict[int, list[Any]]:
+        """What these ranks published of the ledger in this epoch, under the name `what`."""
+        keys = {f"{ledger.key}/{rank}/{what}": rank for rank in ranks}
+        found: dict[int, list[Any]] = {}
+        for key, record in self._board.read(list(keys)).items():
+            try:
+                epoch, *rest = json.loads(record)
+                if epoch == ledger.epoch:
+                    found[keys[key]] = rest
+            except (ValueError, TypeError) as wrong:
+                self._warn_unreadable(f"'{what}' of rank {keys[key]}", wrong)
+        return found
+
+    def _words(self, ledger: Ledger, ranks: Sequence[int]) -> dict[int, _Words]:
+        found: dict[int, _Words] = {}
+        for rank, record in self._records(ledger, ranks, "said").items():
+            try:
+                found[rank] = _Words(*record)
+            except TypeError as wrong:
+                self._warn_unreadable(f"'said' of rank {rank}", wrong)
+        return found
+
+    def _windows(self, ledger: Ledger, ranks: Sequence[int]) -> dict[int, list[tuple[int, int, str]]]:
+        """The last calls of these ranks, this one among them, as far as they showed them."""
+        found = {self._rank: ledger.remembered()} if self._rank in ranks else {}
+        for rank, record in self._records(ledger, [rank for rank in ranks if rank != self._rank], "calls").items():
+            try:
+                found[rank] = [(int(number), int(digest), str(text)) for number, digest, text in record[0]]
+            except (ValueError, TypeError, IndexError) as wrong:
+                self._warn_unreadable(f"'calls' of rank {rank}", wrong)
+        return found
 
     def _inquire(self, ledger: Ledger, concerned: Sequence[Waiter], now: float) -> None:
-        others = self._others(ledger)
-        if ledger.verdict is None:
-            verdict = self._judge(ledger, others, concerned, now)
-            if verdict is not None:
-                ledger.close(verdict)
-                self._tell()
         if ledger.verdict is not None:
-            self.answer(ledger, others)
+            return
+        text = self._judge(ledger, concerned, now)
+        if text is not None:
+            self._convict(ledger, text)
 
-    def _judge(self, ledger: Ledger, others: dict[int, Whereabouts], concerned: Sequence[Waiter], now: float) -> str | None:
+    def _judge(self, ledger: Ledger, concerned: Sequence[Waiter], now: float) -> str | None:
         """Why there is no use in waiting, None if there may be."""
-        name = ledger.name
-        places = {rank: there.positions[name] for rank, there in others.items() if name in there.positions}
-        for place in places.values():
-            if place.verdict is not None:
-                return place.verdict
-        mine = self._position(ledger)
-        found = parted({self._rank: mine.calls, **{rank: place.calls for rank, place in places.items()}})
-        if found is not None:
-            number, calls = found
-            since = self._found.setdefault((name, ledger.epoch), now)
-            if sum(map(len, calls.values())) < len(ledger.ranks) and now < since + _GRACE:
-                return None  # others may say so soon, and all should say the same
-            texts = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in calls.items())
-            if len(calls) == 1:
-                texts += ", but of other parameters, shapes or dtypes, or after other calls"
-            return (
-                f"the ranks parted at call {number}. {texts}. All ranks must run the same units in the same order: have a rank "
-                "that has nothing to compute for a unit call its join(), and all ranks any_failed() when some may have raised"
-            )
+        positions = self._positions(ledger)
+        text = self._parted(ledger, positions, now)
+        if text is not None:
+            return text
         for waiter in concerned:
             entry = waiter.waits_in(ledger)
             if entry is None:  # it went on meanwhile
                 continue
-            here = f"(rank {self._rank}) waits in {entry}"
-            meeting = [rank for rank, there in others.items() if _meets(there, self._ledgers, self._rank)]
-            if meeting and not name.startswith(MEETING):
-                return (
-                    f"{listed(meeting)} {'is' if len(meeting) == 1 else 'are'} in fullshard.any_failed(), and this rank "
-                    f"{here}: the step failed, or ended early, there. Call any_failed() here too"
-                )
-            gone = [rank for rank in ledger.ranks if rank in others and others[rank].ended]
+            here = f"rank {self._rank} waits in {entry}"
+            stuck = waiter.stuck(now)
+            asked, when = self._asked
+            fresh = {rank: place for rank, place in positions.items() if when >= now - stuck and place.has_heard(asked)}
+            gone = [rank for rank, place in positions.items() if place.flags & ENDED]
             if gone:
-                last = "; ".join(f"{listed([rank])}: {places[rank]}" for rank in gone if rank in places)
-                return f"{listed(gone)} ended the program, while this rank {here}. {last}"
-            late = 0.0 if waiter.timeout is None else waiter.stuck(now) - waiter.timeout
-            if late > 0.0 and (self._answered(ledger, others, self._expected) or late > _LISTEN):
-                there = self._said(ledger, others, self._expected)
-                return f"rank {self._rank} waited {waiter.timeout:g} seconds (CheckPolicy.timeout) in {entry}. {there}"
+                words = self._words(ledger, gone[:_TOLD])
+                last = "; ".join(f"{listed([rank])}: {said}" for rank, said in words.items())
+                return f"{listed(gone)} ended the program, while {here}. {last}"
+            meeting = self._meeting_without(ledger, [rank for rank, place in positions.items() if place.flags & MEETS])
+            if meeting and not ledger.name.startswith(MEETING):
+                return (
+                    f"{listed(meeting)} {'is' if len(meeting) == 1 else 'are'} in fullshard.any_failed(), and {here}: "
+                    "the step failed, or ended early, there. Call any_failed() on all ranks"
+                )
+            if stuck > max(_LEFT, waiter.patience):
+                left = [rank for rank, place in fresh.items() if place.flags & LEFT and place.count < entry.number]
+                words = self._words(ledger, left[:_TOLD])
+                reasons = [f"{listed([rank])} left {said.left}" for rank, said in words.items() if said.left]
+                if reasons:
+                    return (
+                        f"{'; '.join(reasons)}, and {here}: the step failed there. End the program, or call any_failed() on "
+                        "all ranks to skip the step together"
+                    )
+            if waiter.timeout is not None and stuck > waiter.timeout:
+                late = stuck - waiter.timeout
+                if len(fresh) == len(ledger.ranks) - 1 or late > _AGAIN:
+                    there = self._whereabouts(ledger, positions)
+                    return f"rank {self._rank} waited {waiter.timeout:g} seconds (CheckPolicy.timeout) in {entry}. {there}"
         return None
 
-    def answer(self, ledger: Ledger, others: dict[int, Whereabouts] | None = None) -> None:
-        """Exchange messages for what other ranks still wait for in a ledger that is closed, and this rank has no part in."""
-        others = self._others(ledger) if others is None else others
-        for wire in wires():
-            for peer, rank in enumerate(wire.members):
-                there = others.get(rank) if rank != self._rank else None
-                place = None if there is None else there.positions.get(ledger.name)
-                if there is None or place is None or place.verdict is None:
-                    continue  # it would take the answer for data
-                posted = there.posted.get(wire.name, [])
-                wire.answer(peer, [message for message in posted if message.book == ledger.name])
-
-    # --- telling and asking ---
-
-    def _position(self, ledger: Ledger) -> Position:
-        waiting = next((entry.number for waiter in self._waiters if (entry := waiter.waits_in(ledger))), None)
-        ranks = ledger.ranks if ledger.name.startswith(MEETING) else ()
-        return Position(ledger.remembered(), waiting, ledger.verdict, ledger.epoch, ranks)
-
-    def _tell(self, *, ended: bool = False) -> None:
-        positions = {name: self._position(ledger) for name, ledger in list(self._ledgers.items())}
-        posted = {wire.name: _copied(wire.posted) for wire in wires()}
-        text = Whereabouts(positions, posted, ended, self._alarms).dumps()
-        if text != self._told:
-            self._store.set(f"at/{self._rank}", text)
-            self._told = text
-
-    def tell(self) -> None:
-        """Have the others know where this rank is."""
-        with self._lock:
-            self._tell()
-
-    def _others(self, ledger: Ledger) -> dict[int, Whereabouts]:
-        found: dict[int, Whereabouts] = {}
-        for rank in ledger.ranks:
-            key = f"at/{rank}"
-            if rank != self._rank and self._store.check([key]):
-                there = Whereabouts.loads(self._store.get(key))
-                place = there.positions.get(ledger.name)
-                if place is not None and place.epoch != ledger.epoch:  # of a step that all gave up since, or begin to
-                    del there.positions[ledger.name]
-                    there.posted.clear()
-                found[rank] = there
+    def _meeting_without(self, ledger: Ledger, ranks: Sequence[int]) -> list[int]:
+        """Of `ranks`, those that wait in an any_failed() to which this rank has not come."""
+        found = []
+        for rank, said in self._words(ledger, ranks[:_TOLD]).items():
+            if said.meets is not None:
+                key, number, members = said.meets
+                mine = self._ledgers.get(key)
+                if self._rank in members and (mine is None or mine.count < number):
+                    found.append(rank)
         return found
 
-    def _answered(self, ledger: Ledger, others: dict[int, Whereabouts], alarm: int) -> bool:
-        """Whether all others have said where they are since that alarm."""
-        there = [others.get(rank) for rank in ledger.ranks if rank != self._rank]
-        return all(one is not None and ledger.name in one.positions and one.heard >= alarm for one in there)
+    def _parted(self, ledger: Ledger, positions: dict[int, Position], now: float) -> str | None:
+        """Where the ranks parted, None if they did not, as far as is known.
 
-    def _ask(self, ledgers: Sequence[Ledger]) -> int:
-        """Ask all others, and give them some time to answer."""
-        end = time.monotonic() + _LISTEN + 1.0
-        with self._lock:
-            alarm = self._alarm(time.monotonic())
-            self._tell()
-        while time.monotonic() < end and not all(self._answered(one, self._others(one), alarm) for one in ledgers):
-            if self._ended.wait(_TICK):
-                break
-            with self._lock:  # who asks answers others meanwhile
-                self._hear(time.monotonic())
-                self._tell()
-        return alarm
+        Ranks of one count and one hash said the same, so the last calls of one of them are read for all; of ranks whose
+        position is in no history that is known here, one of each kind is asked to show its last calls.
+        """
+        windows = {self._rank: ledger.remembered()}
+        known = {number: digest for number, digest, _ in windows[self._rank]}
+        here = max(known, default=0)
+        top = max(positions, key=lambda rank: positions[rank].count, default=self._rank)
+        chosen: list[int] = []
+        if top in positions and positions[top].count > here:  # what came behind this rank's last call, it may know
+            chosen = [top]
+            windows |= self._windows(ledger, chosen)
+            known |= {number: digest for number, digest, _ in windows.get(top, ()) if number > here}
+        kinds: dict[tuple[int, int], int] = {}
+        for rank, place in sorted(positions.items()):
+            if known.get(place.count, place.hash) != place.hash:
+                kinds.setdefault((place.count, place.hash), rank)
+        if kinds:
+            chosen += list(kinds.values())[:_READERS]
+            windows |= self._windows(ledger, list(kinds.values())[:_READERS])
+        lacking = [rank for rank in chosen if positions[rank].hash not in {digest for _, digest, _ in windows.get(rank, ())}]
+        if lacking and len(ledger.ranks) > _FEW:
+            self._board.post(json.dumps(["show", lacking]).encode())
+            self._board.ring(lacking)
+            self._reading[ledger.key] = now + 2 * _TICK
+        found = parted(windows)
+        if found is None:
+            return None
+        number, calls = found
+        everybody = {
+            text: sorted({other for rank in ranks for other in self._alike(windows[rank], number, positions, rank)})
+            for text, ranks in calls.items()
+        }
+        since = self._found.setdefault((ledger.key, ledger.epoch), now)
+        if sum(map(len, everybody.values())) < len(ledger.ranks) <= _FEW and now < since + _GRACE:
+            return None  # others may say so soon, and all should say the same
+        texts = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in everybody.items())
+        if len(calls) == 1:
+            texts += ", but of other parameters, shapes or dtypes, or after other calls"
+        return (
+            f"the ranks parted at call {number}. {texts}. All ranks must run the same units in the same order: have a rank "
+            "that has nothing to compute for a unit call its join(), and all ranks any_failed() when some may have raised"
+        )
 
-    def _said(self, ledger: Ledger, others: dict[int, Whereabouts], alarm: int) -> str:
-        """Where the other ranks are since that alarm, in one sentence."""
+    @staticmethod
+    def _alike(window: list[tuple[int, int, str]], number: int, positions: dict[int, Position], rank: int) -> list[int]:
+        """The ranks that came to call `number` by the history of `rank`, as far as their positions say so."""
+        digests = {count: digest for count, digest, _ in window if count >= number}
+        return [rank, *(other for other, place in positions.items() if digests.get(place.count) == place.hash)]
+
+    def _whereabouts(self, ledger: Ledger, positions: dict[int, Position]) -> str:
+        """Where the other ranks are since this one asked, in one sentence."""
+        others = [rank for rank in ledger.ranks if rank != self._rank]
+        waiting = [rank for rank in others if rank in positions and positions[rank].flags & WAITS]
+        asked = [rank for rank in others if rank not in waiting]  # those that others wait for come first
+        shown = sorted([*asked, *waiting][:_TOLD])
+        words = self._words(ledger, shown)
         by_text: dict[str, list[int]] = {}
-        for rank in ledger.ranks:
-            if rank != self._rank:
-                place = others[rank].positions.get(ledger.name) if rank in others else None
-                text = "does not answer" if place is None else str(place)
-                if place is not None and others[rank].heard < alarm:
-                    text = f"does not answer, was {place}"
-                by_text.setdefault(text, []).append(rank)
-        return "; ".join(f"{listed(ranks)}: {text}" for text, ranks in by_text.items())
+        for rank in shown:
+            place, said = positions.get(rank), words.get(rank)
+            text = "does not answer" if place is None or said is None else str(said)
+            if place is not None and said is not None and not place.has_heard(self._asked[0]):
+                text = f"does not answer, was {said}"
+            by_text.setdefault(text, []).append(rank)
+        texts = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in by_text.items())
+        return texts if len(shown) == len(others) else f"{texts}; and {len(others) - len(shown)} more"
+
+    # --- ledgers that are closed ---
+
+    def _close(self, ledger: Ledger, text: str) -> None:
+        ledger.close(text)
+        self._close_further(self._clock())
+
+    def _close_further(self, now: float) -> None:
+        """Begin to let go of ledgers that were closed, by whichever thread."""
+        for key, ledger in list(self._ledgers.items()):
+            closing = self._closing.get(key)
+            if ledger.verdict is None:
+                self._closing.pop(key, None)
+            elif closing is None or closing.epoch != ledger.epoch:
+                self._begin_closing(ledger)
+                self._attentive = max(self._attentive, now + _ATTENTIVE)
+
+    def _begin_closing(self, ledger: Ledger) -> None:
+        """Publish which messages this rank still waits for."""
+        if not ledger.tagged:
+            return  # nobody could answer
+        self._closing[ledger.key] = _Closing(ledger, ledger.epoch, wires())
+        needs = {wire.name: [(posted.tag, posted.sizes) for posted in wire.under_way(ledger.name)] for wire in wires()}
+        needs = {name: posted for name, posted in needs.items() if posted}
+        with contextlib.suppress(Exception):
+            self._board.publish({f"{ledger.key}/{self._rank}/needs": json.dumps([ledger.epoch, needs]).encode()})
+            self._board.ring([rank for rank in ledger.ranks if rank != self._rank][:_RUNG])
+
+    def _answer_all(self, now: float) -> None:
+        for closing in self._closing.values():
+            if now >= closing.next and not closing.is_over:
+                ranks = len(closing.ledger.ranks)
+                closing.next = now + max(_TICK, ranks * ranks * 200 / _BYTES)
+                self._answer(closing)
+
+    def _answer(self, closing: _Closing) -> None:
+        """Exchange messages for those that other ranks still wait for, and this rank has no part in, and will have none."""
+        ledger = closing.ledger
+        left = [rank for rank in ledger.ranks if rank != self._rank and rank not in closing.settled]
+        for rank, record in self._records(ledger, left, "needs").items():
+            try:
+                needs = {
+                    name: [Posted(ledger.name, int(tag), tuple(map(int, sizes))) for tag, sizes in listed_]
+                    for name, listed_ in record[0].items()
+                }
+            except (ValueError, TypeError, IndexError, AttributeError) as wrong:
+                self._warn_unreadable(f"'needs' of rank {rank}", wrong)
+                continue
+            for wire in closing.wires:
+                if rank in wire.members and wire.name in needs:
+                    too_long = wire.answer(wire.members.index(rank), needs[wire.name], ledger.largest)
+                    if too_long:
+                        self._warn_unreadable(f"a message of {too_long} bytes of rank {rank}", ValueError("longer than any"))
+            closing.settled.add(rank)
+        if closing.is_over:
+            closing.wires.clear()
+
+    def tell(self) -> None:
+        """Have the others know where this rank is, and which messages of closed ledgers it waits for."""
+        with self._lock:
+            self._tell()
+            for ledger in list(self._ledgers.values()):
+                if ledger.verdict is not None:
+                    self._begin_closing(ledger)
+
+    def answer(self, ledger: Ledger) -> None:
+        """Have nobody wait for a message of a closed ledger. All other ranks have told which ones they wait for."""
+        with self._lock:
+            closing = self._closing.get(ledger.key)
+            if closing is not None:
+                closing.settled.clear()
+                closing.wires = wires()
+                self._answer(closing)
+
+    # --- what callers ask for ---
 
     def survey(self, ledger: Ledger) -> str:
         """Where the other ranks are, once they had some time to say so.
@@ -382,45 +662,92 @@ class Watch:
         begun, known = (ledger.epoch, ledger.count), self._surveyed.get(ledger)
         if known is None or known[0] != begun:
             try:
-                alarm = self._ask([ledger])
-                text = self._said(ledger, self._others(ledger), alarm)
+                text = self._collect([ledger])[0]
             except Exception as failure:
                 text = f"(the store does not answer: {headline(failure)})"
             known = self._surveyed[ledger] = begun, text
         return known[1]
+
+    def _collect(self, ledgers: Sequence[Ledger]) -> list[str]:
+        """Ask all others, and give them some time to answer; where they are in each of the ledgers."""
+        end = self._clock() + _AGAIN + 1.0
+        with self._lock:
+            number = self._ask(self._clock())
+            self._tell()
+        while True:
+            with self._lock:  # who asks answers others meanwhile
+                self._hear()
+                everywhere = [self._positions(ledger) for ledger in ledgers]
+                if self._clock() > end or all(
+                    len(ledger.ranks) - 1 == sum(place.has_heard(number) for place in positions.values())
+                    for ledger, positions in zip(ledgers, everywhere)
+                ):
+                    return [self._whereabouts(one, positions) for one, positions in zip(ledgers, everywhere)]
+            if self._ended.wait(_TICK):
+                return ["" for _ in ledgers]
+
+    def lost(self, entry: Entry, rank: int) -> None:
+        """The connection to another rank is closed: if no verdict says why, that rank is gone. Closes the ledger."""
+        ledger = entry.ledger
+        how = "is gone: it closed its connections"
+        with self._lock:
+            try:
+                self._hear()
+                place = self._positions(ledger).get(rank)
+                if place is not None and place.flags & ENDED:
+                    how = "ended the program"
+                if place is not None and place.flags & LEFT:
+                    said = self._words(ledger, [rank]).get(rank)
+                    how = how if said is None or said.left is None else f"left {said.left}, and closed its connections"
+            except Exception:  # the store is gone, and its host with it
+                if self._board.is_served_by_first_rank and self._rank != 0:
+                    rank, how = 0, "is gone, and with it the store of the process group"
+            if ledger.verdict is None:
+                self._convict(ledger, f"rank {rank} {how}, while rank {self._rank} was in {entry}")
 
     def confront(self, ledger: Ledger, seconds: float = 5.0) -> str:
         """Where the ranks parted, which each of them knows they did; empty if what they remember does not say."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             with self._lock:
+                self._shows = True
                 self._tell()
-                others = self._others(ledger)
-                verdict = ledger.verdict or self._judge(ledger, others, (), time.monotonic())
-            if verdict is not None:
-                return verdict
+                self._hear()
+                if ledger.verdict is None and self._reads(ledger):
+                    self._inquire(ledger, (), self._clock())
+                if ledger.verdict is not None:
+                    return ledger.verdict
             time.sleep(_TICK)
         return ""
 
     def _report(self) -> None:
         ledgers = [ledger for ledger in list(self._ledgers.values()) if ledger.count]
-        alarm = self._ask(ledgers)
-        self._attentive = time.monotonic() + _ATTENTIVE
         lines = []
-        for ledger in ledgers:
-            there = self._said(ledger, self._others(ledger), alarm)
-            lines.append(f"fullshard: rank {self._rank}: {self._position(ledger)}; {there}")
+        for ledger, there in zip(ledgers, self._collect(ledgers)):
+            said = _Words(*json.loads(self._said(ledger))[1:])
+            lines.append(f"fullshard: rank {self._rank}: {said}; {there}")
         print("\n".join(lines) or f"fullshard: rank {self._rank}: before the first call", file=sys.stderr, flush=True)
 
 
-def _meets(there: Whereabouts, mine: Any, rank: int) -> bool:
-    """Whether another rank waits in a meeting that `rank`, this one, has not come to."""
-    for name, place in there.positions.items():
-        if name.startswith(MEETING) and place.waiting is not None and rank in place.ranks:
-            ledger = mine.get(name)
-            if ledger is None or ledger.count < place.waiting:
-                return True
-    return False
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """What a rank says of one ledger: its last call and the one it waits for (number, text), how it left by an exception, and
+    the any_failed() that it waits in (ledger, number, ranks).
+    """
+
+    last: Sequence[Any] | None
+    waits: Sequence[Any] | None
+    left: str | None
+    meets: Sequence[Any] | None
+
+    def __str__(self) -> str:
+        if self.last is None:
+            return "before the first call"
+        if self.left is not None:
+            return f"left {self.left}, after call {self.last[0]}, {self.last[1]}"
+        if self.waits is None:
+            return f"computing, or elsewhere, after call {self.last[0]}, {self.last[1]}"
+        return f"waiting in call {self.waits[0]}, {self.waits[1]}"
 
 
 MEETING = "any_failed "  # how the names of such ledgers begin
@@ -430,6 +757,7 @@ MEETING = "any_failed "  # how the names of such ledgers begin
 class _Of:
     watch: Watch | None = None
     store: Any = None
+    generation: int = 0  # process groups of which there was a watch
     pipe: int | None = None
     writer: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -449,9 +777,21 @@ def watch_of(backend: str) -> Watch | None:
         if _OF.watch is None or _OF.store is not store:
             if _OF.watch is not None:
                 _OF.watch.end()
-            _OF.watch, _OF.store = Watch(_torch.own_store(store, "fullshard"), _torch.global_rank()), store
+            own = _torch.own_store(store, f"fullshard/{_OF.generation}")
+            _OF.generation += 1
+            _OF.watch = Watch(Board(own, _torch.global_rank(), _torch.world_size(), bell_for(store)))
+            _OF.store = store
             _listen_to_signal()
         return _OF.watch
+
+
+def _destroyed(watch: Watch) -> None:
+    """The process group is gone: nothing of ours may keep its connections open, by which the others learn of it."""
+    watch.end()
+    with _OF.lock:
+        if _OF.watch is watch:
+            _OF.watch = _OF.store = None
+    release()
 
 
 def _in_child() -> None:
@@ -466,6 +806,8 @@ os.register_at_fork(after_in_child=_in_child)
 
 @atexit.register
 def _end() -> None:
+    if signal.getsignal(signal.SIGUSR1) is _on_signal:  # Python gives it back to the system, which would end the process
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if _OF.watch is not None:
         _OF.watch.end()
 
@@ -494,6 +836,8 @@ def _listen_to_signal() -> None:
         _OF.pipe, _OF.writer = reader, writer
     else:
         signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
 
 
 def _signalled() -> bool:
@@ -505,4 +849,4 @@ def _signalled() -> bool:
         return False
 
 
-__all__ = ["MEETING", "Position", "Waiter", "Watch", "Whereabouts", "watch_of"]
+__all__ = ["MEETING", "Position", "Waiter", "Watch", "watch_of"]

@@ -1,0 +1,64 @@
+"""Process groups, held for as long as torch has them: once they are destroyed, nothing here keeps their connections open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from fullshard.errors import StateError
+
+
+class Held:
+    """A process group that `release` lets go of."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group: dist.ProcessGroup | None = group
+
+    def __call__(self) -> dist.ProcessGroup:
+        """Raises StateError once it is released."""
+        if self._group is None:
+            raise StateError(
+                "the process group of this model was destroyed (destroy_process_group()): load its weights into a model that "
+                "is sharded on the new one"
+            )
+        return self._group
+
+    @property
+    def is_released(self) -> bool:
+        return self._group is None
+
+    def release(self) -> None:
+        self._group = None
+
+
+_HELD: dict[int, Held] = {}  # by the id of the group
+_THEN: list[Callable[[], object]] = []
+
+
+def held(group: dist.ProcessGroup) -> Held:
+    """One per process group."""
+    found = _HELD.get(id(group))
+    if found is None:
+        found = _HELD[id(group)] = Held(group)
+    return found
+
+
+def release() -> None:
+    """Torch destroyed all process groups: their connections close, by which the other ranks learn of it."""
+    every = list(_HELD.values())
+    _HELD.clear()
+    for one in every:
+        one.release()
+    for then in _THEN:
+        then()
+
+
+def on_release(then: Callable[[], object]) -> None:
+    """Call `then` when the process groups were destroyed, to forget what knows them."""
+    _THEN.append(then)
+
+
+__all__ = ["Held", "held", "on_release", "release"]
