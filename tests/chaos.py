@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,7 +129,15 @@ class Reference:
     def of(self, size: int) -> list[dict[int, float]]:
         with self.lock:
             if size not in self.known:
-                job = run_job(train, size, folder=_new(self.folder / f"whole-{size}" / "job"), what="", where="", victim=-1, module="chaos")
+                job = run_job(
+                    train,
+                    size,
+                    folder=_new(self.folder / f"whole-{size}" / "job"),
+                    what="",
+                    where="",
+                    victim=-1,
+                    module="chaos",
+                )
                 assert [one.code for one in job] == [0] * size, job
                 self.known[size] = losses(job)
             return self.known[size]
@@ -229,8 +237,10 @@ def chosen(options: argparse.Namespace) -> list[Cell]:
     found = [
         cell
         for cell in cells()
-        if cell.what in options.what and cell.where in options.where
-        and cell.victim in options.victim and cell.size in options.size
+        if cell.what in options.what
+        and cell.where in options.where
+        and cell.victim in options.victim
+        and cell.size in options.size
     ]
     if options.part == "small":  # another one every day, each with all endings and all places
         day = options.day if options.day is not None else int(time.time() // 86400)

@@ -127,8 +127,6 @@ def test_all_learn_by_what_a_rank_left_though_it_lives_on(where: str, ending: st
 # --- failures around wrapping ---
 
 
-
-
 def around(rank: Rank, where: str, ending: str) -> None:
     """Rank 1 raises in code of the user's, in the midst of what all ranks do together."""
     rank.begin()
@@ -224,10 +222,7 @@ def test_rounds_of_init_and_destroy_leave_nothing_behind() -> None:
         job = run_job(rounds, 2, ports=[free_port() for _ in range(10)], shard=shard, limit=90.0)
         counts = [[line for line in one.said if line["what"] == "round"] for one in job]
         assert [len(lines) for lines in counts] == [10, 10], job
-        left[shard] = {
-            what: max(lines[9][what] - lines[2][what] for lines in counts)
-            for what in ("files", "threads")
-        }
+        left[shard] = {what: max(lines[9][what] - lines[2][what] for lines in counts) for what in ("files", "threads")}
     assert all(left[True][what] <= max(0, left[False][what]) for what in left[True]), left
 
 
