@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import itertools
 import json
@@ -112,6 +113,7 @@ def _serve() -> dict[str, Any]:
     for name in ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "fullshard", "exits", "models"):
         importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()  # what is imported here no process need look at, nor copy, when it collects garbage
     running: set[int] = set()
     pending = b""
 
