@@ -313,7 +313,7 @@ def main() -> int:
         f"{len(results) - len(bad)} of {len(results)} jobs are right, {len(wanted) - len(results)} were not begun in time; "
         f"{time.monotonic() - begin:.0f} s"
     )
-    return 1 if bad or len(results) < len(wanted) else 0
+    return 1 if bad or not results or (options.part == "all" and len(results) < len(wanted)) else 0
 
 
 if __name__ == "__main__":
