@@ -5,9 +5,10 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 TRAIN ?=
+CHAOS ?=
 REPEAT ?= 20
 
-.PHONY: help setup train test repeat test-clients check format bench gpu-check clean
+.PHONY: help setup train test repeat chaos test-clients check format bench gpu-check clean
 
 help:  ## show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -40,6 +41,10 @@ repeat: $(READY)  ## run the tests of several processes 20 times, or REPEAT time
 		failed=$$((failed + 1)); echo "== run $$run failed"; cat .repeat; \
 	done; rm -f .repeat; echo "== $$failed of $(REPEAT) failed"; test $$failed = 0
 
+chaos: $(READY)  ## every ending of a rank at every place of a job, 294 jobs; CHAOS='--what SIGKILL --verbose' passes options
+	@echo "== ending ranks of small jobs; fifteen minutes at most"
+	@OMP_NUM_THREADS=1 $(PYTHON) tests/chaos.py $(CHAOS)
+
 check: $(READY)  ## formatting, lint and types
 	@echo "== checking format, lint and types"
 	@$(VENV)/bin/ruff format --check .
@@ -64,7 +69,11 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test]' -r tests/clients/requirements.txt
 	@touch $@
 
-gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about eight minutes)
+gpu-chaos: $(READY)  ## every ending of a rank at every place of a job, 294 jobs; CHAOS='--what SIGKILL --verbose' passes options
+	@echo "== ending ranks of small jobs; fifteen minutes at most"
+	@OMP_NUM_THREADS=1 $(PYTHON) tests/chaos.py $(CHAOS)
+
+check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about eight minutes)
 	@$(PYTHON) benchmarks/gpu_check.py
 
 clean:  ## remove what was set up and produced
