@@ -83,7 +83,7 @@ class Face(DTensor):
                 "register_fsdp_forward_method() for the method that reads it, or keep it full in `with model.resident():`"
             ) from error
         if _torch.writes(func):
-            _note_writes((args[0] if args else None, out), func)
+            _note_writes((args[0] if args else None, out), _torch.operation_name(func))
             return _originals(made, faces)
         if func.is_view:
             for view in made if isinstance(made, (list, tuple)) else (made,):
@@ -187,7 +187,7 @@ def _filled(func: Any, args: Any, kwargs: Any) -> Any:
         func(*args, **kwargs, out=full)
     else:
         func(full, *args[1:], **kwargs)
-    _keep_part(face, full)
+    _keep_part(face, full, _torch.operation_name(func))
     return face
 
 
@@ -198,7 +198,7 @@ def _truncated(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tens
     full = _full_like(tensor)
     original(full, *args, **kwargs)
     with torch.no_grad():
-        _keep_part(tensor, full)
+        _keep_part(tensor, full, "trunc_normal_()")
     return tensor
 
 
@@ -208,9 +208,9 @@ def _full_like(face: Face) -> Tensor:
     return torch.empty_strided(face.shape, face.stride(), dtype=local.dtype, device=local.device)
 
 
-def _keep_part(face: Face, full: Tensor) -> None:
+def _keep_part(face: Face, full: Tensor, how: str) -> None:
     _torch.local_tensor(face).copy_(_part(face, full))
-    _note_writes(face)
+    _note_writes(face, how)
 
 
 def _part(face: Face, full: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def _originals(made: Any, faces: list[Face]) -> Any:
     return made
 
 
-def _note_writes(written: Any, func: Any) -> None:
+def _note_writes(written: Any, how: str) -> None:
     """Some operations (foreach, or on `.data`) move no version counter that a gather would look at. And a rank that writes
     alone makes a patchwork of two models.
     """
@@ -260,10 +260,10 @@ def _note_writes(written: Any, func: Any) -> None:
         back = written.__dict__.get(LOGICAL) or written.__dict__.get(_VIEWED)
         logical = None if back is None else back()
         if logical is not None:
-            logical.wrote(_torch.operation_name(func))
+            logical.wrote(how)
     elif isinstance(written, (list, tuple)):
         for one in written:
-            _note_writes(one, func)
+            _note_writes(one, how)
 
 
 def _name(view: Any, face: Face, func: Any) -> None:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import signal
 import struct
 import sys
@@ -13,7 +14,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -576,10 +577,7 @@ class Watch:
         texts = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in everybody.items())
         if len(calls) == 1:
             texts += ", but of other parameters, shapes or dtypes, or after other calls"
-        return (
-            f"the ranks parted at call {number}. {texts}. All ranks must run the same units in the same order: have a rank "
-            "that has nothing to compute for a unit call its join(), and all ranks any_failed() when some may have raised"
-        )
+        return f"the ranks parted at call {number}. {texts}. {_ADVICE_ON_WRITES if _writes(calls) else _ADVICE_ON_UNITS}"
 
     @staticmethod
     def _alike(window: list[tuple[int, int, str]], number: int, positions: dict[int, Position], rank: int) -> list[int]:
@@ -752,6 +750,22 @@ class Watch:
             said = _Words(*json.loads(self._said(ledger))[1:])
             lines.append(f"fullshard: rank {self._rank}: {said}; {there}")
         print("\n".join(lines) or f"fullshard: rank {self._rank}: before the first call", file=sys.stderr, flush=True)
+
+
+_ADVICE_ON_UNITS = (
+    "All ranks must run the same units in the same order: have a rank that has nothing to compute for a unit call its join(), "
+    "and all ranks any_failed() when some may have raised"
+)
+_ADVICE_ON_WRITES = (
+    "All ranks must step, load and write to their shards alike: do on all of them what one does, or change full parameters in "
+    "fullshard.full_params()"
+)
+_WRITES = re.compile(r"\.step\(\) of |load_state_dict\(\)|\w+\(\) of '|assignment to|added to the gradients")
+
+
+def _writes(calls: Iterable[str]) -> bool:
+    """Whether one of the calls in which ranks differ writes to shards or gradients, instead of sending anything."""
+    return any(_WRITES.search(text) for text in calls)
 
 
 @dataclass(frozen=True, slots=True)
