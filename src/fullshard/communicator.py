@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from zlib import crc32
 
@@ -31,7 +32,7 @@ from fullshard.errors import StateError
 from fullshard.full import Carriers
 from fullshard.gloo import PeerLost, Tag, collectives_for
 from fullshard.groups import Held
-from fullshard.ledger import Entry, Ledger, Line, headline
+from fullshard.ledger import Entry, Ledger, Line, described, headline
 from fullshard.mesh import ShardAxis, beside
 from fullshard.options import UnitOptions
 from fullshard.policies import CheckPolicy, CommPolicy
@@ -148,6 +149,15 @@ class Communicator:
             ledger.leave(place, failure)
         if self.watch is not None:
             self.watch.attend()
+
+    @contextmanager
+    def leaving(self, place: str) -> Iterator[None]:
+        """What is done within the block: others are told if an exception ends it here."""
+        try:
+            yield
+        except Exception as failure:
+            self.leave(place, described(failure))
+            raise
 
     def turn_pages(self) -> None:
         """For who begins a forward: a program without heartbeats shall not remember all that it ever said."""

@@ -61,7 +61,8 @@ def materialize(
     owners = {id(parameter.sharded): parameter for unit in units for parameter in unit.parameters}
     filled: dict[int, Tensor] = {}
     done: set[int] = set()
-    with torch.no_grad(), seeded(where, number):
+    leaving = units[0].keeper.communicator.leaving(f"'{units[0].name}' materialize()")
+    with leaving, torch.no_grad(), seeded(where, number):
         for name, module in _children_first(model):
             if id(module) not in done:
                 done.add(id(module))
