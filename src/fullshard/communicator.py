@@ -31,7 +31,7 @@ from fullshard.comm import (
 from fullshard.errors import StateError
 from fullshard.full import Carriers
 from fullshard.gloo import PeerLost, Tag, collectives_for
-from fullshard.groups import Held
+from fullshard.groups import Held, held
 from fullshard.ledger import Entry, Ledger, Line, described, headline
 from fullshard.mesh import ShardAxis, beside
 from fullshard.options import UnitOptions
@@ -108,7 +108,7 @@ class Communicator:
         self._patience = 1.0  # seconds
         self._timeout: float | None = None  # seconds
         self._collectives: weakref.WeakValueDictionary[tuple[int, str], Journaled] = weakref.WeakValueDictionary()
-        self._bare: dict[int, tuple[dist.ProcessGroup, Collectives]] = {}
+        self._bare: weakref.WeakKeyDictionary[Held, Collectives] = weakref.WeakKeyDictionary()
 
     # --- what is said ---
 
@@ -239,11 +239,11 @@ class Communicator:
     # --- who carries it ---
 
     def bare(self, group: dist.ProcessGroup) -> Collectives:
-        """torch's collectives on a group of a ledger's, kept as long as that: its wire may have to answer other ranks."""
-        found = self._bare.get(id(group))
-        if found is None or found[0] is not group:
-            found = self._bare[id(group)] = group, collectives_for(group, self.device, self.tag)
-        return found[1]
+        """torch's collectives on a group of a ledger's."""
+        found = self._bare.get(held(group))
+        if found is None:
+            found = self._bare[held(group)] = collectives_for(group, self.device, self.tag)
+        return found
 
     def carriers(self, axis: ShardAxis, options: UnitOptions) -> Carriers:
         """Who carries the messages of groups on `axis`. May make process groups, so it is collective over the axis.

@@ -12,7 +12,7 @@ from fullshard.errors import StateError
 class Held:
     """A process group that `release` lets go of."""
 
-    __slots__ = ("_group",)
+    __slots__ = ("__weakref__", "_group")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group
