@@ -47,10 +47,16 @@ def soon(seconds: float) -> float:
     return seconds * min(3.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
+_PORTS = itertools.count(20_000 + os.getpid() % 9_000)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One below those that the system gives to connections, which might take it until it is used."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", 20_000 + port % 12_000))
+            return int(probe.getsockname()[1])
+    raise AssertionError("there is always a next one")
 
 
 # --- in the process of a rank ---
