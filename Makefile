@@ -69,11 +69,7 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test]' -r tests/clients/requirements.txt
 	@touch $@
 
-gpu-chaos: $(READY)  ## every ending of a rank at every place of a job, 294 jobs; CHAOS='--what SIGKILL --verbose' passes options
-	@echo "== ending ranks of small jobs; fifteen minutes at most"
-	@OMP_NUM_THREADS=1 $(PYTHON) tests/chaos.py $(CHAOS)
-
-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about eight minutes)
+gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about eight minutes)
 	@$(PYTHON) benchmarks/gpu_check.py
 
 clean:  ## remove what was set up and produced
