@@ -32,6 +32,7 @@ def run(script: str, *arguments: str) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     host, memory, speed, checks = run("host.py"), run("memory.py"), run("train_cpu.py"), run("checks.py")
+    scale = run("watch_scale.py")
     rows: list[tuple[str, float, float, str]] = []
     for label, found in host.items():
         rows.append((f"host time per unit, {label} (us)", found["fullshard"], found["FSDP2"], "0.40"))
@@ -50,6 +51,11 @@ def main() -> None:
     share = 100 * (checks["step"]["ratio"] - 1)
     print(f"\nchecks: {checks['host']['per unit']:.1f} us of host time per unit and step (at most 15)")
     print(f"checks: {share:.2f} % of forward and backward of `make train` (at most 1)")
+    for ranks, found in scale.items():
+        print(
+            f"watch of {int(ranks):,} ranks: at most {found['requests']:,.0f} requests (2,000) and {found['bytes'] / 1e6:.2f} MB (2) per second, "
+            f"{found['idle']:.0f} while nobody waits; two ranks that part are named after {found['named']:.1f} s (10)"
+        )
     for label, found in speed.items():
         print(
             f"fullshard of DDP, {label}: {found['fullshard'] / found['DDP']:.2f} (FSDP2 of DDP {found['FSDP2'] / found['DDP']:.2f})"

@@ -9,6 +9,7 @@ ten times a second, as its thread does.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -100,10 +101,10 @@ class Job:
         """Let time pass; after how long the first rank had a verdict."""
         begin = self.store.now
         while self.store.now < begin + seconds:
-            self.store.now += TICK
+            self.store.now = round(self.store.now + TICK, 3)
             for rank, watch in enumerate(self.watches):
                 watch.look(self.rung.pop(rank, 0) if self.rung else 0)
-            if until_verdict and any(ledger.verdict is not None for ledger in self.ledgers[: len(self.ledgers)]):
+            if until_verdict and any(ledger.verdict is not None for ledger in self.ledgers):
                 return self.store.now - begin
         return None
 
@@ -113,8 +114,8 @@ class Job:
         return max(self.store.requests.values(), default=0), max(self.store.bytes.values(), default=0)
 
 
-def measure(ranks: int, seconds: float) -> list[str]:
-    """A row of the table."""
+def measure(ranks: int, seconds: float) -> dict[str, float]:
+    """One number of ranks: while nobody waits, while one rank stalls, and while two part."""
     begin = time.perf_counter()
     job = Job(ranks)
     job.run(10.0)
@@ -127,30 +128,32 @@ def measure(ranks: int, seconds: float) -> list[str]:
     job.wait({ranks // 3: "backward gather", ranks - 2: "reduction"})
     named = job.run(30.0, until_verdict=True)
     parted = job.peak
-    assert named is not None and all(
-        f"{rank}" in next(filter(None, (one.verdict for one in job.ledgers))) for rank in (ranks // 3, ranks - 2)
-    )
-    return [
-        f"{ranks:,}",
-        f"{idle}",
-        f"{stalled[0]:,}",
-        f"{stalled[1] / 1e6:.3f}",
-        f"{parted[0]:,}",
-        f"{parted[1] / 1e6:.3f}",
-        f"{named:.1f}",
-        f"{time.perf_counter() - begin:.0f}",
-    ]
+    text = next((ledger.verdict for ledger in job.ledgers if ledger.verdict is not None), "")
+    assert named is not None and all(f"rank {rank}: " in text for rank in (ranks // 3, ranks - 2)), text
+    return {
+        "idle": idle,
+        "requests": max(stalled[0], parted[0]),
+        "bytes": max(stalled[1], parted[1]),
+        "named": named,
+        "took": time.perf_counter() - begin,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 1024, 16384])
     parser.add_argument("--seconds", type=float, default=30.0, help="of simulated time for which one rank stalls")
+    parser.add_argument("--json", action="store_true", help="end with the figures as JSON")
     options = parser.parse_args()
-    heads = ["ranks", "idle", "stalled req/s", "MB/s", "parted req/s", "MB/s", "named after s", "(took s)"]
+    heads = ["ranks", "idle", "requests/s", "MB/s", "named after s", "(took s)"]
     print("  ".join(f"{head:>13}" for head in heads))
+    found = {}
     for ranks in options.ranks:
-        print("  ".join(f"{cell:>13}" for cell in measure(ranks, options.seconds)), flush=True)
+        found[ranks] = row = measure(ranks, options.seconds)
+        cells = [f"{ranks:,}", row["idle"], f"{row['requests']:,}", f"{row['bytes'] / 1e6:.3f}"]
+        print("  ".join(f"{cell:>13}" for cell in [*cells, f"{row['named']:.1f}", f"{row['took']:.0f}"]), flush=True)
+    if options.json:
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":
