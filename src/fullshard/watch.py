@@ -287,15 +287,15 @@ class Watch:
 
     def _take_turn(self, now: float) -> bool:
         """Whether the turn of this rank to send a request has come; always, if the ranks are few."""
-        board = self._board
+        board, period = self._board, max(_TICK, self._board.period)
         if not board.many:
             return True
-        if now >= self._turn + board.period:  # it sent none for a while: its place in the period is by its rank
-            begin = now - now % board.period + board.rank / board.size * board.period
-            self._turn = begin if begin >= now else begin + board.period
+        if now > self._turn + 2 * _TICK:  # it missed one, since it had nothing to send: its place in the period is by its rank
+            begin = now - now % period + board.rank / board.size * period
+            self._turn = begin if begin >= now else begin + period
         if now < self._turn:
             return False
-        self._turn += board.period
+        self._turn += period
         return True
 
     def _is_to_ask(self, now: float, concerned: Sequence[Waiter]) -> bool:
@@ -649,12 +649,14 @@ class Watch:
             except (ValueError, TypeError, IndexError, AttributeError) as wrong:
                 self._warn_unreadable(f"'needs' of rank {rank}", wrong)
                 continue
+            closing.settled.add(rank)
             for wire in closing.wires:
                 if rank in wire.members and wire.name in needs:
-                    too_long = wire.answer(wire.members.index(rank), needs[wire.name], ledger.largest)
+                    too_long = 0
+                    with contextlib.suppress(RuntimeError):  # it is gone meanwhile, so it waits for nothing
+                        too_long = wire.answer(wire.members.index(rank), needs[wire.name], ledger.largest)
                     if too_long:
                         self._warn_unreadable(f"a message of {too_long} bytes of rank {rank}", ValueError("longer than any"))
-            closing.settled.add(rank)
         if closing.is_over:
             closing.wires.clear()
 
