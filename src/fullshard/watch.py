@@ -31,7 +31,7 @@ _GRACE = 0.5  # seconds for which ranks that parted wait for what the others say
 _LEFT = 2.0  # seconds for which a rank waits at least for one that left by an exception, and may go on
 _FEW = 8  # ranks up to which each reads what the others say; of more, a few do
 _READERS = 4
-_BYTES = 1.4e6  # per second, that all readers of positions may read together
+_BYTES = 0.9e6  # per second, that all readers of positions may read together
 _RECORD = 58  # bytes that one position takes to be read
 _RUNG = 1024  # ranks that are woken together
 _TOLD = 64  # ranks whose whereabouts are told in one sentence
@@ -251,13 +251,15 @@ class Watch:
                 else:
                     self._speak_in_turn(now, concerned)
                 for ledger in list(self._ledgers.values()):
-                    if self._reads(ledger) and now >= self._reading.get(ledger.key, 0.0):
+                    if self._reads(ledger) and now >= self._reading.setdefault(ledger.key, now + self._offset(ledger)):
                         self._reading[ledger.key] = now + self._interval(ledger)
                         self._inquire(ledger, [w for w in concerned if w.waits_in(ledger)], now)
                 self._answer_all(now)
-            elif self._hello and self._take_turn(now):
-                hello, self._hello = self._hello, {}
-                self._board.publish(hello)
+            else:
+                self._reading.clear()
+                if self._hello and self._take_turn(now):
+                    hello, self._hello = self._hello, {}
+                    self._board.publish(hello)
 
     def _speak(self, now: float, concerned: Sequence[Waiter]) -> None:
         """Publish what changed here, read what others posted, and ask where they are if it is time to."""
@@ -312,6 +314,11 @@ class Watch:
         ranks = len(ledger.ranks)
         return _TICK if ranks <= _FEW else _READERS * max(_TICK, ranks * _RECORD / _BYTES)
 
+    def _offset(self, ledger: Ledger) -> float:
+        """Seconds by which this reader reads behind the first one."""
+        few = len(ledger.ranks) <= _FEW
+        return 0.0 if few else self._readers(ledger).index(self._rank) * self._interval(ledger) / _READERS
+
     def _reads(self, ledger: Ledger) -> bool:
         """Whether this rank reads the others' positions. Of many ranks a few do, far from each other."""
         return len(ledger.ranks) <= _FEW or self._rank in self._readers(ledger)
@@ -352,7 +359,8 @@ class Watch:
         for key, ledger in list(self._ledgers.items()):
             at = f"{key}/{self._rank}"
             records[at] = self._position(ledger, ended=ended).pack()
-            records[f"{at}/said"] = self._said(ledger)
+            if not (self._board.many and any(waiter.waits_in(ledger) for waiter in self._waiters)):
+                records[f"{at}/said"] = self._said(ledger)
             if self._shows or len(ledger.ranks) <= _FEW:
                 records[f"{at}/calls"] = json.dumps([ledger.epoch, ledger.remembered()]).encode()
         return {key: record for key, record in records.items() if self._told.get(key) != record}
@@ -595,7 +603,7 @@ class Watch:
         by_text: dict[str, list[int]] = {}
         for rank in shown:
             place, said = positions.get(rank), words.get(rank)
-            text = "does not answer" if place is None or said is None else str(said)
+            text = "does not answer" if place is None else f"waiting, at call {place.count}" if said is None else str(said)
             if place is not None and said is not None and not place.has_heard(self._asked[0]):
                 text = f"does not answer, was {said}"
             by_text.setdefault(text, []).append(rank)
