@@ -11,8 +11,9 @@ import expecttest
 import pytest
 import torch
 from harness import World, ranks
-from models import Stack, assert_near, assert_same_grads, batch, shard_stack, square
+from models import Stack, assert_near, assert_same_grads, batch, full, shard_stack, square
 from torch import Tensor, nn
+from torch.autograd import grad as early_grad
 
 import fullshard
 from fullshard import StateError, fully_shard, notices
@@ -193,3 +194,46 @@ def test_transforms_of_torch_func_are_refused_by_name_and_write_nothing(world: W
     assert torch.equal(model(x), before)
     square(model(x)).backward()
     assert model.weight.grad is not None
+
+
+@ranks(1, 2)
+def test_torchs_own_differentiation_by_sharded_parameters_is_refused_by_name_at_once(world: World) -> None:
+    """torch.autograd.grad(loss, parameters) and backward(inputs=parameters). Elsewhere, as here before: "One of the
+    differentiated Tensors appears to not have been used in the graph", or None, and nothing trains."""
+    sharded = shard_stack(Stack(1), world.mesh)
+    parameters = list(sharded.parameters())
+    x = world.mine(batch(0)).requires_grad_()
+    loss = square(sharded(x))
+    penalty = sum(p.square().sum() for p in parameters).full_tensor()
+    weight = sharded.head.weight
+    for call in (
+        lambda: torch.autograd.grad(loss, parameters),
+        lambda: torch.autograd.grad(loss, parameters, allow_unused=True),
+        lambda: torch.autograd.grad(loss, dict(sharded.named_parameters()), materialize_grads=True),
+        lambda: torch.autograd.grad([penalty, loss], parameters),  # else only that of the penalty
+        lambda: torch.autograd.grad(loss + penalty, parameters),
+        lambda: torch.autograd.grad(loss, [x, *parameters], create_graph=True),
+        lambda: loss.backward(inputs=parameters),
+        lambda: torch.autograd.backward(loss, inputs=[x, *parameters]),
+        lambda: early_grad(loss, parameters),
+    ):
+        with pytest.raises(
+            StateError, match=r"given 9 sharded parameters .*'norm.weight' of unit 'blocks.0'.*fullshard.grad\("
+        ):
+            call()
+    Texts().assertExpectedInline(
+        text_of(lambda: loss.backward(inputs=weight)),
+        """torch.autograd.grad or backward(inputs=) was given a sharded parameter that it cannot reach, since modules compute with the full ones: 'head.weight' of unit 'Stack'. Take gradients as values with fullshard.grad(loss, parameters), or call backward() without inputs= (parameters that are to get none: requires_grad_(False))""",
+    )
+    assert x.grad is None and all(p.grad is None for p in parameters), "nothing was changed"
+    with pytest.raises(StateError, match="no graph of the outputs leads to: 'head.weight' of unit 'Stack'"):
+        torch.autograd.grad(sharded.inp.weight.square().sum(), [sharded.inp.weight, weight])
+    # Right: what was computed from the sharded ones themselves, also while a loss of the modules is alive; other inputs.
+    slopes = torch.autograd.grad(penalty, parameters, retain_graph=True)
+    assert all(torch.equal(full(slope), 2 * full(p)) for slope, p in zip(slopes, parameters))
+    assert torch.autograd.grad(weight.square().sum(), [sharded.inp.weight], allow_unused=True) == (None,)
+    (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward(inputs=[x], retain_graph=True)
+    assert torch.equal(slope, x.grad)
+    loss.backward()
+    assert all(p.grad is not None for p in parameters)

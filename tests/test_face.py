@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import World, ranks
-from models import full
+from models import assert_near, full
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard import CPUOffloadPolicy, OffloadPolicy, StateError, _torch, fully_shard
@@ -231,3 +232,18 @@ def test_initialisers_that_cannot_be_computed_on_parts_name_the_parameter(world:
         fully_shard(model, mesh=world.mesh)
         with pytest.raises(StateError, match=r"sharded parameter 'weight' of unit 'Module'"):
             fill(model.weight)
+
+
+@needs_subclasses
+@ranks(4)
+def test_sharded_parameters_of_two_meshes_are_named_where_torch_cannot_mix_them(world: World) -> None:
+    """Lists of foreach operations may hold both: each is computed on its own mesh."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    fully_shard(model[0], mesh=grid)
+    fully_shard(model[1], mesh=world.mesh)
+    first, second = model[0].weight, model[1].weight
+    for found, weight in zip(torch._foreach_norm([first, second]), (first, second)):
+        assert_near(found.full_tensor(), full(weight).norm(), "norm")
+    with pytest.raises(StateError, match="'weight' of unit .* together with DTensors of another mesh"):
+        first + second

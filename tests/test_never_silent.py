@@ -76,9 +76,15 @@ TEXTS = {
         "each rank trains its own. Call fully_shard on the module that holds them, the outermost one for example"
     ),
     "no gradients": (
-        "an optimizer steps 2 sharded parameters ('weight', 'bias'), none of which has a gradient: torch.autograd.grad and "
-        "backward(inputs=) do not reach them, since modules compute with the full ones. Call backward() without inputs=, or "
+        "an optimizer steps 2 sharded parameters ('weight', 'bias'), none of which has a gradient: call backward() "
+        "before, without inputs=, or "
         "take gradients as values with fullshard.grad()"
+    ),
+    "differentiated": (
+        "torch.autograd.grad or backward(inputs=) was given 2 sharded parameters that it cannot reach, since modules compute with "
+        "the full ones: 'weight' of unit 'Linear', 'bias' of unit 'Linear'. Take gradients as values with "
+        "fullshard.grad(loss, parameters), or call backward() without inputs= (parameters that are to get none: "
+        "requires_grad_(False))"
     ),
     "clipping on one rank": (f"the ranks parted at call N. rank 0: clip_grad_norm_(); rank 1: 'Stack' forward gather. {_FIX}"),
     "prefetch": (
@@ -384,27 +390,38 @@ def test_a_forgotten_root_is_remarked_at_the_first_optimizer_step(world: World) 
 
 @ranks(2)
 def test_a_backward_that_reaches_no_sharded_parameter_is_remarked_at_the_first_optimizer_step(world: World) -> None:
-    """backward(inputs=model.parameters()), or torch.autograd.grad(..., allow_unused=True). Elsewhere, as here, modules compute
-    with the full parameters, which are others; elsewhere nothing trains, without a word."""
-    for how in ("inputs", "grad", "right"):
+    """backward(inputs=x): no parameter gets a gradient. Elsewhere nothing trains, without a word."""
+    for right in (False, True):
         model = fully_shard(nn.Linear(5, 3), mesh=world.mesh)
         optimizer = torch.optim.AdamW(model.parameters())
-        parameters = list(model.parameters())
-        loss = square(model(world.mine(batch(0))))
+        x = world.mine(batch(0)).requires_grad_()
+        loss = square(model(x))
         with remarks(world) as found:
-            if how == "inputs":
-                loss.backward(inputs=parameters)
-            elif how == "grad":
-                for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True)):
-                    parameter.grad = grad
-            else:
-                loss.backward()
+            loss.backward(inputs=None if right else [x])
             optimizer.step()
-        if world.rank == 0 and how != "right":
+        if world.rank == 0 and not right:
             (line,) = found
             says("no gradients", line)
         else:
             assert not found
+
+
+@ranks(2)
+def test_differentiation_by_sharded_parameters_is_refused_by_name(world: World) -> None:
+    """backward(inputs=model.parameters()), or torch.autograd.grad(loss, model.parameters()). Elsewhere, modules compute with
+    the full parameters, which are others: nothing trains, without a word, or torch's text, without a name."""
+    model = fully_shard(nn.Linear(5, 3), mesh=world.mesh)
+    parameters = list(model.parameters())
+    loss = square(model(world.mine(batch(0))))
+    for call in (
+        lambda: loss.backward(inputs=parameters),
+        lambda: torch.autograd.grad(loss, parameters),
+        lambda: torch.autograd.grad(loss, parameters, allow_unused=True),
+    ):
+        with pytest.raises(StateError) as caught:
+            call()
+        says("differentiated", str(caught.value))
+    assert all(gradient is not None for gradient in fullshard.grad(loss, parameters))
 
 
 @ranks(2)

@@ -8,8 +8,14 @@ import pytest
 import torch
 from harness import World, ranks
 from models import Stack, assert_near, assert_same_grads, batch, shard_stack, square
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # imported before fullshard replaces anything
+from torch.nn.utils import get_total_norm as early_get_total_norm
 
 import fullshard
+from fullshard.parameter import inside
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
@@ -54,3 +60,85 @@ def test_a_norm_that_is_not_finite_is_an_error_if_asked(world: World) -> None:
     with pytest.raises(RuntimeError, match="have a norm of inf over all ranks"):
         fullshard.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     assert fullshard.clip_grad_norm_([], 1.0) == 0
+
+
+def _clipped_by_torch(world: World, model: nn.Module, sharded: nn.Module) -> None:
+    """Norms and gradients by torch's own clipping of what lies on several meshes, or is plain, are the unsharded model's."""
+    for scale in (0.1, 100.0):
+        for norm_type in (2.0, 1.0, float("inf")):
+            for foreach in (None, True, False):
+                square(sharded(batch(0))).backward()
+                square(model(batch(0))).backward()
+                before = [copy.copy(p.grad) if p.grad is None else p.grad.clone() for p in model.parameters()]
+                expected = early_clip_grad_norm_(model.parameters(), scale * 0.01, norm_type, foreach=foreach)
+                norm = early_clip_grad_norm_(sharded.parameters(), scale * 0.01, norm_type, foreach=foreach)
+                assert type(norm) is torch.Tensor and norm.ndim == 0
+                assert_near(norm, expected, f"norm {norm_type}")
+                assert_same_grads(sharded, model)
+                for parameter, grad in zip(model.parameters(), before):
+                    parameter.grad = grad
+                sharded.zero_grad()
+                square(sharded(batch(0))).backward()
+                total = early_get_total_norm([p.grad for p in sharded.parameters()], norm_type, foreach=foreach)
+                assert_near(total, expected, "get_total_norm")
+                torch.nn.utils.clip_grads_with_norm_(sharded.parameters(), scale * 0.01, total, foreach)
+                torch.nn.utils.clip_grads_with_norm_(model.parameters(), scale * 0.01, expected, foreach)
+                assert_same_grads(sharded, model)
+                sharded.zero_grad(), model.zero_grad()
+
+
+@ranks(2, 3)
+def test_torchs_own_clipping_mixes_sharded_and_plain_parameters(world: World) -> None:
+    """Elsewhere, and here before: "got mixed torch.Tensor and DTensor". A part of the shards is empty."""
+    model = nn.Sequential(nn.Linear(5, 1), nn.Linear(1, 5))
+    sharded = copy.deepcopy(model)
+    fullshard.fully_shard(sharded, mesh=world.mesh, ignored_params={sharded[1].weight})
+    assert type(sharded[1].weight.data) is torch.Tensor
+    _clipped_by_torch(world, model, sharded)
+    square(sharded(batch(0))).backward()
+    before = [inside(p.grad).clone() for p in sharded.parameters()]
+    if world.rank == 0:
+        sharded[0].weight.grad.to_local().fill_(float("inf"))
+        before[0].fill_(float("inf"))
+    with pytest.raises(RuntimeError, match="total norm of order .* is non-finite"):
+        early_clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
+    assert all(torch.equal(inside(p.grad), grad) for p, grad in zip(sharded.parameters(), before)), "nothing was changed"
+    with pytest.raises(ValueError, match="norm_type > 0 or inf, got 0"):
+        early_clip_grad_norm_(sharded.parameters(), 1.0, 0)
+    assert early_clip_grad_norm_([], 1.0) == 0
+
+
+@ranks(4)
+def test_torchs_own_clipping_takes_gradients_of_several_meshes(world: World) -> None:
+    """A part on all ranks, a part hybrid or on halves of them, and a plain one. Elsewhere: a text about meshes."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for mesh in (grid, grid["shard"]):
+        model = Stack(2)
+        sharded = copy.deepcopy(model)
+        ignored = set(sharded.head.parameters())
+        fullshard.fully_shard(sharded.blocks[0], mesh=mesh)
+        fullshard.fully_shard(sharded, mesh=world.mesh, ignored_params=ignored)
+        _clipped_by_torch(world, model, sharded)
+        square(sharded(batch(0))).backward()
+        square(model(batch(0))).backward()
+        part = early_get_total_norm([p.grad for p in sharded.blocks[0].parameters()])
+        assert isinstance(part, DTensor), "of one mesh: torch's own"
+        expected = early_get_total_norm([p.grad for p in model.blocks[0].parameters()])
+        torch.nn.utils.clip_grads_with_norm_(sharded.parameters(), 0.01, part)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, expected)
+        assert_same_grads(sharded, model)
+
+
+@ranks(2)
+def test_torchs_own_clipping_of_one_mesh_stays_torchs_own(world: World) -> None:
+    """Bit for bit: what torch computes when nothing stands in for its functions."""
+    sharded = shard_stack(Stack(), world.mesh)
+    for norm_type in (2.0, float("inf")):
+        square(sharded(world.mine(batch(0)))).backward()
+        grads = [p.grad for p in sharded.parameters()]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type)), norm_type)
+        expected = [grad * torch.clamp(0.01 / (norm + 1e-6), max=1.0) for grad in grads]
+        found = early_clip_grad_norm_(sharded.parameters(), 0.01, norm_type)
+        assert isinstance(found, DTensor) and torch.equal(found.full_tensor(), norm.full_tensor())
+        assert all(torch.equal(p.grad.to_local(), grad.to_local()) for p, grad in zip(sharded.parameters(), expected))
+        sharded.zero_grad()

@@ -66,6 +66,7 @@ __all__ = [
     "dtensor_like",
     "exception_on",
     "exchange",
+    "extend_clipping",
     "extend_trunc_normal",
     "flat_axis",
     "global_rank",
@@ -86,12 +87,14 @@ __all__ = [
     "is_wrap_policy",
     "join_meshes",
     "keep_busy",
+    "leads_to",
     "left_out_of",
     "local_tensor",
     "makes_parameter",
     "mark_managed",
     "new_group",
     "on_backward_end",
+    "on_differentiation",
     "on_registration",
     "on_stream",
     "operation_name",
@@ -236,6 +239,16 @@ def extend_trunc_normal(instead: Callable[..., Tensor]) -> None:
     init._no_grad_trunc_normal_ = functools.wraps(init._no_grad_trunc_normal_)(
         functools.partial(instead, init._no_grad_trunc_normal_)
     )
+
+
+def extend_clipping(total_norm: Callable[..., Tensor], clip_with_norm: Callable[..., None]) -> None:
+    """Have torch.nn.utils.get_total_norm and clip_grads_with_norm_, and so clip_grad_norm_, call these instead, however they
+    were imported, with their own inner function and arguments and without grad.
+    """
+    utils: Any = torch.nn.utils
+    for public, instead in ((utils.get_total_norm, total_norm), (utils.clip_grads_with_norm_, clip_with_norm)):
+        inner = public.__closure__[public.__code__.co_freevars.index("func")]
+        inner.cell_contents = functools.wraps(inner.cell_contents)(functools.partial(instead, inner.cell_contents))
 
 
 def at_origin(tensor: Tensor) -> Tensor:
@@ -428,6 +441,39 @@ def is_in_graph(leaf: Tensor) -> bool:
     del first
     second: Any = torch.autograd.graph.get_gradient_edge(leaf).node
     return second.metadata.pop(key, None) is not None
+
+
+def leads_to(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> set[int]:
+    """The numbers of those `leaves` that the graphs of `outputs` (tensors or edges) lead to. It visits all their nodes."""
+    edge = torch.autograd.graph.get_gradient_edge
+    wanted = {edge(leaf).node: number for number, leaf in enumerate(leaves) if leaf.requires_grad}
+    waiting = [edge(one).node if isinstance(one, Tensor) else one.node for one in outputs]
+    seen = set(waiting)
+    found: set[int] = set()
+    while waiting and len(found) < len(wanted):
+        node = waiting.pop()
+        if node in wanted:
+            found.add(wanted[node])
+        more = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= more
+        waiting += more
+    return found
+
+
+def on_differentiation(check: Callable[[Sequence[Any], Sequence[Any], bool], None]) -> None:
+    """Call `check` with outputs, inputs and whether each input must be used, before torch.autograd.grad, or a backward that is
+    given inputs, begins. Other backwards pay one call and one test.
+    """
+    autograd: Any = torch.autograd
+    inner = autograd.graph._engine_run_backward
+
+    @functools.wraps(inner)
+    def run_backward(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if inputs:
+            check(outputs, inputs, not (args[0] if args else kwargs["allow_unreachable"]))
+        return inner(outputs, gradients, retain, create, inputs, *args, **kwargs)
+
+    autograd._engine_run_backward = autograd.graph._engine_run_backward = run_backward
 
 
 def current_graph_task() -> int:

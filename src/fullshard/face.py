@@ -17,6 +17,7 @@ _VIEWED = "_fullshard_viewed"  # on a view of a sharded parameter: the same
 _BARE = "_fullshard_bare"  # on both: the DTensor over the same memory that torch computes with
 _COPIED = "_fullshard_copied"  # on what torch gives as a view of a sharded parameter, but had to gather: writing to it is lost
 _MIXED = "got mixed torch.Tensor and DTensor"
+_MESHES = "on inputs with different meshes"
 _UNKNOWN = "does not have a sharding strategy registered"
 _WHOLE = (
     "of which a rank holds only its part then: use the whole one in `with fullshard.full_params(module):`, or initialise the "
@@ -72,13 +73,14 @@ class Face(DTensor):
             made = func(*bare, **(kwargs or {}))
         except RuntimeError as error:  # NotImplementedError among them
             text = str(error)
-            names = _names(faces) if _MIXED in text or _UNKNOWN in text else ""
+            names = _names(faces) if any(known in text for known in (_MIXED, _MESHES, _UNKNOWN)) else ""
             if not names:
                 raise
             if _UNKNOWN in text:
                 raise StateError(f"{func} cannot be computed on sharded {names} {_WHOLE}") from error
+            other = "DTensors of another mesh" if _MESHES in text else "a plain tensor"
             raise StateError(
-                f"{func} was given sharded {names} together with a plain tensor: outside of that forward a rank holds only its "
+                f"{func} was given sharded {names} together with {other}: outside of that forward a rank holds only its "
                 "part of the parameter. Compute with the tensors of `with fullshard.gathered(module)` (differentiable), call "
                 "register_fsdp_forward_method() for the method that reads it, or keep it full in `with model.resident():`"
             ) from error

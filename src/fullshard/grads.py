@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fullshard import _torch
 from fullshard.errors import StateError
 from fullshard.parameter import logical_parameters
 
@@ -74,5 +76,37 @@ def grad(
             raise StateError(f"grad(): {what} was not used by any rank: pass allow_unused=True to get None for it")
     return tuple(found)
 
+
+_SHOWN = 4  # names in an error
+_INSTEAD = (
+    "Take gradients as values with fullshard.grad(loss, parameters), or call backward() without inputs= (parameters that are "
+    "to get none: requires_grad_(False))"
+)
+
+
+def _check(outputs: Sequence[Any], inputs: Sequence[Any], all_used: bool) -> None:
+    """Raise StateError for what torch would take the gradient of, but cannot: modules compute with the full parameters.
+
+    Of a loss that was computed from the sharded parameters themselves (a penalty on weights) torch's gradient is right.
+    """
+    sharded = logical_parameters(tensor for tensor in inputs if isinstance(tensor, Tensor))
+    if not sharded:
+        return
+    gathered = [(parameter, full) for parameter in sharded if (full := parameter.full) is not None and full.requires_grad]
+    found = _torch.leads_to(outputs, [full for _, full in gathered])
+    missed = [parameter for number, (parameter, _) in enumerate(gathered) if number in found]
+    how = "it cannot reach, since modules compute with the full ones"
+    if not missed and all_used:
+        found = _torch.leads_to(outputs, [parameter.sharded for parameter in sharded])
+        missed = [parameter for number, parameter in enumerate(sharded) if number not in found]
+        how = "no graph of the outputs leads to"
+    if missed:
+        names = [f"'{one.name}' of unit '{one.label.name}'" for one in missed]
+        shown = ", ".join(names[:_SHOWN] + ["..."] * (len(names) > _SHOWN))
+        several = f"{len(names)} sharded parameters" if len(names) > 1 else "a sharded parameter"
+        raise StateError(f"torch.autograd.grad or backward(inputs=) was given {several} that {how}: {shown}. {_INSTEAD}")
+
+
+_torch.on_differentiation(_check)
 
 __all__ = ["grad"]

@@ -179,9 +179,8 @@ def remark_on_gradients(unit: Unit, names: list[str]) -> None:
     """An optimizer's first step finds none."""
     if "gradients" not in unit.options.checks.silence and _is_first_rank(unit):
         say_once(
-            f"an optimizer steps {len(names)} sharded parameters ({_listed(names)}), none of which has a gradient: "
-            "torch.autograd.grad and backward(inputs=) do not reach them, since modules compute with the full ones. Call "
-            "backward() without inputs=, or take gradients as values with fullshard.grad()",
+            f"an optimizer steps {len(names)} sharded parameters ({_listed(names)}), none of which has a gradient: call "
+            "backward() before, without inputs=, or take gradients as values with fullshard.grad()",
             LintWarning,
         )
 

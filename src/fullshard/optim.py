@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from fullshard.errors import StateError
 from fullshard.face import sleep, wake
 from fullshard.ledger import Kind, Label, Ledger, Line
 from fullshard.lint import is_ignored, remark_on_gradients, remark_on_optimizer
-from fullshard.parameter import ShardedParameter, logical_parameters
+from fullshard.parameter import ShardedParameter, inside, logical_parameters
 from fullshard.replaced import successor
 from fullshard.unit import Unit, owner_of
 
@@ -287,24 +289,38 @@ def clip_grad_norm_(
     grads = [p.grad for p in listed if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)
-    for grad in grads:
-        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-            raise ValueError(
-                f"clip_grad_norm_ takes gradients that are sharded, replicated or plain, got a DTensor of shape "
-                f"{tuple(grad.shape)} with placements {grad.placements}, which is not summed yet: redistribute() it first"
-            )
     power = float(norm_type)
     if not power > 0:
         raise ValueError(f"clip_grad_norm_ takes a norm_type > 0 or inf, got {norm_type!r}")
+    total = _total_norm("clip_grad_norm_", grads, power, _axes(listed))
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the gradients have a norm of {total.item()} over all ranks, so they cannot be clipped to {max_norm}"
+        )
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for (dtype, where), tensors in _alike(
+        map(inside, grads)
+    ).items():  # one coefficient, rounded to each dtype where it is used
+        torch._foreach_mul_(tensors, coefficient.to(where, torch.float64 if dtype == torch.float64 else torch.float32))
+    return total
+
+
+def _total_norm(caller: str, tensors: list[Tensor], power: float, axes: Any, *, singly: bool = False) -> Tensor:
+    """The norm of `tensors` over all ranks, each element once, where the first is. `singly`: without foreach operations.
+
+    Raises ValueError for a DTensor that is still to be summed.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError(
+                f"{caller} takes gradients that are sharded, replicated or plain, got a DTensor of shape "
+                f"{tuple(tensor.shape)} with placements {tensor.placements}, which is not summed yet: redistribute() it first"
+            )
     alike: dict[Any, list[Tensor]] = {}
-    locals_: list[Tensor] = []
-    axes = _axes(listed)
-    for grad in grads:
-        local = _torch.local_tensor(grad) if isinstance(grad, DTensor) else grad
-        kind = grad.device_mesh.device_type if isinstance(grad, DTensor) else None
-        alike.setdefault((kind, _cut_over(grad)), []).append(local)
-        locals_.append(local)
-    device = locals_[0].device
+    for tensor in tensors:
+        kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else None
+        alike.setdefault((kind, _cut_over(tensor)), []).append(inside(tensor))
+    device = inside(tensors[0]).device
     parts = []
     for (kind, groups), shards in alike.items():
         # Squares of bfloat16 norms would lose their digits when summed. Every rank sends the same dtype, shards or none.
@@ -312,17 +328,60 @@ def clip_grad_norm_(
         shards = [shard for shard in shards if shard.numel()]
         norms = torch.zeros(1, dtype=wide, device=device)
         if shards:
-            norms = torch.stack([norm.to(wide) for norm in _norms(shards, power)])
+            found = chain.from_iterable(_norms([one], power) for one in shards) if singly else _norms(shards, power)
+            norms = torch.stack([norm.to(device, wide) for norm in found])
         part = norms.max() if power == torch.inf else norms.pow(power).sum()
         part = part.to(device if kind is None or kind == device.type else kind)  # where the group's backend works
         _reduce(part, groups, axes, maximum=power == torch.inf)
         parts.append(part.to(device))
-    total = torch.stack(parts).max() if power == torch.inf else torch.stack(parts).sum().pow(1.0 / power)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"the gradients have a norm of {total.item()} over all ranks, so they cannot be clipped to {max_norm}"
+    return torch.stack(parts).max() if power == torch.inf else torch.stack(parts).sum().pow(1.0 / power)
+
+
+def _is_mixed(tensors: Sequence[Tensor]) -> bool:
+    """Whether DTensors of several meshes are among them, or DTensors and plain tensors: torch has no operation for those."""
+    meshes = {tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors}
+    return len(meshes) > 1
+
+
+def _torch_total_norm(
+    original: Any,
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.get_total_norm, also over several meshes, and over sharded and plain tensors."""
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    power = float(norm_type)
+    if not _is_mixed(listed):
+        return original(listed, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+    if not power > 0:
+        raise ValueError(
+            f"a norm over several meshes, or of sharded and plain tensors, has norm_type > 0 or inf, got {norm_type!r}"
         )
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for (dtype, where), tensors in _alike(locals_).items():  # one coefficient, rounded to each dtype where it is used
-        torch._foreach_mul_(tensors, coefficient.to(where, torch.float64 if dtype == torch.float64 else torch.float32))
+    total = _total_norm("torch.nn.utils.get_total_norm", listed, power, {}, singly=foreach is False)
+    original([total], 1.0, error_if_nonfinite, False)  # torch's own error
     return total
+
+
+def _torch_clip_with_norm(
+    original: Any,
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """torch.nn.utils.clip_grads_with_norm_: likewise."""
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [parameter.grad for parameter in listed if parameter.grad is not None]
+    if isinstance(total_norm, DTensor):
+        mixed = _is_mixed([*grads, total_norm])
+        total_norm = total_norm.full_tensor() if mixed else total_norm
+    else:
+        mixed = _is_mixed(grads)
+    if mixed:
+        listed = [SimpleNamespace(grad=inside(grad)) for grad in grads]  # type: ignore[misc]
+    original(listed, max_norm, total_norm, foreach)
+
+
+_torch.extend_clipping(_torch_total_norm, _torch_clip_with_norm)
