@@ -62,6 +62,7 @@ class Drive:
     def __init__(self, world: World, program: Program) -> None:
         self.world, self.program = world, program
         self.mesh = replicas_of(world) if program.replicated else world.mesh
+        fullshard.any_failed(self.mesh, True)  # whatever the program before left
         self.model, self.sharded = build(program, self.mesh)
         self.reference = Reference(self.model, world, replicated=program.replicated)
         self.optimizer = torch.optim.SGD(self.sharded.parameters(), lr=RATE)

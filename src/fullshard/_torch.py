@@ -71,12 +71,14 @@ __all__ = [
     "flat_axis",
     "global_rank",
     "group_name",
+    "groups_of",
     "has_backend",
     "has_extended_api",
     "has_reduction_hooks",
     "in_functional_call",
     "in_transform",
     "insides",
+    "is_alive",
     "is_cut",
     "is_done",
     "is_handled",
@@ -174,10 +176,28 @@ def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
+def is_alive(group: Any) -> bool:
+    """Whether torch knows a process group still: it was not destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def groups_of(mesh: DeviceMesh) -> list[Any]:
+    """The process groups of its axes; None for one that was destroyed."""
+    found: list[Any] = []
+    for axis in range(mesh.ndim):
+        try:
+            found.append(mesh.get_group(axis))
+        except (RuntimeError, ValueError, KeyError):
+            found.append(None)
+    return found
+
+
 def drop_groups(mesh: DeviceMesh) -> None:
-    """Have a mesh forget its process groups, which were destroyed."""
+    """Have a mesh forget those of its process groups that were destroyed."""
     for one in (mesh, getattr(mesh, "_root_mesh", None)):
-        getattr(one, "_pg_registry", {}).clear()
+        registry = getattr(one, "_pg_registry", {})
+        for name in [name for name, group in registry.items() if not is_alive(group)]:
+            del registry[name]
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

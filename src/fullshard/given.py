@@ -230,7 +230,13 @@ def _device(device_id: int | str | torch.device | None) -> torch.device | None:
 
 
 _MESHES: _torch.PerRank[Any, tuple[Any, DeviceMesh]] = _torch.PerRank()
-on_release(_MESHES.clear)
+
+
+@on_release
+def _forget_meshes() -> None:
+    for key, (_, mesh) in list(_MESHES.items()):
+        if not all(_torch.is_alive(group) for group in _torch.groups_of(mesh)):
+            del _MESHES[key]
 
 
 def mesh_of(given: Given, kind: str) -> DeviceMesh:

@@ -139,6 +139,8 @@ class Wire:
         name = _torch.group_name(group)
         found = _WIRES.get(name)
         if found is None or not found.carries(group):
+            if found is not None:  # its group was destroyed, and another one has its name
+                found.release()
             found = _WIRES[name] = cls(group)
         return found
 
@@ -185,6 +187,10 @@ class Wire:
                 _torch.exchange(self._answers, self._held(), [(received[:size], peer)], [(sent[:size], peer)], theirs.tag)
         return too_long
 
+    @property
+    def is_released(self) -> bool:
+        return self._held.is_released
+
     def release(self) -> None:
         """The process group was destroyed."""
         for messages in list(self._under_way):
@@ -204,9 +210,10 @@ _WIRES: dict[str, Wire] = {}
 
 @on_release
 def _release() -> None:
-    for wire in list(_WIRES.values()):
-        wire.release()
-    _WIRES.clear()
+    for name, wire in list(_WIRES.items()):
+        if wire.is_released:
+            wire.release()
+            del _WIRES[name]
 
 
 def wires() -> list[Wire]:

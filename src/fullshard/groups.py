@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from fullshard import _torch
 from fullshard.errors import StateError
 
 
@@ -30,8 +31,11 @@ class Held:
     def is_released(self) -> bool:
         return self._group is None
 
-    def release(self) -> None:
-        self._group = None
+    def release(self) -> bool:
+        """Let go of the group if torch destroyed it; whether it did."""
+        if self._group is not None and not _torch.is_alive(self._group):
+            self._group = None
+        return self._group is None
 
 
 _HELD: dict[int, Held] = {}  # by the id of the group
@@ -47,17 +51,19 @@ def held(group: dist.ProcessGroup) -> Held:
 
 
 def release() -> None:
-    """Torch destroyed all process groups: their connections close, by which the other ranks learn of it."""
-    every = list(_HELD.values())
-    _HELD.clear()
-    for one in every:
-        one.release()
+    """Let go of the process groups that torch destroyed: their connections close, by which the other ranks learn of it.
+
+    Others may have been made since.
+    """
+    for key, one in list(_HELD.items()):
+        if one.release():
+            del _HELD[key]
     for then in _THEN:
         then()
 
 
 def on_release(then: Callable[[], object]) -> None:
-    """Call `then` when the process groups were destroyed, to forget what knows them."""
+    """Call `then` when process groups were destroyed, to forget what knows those."""
     _THEN.append(then)
 
 

@@ -112,7 +112,13 @@ def _resolve_again(mesh: DeviceMesh, dims: DataParallelMeshDims | None, cuts_not
 
 
 _BESIDE: _torch.PerRank[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = _torch.PerRank()
-on_release(_BESIDE.clear)
+
+
+@on_release
+def _forget_beside() -> None:
+    for key, groups in list(_BESIDE.items()):
+        if not all(map(_torch.is_alive, groups)):
+            del _BESIDE[key]
 
 
 def beside(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:

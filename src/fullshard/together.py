@@ -15,7 +15,7 @@ from fullshard import _torch
 from fullshard.comm import Collectives
 from fullshard.errors import StateError
 from fullshard.gloo import Tag, collectives_for, wires
-from fullshard.groups import on_release
+from fullshard.groups import held, on_release
 from fullshard.ledger import Label, Ledger, Line, headline
 from fullshard.mesh import resolve_mesh
 from fullshard.runtime import Runtime
@@ -32,6 +32,7 @@ class _Meeting:
         self._tag = Tag()
         self.device = _device_of(mesh)
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        self._held = [held(group) for group in groups]
         self._collectives: list[Collectives] = [collectives_for(group, self.device, self._tag) for group in groups]
         self.watch: Watch | None = watch_of(_torch.backend_name(groups[0], self.device)) if groups else None
         self._ledger = Ledger(f"{name} {next(_NUMBERS.setdefault(name, itertools.count()))}", self.ranks, _torch.global_rank())
@@ -40,6 +41,11 @@ class _Meeting:
         if self.watch is not None:
             self.watch.add(self._ledger)
             self._waiter = self.watch.waiter()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether its process groups were destroyed."""
+        return any(one.is_released for one in self._held)
 
     def agree(self, flag: bool) -> bool:
         """Whether any rank says so (collective)."""
@@ -66,8 +72,15 @@ class _Meeting:
 _NUMBERS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()
 _MEETINGS: _torch.PerRank[int, _Meeting] = _torch.PerRank()
 _WORLD: _torch.PerRank[int, tuple[object, DeviceMesh]] = _torch.PerRank()  # the default process group, and the mesh of all
-on_release(_WORLD.clear)
-on_release(_MEETINGS.clear)
+
+
+@on_release
+def _forget_meetings() -> None:
+    for key, meeting in list(_MEETINGS.items()):
+        if meeting.is_released:
+            del _MEETINGS[key]
+    if _WORLD and not _torch.is_alive(_WORLD[0][0]):
+        _WORLD.clear()
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

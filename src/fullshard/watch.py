@@ -828,6 +828,7 @@ def watch_of(backend: str) -> Watch | None:
         if _OF.watch is None or _OF.store is not store:
             if _OF.watch is not None:
                 _OF.watch.end()
+                release()
             own = _torch.own_store(store, f"fullshard/{_OF.generation}")
             _OF.generation += 1
             _OF.watch = Watch(Board(own, _torch.global_rank(), _torch.world_size(), bell_for(store)))
