@@ -314,6 +314,38 @@ def test_a_ledger_that_is_closed_says_nothing_until_it_is_opened_anew() -> None:
     assert line.note("gather").number == 1 and ledger.hash != before, "of another epoch"
 
 
+def test_an_interrupt_at_any_line_of_a_turned_page_blocks_nobody() -> None:
+    """A lock that was held while a page was turned stayed held for ever when Ctrl-C came behind its last line."""
+
+    def interrupt(frame: types.FrameType, event: str, _: object) -> object:
+        if frame.f_code.co_filename.endswith("ledger.py") and event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return interrupt
+
+    for at in itertools.count(1):
+        ledger, lines = Ledger("all", [0, 1], 0), list[int]()
+        line = Line(ledger, Label(""), "")
+        for _ in range(20):
+            line.note("gather")
+        sys.settrace(interrupt)
+        try:
+            ledger.turn()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        ledger.turn()
+        ledger.close("they parted")
+        with pytest.raises(StateError, match="they parted"):
+            line.note("gather")
+        if len(lines) < at:
+            break
+    assert at > 5
+
+
 def test_forwards_without_heartbeat_are_forgotten() -> None:
     """Where messages bear no tags nobody asks for a hash between two backwards."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -128,11 +128,11 @@ class Ledger:
         "__weakref__",
         "_backwards",
         "_beginning",
-        "_closing",
         "_left",
         "_ordinals",
         "_pages",
         "_silent",
+        "_verdicts",
         "before",
         "epoch",
         "key",
@@ -160,7 +160,7 @@ class Ledger:
         self.say: Callable[[Kind], None]  # the next call is of this kind; raises StateError if nothing can be said any more
         self.tagged = False  # whether its messages bear the numbers of their entries, so that a rank may answer others
         self._beginning = False  # whether messages are begun at this moment
-        self._closing = threading.Lock()  # held to set `say`
+        self._verdicts: list[str] = []  # of all who closed it
         self._silent = False  # whether of what was put off nothing is begun any more
         self._backwards = 0
         self._ordinals = itertools.count()
@@ -216,11 +216,11 @@ class Ledger:
     def _begin(self, page: _Page, earlier: tuple[_Page, ...]) -> None:
         while len(earlier) > 1 and page.before - earlier[1].before >= _REMEMBERED:
             earlier = earlier[1:]
-        with self._closing:  # and nothing is called between these, so an interrupt comes before all of them or after
-            self._pages = (*earlier, page)
-            self.before, self.kinds = page.before, page.kinds
-            if self.verdict is None:
-                self.say = page.kinds.append
+        self._pages = (*earlier, page)  # nothing is called between these, so an interrupt comes before all of them or after
+        self.before, self.kinds = page.before, page.kinds
+        self.say = page.kinds.append
+        if self.verdict is not None:  # also if another thread closes it just now: that sets its verdict first, then `say`
+            self.say = partial(_refuse, self.verdict)
 
     def remembered(self) -> list[tuple[int, int, str]]:
         """The last calls: of each its number, the hash of all up to it, and its kind."""
@@ -249,9 +249,9 @@ class Ledger:
 
     def close(self, verdict: str) -> None:
         """From now on every call raises, with `verdict`, and what was put off never begins."""
-        with self._closing:
-            if self.verdict is None:
-                self.verdict, self.say = verdict, partial(_refuse, verdict)
+        self._verdicts.append(verdict)  # of several threads the first one counts
+        self.verdict = self._verdicts[0]
+        self.say = partial(_refuse, self.verdict)
         self._settle()
 
     def silence(self, silent: bool) -> None:
@@ -284,6 +284,7 @@ class Ledger:
     def reopen(self, epoch: int | None = None) -> None:
         """All ranks agreed to go on from here: what each said before no longer matters."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
+        self._verdicts = []
         self.verdict = self._left = None
         self._backwards = 0
         self._begin(_Page(0, _hasher(f"{self.name} {self.epoch}"), []), ())

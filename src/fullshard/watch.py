@@ -824,17 +824,20 @@ def watch_of(backend: str) -> Watch | None:
     store = _torch.default_store()
     if store is None:
         return None
+    before: Watch | None = None
     with _OF.lock:
         if _OF.watch is None or _OF.store is not store:
-            if _OF.watch is not None:
-                _OF.watch.end()
-                release()
+            before = _OF.watch
             own = _torch.own_store(store, f"fullshard/{_OF.generation}")
             _OF.generation += 1
             _OF.watch = Watch(Board(own, _torch.global_rank(), _torch.world_size(), bell_for(store)))
             _OF.store = store
             _listen_to_signal()
-        return _OF.watch
+        found = _OF.watch
+    if before is not None:  # of process groups that were destroyed a moment ago
+        before.end()
+        release()
+    return found
 
 
 def _destroyed(watch: Watch) -> None:
