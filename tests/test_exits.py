@@ -204,6 +204,7 @@ def rounds(rank: Rank, ports: list[int], shard: bool) -> None:
         model = shard_stack(model, rank.mesh()) if shard else nn.parallel.DistributedDataParallel(model)
         steps(model, 2)
         dist.barrier()
+        time.sleep(0.5)  # in plain torch, too, a rank may wait for ever in gloo's barrier if another destroys the group at once
         dist.destroy_process_group()
         del model
         gc.collect()

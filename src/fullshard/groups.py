@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -40,6 +41,7 @@ class Held:
 
 _HELD: dict[int, Held] = {}  # by the id of the group
 _THEN: list[Callable[[], object]] = []
+_RELEASING = threading.Lock()
 
 
 def held(group: dist.ProcessGroup) -> Held:
@@ -55,11 +57,12 @@ def release() -> None:
 
     Others may have been made since.
     """
-    for key, one in list(_HELD.items()):
-        if one.release():
-            del _HELD[key]
-    for then in _THEN:
-        then()
+    with _RELEASING:  # the thread that watches may find the same as the one that makes new groups
+        for key, one in list(_HELD.items()):
+            if one.release():
+                del _HELD[key]
+        for then in _THEN:
+            then()
 
 
 def on_release(then: Callable[[], object]) -> None:
