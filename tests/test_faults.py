@@ -89,6 +89,13 @@ class Drive:
     def wrong(self, where: str, found: list[str]) -> None:
         self.report.wrong += [] if self.shifted else [f"{where}: {text}" for text in found]
 
+    def skips_all(self, fault: Fault | None) -> bool:
+        """Whether a rank with this fault runs no module that has parameters, so that it says nothing in the step."""
+        if fault is None or fault.what != "skip" or not fault.at:
+            return False
+        skipped = set(nodes_of(self.nodes[fault.at]))
+        return all(node.own is None for node in self.nodes if node not in skipped)
+
     def agree(self, error: Exception | None, anew: bool = False) -> bool:
         failed = fullshard.any_failed(self.mesh, error or anew)
         if self.owed and not failed and not self.shifted:
@@ -104,7 +111,7 @@ class Drive:
             return None  # refused: gradients are only kept
         shifts = (
             step.kind in RUNS
-            and is_absent(fault)
+            and (is_absent(fault) or self.skips_all(fault))
             and fault is not None
             and len(fault.ranks) < size
             and not self.program.together

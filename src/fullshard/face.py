@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -149,15 +150,23 @@ def _turn(tensor: Any, cls: type[DTensor]) -> None:
 
 def sleep(tensors: Iterable[Tensor]) -> None:
     """Let Faces be DTensors until `wake`: an optimizer's operations then cost what they cost torch."""
+    asleep = _ASLEEP.__dict__.setdefault("faces", [])
     for tensor in tensors:
         if type(tensor) is Face:
             _turn(tensor, DTensor)
+            asleep.append(tensor)
 
 
-def wake(tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        if type(tensor) is DTensor and LOGICAL in tensor.__dict__ and _torch.HONOURS_SUBCLASSES:
+def wake() -> None:
+    """Let all that this thread had sleep be Faces again, also after an optimizer whose step raised."""
+    asleep = _ASLEEP.__dict__.get("faces")
+    while asleep:
+        tensor = asleep.pop()
+        if type(tensor) is DTensor and LOGICAL in tensor.__dict__:
             _turn(tensor, Face)
+
+
+_ASLEEP = threading.local()
 
 
 def _bare(face: Face) -> DTensor:

@@ -17,6 +17,7 @@ from fullshard import _torch, lint
 from fullshard.alike import share_buffers
 from fullshard.backward import BackwardHook, Chain
 from fullshard.errors import StateError
+from fullshard.face import wake
 from fullshard.runtime import runtime_of
 from fullshard.schedule import Call, Residency
 from fullshard.unit import Unit
@@ -187,6 +188,7 @@ class StateHooks:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
         """Runs for each module that holds parameters of the unit. With `assign=True` the dtype of what is loaded stays."""
+        wake()
         if self._unit is None:
             return
         if self._unit.residency is not Residency.SHARDED:

@@ -197,8 +197,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    wake()
     for group in optimizer.param_groups:
-        wake(group["params"])
         for parameter in logical_parameters(tensor for tensor in group["params"] if tensor.grad is not None):
             parameter.wrote()
     steps = _STEPS.get(optimizer)

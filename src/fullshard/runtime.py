@@ -25,6 +25,7 @@ from fullshard.comm import Delays, Lane, Ticket, lane_for
 from fullshard.communicator import Communicator
 from fullshard.delivery import Delivery
 from fullshard.errors import StateError
+from fullshard.face import wake
 from fullshard.group import Group
 from fullshard.joined import Joined, JoinedCalls
 from fullshard.ledger import Kind, Ledger, described
@@ -186,6 +187,7 @@ class Runtime:
         self._forwards += first
         if first:
             self._leaving = None
+            wake()  # what an optimizer whose step raised left asleep
             self._dismiss_gone()
             unit.name_below(module)
             self._trace.clear()
@@ -463,6 +465,7 @@ class Runtime:
     @_event
     def give_up(self) -> None:
         """Forget the step that is under way, with all gradients that are not delivered, as all ranks do."""
+        wake()
         self._abandon()
         self.planner.forget_orders()
         for unit in list(self._units.values()):
