@@ -41,7 +41,7 @@ repeat: $(READY)  ## run the tests of several processes 20 times, or REPEAT time
 		failed=$$((failed + 1)); echo "== run $$run failed"; cat .repeat; \
 	done; rm -f .repeat; echo "== $$failed of $(REPEAT) failed"; test $$failed = 0
 
-chaos: $(READY)  ## every ending of a rank at every place of a job, 294 jobs; CHAOS='--what SIGKILL --verbose' passes options
+chaos: $(READY)  ## every ending of a rank at every place of a job, 336 jobs; CHAOS='--what SIGKILL --verbose' passes options
 	@echo "== ending ranks of small jobs; fifteen minutes at most"
 	@OMP_NUM_THREADS=1 $(PYTHON) tests/chaos.py $(CHAOS)
 

@@ -399,11 +399,36 @@ def test_what_the_watch_cannot_read_it_skips_with_one_warning() -> None:
     assert job[0].out.count("cannot read") == 1, job
 
 
+# --- torch's own collectives ---
+
+
+def kill_in_torch(rank: Rank, victim: int) -> None:
+    """A rank is killed while the others wait for it in a collective of torch's own, as in torch.distributed.checkpoint."""
+    model = begun(rank)
+    square(model(batch(1))).backward()
+    if rank.rank == victim:
+        rank.event()
+        time.sleep(0.3)
+        meet("SIGKILL")
+    dist.barrier()
+
+
+def test_a_program_that_ends_by_an_error_of_torchs_own_collectives_says_where_the_other_ranks_are() -> None:
+    gone = "rank 1: does not answer"
+    nobody = "rank 0 is gone, and with it the store of the process group"
+    for victim, job in enumerate(together([partial(run_job, kill_in_torch, 3, victim=victim) for victim in (0, 1)])):
+        for one in job:
+            if one.rank != victim:
+                assert "gloo" in one.raised, job
+                assert re.search(rf"fullshard: rank {one.rank} ends by an error of torch's own collectives. .*{gone if victim else nobody}", one.out), job
+                assert one.ended is not None and one.ended < soon(GONE), job
+
+
 # --- all endings at all places ---
 
 
 def test_a_part_of_the_matrix_of_endings_and_places() -> None:
     """`make chaos` runs all of it."""
-    command = [sys.executable, str(Path(TESTS) / "chaos.py"), "--part", "small", "--seconds", "60"]
+    command = [sys.executable, str(Path(TESTS) / "chaos.py"), "--part", "small", "--seconds", "180"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr[-4000:]}"

@@ -7,6 +7,7 @@ import hashlib
 import operator
 import sys
 import threading
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,7 @@ __all__ = [
     "drop_groups",
     "dtensor",
     "dtensor_like",
+    "ends_by_collective",
     "exception_on",
     "exchange",
     "extend_clipping",
@@ -496,9 +498,8 @@ def on_differentiation(check: Callable[[Sequence[Any], Sequence[Any], bool], Non
     autograd._engine_run_backward = autograd.graph._engine_run_backward = run_backward
 
 
-def current_graph_task() -> int:
-    """A number unique to the running backward on this thread, -1 outside of one."""
-    return torch._C._current_graph_task_id()
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""A number unique to the running backward on this thread, -1 outside of one."""
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
@@ -769,6 +770,15 @@ def exception_on(thread: int) -> BaseException | None:
     """The exception that a thread (by its ident) handles at the moment."""
     found: Any = sys._current_exceptions().get(thread)
     return found[1] if isinstance(found, tuple) else found
+
+
+def ends_by_collective() -> bool:
+    """Whether the exception that ends the program was raised by a collective of torch.distributed."""
+    failure: Any = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if not isinstance(failure, RuntimeError) or failure.__traceback__ is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
+    return bool(frame.f_globals.get("__name__", "").startswith("torch.distributed."))
 
 
 def global_rank() -> int:

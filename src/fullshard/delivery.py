@@ -38,7 +38,7 @@ class Delivery:
         # Those whose parameters have hooks land early, but never by polling: a hook may talk to other ranks.
         self._hooked: deque[Reduction] = deque()
         self.merged = False  # whether what is on its way contains what earlier backwards kept
-        self._decided: list[Handover] | None = None  # what is to be handed out, whatever comes
+        self.decided: list[Handover] | None = None  # what is to be handed out, whatever comes
         # Units, by number, of which a backward kept gradients on this rank (or over shards only) since they were last reduced.
         self._keeping: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._kept = False  # whether a backward did so since gradients were last handed out
@@ -216,7 +216,7 @@ class Delivery:
                 handovers.append(handover)
         if beats and self._communicator.away is None:
             self._page = beats[0][0].page
-        self._decided, self.merged = handovers, False
+        self.decided, self.merged = handovers, False
 
     def _due(self) -> list[tuple[Unit, Reduction]]:
         """Take what is reduced since the last heartbeat, of units whose step the backward ends."""
@@ -281,19 +281,14 @@ class Delivery:
             if group.line.ledger is beat.ledger and group.trainable and id(group) not in reduced
         ]
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether gradients are to be handed out, whatever comes."""
-        return self._decided is not None
-
     def hand_out(self) -> None:
         """Give the parameters what `collect` decided on. Until that is done no interrupt is raised."""
-        decided = self._decided
+        decided = self.decided
         if decided is not None:
             try:
                 hand_over(decided)
             finally:
-                self._decided = None
+                self.decided = None
 
     def _start_heartbeats(
         self, reduced: Sequence[tuple[Unit, Reduction]], left: Sequence[tuple[Unit, Group]], again: Container[Ledger] | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
 from types import SimpleNamespace
@@ -65,19 +65,19 @@ _SHOWN = 4  # groups of parameters with options of their own
 class _Entry:
     """What one ledger is told of each step of an optimizer: once its gradients were written since they came, once not."""
 
-    __slots__ = ("kinds", "ledger", "unit")
+    __slots__ = ("_group", "_keeper", "_kinds", "_ledger")
 
     def __init__(self, unit: Unit, ledger: Ledger, action: str, subject: str) -> None:
         """`unit`: of the first parameter, by which writes are seen."""
-        self.unit, self.ledger = weakref.ref(unit), weakref.ref(ledger)
-        name = f"'{unit.groups[0].parameters[0].name}'" if unit.groups else ""
-        ends = ("", f", after a write to the gradient of {name} of '{unit.name}'")
-        self.kinds = [Kind(Label(""), action + end, f"{subject}{bool(end)}") for end in ends]
+        group = unit.groups[0]
+        self._group, self._keeper, self._ledger = weakref.ref(group), weakref.ref(unit.keeper), weakref.ref(ledger)
+        ends = ("", f", after a write to the gradient of '{group.parameters[0].name}' of '{unit.name}'")
+        self._kinds = [Kind(Label(""), action + end, f"{subject}{bool(end)}") for end in ends]
 
     def say(self) -> None:
-        unit, ledger = self.unit(), self.ledger()
-        if unit is not None and ledger is not None:
-            unit.keeper.note(ledger, self.kinds[bool(unit.groups) and unit.groups[0].rewritten])
+        group, keeper, ledger = self._group(), self._keeper(), self._ledger()
+        if group is not None and keeper is not None and ledger is not None:
+            keeper.note(ledger, self._kinds[group.rewritten])
 
 
 class _Steps:
@@ -88,16 +88,16 @@ class _Steps:
     beside them is its own.
     """
 
-    __slots__ = ("_entries", "_names", "_read", "_sizes", "_tensors", "_values")
+    __slots__ = ("_entries", "_known", "_names", "_read")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
         self._names = [name for name in optimizer.defaults if name not in _HOW and all(name in group for group in groups)]
-        self._read = itemgetter(*self._names) if len(self._names) > 1 else self._read_few
-        held = [self._read(group) for group in groups]
-        plain = [[_plain(value) for value in values] for values in held]
-        self._tensors = any(isinstance(value, Tensor) for values in held for value in values)
-        self._values, self._sizes = plain if self._tensors else held, [len(group["params"]) for group in groups]
+        self._read: Callable[[dict[str, Any]], Any] = itemgetter(*self._names) if len(self._names) > 1 else self._read_plain
+        plain = [self._read_plain(group) for group in groups]
+        if any(isinstance(value, Tensor) for group in groups for value in self._read(group)):
+            self._read = self._read_plain
+        self._known = [(self._read(group), len(group["params"])) for group in groups]
         found: dict[Ledger, list[tuple[int, ShardedParameter, Unit]]] = {}
         for index, group in enumerate(groups):
             for parameter in logical_parameters(group["params"]):
@@ -107,18 +107,22 @@ class _Steps:
                     found.setdefault(ledger, []).append((index, parameter, unit))
         self._entries = [self._entry(type(optimizer).__name__, ledger, members, plain) for ledger, members in found.items()]
 
-    def _read_few(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(group[name] for name in self._names)
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the optimizer makes its own
+
+    def _read_plain(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(_plain(group[name]) for name in self._names)
 
     def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether options are as they were when the entries were made."""
+        known, read = self._known, self._read
         try:
-            values: list[Any] = [*map(self._read, groups)]
-            if self._tensors:
-                values = [[_plain(value) for value in held] for held in values]
-            return bool(values == self._values) and [len(group["params"]) for group in groups] == self._sizes
+            for group, (values, size) in zip(groups, known):
+                if read(group) != values or len(group["params"]) != size:
+                    return False
         except (KeyError, RuntimeError, ValueError):  # an option is gone, or a tensor of several elements
             return False
+        return len(groups) == len(known)
 
     def say(self) -> None:
         """A step ended."""
@@ -126,7 +130,7 @@ class _Steps:
             entry.say()
 
     def _entry(
-        self, name: str, ledger: Ledger, members: list[tuple[int, ShardedParameter, Unit]], plain: list[list[Any]]
+        self, name: str, ledger: Ledger, members: list[tuple[int, ShardedParameter, Unit]], plain: list[tuple[Any, ...]]
     ) -> _Entry:
         options: dict[int, dict[str, str]] = {
             index: {key: repr(value) for key, value in zip(self._names, plain[index]) if value is not None}
@@ -160,7 +164,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
+_STEPS = "_fullshard_steps"  # on an optimizer: its _Steps
 _SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -185,7 +189,7 @@ def _remark(optimizer: torch.optim.Optimizer) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if rebind(optimizer):
-        _STEPS.pop(optimizer, None)
+        optimizer.__dict__.pop(_STEPS, None)
     if optimizer not in _SEEN:
         _remark(optimizer)
     for group in optimizer.param_groups:
@@ -201,9 +205,9 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for group in optimizer.param_groups:
         for parameter in logical_parameters(tensor for tensor in group["params"] if tensor.grad is not None):
             parameter.wrote()
-    steps = _STEPS.get(optimizer)
+    steps = optimizer.__dict__.get(_STEPS)
     if steps is None or not steps.holds(optimizer.param_groups):
-        steps = _STEPS[optimizer] = _Steps(optimizer)
+        steps = optimizer.__dict__[_STEPS] = _Steps(optimizer)
     steps.say()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
+from threading import get_ident, local
 from typing import Any, TypeVar
 
 import torch
@@ -60,7 +60,7 @@ def _event(method: M) -> M:
 class Runtime:
     """runtime 1 - n units (held weakly), 1 - 1 planner, 1 - 1 communicator, 1 - 1 delivery."""
 
-    _of_thread = threading.local()
+    _of_thread = local()
 
     @classmethod
     def of(cls, device: torch.device, comm: CommPolicy, checks: CheckPolicy = CheckPolicy()) -> Runtime:
@@ -84,7 +84,7 @@ class Runtime:
         self.delivery = Delivery(self.communicator)
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._gone: deque[int] = deque()  # units that were deleted by another thread
         self._forwards = 0  # outermost ones so far
         self._event: object = None  # of the caller, that the next forward is ordered behind
@@ -119,7 +119,7 @@ class Runtime:
 
     def _deleted(self, number: int) -> None:
         """By whom ever: garbage is collected by any thread, maybe in the midst of our work."""
-        if threading.get_ident() == self._thread:
+        if get_ident() == self._thread:
             self._dismiss(number)
         else:
             self._gone.append(number)
@@ -295,7 +295,7 @@ class Runtime:
                     self._reduce_late(unit)
                 self.delivery.collect(list(self._touched.values()), self._all_units)
             except BaseException:
-                if not self.delivery.is_decided:
+                if self.delivery.decided is None:
                     # Whoever keeps what is raised keeps our caller alive, by whose death we know of backwards that raised.
                     self._backward = weakref.ref(BackwardEnd(self.leave_backward))
                     self._backward_died(None)
@@ -594,9 +594,9 @@ class Runtime:
         """
         if (
             ledger.verdict is None
-            and not self.delivery.is_decided
+            and self.delivery.decided is None
             and _torch.current_graph_task() == -1
-            and threading.get_ident() == self._thread
+            and get_ident() == self._thread
         ):
             ledger.say(kind)
 
@@ -780,7 +780,7 @@ class Runtime:
 
     def _start_over(self) -> None:
         """An interrupt came between any two lines of ours. What those left is not believed: all units hold nothing then."""
-        if self.delivery.is_decided:
+        if self.delivery.decided is not None:
             self._end_backward()
         units = list(self._units.values())
         gone = [unit for unit in units if self.delivery.is_undelivered(unit)]

@@ -28,6 +28,7 @@ _TICK = 0.1  # seconds between two looks
 _AGAIN = 5.0  # seconds between two times of asking, and for which an answer is waited for
 _ATTENTIVE = 10.0  # seconds for which a rank that was asked follows what the others say
 _GRACE = 0.5  # seconds for which ranks that parted wait for what the others say of it
+_LAST = 2.0  # seconds for which a rank whose program ends waits for answers
 _LEFT = 2.0  # seconds for which a rank waits at least for one that left by an exception, and may go on
 _FEW = 8  # ranks up to which each reads what the others say; of more, a few do
 _READERS = 4
@@ -104,6 +105,10 @@ class Position:
     def has_heard(self, number: int) -> bool:
         """Whether it was told after that notice was read."""
         return (self.heard - number) & 0xFFFF < 0x8000
+
+    def answers(self, number: int) -> bool:
+        """Whether it is the last word of its rank on that notice: told after it was read, or at the end of the program."""
+        return bool(self.flags & ENDED) or self.has_heard(number)
 
 
 @dataclass(slots=True, eq=False)
@@ -603,9 +608,12 @@ class Watch:
         by_text: dict[str, list[int]] = {}
         for rank in shown:
             place, said = positions.get(rank), words.get(rank)
-            text = "does not answer" if place is None else f"waiting, at call {place.count}" if said is None else str(said)
-            if place is not None and said is not None and not place.has_heard(self._asked[0]):
-                text = f"does not answer, was {said}"
+            if place is not None and place.flags & ENDED:
+                text = "ended the program" if said is None else f"ended the program, was {said}"
+            elif place is None or not place.has_heard(self._asked[0]):
+                text = "does not answer" if said is None else f"does not answer, was {said}"
+            else:
+                text = f"waiting, at call {place.count}" if said is None else str(said)
             by_text.setdefault(text, []).append(rank)
         texts = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in by_text.items())
         return texts if len(shown) == len(others) else f"{texts}; and {len(others) - len(shown)} more"
@@ -701,9 +709,9 @@ class Watch:
             known = self._surveyed[ledger] = begun, text
         return known[1]
 
-    def _collect(self, ledgers: Sequence[Ledger]) -> list[str]:
+    def _collect(self, ledgers: Sequence[Ledger], seconds: float = _AGAIN + 1.0) -> list[str]:
         """Ask all others, and give them some time to answer; where they are in each of the ledgers."""
-        end = self._clock() + _AGAIN + 1.0
+        end = self._clock() + seconds
         with self._lock:
             number = self._ask(self._clock())
             self._publish(self._changed())
@@ -712,7 +720,7 @@ class Watch:
                 self._hear()
                 everywhere = [self._positions(ledger) for ledger in ledgers]
                 if self._clock() > end or all(
-                    len(ledger.ranks) - 1 == sum(place.has_heard(number) for place in positions.values())
+                    len(ledger.ranks) - 1 == sum(place.answers(number) for place in positions.values())
                     for ledger, positions in zip(ledgers, everywhere)
                 ):
                     return [self._whereabouts(one, positions) for one, positions in zip(ledgers, everywhere)]
@@ -752,6 +760,20 @@ class Watch:
                     return ledger.verdict
             time.sleep(_TICK)
         return ""
+
+    def report_at_end(self) -> None:
+        """The program ends by an error of torch's own collectives, which know no names: print where the other ranks are."""
+        ledgers = [ledger for ledger in list(self._ledgers.values()) if ledger.count and self._reads(ledger)]
+        if any(ledger.verdict is not None for ledger in ledgers):
+            return  # it was raised
+        try:
+            there = "; ".join(dict.fromkeys(self._collect(ledgers, _LAST)))
+        except Exception:
+            there = ""
+            if self._board.is_served_by_first_rank and self._rank != 0:
+                there = "rank 0 is gone, and with it the store of the process group"
+        if there:
+            print(f"fullshard: rank {self._rank} ends by an error of torch's own collectives. {there}", file=sys.stderr, flush=True)
 
     def _report(self) -> None:
         ledgers = [ledger for ledger in list(self._ledgers.values()) if ledger.count]
@@ -864,6 +886,8 @@ def _end() -> None:
     if signal.getsignal(signal.SIGUSR1) is _on_signal:  # Python gives it back to the system, which would end the process
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if _OF.watch is not None:
+        if _torch.ends_by_collective():
+            _OF.watch.report_at_end()
         _OF.watch.end()
 
 
