@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
-from fullshard import CheckPolicy
+from fullshard import CheckPolicy, optim
 from fullshard.communicator import Communicator
 from fullshard.module import units_of
 from fullshard.watch import Waiter
@@ -98,6 +98,44 @@ def host(pairs: int, units: int) -> dict[str, float]:
     return {"without": median(times["without"]) / units * 1e6, "per unit": added / units * 1e6}
 
 
+def entry_of_steps(units: int, steps: int) -> dict[str, float]:
+    """Microseconds by which the entry of one optimizer step in the ledger delays it, within training steps (medians): with the
+    same options as in the step before, and with another learning rate. The clock's own time is subtracted.
+    """
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    mesh = init_device_mesh("cpu", (8,))
+    model = nn.Sequential(*[Unit() for _ in range(units)])
+    for module in (*model, model):
+        fullshard.fully_shard(module, mesh=mesh)
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(2, 16)
+    spent: list[int] = []
+    empty: list[int] = []
+    say = optim._Steps.say
+
+    def timed(self: optim._Steps, groups: Any) -> None:
+        first = time.perf_counter_ns()
+        begin = time.perf_counter_ns()
+        say(self, groups)
+        spent.append(time.perf_counter_ns() - begin)
+        empty.append(begin - first)
+
+    optim._Steps.say = timed  # type: ignore[method-assign]
+    found: dict[str, float] = {}
+    for name in ("same options", "another rate"):
+        for step in range(steps):
+            if name == "another rate":
+                optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = (median(spent[5:]) - median(empty[5:])) / 1e3
+        spent.clear()
+        empty.clear()
+    optim._Steps.say = say  # type: ignore[method-assign]
+    dist.destroy_process_group()
+    return found
+
+
 def _train(rank: int, steps: int, port: int, results: Any) -> None:
     from train_lm import Decoder
 
@@ -134,6 +172,11 @@ def main() -> None:
     print(
         f"host time per unit and step: without {found['without']:6.0f} us   checks {found['per unit']:5.1f} us (median of pairs)"
     )
+    entry = entry_of_steps(options.units, 5 * options.steps)
+    print(
+        f"entry of an optimizer step: {entry['same options']:5.1f} us   with another learning rate {entry['another rate']:5.1f} us "
+        "(medians, within training steps)"
+    )
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     mp.spawn(_train, (options.steps, options.port, results), nprocs=2)
@@ -143,7 +186,7 @@ def main() -> None:
         f"checks {100 * (step['ratio'] - 1):5.2f} % (median of pairs)"
     )
     if options.json:
-        print(json.dumps({"host": found, "step": step}), flush=True)
+        print(json.dumps({"host": found, "entry": entry, "step": step}), flush=True)
 
 
 if __name__ == "__main__":

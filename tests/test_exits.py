@@ -420,7 +420,10 @@ def test_a_program_that_ends_by_an_error_of_torchs_own_collectives_says_where_th
         for one in job:
             if one.rank != victim:
                 assert "gloo" in one.raised, job
-                assert re.search(rf"fullshard: rank {one.rank} ends by an error of torch's own collectives. .*{gone if victim else nobody}", one.out), job
+                assert re.search(
+                    rf"fullshard: rank {one.rank} ends by an error of torch's own collectives. .*{gone if victim else nobody}",
+                    one.out,
+                ), job
                 assert one.ended is not None and one.ended < soon(GONE), job
 
 

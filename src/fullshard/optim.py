@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -62,42 +65,98 @@ _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))  # option
 _SHOWN = 4  # groups of parameters with options of their own
 
 
+class _Step(Kind):
+    """A step of an optimizer. Its text, which is long, is made when somebody asks for it."""
+
+    text: Callable[[], str]
+
+    @classmethod
+    def of(cls, subject: str, text: Callable[[], str]) -> _Step:
+        self = cls(Label(""), "", subject)
+        self.text = text
+        return self
+
+    def __str__(self) -> str:
+        return self.text()
+
+
 class _Entry:
-    """What one ledger is told of each step of an optimizer: once its gradients were written since they came, once not."""
+    """What one ledger is told of each step of an optimizer: class, options, parameters (a hash for each group of the
+    optimizer), and whether gradients were written since they came.
+    """
 
-    __slots__ = ("_group", "_keeper", "_kinds", "_ledger")
+    __slots__ = ("_counts", "_digests", "_first", "_keeper", "_kind", "_ledger", "_options", "_written")
 
-    def __init__(self, unit: Unit, ledger: Ledger, action: str, subject: str) -> None:
-        """`unit`: of the first parameter, by which writes are seen."""
-        group = unit.groups[0]
-        self._group, self._keeper, self._ledger = weakref.ref(group), weakref.ref(unit.keeper), weakref.ref(ledger)
-        ends = ("", f", after a write to the gradient of '{group.parameters[0].name}' of '{unit.name}'")
-        self._kinds = [Kind(Label(""), action + end, f"{subject}{bool(end)}") for end in ends]
+    def __init__(self, ledger: Ledger, members: Sequence[tuple[int, ShardedParameter, Unit]]) -> None:
+        """`members`: the group of the optimizer that each parameter is in, and its unit."""
+        first = min((unit for _, _, unit in members), key=lambda unit: unit.ordinal)
+        self._first, self._keeper, self._ledger = weakref.ref(first.groups[0]), weakref.ref(first.keeper), weakref.ref(ledger)
+        names: dict[int, list[str]] = {}  # of parameters, by group
+        for index, parameter, unit in members:
+            names.setdefault(index, []).append(f"{unit.ordinal} {parameter.name}")
+        self._counts = {index: len(listed) for index, listed in names.items()}
+        self._digests = [crc32(repr(sorted(listed)).encode()) for listed in names.values()]
+        self._options: _Options | None = None
+        self._written = False
 
-    def say(self) -> None:
-        group, keeper, ledger = self._group(), self._keeper(), self._ledger()
+    def say(self, options: _Options) -> None:
+        """A step ended, of an optimizer with these options."""
+        group, keeper, ledger = self._first(), self._keeper(), self._ledger()
         if group is not None and keeper is not None and ledger is not None:
-            keeper.note(ledger, self._kinds[group.rewritten])
+            written = group.rewritten
+            if options is not self._options or written is not self._written:
+                self._options, self._written = options, written
+                values = [f"{options.values[index]} {digest}" for index, digest in zip(self._counts, self._digests)]
+                values.sort()
+                end = f", after a write to the gradient of '{group.parameters[0].name}' of '{group.parameters[0].label.name}'"
+                text = partial(options.described, self._counts, end if written else "")
+                self._kind = _Step.of(f"{options.name} {values} {written}", text)
+            keeper.note(ledger, self._kind)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Options:
+    """Those of an optimizer of class `name`, in each of its groups, in the order of `keys`."""
+
+    name: str
+    keys: Sequence[str]
+    values: Sequence[tuple[Any, ...]]
+
+    def described(self, counts: Mapping[int, int], end: str) -> str:
+        """`counts`: of parameters, by group."""
+        mine = [
+            {key: repr(value) for key, value in zip(self.keys, self.values[index]) if value is not None} for index in counts
+        ]
+        common = set.intersection(*(set(one.items()) for one in mine))
+        sets: dict[str, int] = {}  # how many parameters have these options of their own
+        for one, count in zip(mine, counts.values()):
+            own = ", ".join(f"{key}={value}" for key, value in one.items() if (key, value) not in common)
+            sets[own] = sets.get(own, 0) + count
+        total = sum(sets.values())
+        shared = [f"{key}={value}" for key, value in mine[0].items() if (key, value) in common]
+        text = ", ".join([f"{self.name}.step() of {total} parameter{'s' if total != 1 else ''}", *shared])
+        if len(sets) > 1:
+            shown = [f"{count} with {own}" for own, count in sorted(sets.items())]
+            text += "; " + "; ".join(shown[:_SHOWN] + ["..."] * (len(shown) > _SHOWN))
+        return text + end
 
 
 class _Steps:
     """What the ranks must agree on of each step of an optimizer: its class, its options, and which parameters it has.
 
-    steps 1 - n entries, one per ledger that sharded parameters lie in. They are made when an option changed. Options are those
-    of the optimizer's defaults, plain values and tensors of one element on the host; what an optimizer counts in its groups
-    beside them is its own.
+    steps 1 - n entries, one per ledger that sharded parameters lie in. Options are those of the optimizer's defaults, plain
+    values and tensors of one element on the host; what an optimizer counts in its groups beside them is its own.
     """
 
-    __slots__ = ("_entries", "_known", "_names", "_read")
+    __slots__ = ("_entries", "_known", "_names", "_options", "_read", "sizes")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
-        self._names = [name for name in optimizer.defaults if name not in _HOW and all(name in group for group in groups)]
-        self._read: Callable[[dict[str, Any]], Any] = itemgetter(*self._names) if len(self._names) > 1 else self._read_plain
-        plain = [self._read_plain(group) for group in groups]
-        if any(isinstance(value, Tensor) for group in groups for value in self._read(group)):
-            self._read = self._read_plain
-        self._known = [(self._read(group), len(group["params"])) for group in groups]
+        self.sizes = [len(group["params"]) for group in groups]
+        self._names = [name for name in optimizer.defaults if name not in _HOW]
+        self._read: Callable[[dict[str, Any]], Any] = self._read_plain
+        self._known: list[Any] = []  # options by group, as they were read last
+        self._options = _Options(type(optimizer).__name__, self._names, ())
         found: dict[Ledger, list[tuple[int, ShardedParameter, Unit]]] = {}
         for index, group in enumerate(groups):
             for parameter in logical_parameters(group["params"]):
@@ -105,54 +164,33 @@ class _Steps:
                 if unit is not None and unit.groups:
                     ledger = unit.keeper.communicator.ledger(parameter.cut.axis)
                     found.setdefault(ledger, []).append((index, parameter, unit))
-        self._entries = [self._entry(type(optimizer).__name__, ledger, members, plain) for ledger, members in found.items()]
+        self._entries = [_Entry(ledger, members) for ledger, members in found.items()]
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the optimizer makes its own
 
-    def _read_plain(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(_plain(group[name]) for name in self._names)
-
-    def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether options are as they were when the entries were made."""
-        known, read = self._known, self._read
-        try:
-            for group, (values, size) in zip(groups, known):
-                if read(group) != values or len(group["params"]) != size:
-                    return False
-        except (KeyError, RuntimeError, ValueError):  # an option is gone, or a tensor of several elements
-            return False
-        return len(groups) == len(known)
-
-    def say(self) -> None:
+    def say(self, groups: Sequence[dict[str, Any]]) -> None:
         """A step ended."""
+        try:
+            held = [*map(self._read, groups)] == self._known
+        except (KeyError, RuntimeError):  # an option is gone, or became a tensor of several elements
+            held = False
+        if not held:
+            self._look_up(groups)
         for entry in self._entries:
-            entry.say()
+            entry.say(self._options)
 
-    def _entry(
-        self, name: str, ledger: Ledger, members: list[tuple[int, ShardedParameter, Unit]], plain: list[tuple[Any, ...]]
-    ) -> _Entry:
-        options: dict[int, dict[str, str]] = {
-            index: {key: repr(value) for key, value in zip(self._names, plain[index]) if value is not None}
-            for index in {index for index, _, _ in members}
-        }
-        common = set.intersection(*(set(one.items()) for one in options.values()))
-        sets: dict[str, int] = {}  # how many parameters have these options of their own
-        subjects: list[str] = []
-        for index, parameter, unit in members:
-            own = ", ".join(f"{key}={value}" for key, value in options[index].items() if (key, value) not in common)
-            sets[own] = sets.get(own, 0) + 1
-            subjects.append(f"{unit.ordinal} {parameter.name} {own}")
-        first = options[members[0][0]]
-        shared = [f"{key}={value}" for key, value in first.items() if (key, value) in common]
-        several = len(members) != 1
-        action = ", ".join([f"{name}.step() of {len(members)} parameter{'s' if several else ''}", *shared])
-        if len(sets) > 1:
-            shown = [f"{number} with {own}" for own, number in sorted(sets.items())]
-            action += "; " + "; ".join(shown[:_SHOWN] + ["..."] * (len(shown) > _SHOWN))
-        return _Entry(
-            min((unit for _, _, unit in members), key=lambda unit: unit.ordinal), ledger, action, f"{action} {sorted(subjects)}"
-        )
+    def _look_up(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Options are others than in the step before."""
+        self._options = _Options(self._options.name, self._names, [*map(self._read_plain, groups)])
+        held = [[group.get(name) for name in self._names] for group in groups]
+        if len(self._names) < 2 or any(value is None or isinstance(value, Tensor) for values in held for value in values):
+            self._read, self._known = self._read_plain, list(self._options.values)
+        else:
+            self._read, self._known = itemgetter(*self._names), [*map(tuple, held)]
+
+    def _read_plain(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple([_plain(group.get(name)) for name in self._names])
 
 
 def _plain(value: Any) -> Any:
@@ -202,13 +240,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     wake()
+    sizes: list[int] = []
     for group in optimizer.param_groups:
+        sizes.append(len(group["params"]))
         for parameter in logical_parameters(tensor for tensor in group["params"] if tensor.grad is not None):
             parameter.wrote()
     steps = optimizer.__dict__.get(_STEPS)
-    if steps is None or not steps.holds(optimizer.param_groups):
+    if steps is None or steps.sizes != sizes:
         steps = optimizer.__dict__[_STEPS] = _Steps(optimizer)
-    steps.say()
+    steps.say(optimizer.param_groups)
 
 
 def _alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:

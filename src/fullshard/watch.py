@@ -773,7 +773,11 @@ class Watch:
             if self._board.is_served_by_first_rank and self._rank != 0:
                 there = "rank 0 is gone, and with it the store of the process group"
         if there:
-            print(f"fullshard: rank {self._rank} ends by an error of torch's own collectives. {there}", file=sys.stderr, flush=True)
+            print(
+                f"fullshard: rank {self._rank} ends by an error of torch's own collectives. {there}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _report(self) -> None:
         ledgers = [ledger for ledger in list(self._ledgers.values()) if ledger.count]
