@@ -217,7 +217,7 @@ def attempt(cell: Cell, folder: Path, reference: Reference, resume: bool) -> Res
     limit = soon(2 * WAITS) + (PAUSED if cell.what in PAUSES else RENDEZVOUS if cell.where == "init" else 0.0)
     job = run_job(train, cell.size, folder=_new(folder / "job"), limit=limit, module="chaos", **facts)
     faults = list(faults_of(cell, job, whole))
-    if resume and cell.what not in PAUSES:
+    if resume and cell.what not in PAUSES and cell.where not in ("init", "wrap"):  # where no checkpoint is yet
         faults += resumed(folder, cell.size, whole)
     others = [one.seconds for one in job if one.rank != cell.victim]
     shutil.rmtree(folder, ignore_errors=True)
@@ -282,7 +282,7 @@ def main() -> int:
     parser.add_argument("--victim", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--size", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--seconds", type=float, default=870.0, help="no job begins later than this")
-    parser.add_argument("--at-once", type=int, default=max(4, 2 * (os.cpu_count() or 1)), help="jobs side by side")
+    parser.add_argument("--at-once", type=int, default=max(4, 3 * (os.cpu_count() or 1)), help="jobs side by side")
     parser.add_argument("--no-resume", action="store_true", help="start no job anew")
     parser.add_argument("--verbose", action="store_true", help="print what every rank of a job that failed said")
     options = parser.parse_args()

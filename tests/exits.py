@@ -116,8 +116,11 @@ _KEPT: list[Any] = []
 
 def _serve() -> dict[str, Any]:
     """Fork a process for each line of stdin, and say on stdout how each ended. Returns in those processes, with the line."""
-    for name in ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "fullshard", "exits", "models"):
-        importlib.import_module(name)
+    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "fullshard", "exits", "models"):
+        importlib.import_module(name)  # _dynamo: DTensor does when first used, which takes half a second
+    import torch
+
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # the first one of a process takes 0.1 s
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # what is imported here no process need look at, nor copy, when it collects garbage
     running: set[int] = set()

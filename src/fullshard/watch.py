@@ -170,6 +170,7 @@ class Watch:
                 self._close(ledger, verdict)
         if start and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._run, name="fullshard-watch", daemon=True)
+            _OF.threads = [*filter(threading.Thread.is_alive, _OF.threads), self._thread]
             self._thread.start()
 
     def waiter(self) -> Waiter:
@@ -836,6 +837,7 @@ class _Of:
     pipe: int | None = None
     writer: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    threads: list[threading.Thread] = field(default_factory=list)  # of this watch, and of those before it
 
 
 _OF = _Of()
@@ -879,7 +881,7 @@ def _in_child() -> None:
     """A forked process has no watch: its thread, its connection and its pipe are the parent's."""
     if _OF.writer is not None and threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
-    _OF.watch, _OF.store, _OF.pipe, _OF.writer = None, None, None, None
+    _OF.watch, _OF.store, _OF.pipe, _OF.writer, _OF.threads = None, None, None, None, []
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -893,6 +895,8 @@ def _end() -> None:
         if _torch.ends_by_collective():
             _OF.watch.report_at_end()
         _OF.watch.end()
+    for thread in _OF.threads:  # one may end just now, as the process group was destroyed; Python would abort in its midst
+        thread.join(_LAST)
 
 
 def _on_signal(number: int, frame: Any) -> None:
