@@ -780,12 +780,15 @@ class Watch:
                 flush=True,
             )
 
+    def _words_of(self, ledger: Ledger) -> _Words:
+        """Where this rank is."""
+        return _Words(*json.loads(self._said(ledger))[1:])
+
     def _report(self) -> None:
         ledgers = [ledger for ledger in list(self._ledgers.values()) if ledger.count]
         lines = []
         for ledger, there in zip(ledgers, self._collect(ledgers)):
-            said = _Words(*json.loads(self._said(ledger))[1:])
-            lines.append(f"fullshard: rank {self._rank}: {said}; {there}")
+            lines.append(f"fullshard: rank {self._rank}: {self._words_of(ledger)}; {there}")
         print("\n".join(lines) or f"fullshard: rank {self._rank}: before the first call", file=sys.stderr, flush=True)
 
 
