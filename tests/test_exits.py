@@ -414,16 +414,13 @@ def kill_in_torch(rank: Rank, victim: int) -> None:
 
 
 def test_a_program_that_ends_by_an_error_of_torchs_own_collectives_says_where_the_other_ranks_are() -> None:
-    gone = "rank 1: does not answer"
-    nobody = "rank 0 is gone, and with it the store of the process group"
+    first = r"rank \d ended by an error of torch's own collectives, .* after call \d+, heartbeat. .*"
+    gone = "rank 1: does not answer", "rank 0 is gone, and with it the store of the process group"
     for victim, job in enumerate(together([partial(run_job, kill_in_torch, 3, victim=victim) for victim in (0, 1)])):
         for one in job:
             if one.rank != victim:
                 assert "gloo" in one.raised, job
-                assert re.search(
-                    rf"fullshard: rank {one.rank} ends by an error of torch's own collectives. .*{gone if victim else nobody}",
-                    one.out,
-                ), job
+                assert re.search(f"fullshard: rank {one.rank}: {first}{gone[not victim]}", one.out), job
                 assert one.ended is not None and one.ended < soon(GONE), job
 
 

@@ -710,8 +710,14 @@ class Watch:
             known = self._surveyed[ledger] = begun, text
         return known[1]
 
-    def _collect(self, ledgers: Sequence[Ledger], seconds: float = _AGAIN + 1.0) -> list[str]:
+    def _collect(self, ledgers: Sequence[Ledger]) -> list[str]:
         """Ask all others, and give them some time to answer; where they are in each of the ledgers."""
+        *_, everywhere = self._asking(ledgers, _AGAIN + 1.0)
+        with self._lock:
+            return [self._whereabouts(one, positions) for one, positions in zip(ledgers, everywhere)]
+
+    def _asking(self, ledgers: Sequence[Ledger], seconds: float) -> Iterator[list[dict[int, Position]]]:
+        """Ask all others; their positions in each of the ledgers, read again and again until all answered or time is up."""
         end = self._clock() + seconds
         with self._lock:
             number = self._ask(self._clock())
@@ -720,13 +726,13 @@ class Watch:
             with self._lock:  # who asks answers others meanwhile
                 self._hear()
                 everywhere = [self._positions(ledger) for ledger in ledgers]
-                if self._clock() > end or all(
-                    len(ledger.ranks) - 1 == sum(place.answers(number) for place in positions.values())
-                    for ledger, positions in zip(ledgers, everywhere)
-                ):
-                    return [self._whereabouts(one, positions) for one, positions in zip(ledgers, everywhere)]
-            if self._ended.wait(_TICK):
-                return ["" for _ in ledgers]
+            yield everywhere
+            answered = all(
+                len(ledger.ranks) - 1 == sum(place.answers(number) for place in positions.values())
+                for ledger, positions in zip(ledgers, everywhere)
+            )
+            if answered or self._clock() > end or self._ended.wait(_TICK):
+                return
 
     def lost(self, entry: Entry, rank: int) -> None:
         """The connection to another rank is closed: if no verdict says why, that rank is gone. Closes the ledger."""
@@ -763,22 +769,28 @@ class Watch:
         return ""
 
     def report_at_end(self) -> None:
-        """The program ends by an error of torch's own collectives, which know no names: print where the other ranks are."""
+        """The program ends by an error of torch's own collectives, which know no names: tell the others, and print, where the
+        other ranks are. A rank that the error reaches later, since this one ended, then knows the first cause.
+        """
         ledgers = [ledger for ledger in list(self._ledgers.values()) if ledger.count and self._reads(ledger)]
-        if any(ledger.verdict is not None for ledger in ledgers):
-            return  # it was raised
-        try:
-            there = "; ".join(dict.fromkeys(self._collect(ledgers, _LAST)))
-        except Exception:
+        texts: dict[str, None] = {}
+        for ledger in ledgers:
             there = ""
-            if self._board.is_served_by_first_rank and self._rank != 0:
-                there = "rank 0 is gone, and with it the store of the process group"
-        if there:
-            print(
-                f"fullshard: rank {self._rank} ends by an error of torch's own collectives. {there}",
-                file=sys.stderr,
-                flush=True,
-            )
+            try:
+                for (positions,) in self._asking([ledger], _LAST) if ledger.verdict is None else ():
+                    with self._lock:
+                        there = self._whereabouts(ledger, positions)
+            except Exception:  # the store is gone, maybe since its rank ended by the same error meanwhile
+                if not there and self._board.is_served_by_first_rank and self._rank != 0:
+                    there = "rank 0 is gone, and with it the store of the process group"
+            text = f"rank {self._rank} ended by an error of torch's own collectives, {self._words_of(ledger)}. {there}"
+            if ledger.verdict is None:
+                self._convict(ledger, text)
+            texts[ledger.verdict or text] = None
+        if texts:
+            print(f"fullshard: rank {self._rank}: {'; '.join(texts)}", file=sys.stderr, flush=True)
+            if self._board.is_served_by_first_rank and self._rank == 0:
+                time.sleep(3 * _TICK)  # the store ends with this rank: all others have looked by then
 
     def _words_of(self, ledger: Ledger) -> _Words:
         """Where this rank is."""
@@ -894,10 +906,11 @@ os.register_at_fork(after_in_child=_in_child)
 def _end() -> None:
     if signal.getsignal(signal.SIGUSR1) is _on_signal:  # Python gives it back to the system, which would end the process
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if _OF.watch is not None:
+    watch = _OF.watch  # its own thread may be letting go of it
+    if watch is not None:
         if _torch.ends_by_collective():
-            _OF.watch.report_at_end()
-        _OF.watch.end()
+            watch.report_at_end()
+        watch.end()
     for thread in _OF.threads:  # one may end just now, as the process group was destroyed; Python would abort in its midst
         thread.join(_LAST)
 
@@ -906,8 +919,9 @@ def _on_signal(number: int, frame: Any) -> None:
     """In the main thread, once it runs Python again: if the pipe is still ours, the watch knows already."""
     current = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(current)
-    if _OF.watch is not None and (_OF.writer is None or current != _OF.writer):
-        _OF.watch.ask()
+    watch = _OF.watch
+    if watch is not None and (_OF.writer is None or current != _OF.writer):
+        watch.ask()
 
 
 def _listen_to_signal() -> None:
