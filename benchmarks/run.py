@@ -50,6 +50,10 @@ def main() -> None:
         print(f"| {name:44s} | {ours:9.2f} | {theirs:7.2f} | {ours / theirs:5.2f} | {limit:>7s} |")
     share = 100 * (checks["step"]["ratio"] - 1)
     print(f"\nchecks: {checks['host']['per unit']:.1f} us of host time per unit and step (at most 15)")
+    entry = checks["entry"]
+    print(
+        f"checks: {entry['same options']:.1f} us for the entry of an optimizer step (5), {entry['another rate']:.1f} us with another rate"
+    )
     print(f"checks: {share:.2f} % of forward and backward of `make train` (at most 1)")
     for ranks, found in scale.items():
         print(
