@@ -149,6 +149,11 @@ class Watch:
         self._attentive = 0.0  # until when others are followed
         self._turn = float("-inf")  # when the next request may be sent
         self._reading: dict[str, float] = {}  # of each ledger, when its positions are read next
+        self._just_read: tuple[str, float, dict[int, Position]] = (
+            "",
+            0.0,
+            {},
+        )  # of a ledger: positions, and until when they count
         self._found: dict[tuple[str, int], float] = {}  # when it was first seen that ranks of a ledger parted
         self._asked = 0, float("-inf")  # the last notice by which anybody asked, and when that was read or posted here
         self._shows = False  # whether others want the last calls of this rank
@@ -306,6 +311,11 @@ class Watch:
         self._turn += period
         return True
 
+    @property
+    def _urgency(self) -> int:
+        """How others are rung: many at once would ask the store for too much."""
+        return TURN if self._board.many else NOW
+
     def _is_to_ask(self, now: float, concerned: Sequence[Waiter]) -> bool:
         """Whether somebody waits here, and nobody asked since that began, or for a while."""
         return any(self._asked[1] < max(now - waiter.stuck(now), now - _AGAIN) for waiter in concerned)
@@ -414,7 +424,7 @@ class Watch:
         number = self._board.post(json.dumps(["ask", self._rank]).encode())
         self._asked = number, now
         others = sorted({rank for ledger in list(self._ledgers.values()) for rank in ledger.ranks if rank != self._rank})
-        self._board.ring(others[:_RUNG], TURN if self._board.many else NOW)
+        self._board.ring(others[:_RUNG], self._urgency)
         return number
 
     def _convict(self, ledger: Ledger, text: str) -> None:
@@ -432,7 +442,7 @@ class Watch:
         if ledger.verdict is None:
             self._close(ledger, text)
         with contextlib.suppress(Exception):
-            self._board.ring(ledger.ranks[:_RUNG])
+            self._board.ring(ledger.ranks[:_RUNG], self._urgency)
 
     def _warn_unreadable(self, what: str, wrong: Exception) -> None:
         if not self._warned:
@@ -500,7 +510,9 @@ class Watch:
 
     def _judge(self, ledger: Ledger, concerned: Sequence[Waiter], now: float) -> str | None:
         """Why there is no use in waiting, None if there may be."""
-        positions = self._positions(ledger)
+        key, until, positions = self._just_read
+        if key != ledger.key or now > until:
+            positions = self._positions(ledger)
         text = self._parted(ledger, positions, now)
         if text is not None:
             return text
@@ -576,7 +588,8 @@ class Watch:
         if lacking and len(ledger.ranks) > _FEW:
             self._board.post(json.dumps(["show", lacking]).encode())
             self._board.ring(lacking)
-            self._reading[ledger.key] = now + 2 * _TICK
+            self._reading[ledger.key] = now + 2 * _TICK  # for what they show; to read all positions again would take long
+            self._just_read = ledger.key, now + 4 * _TICK, positions
         found = parted(windows)
         if found is None:
             return None
@@ -644,7 +657,7 @@ class Watch:
         needs = {name: posted for name, posted in needs.items() if posted}
         with contextlib.suppress(Exception):
             self._board.publish({f"{ledger.key}/{self._rank}/needs": json.dumps([ledger.epoch, needs]).encode()})
-            self._board.ring([rank for rank in ledger.ranks if rank != self._rank][:_RUNG])
+            self._board.ring([rank for rank in ledger.ranks if rank != self._rank][:_RUNG], self._urgency)
 
     def _answer_all(self, now: float) -> None:
         for closing in self._closing.values():
