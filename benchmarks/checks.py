@@ -30,10 +30,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
-from fullshard import CheckPolicy, optim
-from fullshard.communicator import Communicator
-from fullshard.module import units_of
-from fullshard.watch import Waiter
+from fullshard import CheckPolicy
+from fullshard.consistency.watchdog import WaitState
+from fullshard.frontend import optim
+from fullshard.frontend.module import units_of
+from fullshard.runtime.communicator import Communicator
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -90,7 +91,7 @@ def host(pairs: int, units: int) -> dict[str, float]:
     for module in (*model, model):
         fullshard.fully_shard(module, mesh=mesh)
     for unit in units_of(model, True):
-        unit.keeper.communicator.waiter = Waiter()  # as with processes that can be asked
+        unit.runtime.communicator.waiter = WaitState()  # as with processes that can be asked
     x = torch.randn(2, 16)
     times = interleaved(model, lambda: model(x).sum().backward(), pairs)
     dist.destroy_process_group()

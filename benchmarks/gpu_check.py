@@ -55,9 +55,11 @@ except ModuleNotFoundError:  # a checkout that is not installed
     import fullshard
 
 from fullshard import CheckPolicy, CommPolicy, MixedPrecisionPolicy, fully_shard
-from fullshard import communicator as fullshard_communicator
-from fullshard.comm import CoalescedCollectives, OneRank, Pending, lane_for
-from fullshard.gloo import GlooCollectives
+from fullshard.collectives.base import SingleRank, StartedWork
+from fullshard.collectives.coalesced import CoalescedCollectives
+from fullshard.collectives.gloo import GlooCollectives
+from fullshard.collectives.streams import lane_for
+from fullshard.runtime import communicator as fullshard_communicator
 
 PASS, FAIL, SKIP, NOTE = "PASS", "FAIL", "SKIP", "note"
 MIB = 1 << 20
@@ -169,34 +171,34 @@ class StagedCollectives:
         self._inner = GlooCollectives(group)
         self.ranks, self.rank = self._inner.ranks, self._inner.rank
 
-    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
-        def gather() -> Pending:
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        def gather() -> StartedWork:
             return self._send(outs, shards, lambda hosts, inputs: self._inner.gatherer(hosts, inputs)())
 
         return gather
 
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         return self._send(outs, fulls, lambda hosts, inputs: self._inner.reduce_scatter(hosts, inputs, scale))
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor) -> StartedWork:
         return self._in_place(tensor, self._inner.all_reduce)
 
-    def all_reduce_max(self, tensor: Tensor) -> Pending:
+    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
         return self._in_place(tensor, self._inner.all_reduce_max)
 
-    def _send(self, outs: Sequence[Tensor], inputs: Sequence[Tensor], start: Callable[..., Pending]) -> Pending:
+    def _send(self, outs: Sequence[Tensor], inputs: Sequence[Tensor], start: Callable[..., StartedWork]) -> StartedWork:
         sent = fetch(inputs)
         received = [host_like(out) for out in outs]
         conclude(start(received, sent))
         for out, host in zip(outs, received):
             out.copy_(host, non_blocking=True)
-        return Pending()
+        return StartedWork()
 
-    def _in_place(self, tensor: Tensor, start: Callable[[Tensor], Pending]) -> Pending:
+    def _in_place(self, tensor: Tensor, start: Callable[[Tensor], StartedWork]) -> StartedWork:
         (host,) = fetch([tensor])
         conclude(start(host))
         tensor.copy_(host, non_blocking=True)
-        return Pending()
+        return StartedWork()
 
 
 def host_like(tensor: Tensor) -> Tensor:
@@ -212,7 +214,7 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     return hosts
 
 
-def conclude(pending: Pending) -> None:
+def conclude(pending: StartedWork) -> None:
     for work in pending.works:
         work.wait()
     if pending.then is not None:
@@ -228,27 +230,27 @@ class MirrorCollectives:
         self.ranks, self.direct_min_bytes = ranks, direct_min_bytes
         self._network = network or Network()
 
-    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Pending]:
-        def gather() -> Pending:
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        def gather() -> StartedWork:
             self._network.carry(outs)
             for out, shard in zip(outs, shards):
                 mirror(out, shard, self.ranks)
-            return Pending()
+            return StartedWork()
 
         return gather
 
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Pending:
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         self._network.carry(fulls)
         for out, full in zip(outs, fulls):
             torch.mul(full.view(self.ranks, -1)[0], self.ranks * scale, out=out)
-        return Pending()
+        return StartedWork()
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor) -> StartedWork:
         tensor.mul_(self.ranks)
-        return Pending()
+        return StartedWork()
 
-    def all_reduce_max(self, tensor: Tensor) -> Pending:
-        return Pending()
+    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+        return StartedWork()
 
 
 def mirror(out: Tensor, shard: Tensor, ranks: int) -> None:
@@ -313,7 +315,7 @@ class NappingLane:
     def __init__(self, device: torch.device, seed: int) -> None:
         self._lane, self._random, self._cuda = lane_for(device), Random(seed), device.type == "cuda"
 
-    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: Any = None) -> Any:
+    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Any:
         return self._lane.run(partial(self._late, start), partial(self._late, finish), after)
 
     def _late(self, do: Callable[[], Any]) -> Any:
@@ -348,8 +350,8 @@ class ForgetfulLane(NappingLane):
         super().__init__(device, seed)
         self._forgets = forgets
 
-    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: Any = None) -> Any:
-        gathers = finish.__qualname__.startswith("FullSide")
+    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Any:
+        gathers = finish.__qualname__.startswith("FlatBuffer")
         ticket = super().run(start, finish, after)
         return Forgotten(ticket) if gathers == (self._forgets == "gathers") else ticket
 
@@ -365,7 +367,7 @@ class HastyLane:
     def __init__(self, device: torch.device, seed: int) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: Any = None) -> Any:
+    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Any:
         with torch.cuda.stream(self._stream):
             conclude(start())
             finish()
@@ -418,10 +420,10 @@ class RecordingLane:
     def __init__(self, device: torch.device, recording: Recording) -> None:
         self._lane, self._recording = lane_for(device), recording
 
-    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: Any = None) -> Any:
+    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Any:
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-        def begin() -> Pending:
+        def begin() -> StartedWork:
             first.record()
             return start()
 
@@ -675,7 +677,7 @@ def cases_mirror() -> list[Case]:
 
 def collectives_of(world: World, case: Case) -> Callable[[dist.ProcessGroup], Any] | None:
     if case.carrier == "staged":
-        return lambda group: OneRank() if group.size() == 1 else StagedCollectives(group)
+        return lambda group: SingleRank() if group.size() == 1 else StagedCollectives(group)
     if case.carrier == "mirror":
         return lambda group: MirrorCollectives(world.ranks)
     return CoalescedCollectives if case.carrier == "nccl" and world.cuda else None
@@ -859,7 +861,7 @@ def parity(cases: Callable[[], list[Case]], world: World) -> None:
 
 
 def staged_for(group: dist.ProcessGroup | None, device: torch.device, tag: object = None) -> Any:
-    return OneRank() if group is None or group.size() == 1 else StagedCollectives(group)
+    return SingleRank() if group is None or group.size() == 1 else StagedCollectives(group)
 
 
 CONTROLS = {
@@ -1538,7 +1540,7 @@ def driver() -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()[0]
     except (OSError, IndexError, subprocess.TimeoutExpired):
-        return "unknown"
+        return "reset_history"
 
 
 def surroundings(dry: bool) -> list[tuple[str, str]]:

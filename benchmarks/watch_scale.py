@@ -14,9 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fullshard.board import NOW, Board
-from fullshard.ledger import Label, Ledger, Line
-from fullshard.watch import Watch
+from fullshard.consistency.board import NOW, NoticeBoard
+from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName
+from fullshard.consistency.watchdog import Watchdog
 
 TICK = 0.1  # seconds
 HEAD = 8  # bytes that a key or value takes beside itself
@@ -71,10 +71,10 @@ class Job:
         self.store = Store()
         every = tuple(range(ranks))
         self.rung: dict[int, int] = {}
-        self.boards = [Board(self.store, rank, ranks) for rank in every]
-        self.watches = [Watch(board, lambda: self.store.now) for board in self.boards]
-        self.ledgers = [Ledger("all", every, rank) for rank in every]
-        self.lines = [Line(ledger, Label("blocks.7"), "7") for ledger in self.ledgers]
+        self.boards = [NoticeBoard(self.store, rank, ranks) for rank in every]
+        self.watches = [Watchdog(board, lambda: self.store.now) for board in self.boards]
+        self.ledgers = [CollectiveLog("all", every, rank) for rank in every]
+        self.lines = [GroupFingerprints(ledger, UnitName("blocks.7"), "7") for ledger in self.ledgers]
         self.waiters = [watch.waiter() for watch in self.watches]
         for board, watch, ledger in zip(self.boards, self.watches, self.ledgers):
             board.ring = self.ring  # type: ignore[method-assign]
@@ -127,13 +127,13 @@ def measure(ranks: int, seconds: float) -> dict[str, float]:
     job = Job(ranks)
     job.wait({ranks // 3: "backward gather", ranks - 2: "reduction"})
     named = job.run(30.0, until_verdict=True)
-    parted = job.peak
+    find_desync = job.peak
     text = next((ledger.verdict for ledger in job.ledgers if ledger.verdict is not None), "")
     assert named is not None and all(f"rank {rank}: " in text for rank in (ranks // 3, ranks - 2)), text
     return {
         "idle": idle,
-        "requests": max(stalled[0], parted[0]),
-        "bytes": max(stalled[1], parted[1]),
+        "requests": max(stalled[0], find_desync[0]),
+        "bytes": max(stalled[1], find_desync[1]),
         "named": named,
         "took": time.perf_counter() - begin,
     }

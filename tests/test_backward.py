@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import grad as early_grad
 
 import fullshard
-from fullshard import StateError, fully_shard, notices
+from fullshard import StateError, errors, fully_shard
 
 
 class Texts(expecttest.TestCase):
@@ -46,7 +46,7 @@ def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> N
     """Elsewhere its backward dies of a storage of size 0 that belongs to nobody, or its gradients are never reduced. Here it is
     said at forward, once, and where the parameters stay, the backward is right."""
     for reshard in (True, False):
-        notices._SAID.clear()
+        errors._SAID.clear()
         plain = Hides()
         model = fully_shard(copy.deepcopy(plain), mesh=world.mesh, reshard_after_forward=reshard)
         for again in (False, True):

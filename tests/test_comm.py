@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from harness import World, ranks
 
-from fullshard.comm import CoalescedCollectives, OneRank
-from fullshard.gloo import GlooCollectives, collectives_for
+from fullshard.collectives.backends import collectives_for
+from fullshard.collectives.base import SingleRank
+from fullshard.collectives.coalesced import CoalescedCollectives
+from fullshard.collectives.gloo import GlooCollectives
 
 
 def finish(pending: object) -> None:
@@ -24,7 +26,7 @@ def finish(pending: object) -> None:
 @ranks(1, 2, 3, 4)
 def test_a_gather_puts_every_rank_in_order_again_and_again(world: World, dtype: torch.dtype) -> None:
     group = dist.group.WORLD
-    kinds = [OneRank()] if world.size == 1 else [GlooCollectives(group)]
+    kinds = [SingleRank()] if world.size == 1 else [GlooCollectives(group)]
     for collectives in kinds:
         sizes = (3, 0, 64, 1)
         outs = [torch.zeros(world.size * size, dtype=dtype) for size in sizes]
@@ -47,7 +49,7 @@ def test_a_gather_puts_every_rank_in_order_again_and_again(world: World, dtype: 
 @ranks(1, 2, 3, 4)
 def test_a_reduction_sums_and_scales(world: World, dtype: torch.dtype) -> None:
     group = dist.group.WORLD
-    kinds = [OneRank()] if world.size == 1 else [GlooCollectives(group), CoalescedCollectives(group)]
+    kinds = [SingleRank()] if world.size == 1 else [GlooCollectives(group), CoalescedCollectives(group)]
     for collectives in kinds:
         for scale in (1.0, 1.0 / world.size, 0.25):
             if isinstance(collectives, CoalescedCollectives):

@@ -46,7 +46,7 @@ class Dropping(Block):
         return super().forward(x) * (0.5 if self.training else 1.0)
 
 
-class Chain(nn.Module):
+class NodeHooks(nn.Module):
     """No loop around the blocks: dynamo goes on behind the break at each unit's border."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ HOW = ["blocks before sharding", "blocks after sharding", "whole blocks, before 
 @ranks(2, limit=240)
 def test_compiled_and_eager_agree_and_nothing_is_compiled_again(world: World, how: str) -> None:
     with compiling():
-        model = Chain() if how == "a chain" else stack()
+        model = NodeHooks() if how == "a chain" else stack()
         sharded = copy.deepcopy(model)
         if "before" in how:
             compile_blocks(sharded, fullgraph=how.startswith("whole"))

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, clip_grad_norm_, fully_shard
-from fullshard.comm import OneRank
+from fullshard.collectives.base import SingleRank
 
 
 class Texts(expecttest.TestCase):
@@ -309,7 +309,7 @@ def test_collectives_of_another_size_are_refused_and_nothing_has_changed(world: 
         ),
         model := nn.Linear(4, 4),
         mesh=world.mesh,
-        comm_policy=CommPolicy(collectives=lambda group: OneRank()),
+        comm_policy=CommPolicy(collectives=lambda group: SingleRank()),
     )
     fully_shard(model, mesh=world.mesh)
     model(torch.ones(2, 4)).sum().backward()

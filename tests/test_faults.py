@@ -68,7 +68,7 @@ class Drive:
         self.optimizer = torch.optim.SGD(self.sharded.parameters(), lr=RATE)
         self.nodes = nodes_of(self.sharded)
         self.report = Report()
-        self.parted = False  # at some earlier step ranks differed, and any_failed() did not say so
+        self.find_desync = False  # at some earlier step ranks differed, and any_failed() did not say so
         self.stopped = False
         self.shifted = False  # a rank takes its steps while another takes the next ones: right for all they know
         self.written: list[list[str]] = [[] for _ in range(world.size)]  # what each rank did to its shards
@@ -82,7 +82,7 @@ class Drive:
                 break
         failed = self.agree(error if self.stopped else None, self.program.anew)
         self.report.steps.append((str(error or "") if self.stopped else "", "some", failed))
-        if failed or not self.parted:
+        if failed or not self.find_desync:
             self.probe()
         return self.report
 
@@ -158,18 +158,18 @@ class Drive:
                 written += [step.kind] * (f is None or f.what not in ("absent", "optimizer"))
         if step.kind == "freeze":
             self.freeze(step)
-        self.parted = self.parted or one_sided
+        self.find_desync = self.find_desync or one_sided
         raises = fault is not None and fault.what not in (*ORDERS, "absent")
         failed = self.agree(error) if self.program.together else None
-        who = "some" if self.parted else "all" if raises else "nobody"
+        who = "some" if self.find_desync else "all" if raises else "nobody"
         self.report.steps.append((f"{type(error).__name__}: {error}" if error else "", who, failed))
-        if failed or (failed is None and error is not None and not self.parted):
+        if failed or (failed is None and error is not None and not self.find_desync):
             self.sharded.zero_grad()
             reference.zero([True] * size)
         if failed:
-            self.parted = False
+            self.find_desync = False
             self.written = [[] for _ in range(size)]
-        self.stopped = failed is None and error is not None and self.parted
+        self.stopped = failed is None and error is not None and self.find_desync
         return error
 
     def act(self, step: Step, x: Tensor, fault: Fault | None, number: int = 0) -> None:

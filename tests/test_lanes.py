@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.comm import HostLane, InFlight, Pending
-from fullshard.schedule import Wait
+from fullshard.collectives.base import StartedWork
+from fullshard.collectives.streams import HostLane, InFlight
+from fullshard.schedule.residency import Wait
 
 
 class Procrastinator:
@@ -37,7 +38,7 @@ class Procrastinator:
         self._queue: list[_Later] = []
         self._eager = eager
 
-    def run(self, start: Callable[[], Pending], finish: Callable[[], None], after: _Later | None = None) -> _Later:
+    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: _Later | None = None) -> _Later:
         ticket = _Later(self, start, finish, after)
         self._queue.append(ticket)
         self.maybe()
@@ -58,7 +59,7 @@ class Procrastinator:
 
 class _Later:
     def __init__(
-        self, lane: Procrastinator, start: Callable[[], Pending], finish: Callable[[], None], after: _Later | None
+        self, lane: Procrastinator, start: Callable[[], StartedWork], finish: Callable[[], None], after: _Later | None
     ) -> None:
         self.lane, self.start, self.finish, self.after, self.ran = lane, start, finish, after, False
 
@@ -165,7 +166,7 @@ def test_the_procrastinator_finds_a_missing_wait(world: World, missing: str) -> 
 
     class Forgetful(Procrastinator):
         def until(self, ticket: _Later) -> None:
-            if (missing == "gather") != ticket.finish.__qualname__.startswith("FullSide"):
+            if (missing == "gather") != ticket.finish.__qualname__.startswith("FlatBuffer"):
                 super().until(ticket)
             elif ticket in self._queue:
                 self._queue.remove(ticket)
@@ -190,7 +191,7 @@ def test_the_procrastinator_finds_a_missing_wait(world: World, missing: str) -> 
 def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:
     events: list[str] = []
 
-    class Ticket:
+    class LaneWork:
         def __init__(self, name: str, ready: bool) -> None:
             self.name, self.ready = name, ready
 
@@ -202,7 +203,7 @@ def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:
 
     flight = InFlight()
     for name, ready in (("a", False), ("b", True), ("c", False)):
-        flight.push(Ticket(name, ready), lambda name=name: events.append(f"land {name}"))
+        flight.push(LaneWork(name, ready), lambda name=name: events.append(f"land {name}"))
     flight.poll()
     assert events == [], "b is done, but a was first"
     flight.make_room(3)
@@ -232,7 +233,7 @@ def test_poison_shows_who_computes_before_the_gather_was_waited_for(world: World
         # One unit: a gather that was put off begins when its next one is posted, which has grown its memory again.
         model = fullshard.fully_shard(Stack(), mesh=world.mesh, check_policy=CheckPolicy(poison=True))
         square(model(world.mine(batch(0)))).backward()
-        model._fullshard_unit.keeper._run[Wait] = lambda unit: None  # a missing wait
+        model._fullshard_unit.runtime._run[Wait] = lambda unit: None  # a missing wait
         with torch.no_grad():
             seen.extend(model(world.mine(batch(0))) for _ in range(20))
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import itertools
 import math
+import pkgutil
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fullshard.group
-import fullshard.layout
-import fullshard.policies
-import fullshard.schedule
-from fullshard.layout import ALIGN_BYTES, Extent, plan_layout
+import fullshard
+from fullshard.sharding.layout import ALIGN_BYTES, Extent, plan_layout
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -84,7 +83,25 @@ def test_a_threshold_of_infinity_packs_everything_and_zero_nothing_that_can_be_a
     assert [p.size * 2 == math.prod(p.shape) for p in layout.places] == [True, True, False]
 
 
-@pytest.mark.parametrize("module", [fullshard.layout, fullshard.plan, fullshard.policies, fullshard.schedule, fullshard.wrap])
-def test_examples_in_docstrings(module: object) -> None:
-    found = doctest.testmod(module, extraglobs={"torch": torch})  # type: ignore[arg-type]
+def with_examples() -> list[str]:
+    names = [
+        module.name
+        for module in pkgutil.walk_packages(fullshard.__path__, "fullshard.")
+        if not module.name.endswith("__main__")
+    ]
+    return [
+        name
+        for name in names
+        if doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name)) and _examples(name)
+    ]
+
+
+def _examples(name: str) -> int:
+    found = doctest.DocTestFinder().find(importlib.import_module(name))
+    return sum(not example.options.get(doctest.SKIP, False) for test in found for example in test.examples)
+
+
+@pytest.mark.parametrize("name", with_examples())
+def test_examples_in_docstrings(name: str) -> None:
+    found = doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch})  # type: ignore[arg-type]
     assert found.attempted and not found.failed

@@ -15,7 +15,7 @@ import torch
 from harness import World, ranks
 from models import Stack, batch, shard_stack, square
 
-from fullshard.module import units_of
+from fullshard.frontend.module import units_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,7 +48,7 @@ def test_deleting_a_model_frees_its_memory_with_the_collector_off(world: World) 
             unit = model._fullshard_unit
             watched = [weakref.ref(model), weakref.ref(unit), *(weakref.ref(g) for g in unit.groups)]
             watched += [weakref.ref(p.local) for p in unit.parameters] + [weakref.ref(g.shard) for g in unit.groups]
-            runtime, number = unit.keeper, unit.number
+            runtime, number = unit.runtime, unit.number
             del model, loss, unit
             assert [ref() for ref in watched] == [None] * len(watched)
             assert number not in runtime._units and number not in runtime.planner._seats
@@ -61,7 +61,7 @@ def test_a_model_that_another_thread_deletes_is_forgotten_at_the_next_forward(wo
     """The collector runs in any thread, and must not reach into the work of this one."""
     models = [shard_stack(Stack(), world.mesh) for _ in range(2)]
     square(models[0](world.mine(batch(0)))).backward()
-    planner, numbers = models[0]._fullshard_unit.keeper.planner, [u.number for u in units_of(models[0], True)]
+    planner, numbers = models[0]._fullshard_unit.runtime.planner, [u.number for u in units_of(models[0], True)]
     thread = threading.Thread(target=models.pop, args=(0,))
     thread.start()
     thread.join()
@@ -73,7 +73,7 @@ def test_a_model_that_another_thread_deletes_is_forgotten_at_the_next_forward(wo
 @ranks(2)
 def test_a_thread_that_did_not_shard_may_delete_one_model_and_run_another(world: World) -> None:
     models = [shard_stack(Stack(), world.mesh) for _ in range(2)]
-    planner, numbers = models[0]._fullshard_unit.keeper.planner, [u.number for u in units_of(models[0], True)]
+    planner, numbers = models[0]._fullshard_unit.runtime.planner, [u.number for u in units_of(models[0], True)]
     done: list[bool] = []
 
     def work() -> None:
@@ -90,7 +90,7 @@ def test_a_thread_that_did_not_shard_may_delete_one_model_and_run_another(world:
 @ranks(2)
 def test_forwards_whose_output_is_dropped_leave_nothing_that_grows(world: World) -> None:
     model = shard_stack(Stack(), world.mesh, reshard_after_forward=False)
-    planner = model._fullshard_unit.keeper.planner
+    planner = model._fullshard_unit.runtime.planner
     for _ in range(200):
         model(batch(0))
     assert all(seat.alive == 0 for seat in planner._seats.values())

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard import CheckPolicy, LintWarning, MixedPrecisionPolicy, StateError, fully_shard, notices
+from fullshard import CheckPolicy, LintWarning, MixedPrecisionPolicy, StateError, errors, fully_shard
 
 ROOT = Path(__file__).parent.parent
 EAGER = CheckPolicy(patience=0.2)
@@ -125,7 +125,7 @@ def stops(key: str, fn: Callable[[], Any], error: type[Exception] = StateError, 
 @contextlib.contextmanager
 def remarks(world: World) -> Iterator[list[str]]:
     """The remarks that are made on the first rank while the block runs, as if none had been made before."""
-    notices._SAID.clear()
+    errors._SAID.clear()
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -321,14 +321,14 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(world: World) -> N
 
     def load_and_train() -> None:
         if world.rank == 1:  # its data come when nobody waits for it any more
-            until(lambda: unit.keeper.communicator.ledger(unit.axis).verdict)
+            until(lambda: unit.runtime.communicator.ledger(unit.axis).verdict)
         square(model(world.mine(batch(1)))).backward()
 
     try:
         stops("too late", load_and_train)
         goes_on(world, model, plain)
     finally:  # the shortest timeout of all models of a process counts, and these ranks run other tests
-        unit.keeper.communicator.waiter.configure(1.0, None)
+        unit.runtime.communicator.waiter.configure(1.0, None)
 
 
 @ranks(2)

@@ -7,13 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import InternalError
-from fullshard.schedule import MOVES, Action, Call, Keep, Planner, Reduce, Reshard, Residency, Retain, Unshard, Wait
+from fullshard.schedule.order import ForwardCall
+from fullshard.schedule.planner import Planner
+from fullshard.schedule.residency import (
+    MOVES,
+    Action,
+    Reduce,
+    Reshard,
+    ReshardPolicy,
+    Residency,
+    SaveSubgroupShard,
+    Unshard,
+    Wait,
+)
 
 
-class Ledger:
+class CollectiveLog:
     """Executes actions on nothing, and checks that each is legal where it comes."""
 
-    def __init__(self, keeps: list[Keep]) -> None:
+    def __init__(self, keeps: list[ReshardPolicy]) -> None:
         self.planner = Planner()
         self.data = dict.fromkeys(range(len(keeps)), Residency.SHARDED)
         self.log: list[tuple[str, int]] = []
@@ -29,9 +41,9 @@ class Ledger:
                 Wait: Residency.FULL,
                 Reshard: Residency.SHARDED,
                 Reduce: now,
-                Retain: now,
+                SaveSubgroupShard: now,
             }[type(action)]
-            if isinstance(action, Retain):
+            if isinstance(action, SaveSubgroupShard):
                 assert now is Residency.FULL
             elif not isinstance(action, Reduce):
                 assert (now, target) in MOVES, f"{action} while {now}"
@@ -39,7 +51,7 @@ class Ledger:
             self.log.append((type(action).__name__, unit))
             self.most_full = max(self.most_full, sum(r is not Residency.SHARDED for r in self.data.values()))
 
-    def forward(self, tree: list, calls: list[Call], grad: bool = True) -> None:
+    def forward(self, tree: list, calls: list[ForwardCall], grad: bool = True) -> None:
         """`tree` is [unit, [child tree], ...]."""
         unit, *children = tree
         self.run(self.planner.before_forward(unit))
@@ -53,7 +65,7 @@ class Ledger:
             calls.append(ended.call)
         self.run(ended.actions)
 
-    def backward(self, calls: list[Call]) -> None:
+    def backward(self, calls: list[ForwardCall]) -> None:
         for call in sorted(calls, key=lambda c: -c.end):
             self.run(self.planner.before_backward(call))
             assert self.data[call.unit] is Residency.FULL
@@ -94,12 +106,14 @@ programs = st.lists(st.sampled_from(["train", "eval", "two", "forget", "raise"])
 
 
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), program=programs, keeps=st.lists(st.sampled_from(list(Keep)), min_size=5, max_size=5))
-def test_every_program_keeps_the_moves_and_ends_sharded(data: st.DataObject, program: list[str], keeps: list[Keep]) -> None:
-    ledger = Ledger(keeps)
+@given(data=st.data(), program=programs, keeps=st.lists(st.sampled_from(list(ReshardPolicy)), min_size=5, max_size=5))
+def test_every_program_keeps_the_moves_and_ends_sharded(
+    data: st.DataObject, program: list[str], keeps: list[ReshardPolicy]
+) -> None:
+    ledger = CollectiveLog(keeps)
     tree = data.draw(trees(5))
     for step in program:
-        calls: list[Call] = []
+        calls: list[ForwardCall] = []
         if step == "eval":
             ledger.forward(tree, calls, grad=False)
         elif step == "train":
@@ -130,9 +144,9 @@ def _walk(tree: list) -> list[list]:
 
 
 def test_at_most_two_units_are_full_in_a_chain() -> None:
-    ledger = Ledger([Keep.NEVER] * 6)
+    ledger = CollectiveLog([ReshardPolicy.NEVER] * 6)
     for _ in range(3):
-        calls: list[Call] = []
+        calls: list[ForwardCall] = []
         for unit in range(6):
             ledger.forward([unit], calls)
         ledger.backward(calls)
@@ -140,10 +154,10 @@ def test_at_most_two_units_are_full_in_a_chain() -> None:
 
 
 def test_a_unit_is_reduced_before_the_next_but_one_is_gathered() -> None:
-    ledger = Ledger([Keep.OUTERMOST] * 4)
+    ledger = CollectiveLog([ReshardPolicy.OUTERMOST] * 4)
     for _ in range(2):
         ledger.log.clear()
-        calls: list[Call] = []
+        calls: list[ForwardCall] = []
         ledger.forward([0, [1], [2], [3]], calls)
         forward, ledger.log = ledger.log, []
         ledger.backward(calls)
@@ -159,13 +173,13 @@ def test_a_unit_is_reduced_before_the_next_but_one_is_gathered() -> None:
 
 def test_an_illegal_move_is_an_internal_error() -> None:
     planner = Planner()
-    planner.admit(0, keep=Keep.NEVER)
+    planner.admit(0, keep=ReshardPolicy.NEVER)
     with pytest.raises(InternalError, match="cannot go from sharded to full"):
         planner.move(0, Residency.FULL)
 
 
 def test_a_wrong_guess_costs_one_unused_gather_and_is_counted() -> None:
-    ledger = Ledger([Keep.NEVER] * 3)
+    ledger = CollectiveLog([ReshardPolicy.NEVER] * 3)
     ledger.forward([0, [1]], [], grad=False)
     ledger.forward([0, [1]], [], grad=False)
     ledger.forward([0, [2]], [], grad=False)  # 1 was expected

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
-from fullshard import CheckPolicy, CommPolicy, StateError, _torch, full, fully_shard, reduction
-from fullshard.comm import OneRank, Pending
+from fullshard import CheckPolicy, CommPolicy, StateError, _torch, fully_shard
+from fullshard.collectives.base import SingleRank, StartedWork
+from fullshard.collectives.gloo import GlooCollectives
 from fullshard.compat import FullyShardedDataParallel as FSDP
-from fullshard.gloo import GlooCollectives
-from fullshard.runtime import runtime_of
-from fullshard.unit import unit_of
-from fullshard.watch import Watch
+from fullshard.consistency.watchdog import Watchdog
+from fullshard.params import reduction, unsharded
+from fullshard.runtime.executor import runtime_of
+from fullshard.runtime.unit import unit_of
 
 
 class Raises(torch.autograd.Function):
@@ -187,7 +188,7 @@ def test_waiting_for_the_last_message_before_the_group_is_destroyed(world: World
     """A heartbeat that nobody waited for outlived its process group and aborted the process at exit."""
     model = shard_stack(Stack(1), world.mesh)
     square(model(world.mine(batch(0)))).backward()
-    assert len(model._fullshard_unit.keeper.delivery._in_flight) == 0
+    assert len(model._fullshard_unit.runtime.delivery._in_flight) == 0
 
 
 @ranks(2)
@@ -510,7 +511,7 @@ def test_an_interrupt_while_a_message_is_awaited(world: World, backward: bool) -
         late()
     with pytest.MonkeyPatch.context() as patch, pytest.raises((KeyboardInterrupt, StateError)) as caught:
         if not world.rank:  # nor may it take its time to end
-            patch.setattr(Watch, "survey", lambda *_: pytest.fail("the others were asked where they are"))
+            patch.setattr(Watchdog, "survey", lambda *_: pytest.fail("the others were asked where they are"))
         step()
     signal.signal(signal.SIGINT, before)
     assert (caught.type is KeyboardInterrupt) == (world.rank == 0)
@@ -619,7 +620,7 @@ def test_a_unit_that_returns_its_own_parameter_returns_a_copy(world: World) -> N
 @ranks(2)
 def test_deleting_a_model_while_it_is_being_gathered(world: World) -> None:
     model = shard_stack(Stack(), world.mesh)
-    runtime = model._fullshard_unit.keeper
+    runtime = model._fullshard_unit.runtime
     model.blocks[0].unshard(async_op=True)
     del model
     assert not runtime._gathering
@@ -750,7 +751,7 @@ def test_sums_over_replicas_never_begin_when_a_rank_happens_to_be_ready(world: W
     """The sum began in the moment a poll found the reduce-scatter done: before the caller's own collective on some ranks."""
 
     class AllToAll(GlooCollectives):
-        def _add_peer(self, outs: Any, fulls: Any, scale: float) -> Pending:
+        def _reduce_scatter_pair(self, outs: Any, fulls: Any, scale: float) -> StartedWork:
             received = [torch.empty_like(full) for full in fulls]
             works = [_torch.all_to_all(self._held(), parts, full) for parts, full in zip(received, fulls)]
 
@@ -758,7 +759,7 @@ def test_sums_over_replicas_never_begin_when_a_rank_happens_to_be_ready(world: W
                 for parts, out in zip(received, outs):
                     torch.sum(parts.view(2, -1), 0, out=out).mul_(scale)
 
-            return Pending(works, add)
+            return StartedWork(works, add)
 
     mesh = hybrid()
     model = Gossip()
@@ -883,16 +884,16 @@ def test_memory_that_messages_may_still_arrive_in_is_not_freed(world: World, whe
         def is_completed(self) -> bool:
             return True
 
-    class Partly(OneRank):
+    class Partly(SingleRank):
         def gatherer(self, outs: Any, shards: Any) -> Any:
             gather = super().gatherer(outs, shards)
 
-            def start() -> Pending:
+            def start() -> StartedWork:
                 gather()
                 asked.extend(outs)
                 if failing == ["start"]:
                     raise RuntimeError("the peer is gone")
-                return Pending([Asked()])
+                return StartedWork([Asked()])
 
             return start
 
@@ -923,8 +924,8 @@ class OutOfMemory:
         self.at, self.seen = at, 0
 
     def __enter__(self) -> OutOfMemory:
-        self._grow, self._reduce = full.FullSide.grow, reduction.Reduction.__init__
-        for owner, name, real in ((full.FullSide, "grow", self._grow), (reduction.Reduction, "__init__", self._reduce)):
+        self._grow, self._reduce = unsharded.FlatBuffer.grow, reduction.Reduction.__init__
+        for owner, name, real in ((unsharded.FlatBuffer, "grow", self._grow), (reduction.Reduction, "__init__", self._reduce)):
             setattr(owner, name, self._failing(real))
         return self
 
@@ -938,7 +939,7 @@ class OutOfMemory:
         return call
 
     def __exit__(self, *_: object) -> None:
-        full.FullSide.grow, reduction.Reduction.__init__ = self._grow, self._reduce
+        unsharded.FlatBuffer.grow, reduction.Reduction.__init__ = self._grow, self._reduce
 
 
 @pytest.mark.parametrize("everywhere", [True, False])

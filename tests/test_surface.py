@@ -626,9 +626,9 @@ def test_a_tie_has_one_owner_however_its_modules_are_sharded(world: World, how: 
 
 @ranks(2)
 def test_ties_are_said(world: World) -> None:
-    from fullshard import notices
+    from fullshard import errors
 
-    notices._SAID.clear()
+    errors._SAID.clear()
     model = Decoder()
     fully_shard(model.embed, mesh=world.mesh)
     with pytest.warns(UserWarning, match=r"'weight' is tied to 'weight' of unit 'Embedding': both units are one now"):
@@ -834,5 +834,5 @@ def test_a_script_for_torch_runs_unchanged_from_the_command_line(tmp_path: Path)
         text=True,
         timeout=120,
     )
-    assert done.stdout.split() == ["fullshard.module", "True", "24.0"], done.stderr
+    assert done.stdout.split() == ["fullshard.frontend.module", "True", "24.0"], done.stderr
     assert full(torch.ones(1)) == 1 and assert_same_parameters is not None

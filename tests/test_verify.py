@@ -14,7 +14,8 @@ from models import batch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import fully_shard, verify
+from fullshard import fully_shard
+from fullshard.tools import verify
 
 
 class Texts(expecttest.TestCase):

@@ -26,10 +26,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
 from fullshard import CheckPolicy, StateError
-from fullshard.board import NOW, Board
-from fullshard.ledger import Label, Ledger, Line, listed, parted
-from fullshard.module import units_of
-from fullshard.watch import Watch
+from fullshard.consistency.board import NOW, NoticeBoard
+from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName, find_desync, listed
+from fullshard.consistency.watchdog import Watchdog
+from fullshard.frontend.module import units_of
 
 PROGRAM = """
 import os, sys, time
@@ -112,7 +112,7 @@ def test_a_timeout_says_for_whom_it_waited(world: World) -> None:
             "rank 1: computing, or elsewhere, after call N, heartbeat"
         )
     else:  # computing, as far as anybody knows
-        until(lambda: unit.keeper.communicator.ledger(unit.axis).verdict)
+        until(lambda: unit.runtime.communicator.ledger(unit.axis).verdict)
     assert fullshard.any_failed(world.mesh, error)
 
 
@@ -124,8 +124,8 @@ def test_ranks_are_listed_shortly() -> None:
 
 def test_the_first_difference_counts_and_ranks_that_are_behind_do_not() -> None:
     same = [(1, 10, "a"), (2, 20, "b")]
-    assert parted({0: same, 1: same[:1], 2: []}) is None
-    assert parted({0: [*same, (3, 30, "c")], 1: [*same, (3, 31, "d"), (4, 41, "e")]}) == (3, {"c": [0], "d": [1]})
+    assert find_desync({0: same, 1: same[:1], 2: []}) is None
+    assert find_desync({0: [*same, (3, 30, "c")], 1: [*same, (3, 31, "d"), (4, 41, "e")]}) == (3, {"c": [0], "d": [1]})
 
 
 class Job:
@@ -134,10 +134,10 @@ class Job:
     def __init__(self, size: int) -> None:
         self.now, self.store = 100.0, dist.HashStore()
         self.rung: dict[int, int] = {}
-        self.boards = [Board(self.store, rank, size) for rank in range(size)]
-        self.watches = [Watch(board, lambda: self.now) for board in self.boards]
-        self.ledgers = [Ledger("all", range(size), rank) for rank in range(size)]
-        self.lines = [Line(ledger, Label(""), "") for ledger in self.ledgers]
+        self.boards = [NoticeBoard(self.store, rank, size) for rank in range(size)]
+        self.watches = [Watchdog(board, lambda: self.now) for board in self.boards]
+        self.ledgers = [CollectiveLog("all", range(size), rank) for rank in range(size)]
+        self.lines = [GroupFingerprints(ledger, UnitName(""), "") for ledger in self.ledgers]
         for board, watch, ledger in zip(self.boards, self.watches, self.ledgers):
             board.ring = self.ring  # type: ignore[method-assign]
             watch.add(ledger, start=False)
@@ -243,7 +243,7 @@ def test_others_are_asked_once_for_all_that_fails(monkeypatch: pytest.MonkeyPatc
         line.note("gather")
         assert [watch.survey(ledger) for _ in range(3)] == ["rank 1: does not answer"] * 3
         assert job.store.add("notices", 0) == asked
-    ledger.reopen()
+    ledger.start_epoch()
     watch.survey(ledger)
     assert job.store.add("notices", 0) == 3
 
@@ -269,7 +269,7 @@ def test_a_forked_process_that_ends_does_not_end_its_parent(world: World) -> Non
 
 @ranks(2)
 def test_meetings_without_a_mesh_are_one_meeting(world: World) -> None:
-    from fullshard.together import _MEETINGS
+    from fullshard.frontend.any_failed import _MEETINGS
 
     fullshard.any_failed()
     before = len(_MEETINGS)
@@ -280,8 +280,8 @@ def test_meetings_without_a_mesh_are_one_meeting(world: World) -> None:
 
 @given(st.lists(st.sampled_from(["gather", "reduction", "hash", "turn"]), max_size=200))
 def test_what_is_said_and_hashed_does_not_depend_on_when_somebody_asks(program: list[str]) -> None:
-    asked, other = Ledger("all", [0, 1], 0), Ledger("all", [0, 1], 1)
-    lines = [Line(ledger, Label(""), "") for ledger in (asked, other)]
+    asked, other = CollectiveLog("all", [0, 1], 0), CollectiveLog("all", [0, 1], 1)
+    lines = [GroupFingerprints(ledger, UnitName(""), "") for ledger in (asked, other)]
     said, hashes = 0, {0: other.hash}
     for action in program:
         if action == "hash":
@@ -299,8 +299,8 @@ def test_what_is_said_and_hashed_does_not_depend_on_when_somebody_asks(program: 
 
 
 def test_a_ledger_that_is_closed_says_nothing_until_it_is_opened_anew() -> None:
-    ledger = Ledger("all", [0, 1], 0)
-    line = Line(ledger, Label("layers.0"), "")
+    ledger = CollectiveLog("all", [0, 1], 0)
+    line = GroupFingerprints(ledger, UnitName("layers.0"), "")
     assert str(line.note("gather")) == "call 1, 'layers.0' gather"
     before = ledger.hash
     ledger.close("they parted")
@@ -310,7 +310,7 @@ def test_a_ledger_that_is_closed_says_nothing_until_it_is_opened_anew() -> None:
             line.note("gather")
         ledger.turn()
     assert ledger.count == 1 and ledger.hash == before
-    ledger.reopen()
+    ledger.start_epoch()
     assert line.note("gather").number == 1 and ledger.hash != before, "of another epoch"
 
 
@@ -326,8 +326,8 @@ def test_an_interrupt_at_any_line_of_a_turned_page_blocks_nobody() -> None:
         return interrupt
 
     for at in itertools.count(1):
-        ledger, lines = Ledger("all", [0, 1], 0), list[int]()
-        line = Line(ledger, Label(""), "")
+        ledger, lines = CollectiveLog("all", [0, 1], 0), list[int]()
+        line = GroupFingerprints(ledger, UnitName(""), "")
         for _ in range(20):
             line.note("gather")
         sys.settrace(interrupt)
@@ -352,7 +352,7 @@ def test_forwards_without_heartbeat_are_forgotten() -> None:
     try:
         model = shard_stack(Stack(), init_device_mesh("cpu", (2,)))
         unit = next(iter(units_of(model, False)))
-        ledger = unit.keeper.communicator.ledger(unit.axis)
+        ledger = unit.runtime.communicator.ledger(unit.axis)
         before = ledger.count
         with torch.no_grad():
             for _ in range(100):
@@ -365,11 +365,11 @@ def test_forwards_without_heartbeat_are_forgotten() -> None:
 
 
 def test_backwards_without_a_heartbeat_are_entered_and_counted_anew_by_all() -> None:
-    ours, theirs = Ledger("all", [0, 1], 0), Ledger("all", [0, 1], 1)
+    ours, theirs = CollectiveLog("all", [0, 1], 0), CollectiveLog("all", [0, 1], 1)
     assert [ours.beats(3) for _ in range(6)] == [False, False, True, False, False, True]
     assert [theirs.beats(3) for _ in range(4)] == [False, False, True, False]
     assert ours.hash != theirs.hash, "ranks that count differently are told"
-    ours.reopen()
-    theirs.reopen()
+    ours.start_epoch()
+    theirs.start_epoch()
     assert [ours.beats(3) for _ in range(3)] == [theirs.beats(3) for _ in range(3)] == [False, False, True]
     assert ours.hash == theirs.hash

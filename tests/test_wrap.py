@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, fully_shard, plan_model, shard_model, wrap
-from fullshard.module import units_of
-from fullshard.plan import Outline, Plan, PlannedUnit
-from fullshard.unit import unit_of
+from fullshard.frontend.module import units_of
+from fullshard.runtime.unit import unit_of
+from fullshard.wrap.plan import ModelSummary, Plan, PlannedUnit
+from fullshard.wrap.whole_model import _asked
 
 
 def chosen(plan: Plan) -> list[str]:
@@ -171,7 +172,7 @@ def test_functions_are_asked_as_fsdp1_asks_them(model: nn.Module, least: int, ki
         return module
 
     torch_wrap._recursive_wrap(model, functools.partial(policy, asked[0]), wrapper, set(), set(), only_wrap_children=True)
-    ours = wrap._asked(model, functools.partial(policy, asked[1]), set(), set())
+    ours = _asked(model, functools.partial(policy, asked[1]), set(), set())
     assert asked[0] == asked[1] and list(map(id, wrapped)) == list(map(id, ours))
 
 
@@ -416,7 +417,7 @@ def test_modules_inside_one_another_are_no_unit_together() -> None:
 
 def test_a_shared_module_has_all_its_names() -> None:
     shared = nn.Linear(3, 3)
-    plan = Plan(Outline.of(nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.Sequential(shared))), [])
+    plan = Plan(ModelSummary.of(nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.Sequential(shared))), [])
     plan.add("1.0")
     assert chosen(plan) == ["0.0", "(model)"]
     plan.drop("1.0")
@@ -425,10 +426,10 @@ def test_a_shared_module_has_all_its_names() -> None:
 
 def test_units_that_share_a_parameter_become_one() -> None:
     model = decoder()
-    plan = Plan(Outline.of(model), [PlannedUnit(("embed",)), PlannedUnit(("head",))])
+    plan = Plan(ModelSummary.of(model), [PlannedUnit(("embed",)), PlannedUnit(("head",))])
     assert chosen(plan) == ["embed", "head", "(model)"]
     model.head.weight = model.embed.weight
-    plan = Plan(Outline.of(model), [PlannedUnit(("embed",)), PlannedUnit(("head",))])
+    plan = Plan(ModelSummary.of(model), [PlannedUnit(("embed",)), PlannedUnit(("head",))])
     assert chosen(plan) == ["embed+head", "(model)"]
     assert [entry.name for entry in plan.entries(plan.units[0])] == ["embed.weight"]
 

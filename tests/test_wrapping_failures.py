@@ -26,7 +26,7 @@ from fullshard.compat import FSDP
 EAGER = CheckPolicy(patience=0.2)
 
 
-def parted(fn: Callable[[], Any]) -> str:
+def find_desync(fn: Callable[[], Any]) -> str:
     """What `fn` raises, soon, with the number of the call left out."""
     begin = time.monotonic()
     with pytest.raises(StateError) as caught:
@@ -51,7 +51,7 @@ def test_ranks_that_wrap_different_modules_are_told_both(world: World) -> None:
     model = Stack()
     fully_shard(model.blocks[0], mesh=world.mesh)
     before = type(model), type(model.blocks[1])
-    text = parted(lambda: fully_shard(model.blocks[1] if world.rank else model, mesh=world.mesh, check_policy=EAGER))
+    text = find_desync(lambda: fully_shard(model.blocks[1] if world.rank else model, mesh=world.mesh, check_policy=EAGER))
     assert f"the ranks parted at call N. rank 0: 'Stack' fully_shard(); {others(world)}: 'Block' fully_shard()" in text, text
     assert (type(model), type(model.blocks[1])) == before, "nothing has changed"
     assert fullshard.any_failed(world.mesh, True)
@@ -73,7 +73,7 @@ def test_a_rank_that_leaves_a_module_unwrapped_is_told_at_the_next_of_another_cl
         for module in modules:
             fully_shard(module, mesh=world.mesh, sync="off", check_policy=EAGER)
 
-    text = parted(wrap)
+    text = find_desync(wrap)
     assert f"rank 0: 'Stack' fully_shard(); {others(world)}: 'Block' fully_shard()" in text, text
     goes_on(world)
 
@@ -92,7 +92,7 @@ def test_a_rank_that_materializes_while_others_still_wrap_is_told(world: World, 
         else:
             fullshard.materialize(model)
 
-    text = parted(go_on)
+    text = find_desync(go_on)
     assert f"rank 0: 'blocks.0' materialize(); {others(world)}: 'Stack' fully_shard()" in text or (
         f"rank 0: 'Block' materialize(); {others(world)}: 'Stack' fully_shard()" in text
     ), text
@@ -110,7 +110,7 @@ def test_ranks_that_undo_and_read_the_whole_model_at_once_are_told(world: World)
             with fullshard.full_params(model):
                 pass
 
-    text = parted(go_on)
+    text = find_desync(go_on)
     assert f"rank 0: 'Stack' full_params(); {others(world)}: 'Stack' undo()" in text, text
     assert fullshard.any_failed(world.mesh, True)
     fullshard.undo(model)
@@ -121,7 +121,7 @@ def test_ranks_that_undo_and_read_the_whole_model_at_once_are_told(world: World)
 @ranks(2, 3)
 def test_fsdp1_wrappers_of_different_modules_are_told_both(world: World) -> None:
     model = Stack(depth=1)
-    text = parted(lambda: FSDP(model.head if world.rank else model.blocks[0], device_mesh=world.mesh))
+    text = find_desync(lambda: FSDP(model.head if world.rank else model.blocks[0], device_mesh=world.mesh))
     assert f"rank 0: 'Block' FullyShardedDataParallel(); {others(world)}: 'Linear' FullyShardedDataParallel()" in text, text
     goes_on(world)
     assert TheirFSDP is not FSDP

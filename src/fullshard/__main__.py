@@ -8,8 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from fullshard.install import install
-from fullshard.verify import parts_of, verify
+from fullshard.tools.install import install
+from fullshard.tools.verify import parts_of, verify
 
 
 def main() -> None:

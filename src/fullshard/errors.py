@@ -1,4 +1,8 @@
-"""The two errors of fullshard's own that callers may meet beside ValueError."""
+"""StateError and InternalError, and warnings that are said once."""
+
+from __future__ import annotations
+
+import warnings
 
 
 class StateError(RuntimeError):
@@ -9,4 +13,14 @@ class InternalError(AssertionError):
     """A promise of fullshard itself was broken; please report it with the message."""
 
 
-__all__ = ["InternalError", "StateError"]
+_SAID: set[str] = set()
+
+
+def warn_once(text: str, category: type[Warning] = UserWarning, *, subject: str | None = None) -> None:
+    """`subject`: what is said once, if its text differs from time to time."""
+    if (subject or text) not in _SAID:
+        _SAID.add(subject or text)
+        warnings.warn(text, category, stacklevel=2)
+
+
+__all__ = ["InternalError", "StateError", "warn_once"]

@@ -1,0 +1,20 @@
+"""The one place that chooses the collectives of a process group by its backend."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fullshard import _torch
+from fullshard.collectives.base import Collectives, SingleRank
+from fullshard.collectives.coalesced import CoalescedCollectives
+from fullshard.collectives.gloo import GlooCollectives, MessageTag
+
+
+def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:
+    """torch's collectives on `group` (None: this rank alone), in the form that suits its backend."""
+    if group is None or group.size() == 1:
+        return SingleRank()
+    if device.type == "cpu" and _torch.backend_name(group, device) == "gloo":
+        return GlooCollectives(group, tag)
+    return CoalescedCollectives(group)

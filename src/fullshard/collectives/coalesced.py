@@ -1,0 +1,43 @@
+"""torch's own collectives, many tensors in one call (nccl, and whatever else takes lists)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.collectives.base import KIB, StartedWork
+from fullshard.collectives.process_groups import held
+
+
+class CoalescedCollectives:
+    """nccl and everything like it: all buckets of a group go out as one coalesced call."""
+
+    direct_min_bytes: float = 256 * KIB
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._held = held(group)
+        self.ranks, self.rank = group.size(), group.rank()
+
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        group = self._held
+        if len(outs) == 1:
+            out, shard = outs[0], shards[0]
+            return lambda: StartedWork((_torch.all_gather_base(group(), out, shard),))
+        return lambda: StartedWork((_torch.all_gather_coalesced(group(), outs, shards),))
+
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        if len(outs) == 1:
+            work = _torch.reduce_scatter_base(self._held(), outs[0], fulls[0])
+        else:
+            work = _torch.reduce_scatter_coalesced(self._held(), outs, fulls)
+        return StartedWork((work,), partial(_torch.scale, outs, scale) if scale != 1.0 else None)
+
+    def all_reduce(self, tensor: Tensor) -> StartedWork:
+        return StartedWork((_torch.all_reduce_sum(self._held(), tensor),))
+
+    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+        return StartedWork((_torch.all_reduce_max(self._held(), tensor),))

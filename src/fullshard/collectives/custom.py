@@ -1,0 +1,134 @@
+"""Collectives of the caller's own: all-gathers, reduce-scatters, and memory for either."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.collectives.base import Allocate, Collectives, StartedWork
+from fullshard.collectives.process_groups import held
+
+
+class Comm(ABC):
+    """A collective of the caller's, and the memory it works on. Same interface as the class of this name in FSDP2."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of `size` (one dim) for messages."""
+
+
+class AllGather(Comm):
+    """An all-gather of the caller's, for `FSDPModule.set_custom_all_gather`."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather `input_tensor` (size,), this rank's slot of `output_tensor` (ranks * size,), from all ranks into it."""
+
+
+class ReduceScatter(Comm):
+    """A reduce-scatter of the caller's, for `FSDPModule.set_custom_reduce_scatter`."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce chunk `rank` of `input_tensor` (ranks * size,) over all ranks by `op` (a sum) into `output_tensor` (size,)."""
+
+
+class GatherInMemory(AllGather):
+    """torch's all-gather, in memory that `memory` allocates."""
+
+    def __init__(self, memory: Allocate) -> None:
+        self._memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._memory(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        return _torch.all_gather_base(group, output_tensor, input_tensor)
+
+
+class ReduceInMemory(ReduceScatter):
+    """torch's reduce-scatter, in memory that `memory` allocates."""
+
+    def __init__(self, memory: Allocate) -> None:
+        self._memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._memory(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return _torch.reduce_scatter_base(group, output_tensor, input_tensor)
+
+
+class CustomCollectives:
+    """The caller's all-gather, reduce-scatter or both, in memory that they allocate; the rest as `inner` does it.
+
+    Everything is packed, so that each gather and each reduction is one message in memory of theirs.
+    """
+
+    def __init__(
+        self,
+        inner: Collectives,
+        group: dist.ProcessGroup,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+    ) -> None:
+        self._inner, self._held, self._gather, self._reduce = inner, held(group), all_gather, reduce_scatter
+        self.ranks, self.rank = inner.ranks, inner.rank
+        self.direct_min_bytes = float("inf")
+        self.gather_memory: Allocate | None = all_gather.allocate if all_gather is not None else None
+        self.reduce_memory: Allocate | None = reduce_scatter.allocate if reduce_scatter is not None else None
+
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        call = self._gather
+        if call is None:
+            return self._inner.gatherer(outs, shards)
+
+        def gather() -> StartedWork:
+            works = []
+            for out, shard in zip(outs, shards):
+                slot = out.view(self.ranks, -1)[self.rank]
+                if slot.data_ptr() != shard.data_ptr():
+                    slot.copy_(shard)
+                works.append(call(out, slot, self._held(), async_op=True))
+            return StartedWork([work for work in works if work is not None])
+
+        return gather
+
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        if self._reduce is None:
+            return self._inner.reduce_scatter(outs, fulls, scale)
+        group, add = self._held(), dist.ReduceOp.SUM
+        works = [self._reduce(out, full, group, add, async_op=True) for out, full in zip(outs, fulls)]
+        then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
+        return StartedWork([work for work in works if work is not None], then)
+
+    def all_reduce(self, tensor: Tensor) -> StartedWork:
+        return self._inner.all_reduce(tensor)
+
+    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+        return self._inner.all_reduce_max(tensor)

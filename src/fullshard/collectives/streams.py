@@ -1,0 +1,223 @@
+"""Lanes that messages are queued on (streams of an accelerator, threads of a backend), and what is in flight on them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+
+from fullshard import _torch
+from fullshard.collectives.base import StartedWork
+
+
+class LaneWork(Protocol):
+    """Work that was put on a lane."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once. May say False of finished work, never True of unfinished."""
+        ...
+
+    def wait(self) -> None:
+        """Order what the caller does next behind the work. Waiting twice is allowed."""
+        ...
+
+    def block(self) -> None:
+        """As `wait`, and have the host wait too, for memory that it reads."""
+        ...
+
+
+class Lane(Protocol):
+    """An ordered queue of device work beside the caller's own, the compute lane."""
+
+    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
+        """Queue `start` behind all that is on the compute lane now, and `finish` behind the collective it starts.
+
+        after: a ticket of another lane, not waited for yet, that `start` is queued behind instead.
+        """
+        ...
+
+
+class Interrupted(RuntimeError):
+    """What waiting again for work raises after an interrupt came while it was waited for."""
+
+
+class _HostWork:
+    __slots__ = ("_failure", "_finish", "_followers", "_pending")
+
+    def __init__(self, pending: StartedWork, finish: Callable[[], None]) -> None:
+        self._pending: StartedWork | None = pending
+        self._finish = finish
+        self._followers: list[_ChainedWork] = []
+        self._failure: BaseException | None = None
+
+    def follow(self, later: _ChainedWork) -> None:
+        """Begin `later` as soon as this is waited for."""
+        if self._pending is None:
+            later.begin()
+        else:
+            self._followers.append(later)
+
+    def done(self) -> bool:
+        pending = self._pending
+        return pending is None or (not pending.unpollable and all(_torch.is_done(work) for work in pending.works))
+
+    def wait(self) -> None:
+        pending = self._pending
+        if pending is None:
+            return
+        if self._failure is not None:  # gloo waits for ever if asked for the same message twice
+            raise self._failure
+        try:
+            for work in pending.works:
+                work.wait()
+            if pending.then is not None:
+                pending.then()
+            self._finish()
+            for later in self._followers:
+                later.begin()
+            self._followers.clear()
+            self._finish, self._pending = nothing, None
+        except Exception as failure:
+            self._failure = failure
+            raise
+        except BaseException as interrupt:  # it is for who waits now; how far it came until then nobody knows
+            self._failure = Interrupted(f"{type(interrupt).__name__} came before it was finished: run the step again")
+            raise
+
+    def block(self) -> None:
+        self.wait()
+
+
+class _ChainedWork:
+    """Work that begins when other work was waited for."""
+
+    __slots__ = ("_before", "_finish", "_start", "_ticket")
+
+    def __init__(self, before: LaneWork, start: Callable[[], StartedWork], finish: Callable[[], None]) -> None:
+        self._before, self._start, self._finish = before, start, finish
+        self._ticket: _HostWork | None = None
+
+    def begin(self) -> None:
+        self._ticket = _HostWork(self._start(), self._finish)
+
+    def done(self) -> bool:
+        return self._ticket is not None and self._ticket.done()
+
+    def wait(self) -> None:
+        self._before.wait()
+        if self._ticket is None:
+            raise Interrupted("what it begins behind was interrupted: run the step again")
+        self._ticket.wait()
+
+    def block(self) -> None:
+        self.wait()
+
+
+class HostLane:
+    """The CPU: collectives run in the backend's threads from the start, their finish in whoever waits."""
+
+    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
+        if after is None:
+            return _HostWork(start(), finish)
+        later = _ChainedWork(after, start, finish)
+        after.follow(later)
+        return later
+
+
+class _StreamWork:
+    __slots__ = ("_device", "_event", "_module")
+
+    def __init__(self, event: Any, module: Any, device: torch.device) -> None:
+        self._event, self._module, self._device = event, module, device
+
+    @property
+    def event(self) -> Any:
+        return self._event
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._module.current_stream(self._device).wait_event(self._event)
+
+    def block(self) -> None:
+        self.wait()
+        self._event.synchronize()
+
+
+class StreamLane:
+    """A stream of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device=device, priority=-1)
+
+    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
+        if after is None:
+            self._stream.wait_stream(self._module.current_stream(self._device))
+        else:
+            self._stream.wait_event(after.event)
+        with self._module.stream(self._stream):
+            pending = start()
+            for work in pending.works:
+                work.wait()
+            if pending.then is not None:
+                pending.then()
+            finish()
+            return _StreamWork(self._stream.record_event(), self._module, self._device)
+
+
+def lane_for(device: torch.device) -> Lane:
+    return HostLane() if device.type == "cpu" else StreamLane(device)
+
+
+def nothing() -> None:
+    pass
+
+
+class InFlight:
+    """What a lane may still read: entries leave oldest first, and only after the compute lane was ordered behind their work.
+
+    With `limit` entries inside, pushing another first waits for the oldest.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[LaneWork, Callable[[], None], bool]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def make_room(self, limit: int) -> None:
+        """Wait until fewer than `limit` entries are inside."""
+        while len(self._entries) >= limit:
+            self._leave()
+
+    def push(self, ticket: LaneWork, landed: Callable[[], None], *, polled: bool = True) -> None:
+        """Keep what `landed` refers to alive until `ticket` was waited for, then call it.
+
+        polled: whether it may leave as soon as it is done. That moment differs from rank to rank, so not if its end
+            starts a collective.
+        """
+        self._entries.append((ticket, landed, polled))
+
+    def poll(self) -> None:
+        """Let go of what is finished already."""
+        while self._entries and self._entries[0][2] and self._entries[0][0].done():
+            self._leave()
+
+    def drain(self) -> None:
+        self.make_room(1)
+
+    def abandon(self) -> None:
+        """As `drain`, whatever the work came to."""
+        while self._entries:
+            with suppress(Exception):
+                self._leave()
+
+    def _leave(self) -> None:
+        ticket, landed, _ = self._entries.popleft()
+        ticket.wait()
+        landed()

@@ -1,0 +1,15 @@
+"""What callers and torch touch.
+
+api.py              fully_shard()
+module.py           FSDPModule (the class that is mixed in), UnshardHandle, counting(), stats(), undo()
+full_params.py      full_params(), gathered(): full parameters for the length of a block
+init.py             materialize(): memory and first values for a model built on meta
+optim.py            clip_grad_norm_, optimizers built before sharding, entries of optimizer steps
+autograd.py         grad(): gradients as values
+any_failed.py       any_failed(): skipping a step on all ranks
+hooks.py            translates torch's callbacks into events of the runtime
+forward_methods.py  methods that gather as forward does, with the units below that they touch
+class_swap.py       putting units on modules and taking them off: copies, pickles, plain modules again
+ties.py             parameters that an earlier unit owns already
+fsdp2_state.py      FSDP2's state objects, as views on units
+"""

@@ -1,0 +1,177 @@
+"""What ranks decide together: whether a step failed anywhere, so that all of them skip it and go on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import _torch
+from fullshard.collectives.backends import collectives_for
+from fullshard.collectives.base import Collectives
+from fullshard.collectives.gloo import MessageTag, wires
+from fullshard.collectives.process_groups import held, on_release
+from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName, headline
+from fullshard.consistency.watchdog import MEETING, WaitState, Watchdog, watch_of
+from fullshard.errors import StateError
+from fullshard.runtime.executor import Runtime
+from fullshard.sharding.mesh import resolve_mesh
+
+
+class FailureVote:
+    """Where the ranks of a mesh meet: a ledger of its own, whatever they said elsewhere."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.ranks = tuple(mesh.mesh.flatten().tolist())
+        name = f"{MEETING}{crc32(repr(self.ranks).encode()):08x} {tuple(mesh.mesh.shape)}"
+        self._tag = MessageTag()
+        self.device = _device_of(mesh)
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        self._held = [held(group) for group in groups]
+        self._collectives: list[Collectives] = [collectives_for(group, self.device, self._tag) for group in groups]
+        self.watch: Watchdog | None = watch_of(_torch.backend_name(groups[0], self.device)) if groups else None
+        self._ledger = CollectiveLog(
+            f"{name} {next(_NUMBERS.setdefault(name, itertools.count()))}", self.ranks, _torch.global_rank()
+        )
+        self._line = GroupFingerprints(self._ledger, UnitName(""), "")
+        self._waiter = WaitState()
+        if self.watch is not None:
+            self.watch.add(self._ledger)
+            self._waiter = self.watch.waiter()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether its process groups were destroyed."""
+        return any(one.is_released for one in self._held)
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any rank says so (collective)."""
+        for collectives in self._collectives:
+            entry = self._line.note("any_failed()")
+            message = torch.tensor([flag], dtype=torch.uint8, device=self.device)
+            self._tag.hash, self._tag.book = self._ledger.hash, self._ledger
+            before = self._waiter.enter(entry)
+            try:
+                pending = collectives.all_reduce_max(message)
+                for work in pending.works:
+                    work.wait()
+                if pending.then is not None:
+                    pending.then()
+            except Exception as failure:
+                where = "" if self.watch is None else self.watch.survey(self._ledger)
+                raise StateError(f"rank {self._ledger.rank}, any_failed(): {headline(failure)}. {where}") from failure
+            finally:
+                self._waiter.leave(before)
+            flag = bool(message.item())
+        return flag
+
+
+_NUMBERS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()
+_MEETINGS: _torch.PerRank[int, FailureVote] = _torch.PerRank()
+_WORLD: _torch.PerRank[int, tuple[object, DeviceMesh]] = _torch.PerRank()  # the default process group, and the mesh of all
+
+
+@on_release
+def _forget_meetings() -> None:
+    for key, meeting in list(_MEETINGS.items()):
+        if meeting.is_released:
+            del _MEETINGS[key]
+    if _WORLD and not _torch.is_alive(_WORLD[0][0]):
+        _WORLD.clear()
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _meeting(mesh: DeviceMesh | None) -> FailureVote:
+    if mesh is None:
+        world = dist.group.WORLD
+        if not _WORLD or _WORLD[0][0] is not world:
+            _WORLD[0] = world, resolve_mesh(None, None).mesh
+        mesh = _WORLD[0][1]
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"any_failed takes a DeviceMesh or None, got {type(mesh).__name__}")
+    found = _MEETINGS.get(id(mesh))
+    if found is None or found.mesh is not mesh:
+        found = _MEETINGS[id(mesh)] = FailureVote(mesh)
+    return found
+
+
+def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
+    """Whether the step failed on any rank of `mesh`, so that all of them skip it together. Collective.
+
+    If so, every rank forgets the step: what was gathered is freed, and gradients that are not in a `.grad` yet (on their way,
+    or kept by accumulation) are discarded on all ranks alike. The next forward is right. Gradients that were delivered
+    before stay, until `zero_grad()`.
+
+    With gloo the ranks need not have failed at the same place: those that wait for a rank that is here already
+    raise StateError where they are, and come here too. Other backends cannot end a wait; there, call it for
+    failures that happen between collectives (data, losses) or alike on all ranks.
+
+    Args:
+        mesh: the ranks that run the same program; None means all.
+        failed: whether it failed on this rank: a bool, or the exception or None.
+
+    Returns:
+        The same on every rank.
+
+    Example:
+        >>> error = None                                                                      # doctest: +SKIP
+        >>> try:                                                                              # doctest: +SKIP
+        ...     model(batch).mean().backward()
+        ... except RuntimeError as caught:
+        ...     error = caught
+        >>> if fullshard.any_failed(mesh, error):                                             # doctest: +SKIP
+        ...     optimizer.zero_grad()
+        ... else:
+        ...     optimizer.step()
+    """
+    meeting = _meeting(mesh)
+    runtimes = Runtime.all_of_thread()
+    inside = set(meeting.ranks)
+    ledgers = [ledger for runtime in runtimes for ledger in runtime.communicator.ledgers if inside.issuperset(ledger.ranks)]
+    try:
+        for ledger in ledgers:
+            ledger.silence(True)
+        result = meeting.agree(bool(failed))
+        if result:
+            _restart_together(meeting, runtimes, ledgers)
+    finally:
+        for ledger in ledgers:
+            ledger.silence(False)
+    return result
+
+
+def _restart_together(meeting: FailureVote, runtimes: Sequence[Runtime], ledgers: Sequence[CollectiveLog]) -> None:
+    """Forget on all ranks what any of them was in the midst of."""
+    for ledger in ledgers:
+        ledger.close("the step failed on some rank, and any_failed() is under way")
+    for runtime in runtimes:
+        runtime.communicator.flush()
+    if meeting.watch is not None:
+        meeting.watch.tell()
+    meeting.agree(True)  # now everybody has told what it waits for
+    if meeting.watch is not None:
+        for ledger in ledgers:
+            meeting.watch.answer(ledger)
+    for runtime in runtimes:
+        runtime.abort_step()
+    meeting.agree(True)  # now nobody waits for anything
+    with meeting.watch.paused() if meeting.watch is not None else nullcontext():  # what it has read is of the old epoch
+        for wire in wires():
+            if set(meeting.ranks).issuperset(wire.members):
+                wire.forget_answers()
+        for ledger in ledgers:
+            ledger.start_epoch()
+
+
+__all__ = ["any_failed"]

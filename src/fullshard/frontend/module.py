@@ -1,0 +1,594 @@
+"""What a sharded module can do: the class that is mixed into it, the handle of an asynchronous gather, and looking at both."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fullshard import _torch
+from fullshard.collectives.custom import AllGather, GatherInMemory, ReduceInMemory, ReduceScatter
+from fullshard.collectives.traffic import Message
+from fullshard.errors import StateError, warn_once
+from fullshard.frontend import class_swap, forward_methods
+from fullshard.frontend.fsdp2_state import UnitView
+from fullshard.runtime import lint
+from fullshard.runtime.executor import runtime_of
+from fullshard.runtime.unit import Unit, unit_of
+from fullshard.schedule.planner import Stats
+from fullshard.schedule.residency import ReshardPolicy
+from fullshard.sharding.mesh import ShardAxis
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class UnshardHandle:
+    """A gather under way; `wait()` has the full parameters installed."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Order the current stream behind the gather and install the full parameters. Later calls do nothing."""
+        if self._unit is not None:
+            runtime_of(self._unit).ensure_gathered(self._unit)
+            self._unit = None
+
+
+_SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module of class `cls` once it is sharded, one per class."""
+    found = _SHARDED_CLASSES.get(cls)
+    if found is None:
+        found = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+        found = _SHARDED_CLASSES.setdefault(cls, found)  # another thread may have made one meanwhile
+    return found
+
+
+def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The inverse of `sharded_class`; a class that is none of those stays as it is."""
+    made = next((base for base in cls.__mro__ if base.__bases__[:1] == (FSDPModule,)), None)
+    return cls if made is None else made.__bases__[1]
+
+
+def keep_of(reshard_after_forward: bool | int | None, axis: ShardAxis) -> tuple[ReshardPolicy, int | None]:
+    """What stays after forward, and how many ranks keep one copy together if it is a part."""
+    if reshard_after_forward is None:
+        return ReshardPolicy.OUTERMOST, None
+    if isinstance(reshard_after_forward, bool):
+        return (ReshardPolicy.NEVER if reshard_after_forward else ReshardPolicy.ALWAYS), None
+    if not isinstance(reshard_after_forward, int):
+        raise ValueError(f"reshard_after_forward must be True, False, an int or None, got {reshard_after_forward!r}")
+    if reshard_after_forward < 1 or axis.ranks % reshard_after_forward:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} must divide the {axis.ranks} ranks that parameters are sharded "
+            f"over: take one of {[k for k in range(1, axis.ranks + 1) if axis.ranks % k == 0]}"
+        )
+    if reshard_after_forward == axis.ranks:
+        return ReshardPolicy.NEVER, None
+    if reshard_after_forward == 1:
+        warn_once("reshard_after_forward=1 keeps all parameters after forward: it is taken as False, which says so")
+        return ReshardPolicy.ALWAYS, None
+    return ReshardPolicy.PARTLY, reshard_after_forward
+
+
+class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
+    """Mixed into the class of every module given to `fully_shard`; not made by itself.
+
+    Has the methods of torch's class of this name (and is one, for `isinstance`), on the units of fullshard. With `recurse`
+    a setter reaches every unit at or below the module, without it this unit alone; the defaults are FSDP2's. Every setter
+    works at any time between steps.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Constructing the class of a sharded module gives an ordinary one: `sharded_sequential[0:2]` is a plain Sequential."""
+        original = plain_class(cls)
+        made = original.__new__(original, *args, **kwargs)
+        made.__init__(*args, **kwargs)  # type: ignore[misc]
+        return made
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters and install them until `reshard()`, or until its forward or backward frees them.
+
+        With `async_op=True` the gather is only started, and the handle returned waits for it.
+        """
+        unit = _unit(self)
+        _flag("async_op", async_op)
+        runtime_of(unit).hold(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's full parameters. Raises StateError while its forward or backward runs."""
+        unit = _unit(self)
+        runtime_of(unit).release(unit)
+
+    def join(self) -> torch.Tensor:
+        """Take part in the collectives of this unit and those below, forward and backward, without computing anything.
+
+        For a rank that has no work for a unit that others run: no image for the vision tower, no batch at the end of an
+        epoch, no token for an expert. Call it where the forward would be, at the same place of the program on all ranks. The
+        units below are entered as the last time this unit ran on this rank, before that in the order they are registered in.
+        Backward follows by itself, in the backward of whatever else this rank computed; gradients are as if this rank's loss
+        did not depend on the unit.
+
+        Returns:
+            A zero, 0-dim, to be added to the loss of a rank that computes nothing else: `model.join().backward()`.
+
+        Ranks that compute must not recompute several units in one checkpoint (torch.utils.checkpoint around a module with units
+        below it): they would run them once more, and this rank does not know. Checkpoint the units one by one.
+
+        Raises:
+            StateError: inside a backward, or for a unit of several modules at or below this one.
+
+        Example:
+            >>> features = model.vision(images) if images is not None else model.vision.join()      # doctest: +SKIP
+        """
+        unit = _unit(self)
+        return runtime_of(unit).join(unit)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward of the units at and below is the last of the step.
+
+        If not, it does not wait for its reductions, and gradients arrive with the last one.
+        """
+        last = _flag("is_last_backward", is_last_backward)
+        for unit in units_of(self, True):
+            unit.configure(last_backward=last)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. If not, each rank keeps its own, in the reduce dtype, until one that does."""
+        sync = _flag("requires_gradient_sync", requires_gradient_sync)
+        for unit in units_of(self, _flag("recurse", recurse)):
+            unit.configure(sync_gradients=sync)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
+        """As the argument of `fully_shard`, from the next forward on."""
+        kept = [(unit, *keep_of(reshard_after_forward, unit.axis)) for unit in units_of(self, _flag("recurse", recurse))]
+        for unit, keep, retain in kept:
+            if retain == unit.options.retain:
+                unit.configure(keep=keep)
+            else:
+                runtime_of(unit).reconfigure(unit, doing="set_reshard_after_forward()", keep=keep, retain=retain)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether backward frees the full parameters. If not, they are gathered again only once the shards were written."""
+        keep = not _flag("reshard_after_backward", reshard_after_backward)
+        for unit in units_of(self, _flag("recurse", recurse)):
+            unit.configure(keep_after_backward=keep)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward sums gradients over the replicas of a hybrid mesh. If not, it only reduces them over shards and
+        keeps that, in the reduce dtype, until a backward that does. Without replicas there is nothing to put off.
+        """
+        reduces = _flag("requires_all_reduce", requires_all_reduce)
+        for unit in units_of(self, _flag("recurse", recurse)):
+            unit.configure(reduce=replace(unit.options.reduce, all_reduce=reduces))
+
+    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
+        """Divide summed gradients by `factor` instead of by the number of ranks they come from; None is that number again.
+
+        As in FSDP2, of this unit alone unless `recurse`.
+        """
+        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if factor is not None and not (number and 0 < factor < float("inf")):
+            raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}")
+        for unit in units_of(self, _flag("recurse", recurse)):
+            unit.configure(reduce=replace(unit.options.reduce, divide=None if factor is None else float(factor)))
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce with sums alone, scaled separately. fullshard always does, so that any backend and any factor will do."""
+        _unit(self)
+        _flag("enable", enable)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Reduce zeros for parameters that a rank did not use. fullshard always does: every rank sends the same messages."""
+        _any_unit(self)
+        _flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        _flag("recurse", recurse)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many groups' gradients may be on their way before backward waits for the oldest, from the next reduction on."""
+        most = max_input_buffers
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+            raise ValueError(f"max_input_buffers must be an int >= 1, got {most!r}")
+        for unit in units_of(self, _flag("recurse", recurse)):
+            unit.configure(comm=replace(unit.options.comm, reductions_in_flight=most))
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether reductions have a process group of their own, so that they need not queue behind gathers. Collective."""
+        separate = _flag("enable", enable)
+        for unit in units_of(self, _flag("recurse", recurse)):
+            runtime_of(unit).reconfigure(unit, doing="set_separate_reduce_scatter_group()", separate_reduce=separate)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
+        """Call `hook` with each reduced flat gradient of this unit, (elements of this rank's shard,) in the reduce dtype.
+
+        It may change it in place, by a sum over further replicas say. It runs behind the reduce-scatter and the sum over
+        replicas, on their lane or on `stream`, in an order that is the same on every rank; a unit of several groups has
+        one call for each. None removes it.
+        """
+        if hook is not None and not callable(hook):
+            raise ValueError(f"set_all_reduce_hook takes a callable or None, got {type(hook).__name__}")
+        if stream is not None and _unit(self).axis.device.type == "cpu":
+            raise ValueError("set_all_reduce_hook got a stream, but the mesh of this unit computes on the CPU: leave it out")
+        unit = _unit(self)
+        unit.configure(reduce=replace(unit.options.reduce, hook=hook, hook_stream=stream))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's deprecated name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+        """While this unit computes forward, gather these units, instead of those that the last run needed next."""
+        unit = _unit(self)
+        unit.follow(forward=_numbers_given(modules, unit))
+
+    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+        """While this unit's backward computes, gather these units, instead of those that the last run needed next."""
+        unit = _unit(self)
+        unit.follow(backward=_numbers_given(modules, unit))
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this unit's backward needs its parameters. That of an embedding does not, and saves a gather.
+
+        If it needs them after all, autograd raises: parameters that were freed are marked as written.
+        """
+        _unit(self).configure(in_backward=_flag("unshard_in_backward", unshard_in_backward))
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Whether gathers take their memory from the compute stream. fullshard's always do, and are asynchronous."""
+        _any_unit(self)
+        _flag("async_op", async_op)
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this unit's parameters with `comm`, in memory that it allocates: one message per gather and group."""
+        _check_comm(comm, "set_custom_all_gather", "AllGather")
+        unit = _unit(self)
+        runtime_of(unit).reconfigure(unit, doing="set_custom_all_gather()", all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this unit's gradients with `comm`, in memory that it allocates: one message per reduction and group."""
+        _check_comm(comm, "set_custom_reduce_scatter", "ReduceScatter")
+        unit = _unit(self)
+        runtime_of(unit).reconfigure(unit, doing="set_custom_reduce_scatter()", reduce_scatter=comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether messages lie in memory of the process group's backend (NCCL's user buffers say).
+
+        Raises ValueError if the backend allocates none, or custom collectives were set.
+        """
+        unit = _unit(self)
+        if not _flag("enable", enable):
+            return runtime_of(unit).reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, None))
+        runtime_of(unit).reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, "process group"))
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Have messages lie in symmetric memory of `backend`. Collective.
+
+        Raises ValueError where there is none (on the CPU), or if custom collectives were set.
+        """
+        unit = _unit(self)
+        if not isinstance(backend, str):
+            raise ValueError(f"set_symm_mem_for_comm takes the name of a backend, got {backend!r}")
+        runtime_of(unit).reconfigure(unit, doing="set_symm_mem_for_comm()", **_their_memory(unit, "symmetric", backend))
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Order the next forward behind `event`, which an optimizer recorded on a stream of its own. Once.
+
+        Gathers are ordered behind the current stream as well, whose memory they write to.
+        """
+        unit = _any_unit(self)
+        if unit.axis.device.type == "cpu":
+            raise ValueError("set_post_optim_event got an event, but the mesh computes on the CPU, which has no streams")
+        if not callable(getattr(event, "wait", None)):
+            raise ValueError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}")
+        runtime_of(unit).wait_for(event)
+
+    def reset_iter_state(self) -> None:
+        """Forget a step that was interrupted by an exception, with all gradients that only this rank holds.
+
+        The next forward forgets the interrupted part by itself; this also discards what earlier backwards without
+        communication kept, as `zero_grad()` does.
+        """
+        for unit in units_of(self, True):
+            runtime_of(unit).reset(unit)
+            runtime_of(unit).delivery.discard(unit)
+
+    def _get_fsdp_state(self) -> UnitView:
+        """What FSDP2's programs look at: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
+        return UnitView(_unit(self))
+
+    def resident(self) -> AbstractContextManager[None]:
+        """`fullshard.resident(self)`: all units at and below stay full for the length of a `with` block."""
+        return resident(_module(self))
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Backwards inside keep their gradients on each rank; the first one after it reduces the sum of all.
+
+        `model.zero_grad()` discards what was kept; an optimizer's `zero_grad()` does not see it.
+
+        with model.accumulate():
+            for batch in batches[:-1]:
+                model(batch).backward()
+        model(batches[-1]).backward()
+        """
+        return accumulate(_module(self))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`to`, `half`, `to_empty` and the like: on the shards, which then go back into flat memory."""
+        with applying(_module(self), _unit(self), fn):
+            _beyond(self)._apply(fn, recurse)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, for the sharded parameters, also while full ones are installed; discards what `accumulate()` kept."""
+        discard_gradients(_module(self), set_to_none=set_to_none)
+        _beyond(self).zero_grad(set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A sharded copy with units of its own, on the same meshes. Raises StateError inside forward or backward."""
+        return class_swap.put_together(class_swap.take_apart(_module(self), plain_class, memo), sharded_class)
+
+    def __copy__(self) -> Any:
+        raise StateError(f"a shallow copy of a sharded {type(self).__name__} would share its units: use copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the structure with this rank's shards; to be loaded on the same rank of an equal mesh."""
+        return _put_together, (class_swap.take_apart(_module(self), plain_class),)
+
+    def extra_repr(self) -> str:
+        own = _beyond(self).extra_repr()
+        said = described(_unit(self))
+        return f"{own}, {said}" if own else said
+
+
+def _beyond(module: FSDPModule) -> Any:
+    """The class a sharded module had before; torch's FSDPModule, which comes first, is there for `isinstance` alone."""
+    return super(_torch.TorchFSDPModule, module)
+
+
+def described(unit: Unit) -> str:
+    """One line about a unit, for the repr of its module."""
+    numel = sum(parameter.sharded.numel() for parameter in unit.parameters)
+    return (
+        f"unit of {len(unit.parameters)} parameters ({numel:,} elements) in {len(unit.groups)} groups, "
+        f"rank {unit.axis.rank} of {unit.axis.ranks}, {unit.residency.value}"
+    )
+
+
+@contextmanager
+def accumulate(module: nn.Module) -> Iterator[None]:
+    """Backwards inside the block keep the gradients of all units at and below `module` on each rank."""
+    units = list(units_of(module, True))
+    before = [unit.options.sync_gradients for unit in units]
+    for unit in units:
+        unit.configure(sync_gradients=False)
+    try:
+        yield
+    finally:
+        for unit, sync in zip(units, before):
+            unit.configure(sync_gradients=sync)
+
+
+@contextmanager
+def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
+    """Around `_apply(fn)` of a module of `unit`, which writes to the shards: they go back into flat memory."""
+    for below in units_of(module, True):
+        if runtime_of(below).delivery.is_undelivered(below) and below.changes(fn):
+            runtime_of(below).check_delivered(below, doing="a change of dtype or device")
+    runtime_of(unit).rest(unit, doing="moving or casting")
+    fresh = unit.on_meta() if _torch.allocates(fn) else None
+    attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
+    yield
+    for parameter, had in zip(unit.parameters, attributes):  # torch swaps the insides of a DTensor, attributes included
+        for key, value in had.items():
+            parameter.sharded.__dict__.setdefault(key, value)
+    runtime_of(unit).refresh(unit)
+    if fresh is not None:
+        unit.mark_unwritten(fresh)
+
+
+def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
+    """Forget gradients of the units at and below `module` that `nn.Module.zero_grad` does not reach: kept, or on their way."""
+    for unit in units_of(module, True):
+        if runtime_of(unit).delivery.is_undelivered(unit):
+            runtime_of(unit).delivery.discard(unit)
+        for parameter in unit.parameters if unit.shows_full else ():
+            parameter.discard_gradient(set_to_none=set_to_none)
+        for group in unit.groups:  # the rest is in the slots, which torch's walks
+            if group.keeping:
+                group.discard_kept()
+
+
+def _put_together(parts: class_swap.ShardedSnapshot) -> nn.Module:
+    return class_swap.put_together(parts, sharded_class)
+
+
+def _module(module: Any) -> nn.Module:
+    return module
+
+
+def _flag(name: str, value: Any) -> bool:
+    """An argument that is True or False. Raises ValueError for what merely counts as one of them ("no", None, 1)."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _numbers_given(modules: Any, beside: Unit | None = None) -> tuple[int, ...]:
+    if not isinstance(modules, (list, tuple)):
+        raise ValueError(f"expected a list of modules that fully_shard was called on, got {type(modules).__name__}")
+    return tuple(_unit_given(module, beside).number for module in modules)
+
+
+def _unit_given(module: Any, beside: Unit | None = None) -> Unit:
+    unit = unit_of(module) if isinstance(module, nn.Module) else None
+    if unit is None:
+        raise ValueError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
+    if beside is not None and runtime_of(unit) is not runtime_of(beside):
+        raise ValueError(f"unit '{unit.name}' has lanes or a device of its own, so unit '{beside.name}' cannot gather it ahead")
+    return unit
+
+
+def _check_comm(comm: Any, setter: str, kind: str) -> None:
+    if not callable(comm) or not hasattr(comm, "allocate"):
+        raise ValueError(f"{setter} takes an {kind} (callable, with allocate()), got {type(comm).__name__}")
+
+
+def _their_memory(unit: Unit, kind: str | None, backend: str = "") -> dict[str, Any]:
+    """Options for messages in memory of `kind`, None for our own again."""
+    for comm in (unit.options.all_gather, unit.options.reduce_scatter):
+        if comm is not None and not isinstance(comm, (GatherInMemory, ReduceInMemory)):
+            raise ValueError(
+                f"unit '{unit.name}' has custom collectives ({type(comm).__name__}), which allocate their own memory"
+            )
+    if kind is None or unit.axis.group is None:
+        return {"all_gather": None, "reduce_scatter": None}
+    if kind == "process group":
+        allocate = _torch.process_group_memory(unit.axis.group, unit.axis.device)
+    else:
+        allocate = _torch.symmetric_memory(unit.axis.group, unit.axis.device, backend)
+    return {"all_gather": GatherInMemory(allocate), "reduce_scatter": ReduceInMemory(allocate)}
+
+
+@contextmanager
+def resident(module: nn.Module) -> Iterator[None]:
+    """Keep all units at and below `module` full for the length of the block, whatever forwards end: for generation. Collective.
+
+    They are gathered once, and again only if their shards were written meanwhile.
+
+    Example:
+        >>> with model.resident(), torch.no_grad():                                           # doctest: +SKIP
+        ...     tokens = model.generate(prompt)
+    """
+    units = list(units_of(module, True))
+    inside: list[Unit] = []
+    try:
+        for unit in units:
+            runtime_of(unit).reside(unit, True)
+            inside.append(unit)
+        yield
+    finally:
+        for unit in inside:
+            runtime_of(unit).reside(unit, False)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have `module.method_name(...)` gather and free the unit's parameters as its forward does: `generate`, `encode`.
+
+    Units below whose parameters the method reads without calling them (a tied projection, a chunked loss) are
+    gathered when it first reads one, and freed when it ends.
+
+    Does nothing for a module that is no unit. Raises ValueError if there is no such method.
+
+    >>> register_fsdp_forward_method(model, "generate")                                       # doctest: +SKIP
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method '{method_name}' to register")
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
+        raise ValueError(
+            f"{type(module).__name__}.{method_name} is a generator or coroutine, whose body runs after the call has returned: "
+            "use it inside `with model.resident():` instead"
+        )
+    setattr(module, method_name, forward_methods.wrap_method(module, method))
+
+
+def share_comm_ctx(modules: list[nn.Module]) -> None:
+    """Let several roots share lanes and order. All units of a device and thread do, so this only checks its input."""
+    _numbers_given(modules)
+
+
+def undo(module: M) -> M:
+    """Make an ordinary module with full parameters of a sharded one, in place and on every rank (collective).
+
+    Gradients, attributes, hooks, ties and trainability of its parameters stay. Returns `module`.
+
+    Raises StateError, before anything has changed, while a forward or backward runs.
+    """
+    class_swap.undo(module, plain_class)
+    return module
+
+
+def _unit(module: Any) -> Unit:
+    unit = unit_of(module)
+    if unit is None:
+        raise StateError(f"this {type(module).__name__} is no unit: call fully_shard on it first")
+    return unit
+
+
+def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
+    if not recurse:
+        yield _unit(module)
+        return
+    seen: set[int] = set()
+    for inner in module.modules():
+        unit = unit_of(inner)
+        if unit is not None and unit.number not in seen:
+            seen.add(unit.number)
+            yield unit
+
+
+# --- looking -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counting(module: nn.Module) -> Iterator[list[Message]]:
+    """The messages that the runtime of `module` sends while the block runs, in order.
+
+    >>> with counting(model) as messages:                                                     # doctest: +SKIP
+    ...     model(batch).sum().backward()
+    """
+    with _any_unit(module).runtime.communicator.journal.counting() as messages:
+        yield messages
+
+
+def stats(module: nn.Module) -> Stats:
+    """A snapshot of what the runtime of `module` counted so far, for all its units: gathers, gathers issued ahead, those of
+    them that nobody used, and those that could have been issued ahead had units run in the order of the step before. If
+    these are many, a remark says so, once.
+    """
+    unit = _any_unit(module)
+    lint.remark_on_prefetch(unit)
+    return replace(unit.runtime.planner.stats)
+
+
+def _any_unit(module: nn.Module) -> Unit:
+    units: Sequence[Unit] = list(units_of(module, True))
+    if not units:
+        raise StateError(f"no module in this {type(module).__name__} is a unit: call fully_shard first")
+    return units[0]
+
+
+__all__ = [
+    "FSDPModule",
+    "UnshardHandle",
+    "accumulate",
+    "applying",
+    "counting",
+    "described",
+    "discard_gradients",
+    "keep_of",
+    "plain_class",
+    "register_fsdp_forward_method",
+    "resident",
+    "sharded_class",
+    "share_comm_ctx",
+    "stats",
+    "undo",
+    "units_of",
+]

@@ -1,0 +1,979 @@
+"""FSDP1's wrapper, `FullyShardedDataParallel`, on units of `fully_shard`."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+from fullshard import _torch
+from fullshard.collectives.backends import collectives_for
+from fullshard.collectives.base import Collectives, StartedWork
+from fullshard.collectives.custom import ReduceScatter
+from fullshard.errors import StateError, warn_once
+from fullshard.frontend import class_swap
+from fullshard.frontend.api import PreparedShard, fully_shard
+from fullshard.frontend.full_params import full_params
+from fullshard.frontend.hooks import cast_floats
+from fullshard.frontend.module import (
+    FSDPModule,
+    accumulate,
+    applying,
+    described,
+    discard_gradients,
+    plain_class,
+    sharded_class,
+    units_of,
+)
+from fullshard.frontend.optim import clip_grad_norm_
+from fullshard.fsdp1 import state_dicts
+from fullshard.fsdp1.agreement import Ranks
+from fullshard.fsdp1.arguments import HYBRID, FSDP1Arguments, cast_buffers, device_type_of, materialize, mesh_of
+from fullshard.fsdp1.state_dicts import StateDictFormat
+from fullshard.params.sharded_param import logical_parameters
+from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.runtime.executor import runtime_of
+from fullshard.runtime.unit import Unit, unit_of
+from fullshard.sharding.mesh import ShardAxis
+from fullshard.sharding.module_tree import ManagedTensors, clean_name, collect
+from fullshard.wrap.whole_model import check_policy, plan_model, warn_about_mixtures
+
+_INNER = "_fsdp_wrapped_module"
+_LOOKED_THROUGH = ("_checkpoint_wrapped_module", "_orig_mod")  # what activation checkpointing and torch.compile put around
+_KEEPS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD, _torch.HYBRID_ZERO2)
+
+
+class _Hookable:
+    """Collectives over replicas whose sum a caller's hook takes over."""
+
+    def __init__(self, inner: Collectives, hook: Callable[[Tensor], None]) -> None:
+        self._inner, self._hook = inner, hook
+        self.ranks, self.rank, self.direct_min_bytes = inner.ranks, inner.rank, inner.direct_min_bytes
+        self.gatherer, self.reduce_scatter, self.all_reduce_max = inner.gatherer, inner.reduce_scatter, inner.all_reduce_max
+
+    @property
+    def tag(self) -> Any:
+        """Of the messages of the inner ones."""
+        return getattr(self._inner, "tag", None)
+
+    @tag.setter
+    def tag(self, tag: Any) -> None:
+        self._inner.tag = tag  # type: ignore[attr-defined]
+
+    def all_reduce(self, tensor: Tensor) -> StartedWork:
+        self._hook(tensor)
+        return StartedWork()
+
+
+@dataclass(frozen=True, eq=False)
+class _WithHook:
+    """Collectives of any process group, whose sums `hook` takes over."""
+
+    kind: str
+    hook: Callable[[Tensor], None]
+
+    def __call__(self, group: dist.ProcessGroup) -> Any:
+        return _Hookable(collectives_for(group, torch.device(self.kind)), self.hook)
+
+
+class _HookReduce(ReduceScatter):
+    """A communication hook of FSDP1 as the reduce-scatter of a unit."""
+
+    def __init__(self, state: object, hook: Callable[..., None]) -> None:
+        self._state, self._hook = state, hook
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        self._hook(self._state, input_tensor, output_tensor)
+        return None
+
+
+# --- the wrapper ----------------------------------------------------------------------------------------------------------
+
+
+class FullyShardedDataParallel(nn.Module):
+    """FSDP1's wrapper around a module, whose surface it has; inside, the module is a unit of `fully_shard`.
+
+    A script written for `torch.distributed.fsdp.FullyShardedDataParallel` runs with the import changed; enums and config
+    classes are torch's own. What each argument and method becomes, and the shortest rewrite to `fully_shard`, is in
+    docs/from-fsdp1.md. Parameters are DTensors, so there is no FlatParameter, and it also runs on the CPU.
+
+    Args:
+        module: sharded in place. With `auto_wrap_policy`, modules below it are wrapped first, and replaced in their parents.
+        process_group: to shard over; for hybrid strategies a pair (to shard over, to replicate over). None: all ranks.
+        sharding_strategy: FULL_SHARD (None) frees parameters after forward, SHARD_GRAD_OP keeps them for backward; NO_SHARD
+            only averages gradients; HYBRID_SHARD and _HYBRID_SHARD_ZERO2 replicate over nodes.
+        cpu_offload: `CPUOffload(offload_params=True)` keeps shards, gradients and optimizer states in the host's memory.
+        auto_wrap_policy: as of `fullshard.plan_model`; options in a CustomPolicy are arguments of this class.
+        backward_prefetch: BACKWARD_PRE gathers the next unit before one's backward computes. BACKWARD_POST and None gather it
+            when it is needed, which here is behind that computation.
+        mixed_precision: dtypes. `keep_low_precision_grads` is refused.
+        ignored_modules, ignored_states: left alone; one of them.
+        param_init_fn: gives a module that has parameters or buffers on meta memory and values of its own (not of those below
+            it). None: `to_empty` and `reset_parameters()`. Random numbers are drawn from one seed on all ranks.
+        device_id: the current device, to move the module to.
+        sync_module_states: broadcast parameters and buffers from the first rank, which alone needs to have values.
+        forward_prefetch: units are always gathered one ahead, in the order of the last run, so both values mean the same.
+        limit_all_gathers: likewise there are never more than that in flight; False is said to have no effect.
+        use_orig_params: parameters always are the originals; False is said to mean the same.
+        device_mesh: one axis to shard over, or two (replicate, shard) for hybrid strategies, instead of process_group.
+
+    Raises:
+        ValueError: before anything has changed, naming what was given and what to give instead.
+
+    Example:
+        >>> from fullshard.compat import FullyShardedDataParallel as FSDP
+        >>> model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))                   # doctest: +SKIP
+
+    Source: the interface of `torch.distributed.fsdp.FullyShardedDataParallel`; Zhao et al. (arXiv 2304.11277).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | str | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        given = FSDP1Arguments.of(
+            module,
+            process_group,
+            device_mesh,
+            sharding_strategy,
+            cpu_offload,
+            backward_prefetch,
+            mixed_precision,
+            param_init_fn,
+            device_id,
+            sync_module_states,
+            ignored_modules,
+            ignored_states,
+            forward_prefetch,
+            limit_all_gathers,
+            use_orig_params,
+        )
+        if auto_wrap_policy is not None:
+            check_policy(auto_wrap_policy, "auto_wrap_policy")
+        if not use_orig_params:
+            warn_once("use_orig_params=False: there is no FlatParameter, parameters are the originals as with True")
+        if not limit_all_gathers:
+            warn_once("limit_all_gathers=False: gathers are always limited here, to one unit ahead of the one that computes")
+        super().__init__()
+        mesh = mesh_of(given, device_type_of(module, given))
+        options = _options(given)
+        if auto_wrap_policy is not None:
+            self._wrap_below(module, given, auto_wrap_policy, mesh, options)
+        holdings = collect([module], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
+        self._is_list = _is_list(module, holdings)
+        materialize(holdings, given, mesh)
+        if not self._is_list:
+            fully_shard(module, mesh=mesh, ignored_params=set(given.ignored), **options)
+        self._fsdp_wrapped_module = module
+        self._is_root: bool | None = None
+        self._strategy, self._offload = given.strategy, given.offload
+        self._prefetch, self._forward_prefetch = given.prefetch, given.forward_prefetch
+        self._mixed_precision = given.mixed_precision or MixedPrecision()
+        self._full_in_eval = mixed_precision is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+        self._in_full = False
+        self._casts_root = mixed_precision is None or mixed_precision.cast_root_forward_inputs
+        self._casts = mixed_precision is not None and mixed_precision.cast_forward_inputs
+        self._settings = _settings(StateDictType.FULL_STATE_DICT)
+        self._buffer_dtypes = cast_buffers(module, holdings, given)
+        unit = self.unit
+        if unit is not None:
+            for sharded in unit.modules:  # as in FSDP1, `module` is of the class it had: this wrapper has the methods
+                sharded.__class__ = plain_class(type(sharded))
+            if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+                unit.follow(backward=())
+        self.register_state_dict_post_hook(_after_save)
+        self.register_load_state_dict_pre_hook(_before_load)
+        self.register_load_state_dict_post_hook(_after_load)
+
+    def _wrap_below(
+        self, module: nn.Module, given: FSDP1Arguments, policy: Any, mesh: DeviceMesh, options: dict[str, Any]
+    ) -> None:
+        """Wrap the modules that `policy` chooses, children first, and those that are left out of mixed precision."""
+        plan = plan_model(
+            _Items(module) if _has_no_forward(module) else module,
+            policy,
+            ignored_modules=given.ignored_modules,
+            ignored_params=given.ignored,
+        )
+        mixed = given.mixed_precision
+        kept: list[str] = []
+        if mixed is not None and mixed.param_dtype is not None:
+            classes = _torch.left_out_of(mixed)
+            left_out = {id(inner) for inner in given.ignored_modules}
+            planned = {name for unit in plan.units for name in unit.modules}
+            for name in plan.outline.kinds:
+                inner = module.get_submodule(name)
+                if name and isinstance(inner, classes) and id(inner) not in left_out:
+                    if name not in planned:
+                        plan.add(name)
+                    kept.append(name)
+        if kept:
+            names = sorted({type(module.get_submodule(name)).__name__ for name in kept})
+            warn_once(f"mixed precision and auto_wrap_policy: {', '.join(names)} are wrapped on their own, in full precision")
+        warn_about_mixtures(plan.mixtures())
+        below = [unit for unit in plan.units if "" not in unit.modules]
+        if plan.units[-1].options:
+            warn_once(
+                f"auto_wrap_policy gives the module that is wrapped options, {sorted(plan.units[-1].options)}, which "
+                "are not used: pass them to FullyShardedDataParallel itself"
+            )
+        chosen_ids = {id(module.get_submodule(name)) for unit in below for name in unit.modules}
+        if not _is_list(module, collect([module], ignored=given.ignored, is_unit=lambda inner: id(inner) in chosen_ids)):
+            PreparedShard(module, mesh=mesh, ignored_params=given.ignored, **options)
+        _check_overrides(below)
+        chosen = [(name, unit.options) for unit in below for name in unit.modules]
+        every = {name: given.overridden({**o, **({"mixed_precision": None} if name in kept else {})}) for name, o in chosen}
+        for name, arguments in every.items():  # all are checked before the first is made
+            inner = module.get_submodule(name)
+            theirs = FSDP1Arguments.of(inner, **arguments)
+            their_mesh = mesh_of(theirs, device_type_of(inner, theirs))
+            PreparedShard(inner, mesh=their_mesh, ignored_params=theirs.ignored, **_options(theirs))
+        for name, arguments in every.items():
+            inner = module.get_submodule(name)
+            wrapper = type(self)(inner, **arguments)
+            if name in kept:
+                _InFull(inner).put_on(wrapper)
+            for parent in [m for m in module.modules() if m is not wrapper]:
+                for own, child in list(_torch.children_of(parent).items()):
+                    if child is inner:
+                        setattr(parent, own, wrapper)
+
+    # --- looking through -------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without what activation checkpointing put around it since."""
+        inner = self._fsdp_wrapped_module
+        return _torch.children_of(inner).get(_LOOKED_THROUGH[0]) or inner
+
+    @property
+    def sharded(self) -> nn.Module:
+        """The module that is a unit: what was wrapped, also if something was put around it since."""
+        inner: nn.Module | None = self._fsdp_wrapped_module
+        while inner is not None and unit_of(inner) is None and not self._is_list:
+            children = _torch.children_of(inner)
+            inner = next((children[name] for name in _LOOKED_THROUGH if name in children), None)
+        if inner is None:
+            raise StateError(
+                f"the module inside of this wrapper was replaced by a {type(self._fsdp_wrapped_module).__name__}, which is no "
+                "unit: replace it before wrapping"
+            )
+        return inner
+
+    @property
+    def unit(self) -> Unit | None:
+        """The unit of the wrapped module; None for a list or dict of modules, which has no forward and holds nothing itself."""
+        return unit_of(self.sharded)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper does not have, the wrapped module may, or the unit that it is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == _INNER or name.startswith("__"):  # how to copy and pickle is the wrapper's own
+                raise
+        try:
+            return getattr(self._fsdp_wrapped_module, name)
+        except AttributeError:
+            if name not in _OF_UNITS:
+                raise
+        return MethodType(_OF_UNITS[name], self.sharded)
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """As it was given; FULL_SHARD if it was not."""
+        return self._strategy
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """As it was given."""
+        return CPUOffload(self._offload)
+
+    @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """As it was given."""
+        return self._prefetch
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """As it was given."""
+        return self._forward_prefetch
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """As it was given; `MixedPrecision()` if it was not."""
+        return self._mixed_precision
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks to shard over; under NO_SHARD those whose gradients are averaged."""
+        mesh = self._axis.mesh
+        return mesh.get_group(0 if self._strategy is ShardingStrategy.NO_SHARD else mesh.ndim - 1)
+
+    @property
+    def rank(self) -> int:
+        """Of this process in `process_group`."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of `process_group`."""
+        return self.process_group.size()
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where forward and backward run."""
+        return self._axis.device
+
+    @property
+    def _axis(self) -> ShardAxis:
+        unit = next(units_of(self, True), None)
+        if unit is None:
+            raise StateError("this wrapper is around a list without modules, so nothing is sharded")
+        return unit.axis
+
+    def __getitem__(self, key: Any) -> Any:
+        """That of a wrapped Sequential."""
+        return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper is around this one, as far as is known: before the first forward, the one asked is."""
+        if self._is_root is None:
+            self._become_root()
+        return bool(self._is_root)
+
+    def _become_root(self) -> None:
+        for below in self.fsdp_modules(self):
+            below._is_root = below is self
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers in `module`, itself included; with `root_only`, those that no other is around."""
+        found = [inner for inner in module.modules() if isinstance(inner, FullyShardedDataParallel)]
+        return [inner for inner in found if not root_only or inner.check_is_root()]
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """As `nn.Module.apply`, with full parameters in place, and modules of the class they had; what `fn` writes to
+        parameters is kept. Collective.
+        """
+        if any(unit.shown for unit in units_of(self, True)):
+            return super().apply(fn)  # type: ignore[return-value]
+        with full_params(self), class_swap.undressed(units_of(self, True), plain_class):
+            return super().apply(fn)  # type: ignore[return-value]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; also discards what backwards in `no_sync()` kept, which an optimizer's cannot see."""
+        discard_gradients(self, set_to_none=set_to_none)
+        super().zero_grad(set_to_none)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`to`, `half` and the like: on the shards."""
+        unit = self.unit
+        with nullcontext() if unit is None else applying(self, unit, fn):
+            return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with units of its own, on the same meshes. Raises StateError inside forward or backward."""
+        if any(id(unit) not in memo for unit in units_of(self, True)):
+            return class_swap.put_together(class_swap.take_apart(self, plain_class, memo), sharded_class)
+        made = object.__new__(type(self))  # inside the copying of a whole, which knows the units
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the structure with this rank's shards; to be loaded on the same rank of an equal mesh."""
+        if next(units_of(self, True), None) is None:
+            return super().__reduce_ex__(protocol)
+        return _put_together, (class_swap.take_apart(self, plain_class),)
+
+    def extra_repr(self) -> str:
+        unit = self.unit
+        return f"{self._strategy.name}, " + ("a list of modules" if unit is None else described(unit))
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.load_state_dict`, of the form that was set. Names are those that the unwrapped module has."""
+        if any(unit.shown for unit in units_of(self, True)):
+            raise StateError("load_state_dict() was called inside summon_full_params(): call it outside of the block")
+        try:
+            return super().load_state_dict(*args, **kwargs)
+        except RuntimeError as wrong:
+            if f"{_INNER}." not in str(wrong):
+                raise
+            raise RuntimeError(str(wrong).replace(f"{_INNER}.", "")) from wrong
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `nn.Module.named_parameters`, under the names that the unwrapped module has."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield clean_name(name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As `nn.Module.named_buffers`, under the names that the unwrapped module has."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield clean_name(name), buffer
+
+    # --- running ---------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_root is None:
+            self._become_root()
+        if self._full_in_eval:
+            self._choose_precision()
+        dtype = self._mixed_precision.param_dtype
+        if dtype is not None and not self._in_full and (self._casts_root if self._is_root else self._casts):
+            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def _choose_precision(self) -> None:
+        """FSDP_USE_FULL_PREC_IN_EVAL=1: mixed precision is off in eval mode, here and, from the outermost wrapper, below.
+
+        Raises StateError between a forward and its backward.
+        """
+        for below in self.fsdp_modules(self) if self._is_root else ():
+            if below is not self and below._full_in_eval:
+                below._choose_precision()
+        full, unit = not self._fsdp_wrapped_module.training, self.unit
+        if full is self._in_full:
+            return
+        mixed = MixedPrecision() if full else self._mixed_precision
+        if unit is not None:
+            if runtime_of(unit).planner.awaits_backward(unit.number):
+                raise StateError(
+                    f"unit '{unit.name}' was switched to {'eval' if full else 'train'}() between a forward and its backward, "
+                    "which changes its precision (FSDP_USE_FULL_PREC_IN_EVAL=1): run the backward, or drop the output, first"
+                )
+            runtime_of(unit).reconfigure(unit, doing="train() or eval()", mp=_precision(mixed))
+        for name, buffer in self.named_buffers(remove_duplicate=False):
+            if name in self._buffer_dtypes:
+                buffer.data = buffer.data.to(mixed.buffer_dtype or self._buffer_dtypes[name])
+        self._in_full = full
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on each rank, whole; the first one after it reduces the sum of all.
+
+        `model.zero_grad()` discards what was kept. An optimizer's `zero_grad()` does not see it: unlike in FSDP1, it is in no
+        `.grad` until it is reduced.
+        """
+        self._only_root("no_sync()")
+        with accumulate(self):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns it, as it was. Collective."""
+        self._only_root("clip_grad_norm_()")
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def _only_root(self, doing: str) -> None:
+        if not self.check_is_root():
+            raise StateError(f"{doing} was called on a wrapper inside another: call it on the outermost one")
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Reduce gradients by `hook` instead, as of torch.distributed.algorithms: `hook(state, gradient)` averages the flat
+        gradient in place under NO_SHARD; otherwise `hook(state, gradient, shard)` reduce-scatters (ranks * size,) into
+        (size,), averaged. Hybrid strategies take none.
+        """
+        self._only_root("register_comm_hook()")
+        if not callable(hook):
+            raise ValueError(f"register_comm_hook takes a callable, got {type(hook).__name__}")
+        wrappers = [(wrapper, unit) for wrapper in self.fsdp_modules(self) if (unit := wrapper.unit) is not None]
+        for wrapper, unit in wrappers:
+            if wrapper._strategy in HYBRID:
+                raise ValueError(
+                    f"register_comm_hook: {wrapper._strategy.name} reduces in two steps, a hook would be one: use "
+                    "set_all_reduce_hook() of each wrapper, which runs behind both"
+                )
+            options = unit.options
+            if isinstance(options.reduce_scatter, _HookReduce) or isinstance(options.comm.collectives, _WithHook):
+                raise ValueError("register_comm_hook was called before: a hook cannot be replaced")
+            runtime_of(unit).check_idle(unit, doing="register_comm_hook()")
+            runtime_of(unit).check_delivered(unit, doing="register_comm_hook()")
+        for wrapper, unit in wrappers:
+            unit.configure(reduce=replace(unit.options.reduce, divide=1.0))
+            changes: dict[str, Any] = {"reduce_scatter": _HookReduce(state, hook)}
+            if wrapper._strategy is ShardingStrategy.NO_SHARD:
+                sums = _WithHook(unit.axis.device.type, partial(hook, state))
+                changes = {"comm": replace(unit.options.comm, collectives=sums)}
+            runtime_of(unit).reconfigure(unit, doing="register_comm_hook()", **changes)
+
+    # --- full parameters -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Full, ordinary Parameters for the length of the block, as `fullshard.full_params`, below any module. Collective."""
+        inside: nn.Module = module.sharded if isinstance(module, FullyShardedDataParallel) else module
+        if not recurse and unit_of(inside) is None:
+            yield
+            return
+        device = "cpu" if offload_to_cpu else None
+        with full_params(inside, recurse=recurse, write=writeback, rank0_only=rank0_only, device=device, grads=with_grads):
+            yield
+
+    # --- state dicts -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Which form `state_dict()` and `optim_state_dict()` of all wrappers in `module` have from now on; the one before."""
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+            wrapper._settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The form that all wrappers in `module` have. Raises ValueError if there is none, or they differ."""
+        found = [wrapper._settings for wrapper in FullyShardedDataParallel.fsdp_modules(module)]
+        if not found:
+            raise ValueError(f"there is no FullyShardedDataParallel in this {type(module).__name__}")
+        if any(settings != found[0] for settings in found):
+            raise ValueError("the wrappers in this module have state dicts of different types: set one for all of them")
+        return found[0]
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """`set_state_dict_type` for the length of a block."""
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        before = [wrapper._settings for wrapper in wrappers]
+        FullyShardedDataParallel.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            for wrapper, settings in zip(wrappers, before):
+                wrapper._settings = settings
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state by parameter names, in the form that was set for the model. Collective.
+
+        optim_state_dict: the optimizer's own `state_dict()`, where the caller has it already.
+        """
+        form = _optimizer_form(FullyShardedDataParallel.get_state_dict_type(model))
+        return _saved(model, optim, form, group, optim_state_dict)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, of what `optim_state_dict` gave; with `load_directly`, load it as well.
+
+        Names and keys may come in any order. Collective. If the form set for the model is full and `rank0_only`, only the first
+        rank needs to have it. Without "param_groups" there are none in the result, and `load_directly` keeps the optimizer's.
+        ShardedTensors, as FSDP1 saved and `load_sharded_optimizer_state_dict` gives, are gathered one at a time.
+        """
+        form = _optimizer_form(FullyShardedDataParallel.get_state_dict_type(model))
+        groups = state_dicts.groups_of(model, optim)
+        if form.kind is state_dicts.FULL and form.rank0_only:
+            optim_state_dict = _scatter(model, optim_state_dict, groups, group)
+        local = form.kind is state_dicts.LOCAL
+        ready = state_dicts.load_optimizer_state(
+            model, optim_state_dict, groups, _ranks(model, group), local=local, by_name=is_named_optimizer
+        )
+        if load_directly:
+            optim.load_state_dict(ready if "param_groups" in ready else {**optim.state_dict(), **ready})
+        return ready
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The optimizer's full state by names, in the host's memory; {} on ranks that do not keep it. Collective.
+
+        optim_input: FSDP1 needed what the optimizer was built with; `optim` knows it.
+        """
+        del optim_input
+        return _saved(model, optim, StateDictFormat(state_dicts.FULL, True, rank0_only), group)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """The optimizer's state by names, as DTensors. Collective."""
+        return _saved(model, optim, StateDictFormat(state_dicts.SHARDED), group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """What `optimizer.load_state_dict` takes, of a full state by names that every rank has. Collective."""
+        groups = state_dicts.groups_of(model, optim, optim_input)
+        return state_dicts.load_optimizer_state(model, full_optim_state_dict, groups, _ranks(model, None))
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """What `optimizer.load_state_dict` takes, of what `sharded_optim_state_dict` gave. Collective."""
+        return state_dicts.load_optimizer_state(
+            model, sharded_optim_state_dict, state_dicts.groups_of(model, optim), _ranks(model, None)
+        )
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What `optimizer.load_state_dict` takes, of a full state by names that only the first rank has. Collective."""
+        groups = state_dicts.groups_of(model, optim, optim_input)
+        whole = _scatter(model, full_optim_state_dict, groups, group)
+        return state_dicts.load_optimizer_state(model, whole, groups, _ranks(model, group))
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """A state that is keyed by names or by places in the optimizer, keyed by the other."""
+        known = state_dicts.names_of(model)
+        flat = [known[id(p)] for group in state_dicts.groups_of(model, optim, optim_input) for p in group]
+        return state_dicts.rekeyed(optim_state_dict, optim_state_key_type, flat)
+
+
+FSDP = FullyShardedDataParallel
+
+
+# --- building -------------------------------------------------------------------------------------------------------------
+
+
+def _options(given: FSDP1Arguments) -> dict[str, Any]:
+    """Those of `fully_shard`."""
+    return {
+        "reshard_after_forward": False if given.strategy in _KEEPS else None,
+        "mp_policy": _precision(given.mixed_precision or MixedPrecision()),
+        "offload_policy": CPUOffloadPolicy() if given.offload else OffloadPolicy(),
+        "comm_policy": CommPolicy(),
+    }
+
+
+def _precision(mixed: MixedPrecision) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
+class _Items(nn.Module):
+    """The items of a list or dict of modules under their names: plans are made for modules that have a forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, item in module.named_children():
+            self.add_module(name, item)
+
+    def forward(self) -> None:
+        raise NotImplementedError
+
+
+def _is_list(module: nn.Module, holdings: ManagedTensors) -> bool:
+    """Whether `module` is a list or dict of modules, without a forward. Raises ValueError if it holds what no unit does."""
+    if not _has_no_forward(module):
+        return False
+    if holdings.claims:
+        raise ValueError(
+            f"the {type(module).__name__} to wrap has no forward, so nobody would gather '{holdings.claims[0].name}', which no "
+            "wrapper below it holds: wrap its items, or give an auto_wrap_policy that chooses them"
+        )
+    return True
+
+
+def _put_together(parts: class_swap.ShardedSnapshot) -> nn.Module:
+    return class_swap.put_together(parts, sharded_class)
+
+
+_OF_UNITS: dict[str, Any] = {
+    name: method
+    for name, method in vars(FSDPModule).items()
+    if not name.startswith("_") and name not in ("extra_repr", "zero_grad")
+}
+
+
+def _check_overrides(units: Iterable[Any]) -> None:
+    known = set(FullyShardedDataParallel.__init__.__annotations__) - {"module", "auto_wrap_policy", "return"}
+    for unit in units:
+        for name in unit.options:
+            if name not in known:
+                raise ValueError(
+                    f"the policy gives '{unit.name}' the option '{name}', which FullyShardedDataParallel does not have: there "
+                    f"are {sorted(known)}"
+                )
+
+
+class _InFull:
+    """Inputs of a module that is left out of mixed precision come in its own dtype, outputs go in that of the inputs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        tensors = [*module.parameters(), *module.buffers()]
+        self._own = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+        self._given: torch.dtype | None = None
+
+    def put_on(self, wrapper: nn.Module) -> None:
+        wrapper.register_forward_pre_hook(self._before, with_kwargs=True)
+        wrapper.register_forward_hook(self._after)
+
+    def _before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        self._given = tensors[0].dtype if tensors else None
+        return cast_floats(args, self._own), cast_floats(kwargs, self._own)
+
+    def _after(self, _: nn.Module, args: Any, output: Any) -> Any:
+        return output if self._given is None else cast_floats(output, self._given)
+
+
+# --- saving and loading ---------------------------------------------------------------------------------------------------
+
+
+def _settings(
+    kind: StateDictType, config: StateDictConfig | None = None, optim_config: OptimStateDictConfig | None = None
+) -> StateDictSettings:
+    known: dict[StateDictType, tuple[type[Any], type[Any]]] = {
+        StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+        StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+        StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    }
+    if kind not in known:
+        raise ValueError(f"expected a StateDictType, got {kind!r}")
+    ours, theirs = known[kind]
+    config, optim_config = config or ours(), optim_config or theirs()
+    for given, wanted in ((config, ours), (optim_config, theirs)):
+        if not isinstance(given, wanted):
+            raise ValueError(f"{kind.name} takes a {wanted.__name__}, got {type(given).__name__}")
+    return StateDictSettings(kind, config, optim_config)
+
+
+def _model_form(settings: StateDictSettings) -> StateDictFormat:
+    config: Any = settings.state_dict_config
+    return StateDictFormat(settings.state_dict_type, config.offload_to_cpu, getattr(config, "rank0_only", False))
+
+
+def _optimizer_form(settings: StateDictSettings) -> StateDictFormat:
+    config: Any = settings.optim_state_dict_config
+    return StateDictFormat(settings.state_dict_type, config.offload_to_cpu, getattr(config, "rank0_only", False))
+
+
+def _after_save(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Under clean names, in the form that was set. Wrappers below did theirs already, which can only become full."""
+    form = _model_form(module._settings)
+    unit: Unit | None = module.unit
+    if unit is not None and unit.shown and form.kind is not state_dicts.FULL:
+        raise StateError(f"a state dict of {form.kind.name} was asked for inside summon_full_params(): take it outside of it")
+    keep = form.keeps(first=_is_first(module, None))
+    dtypes = module._buffer_dtypes
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        value = state_dict.pop(key)
+        name = clean_name(key[len(prefix) :])
+        if name in dtypes and isinstance(value, Tensor) and form.kind is not state_dicts.LOCAL:
+            value = value.to(dtypes[name])
+        value = form.of(value, keep=keep)
+        if keep:
+            state_dict[prefix + name] = value
+
+
+def _before_load(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Names as the wrapper has them, and this rank's rows as what they are rows of."""
+    unit: Unit | None = module.unit
+    rows = module._settings.state_dict_type is state_dicts.LOCAL
+    inner: nn.Module = module._fsdp_wrapped_module
+    parameters = dict(inner.named_parameters(remove_duplicate=False))
+    known = {clean_name(name): parameter for name, parameter in parameters.items()}
+    compiled: dict[str, str] = {}  # names of modules that were compiled apart; what else wraps puts its own names in
+    for name in (*parameters, *dict(inner.named_buffers(remove_duplicate=False))):
+        if "_orig_mod" in name.split("."):
+            compiled[clean_name(name)] = ".".join(part for part in name.split(".") if part not in (_INNER, _LOOKED_THROUGH[0]))
+    inside = f"{prefix}{_INNER}."
+    for key in sorted(key for key in state_dict if key.startswith(prefix) and not key.startswith(inside)):
+        value = state_dict.pop(key)
+        name = key[len(prefix) :]
+        if name.rpartition(".")[2] in ("_flat_param", "flat_param"):
+            raise ValueError(f"'{key}' is a FlatParameter of FSDP1, which has no meaning here: save FULL_STATE_DICT there")
+        logical = next(iter(logical_parameters([known[name]])), None) if name in known else None
+        if unit is None or logical is None or logical not in unit.parameters:
+            pass  # of another wrapper, or of none
+        elif isinstance(value, _torch.ShardedTensor):
+            value = _from_sharded_tensor(key, value, logical)
+        elif rows and isinstance(value, Tensor):
+            if value.shape != logical.local.shape:
+                raise ValueError(
+                    f"LOCAL_STATE_DICT: '{key}' has shape {tuple(value.shape)}, this rank's rows are "
+                    f"{tuple(logical.local.shape)}: load it on as many ranks as saved it, or save it as SHARDED_STATE_DICT"
+                )
+            value = logical.face(value.to(logical.local.dtype))
+        state_dict[inside + compiled.get(name, name)] = value
+
+
+def _from_sharded_tensor(key: str, value: Any, parameter: Any) -> Tensor:
+    """This rank's rows of a ShardedTensor, as FSDP1 saves them (collective over its ranks)."""
+    if value.size() != parameter.shape:
+        raise ValueError(
+            f"'{key}' has shape {tuple(value.size())} in the ShardedTensor to load, expected {tuple(parameter.shape)}"
+        )
+    whole = _torch.whole_of(value, torch.device(parameter.cut.mesh.device_type))
+    return parameter.shard_of(whole, dtype=parameter.local.dtype)
+
+
+def _after_load(module: Any, incompatible: Any) -> None:
+    """Missing and unexpected names, as the caller knows them."""
+    for names in incompatible:
+        names[:] = [clean_name(name) for name in names]
+
+
+def _saved(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    form: StateDictFormat,
+    group: dist.ProcessGroup | None,
+    given: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    return state_dicts.optimizer_state(model, optimizer, form, _ranks(model, group), given=given, first=_is_first(model, group))
+
+
+def _ranks(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks:
+    """The ranks that save and load together: those of `group`; without one, of the mesh that `model` is on."""
+    unit = next(units_of(model, True), None)
+    device = torch.device("cpu") if unit is None else unit.axis.device
+    if group is not None:
+        return Ranks((group,), device)
+    axes = () if unit is None else (unit.axis.replicas.group if unit.axis.replicas is not None else None, unit.axis.group)
+    return Ranks(tuple(axis for axis in axes if axis is not None), device)
+
+
+def _scatter(
+    model: nn.Module, saved: dict[str, Any] | None, groups: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    known = state_dicts.names_of(model)
+    logical = {known[id(p)]: next(iter(logical_parameters([p])), None) for own in groups for p in own if id(p) in known}
+    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
+    device = units[0].axis.device if units else torch.device("cpu")
+
+    def cut(name: str, whole: Tensor) -> Any:
+        parameter = logical.get(name)
+        fits = parameter is not None and whole.shape == parameter.shape
+        return parameter.shard_of(whole, dtype=whole.dtype) if parameter is not None and fits else whole
+
+    mesh = units[0].axis.mesh if units else None
+    if group is None and mesh is not None and mesh.ndim == 1:
+        group = mesh.get_group()
+    elif group is None and mesh is not None and mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"the optimizer's state is on the first of {mesh.size()} ranks of {dist.get_world_size()}: pass group=, their "
+            "process group, to say who takes part"
+        )
+    return state_dicts.scattered(saved, group, device, cut)
+
+
+def _is_first(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank is the first of `group`; without one, of the mesh that `model` is on."""
+    if group is not None:
+        return dist.get_rank(group) == 0
+    unit = next(units_of(model, True), None)
+    return dist.get_rank() == 0 if unit is None else not any(unit.axis.mesh.get_coordinate() or ())
+
+
+__all__ = [
+    "FSDP",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]

@@ -1,0 +1,12 @@
+"""Parameters on both sides: shards that a caller sees, full tensors that modules compute with, gradients on their way back.
+
+sharded_param.py   ShardedParameter: its sharded and its unsharded side, and the modules' slots it is installed in
+sharded_tensor.py  ShardedDTensor: its class, which names the parameter when it is mixed with plain tensors
+stale_params.py    parameters from before sharding, which stand for the sharded ones
+group.py           ParamGroup: parameters that move together, their flat shard and their unsharded buffer
+unsharded.py       UnshardedBuffer: memory of full parameters, and the collective that fills it
+extension.py       tensor subclasses that say themselves what is gathered of them
+reduction.py       Reduction: gradients of one group on their way to the shards
+grad_commit.py     GradCommit: gradients that arrived become `.grad`, all or none
+uninitialized.py   memory that nobody has written yet
+"""

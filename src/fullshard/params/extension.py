@@ -1,0 +1,218 @@
+"""Tensor subclasses that say themselves what is gathered of them: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.collectives.base import Collectives, StartedWork
+from fullshard.errors import StateError
+from fullshard.params.sharded_param import ShardedParameter
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.sharding.param_sharding import ParamSharding
+
+_BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def extends(tensor: Tensor) -> bool:
+    """Whether a shard is of a subclass that takes part in its gathers."""
+    return hasattr(tensor, _BEFORE) and hasattr(tensor, _AFTER)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is an ordinary strided tensor."""
+    return type(tensor) is Tensor and tensor.layout == torch.strided
+
+
+def half_extends(tensor: Tensor) -> str | None:
+    """The missing half of the protocol, None if both are there or none is."""
+    found = [name for name in (_BEFORE, _AFTER) if hasattr(tensor, name)]
+    return None if len(found) != 1 else ({_BEFORE, _AFTER} - set(found)).pop()
+
+
+def travels_alone(tensor: Tensor) -> bool:
+    """Whether a shard is not to lie in a flat one: it takes part in its gathers, or must before the first of them."""
+    return extends(tensor) or not is_plain(tensor)
+
+
+def check_extension(parameter: ShardedParameter) -> None:
+    """Raises StateError, naming it, if a parameter can be gathered neither as it is nor by itself."""
+    shard, unit = parameter.local, parameter.label.name
+    missing = half_extends(shard)
+    if missing is not None:
+        raise StateError(
+            f"the shard of parameter '{parameter.name}' of unit '{unit}' has one half of the all-gather protocol: it needs "
+            f"{missing} as well"
+        )
+    if not travels_alone(shard):
+        return
+    if not extends(shard):
+        raise StateError(
+            f"parameter '{parameter.name}' of unit '{unit}' cannot be gathered: it is a {type(shard).__name__}, which does not "
+            f"say how. Define {_BEFORE} and {_AFTER}, on the class or on parameter._local_tensor, before the first forward, or "
+            "make it a plain torch.Tensor, after fullshard.undo()"
+        )
+    if parameter.cut.dim != 0:
+        raise StateError(
+            f"parameter '{parameter.name}' of unit '{unit}' gathers itself ({_BEFORE}), by rows: it cannot be cut along dim "
+            f"{parameter.cut.dim}"
+        )
+
+
+def own_shard(value: Tensor, cut: ParamSharding) -> Tensor:
+    """A shard in memory of its own, that does not keep the full tensor alive.
+
+    By what every subclass that shards implements: `clone` of some quantizes anew, which changes the values. A plain tensor
+    stays the object that it is, to which the caller gave methods.
+    """
+    if is_plain(value):
+        return value.set_(value.clone())  # type: ignore[call-overload]
+    shard = value.new_zeros(cut.shard_shape)
+    if value.numel():
+        shard.copy_(value)
+    _take_attributes(value, shard)
+    return shard
+
+
+def _take_attributes(source: Tensor, target: Tensor) -> None:
+    """What a tensor keeps beside its data, a precomputed scale say, or methods of its own, which are of `target` then."""
+    for key, kept in vars(source).items():
+        if vars(target).get(key) is None:
+            bound = isinstance(kept, MethodType) and kept.__self__ is source
+            setattr(target, key, MethodType(kept.__func__, target) if bound else kept)
+
+
+class ExtensionBuffer:
+    """The gathered side of one parameter of a subclass.
+
+        shard --fsdp_pre_all_gather--> tensors --all-gather of each, as bytes--> outputs --fsdp_post_all_gather--> full
+
+    The outputs, and the inner tensors that the first `fsdp_post_all_gather` names, have memory between `grow` and
+    `shrink`. A shard with fewer rows than others is padded before it is asked.
+    """
+
+    def __init__(
+        self,
+        parameter: ShardedParameter,
+        collectives: Collectives,
+        dtype: torch.dtype,
+        device: torch.device,
+        mp: MixedPrecisionPolicy,
+    ) -> None:
+        self._parameter, self._collectives, self._dtype, self._mp = parameter, collectives, dtype, mp
+        self._device = device
+        self.versions: list[int] = []
+        self._full: Tensor | None = None  # what the first fsdp_post_all_gather made, padding rows included
+        self._padded: Tensor | None = None
+        self._metadata: Any = None
+        self._inputs: list[Tensor] = []
+        self._outs: list[Tensor] = []
+        self._inner: list[tuple[Tensor, int]] = []
+        self._fresh = False  # gathered, and not yet handed to fsdp_post_all_gather
+
+    def gathered(self, versions: list[int]) -> None:
+        self.versions = versions
+
+    def holds(self, tensor: Tensor) -> bool:
+        return any(out.numel() and _torch.same_memory(tensor, out) for out in (*self._outs, *(i for i, _ in self._inner)))
+
+    def grow(self) -> None:
+        shard = self._rows()
+        if shard.device != self._device:  # offloaded
+            home, shard = shard, shard.to(self._device, non_blocking=True)
+            _take_attributes(home, shard)
+        inputs, self._metadata = self._ask(shard)
+        self._inputs = [tensor.contiguous() for tensor in inputs]
+        ranks = self._collectives.ranks
+        if not self._outs:
+            self._outs = [torch.empty(ranks * t.numel(), dtype=t.dtype, device=t.device) for t in self._inputs]
+        if [out.numel() for out in self._outs] != [ranks * t.numel() for t in self._inputs]:
+            shapes = [tuple(t.shape) for t in self._inputs]
+            raise StateError(
+                f"{_BEFORE} of parameter '{self._parameter.name}' gave tensors of shapes {shapes}, other than the first time: "
+                "the sizes of what is gathered must not change"
+            )
+        for out in self._outs:
+            out.untyped_storage().resize_(out.numel() * out.itemsize)
+        for inner, nbytes in self._inner:
+            inner.untyped_storage().resize_(nbytes)
+
+    def start(self) -> StartedWork:
+        self._fresh = True
+        outs = [out.view(torch.uint8) for out in self._outs]
+        # as_strided: of one element, `view(-1)` may keep a stride that `view(dtype)` refuses.
+        flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in self._inputs]
+        return self._collectives.gatherer(outs, flat)()
+
+    def finish(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        """On the compute lane, behind the gather."""
+        if not self._fresh:
+            return
+        self._fresh = False
+        outputs = tuple(out.view(-1, *given.shape[1:]) for out, given in zip(self._outs, self._inputs))
+        after: Callable[..., Any] = getattr(self._parameter.local, _AFTER)
+        with torch.no_grad():
+            if self._full is None:
+                self._full, inner = after(outputs, self._metadata, self._dtype)
+                outs = {out.untyped_storage().data_ptr() for out in self._outs}
+                self._inner = [(t, t.untyped_storage().size()) for t in inner if t.untyped_storage().data_ptr() not in outs]
+                rows = self._parameter.cut.whole[0]
+                even = self._full.shape[0] == rows
+                self._parameter.materialize(self._full if even else self._full.narrow(0, 0, rows))
+                self._even = even
+            else:
+                after(outputs, self._metadata, self._dtype, out=self._parameter.full if self._even else self._full)
+        self._inputs, self._metadata = [], None
+
+    def retain(self) -> None:
+        pass  # the caller's tensors are gathered over the shard axis, whatever reshard_after_forward says
+
+    def forget(self) -> None:
+        pass
+
+    def shrink(self) -> None:
+        for out in self._outs:
+            out.untyped_storage().resize_(0)
+        for inner, _ in self._inner:
+            inner.untyped_storage().resize_(0)
+
+    def _rows(self) -> Tensor:
+        """This rank's shard, padded to as many rows as others have."""
+        local, extent = self._parameter.local, self._parameter.cut.extent
+        if not extent.padding:
+            return local
+        with torch.no_grad():
+            if self._padded is None:
+                self._padded = local.new_zeros((extent.chunk, *local.shape[1:]))
+            if extent.rows:
+                self._padded.narrow(0, 0, extent.rows).copy_(local)
+        _take_attributes(local, self._padded)
+        return self._padded
+
+    def _ask(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        before: Callable[..., Any] = getattr(shard, _BEFORE)
+        cut = self._parameter.cut
+        mesh = cut.axis.mesh if cut.axis.replicas is None else _torch.axis_of(cut.axis.mesh, cut.axis.mesh.ndim - 1)
+        arguments = len(inspect.signature(before).parameters)
+        with torch.no_grad():
+            if arguments == 1:
+                return before(mesh)
+            if arguments == 5:
+                strides = _torch.contiguous_strides(cut.whole)
+                return before(mesh, cut.whole, strides, self._parameter.module, self._mp)
+        raise StateError(
+            f"{_BEFORE} of parameter '{self._parameter.name}' takes {arguments} arguments: expected (mesh) or "
+            "(mesh, outer_size, outer_stride, module, mp_policy)"
+        )
+
+
+__all__ = ["ExtensionBuffer", "check_extension", "extends", "half_extends", "is_plain", "own_shard", "travels_alone"]

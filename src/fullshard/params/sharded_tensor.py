@@ -1,0 +1,316 @@
+"""The class of sharded parameters: DTensors that, mixed with plain tensors, raise an error which names the parameter."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fullshard import _torch
+from fullshard.errors import StateError
+
+LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to the ShardedParameter it is the face of
+_VIEWED = "_fullshard_viewed"  # on a view of a sharded parameter: the same
+_BARE = "_fullshard_bare"  # on both: the DTensor over the same memory that torch computes with
+_COPIED = "_fullshard_copied"  # on what torch gives as a view of a sharded parameter, but had to gather: writing to it is lost
+_MIXED = "got mixed torch.Tensor and DTensor"
+_MESHES = "on inputs with different meshes"
+_UNKNOWN = "does not have a sharding strategy registered"
+_WHOLE = (
+    "of which a rank holds only its part then: use the whole one in `with fullshard.full_params(module):`, or initialise the "
+    "model by fullshard.materialize(model, init=)"
+)
+_RANDOM = torch.Tag.nondeterministic_seeded
+_FILLS = frozenset(  # they write all of what they are given and read nothing of it
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        *((name, "default") for name in ("normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_")),
+        *(("random_", overload) for overload in ("default", "from", "to")),
+        ("bernoulli_", "float"),
+        *((name, overload) for name in ("rand_like", "randn_like") for overload in ("default", "generator")),
+        ("randint_like", "default"),
+        ("randint_like", "low_dtype"),
+        ("eye", "out"),
+        ("eye", "m_out"),
+    )
+)
+_ALIKE = frozenset(  # what they make of a sharded parameter may be filled with random numbers next, as orthogonal_ does
+    (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
+)
+
+
+class ShardedDTensor(DTensor):
+    """A sharded parameter, or a view of one. What other operations make of it (and `detach()` of a parameter) is a DTensor.
+
+    torch raises "got mixed torch.Tensor and DTensor" from its C++ parts, without a name. A subclass is asked first, computes
+    with a bare DTensor over the same memory, names what it was given, and notes what was written. While an optimizer steps,
+    instances sleep: their class is DTensor then, and so is what their operations cost. Attributes (`.grad`, `.shape`) are
+    torch's own and cost nothing more.
+
+    Random fills (`torch.nn.init`, `reset_parameters()`) draw the full tensor on each rank, which then keeps its part: with one
+    seed on all ranks the full weights are those of the unsharded model, whatever the number of ranks, and the generator goes
+    on alike. That takes the memory of one full parameter for a moment. Ranks of different seeds keep parts of different
+    models; replicas are compared at the first forward, parts cannot be.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _FILLS and (filled := _filled(func, args, kwargs)) is not None:
+            return filled
+        faces: list[ShardedDTensor] = []
+        bare = [_bared(value, faces) for value in args]
+        out = kwargs.get("out") if kwargs else None
+        if _RANDOM in func.tags or _torch.writes(func):
+            _check(func, faces, (args[0] if args else None, out))
+        if kwargs:
+            kwargs = {key: _bared(value, faces) for key, value in kwargs.items()}
+        try:
+            made = func(*bare, **(kwargs or {}))
+        except RuntimeError as error:  # NotImplementedError among them
+            text = str(error)
+            names = _names(faces) if any(known in text for known in (_MIXED, _MESHES, _UNKNOWN)) else ""
+            if not names:
+                raise
+            if _UNKNOWN in text:
+                raise StateError(f"{func} cannot be computed on sharded {names} {_WHOLE}") from error
+            other = "DTensors of another mesh" if _MESHES in text else "a plain tensor"
+            raise StateError(
+                f"{func} was given sharded {names} together with {other}: outside of that forward a rank holds only its "
+                "part of the parameter. Compute with the tensors of `with fullshard.gathered(module)` (differentiable), call "
+                "register_fsdp_forward_method() for the method that reads it, or keep it full in `with model.resident():`"
+            ) from error
+        if _torch.writes(func):
+            _note_writes((args[0] if args else None, out), _torch.operation_name(func))
+            return _originals(made, faces)
+        if func.is_view:
+            for view in made if isinstance(made, (list, tuple)) else (made,):
+                _name(view, faces[0], func)
+        elif func in _ALIKE and faces:
+            _name(made, faces[0], func)
+        return made
+
+    @property
+    def data(self) -> Any:
+        """Over the same memory, without a version counter: who writes to it is noted all the same."""
+        made = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        back = self.__dict__.get(LOGICAL) or self.__dict__.get(_VIEWED)
+        if back is not None and type(made) is DTensor:
+            made.__dict__[_VIEWED] = back
+            _turn(made, ShardedDTensor)
+        return made
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        """Of a parameter of a unit: the values are taken over, the memory stays. Raises StateError for what does not fit."""
+        back = self.__dict__.get(LOGICAL)
+        logical = None if back is None else back()
+        if logical is None:
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        else:
+            logical.assign(value)
+
+    def detach(self) -> Any:
+        made = super().detach()  # type: ignore[misc]
+        if _torch.makes_parameter():  # which insists on the class it was given
+            _turn(made, ShardedDTensor)
+        return made
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> Any:  # what torch.compile makes of one must be one
+        made = DTensor.__tensor_unflatten__(*args)
+        _turn(made, ShardedDTensor)
+        return made
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = _as_dtensor(self, DTensor.__deepcopy__, memo)  # type: ignore[attr-defined]
+        _turn(made, ShardedDTensor)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_dtensor(self, DTensor.__reduce_ex__, protocol)
+
+
+def as_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
+    """A Parameter over a DTensor of ours, which leaves `tensor` as it is."""
+    made = nn.Parameter(tensor, requires_grad=requires_grad)
+    if _torch.HONOURS_SUBCLASSES:
+        _turn(made, ShardedDTensor)  # as torch.utils.swap_tensors does
+    return made
+
+
+def _turn(tensor: Any, cls: type[DTensor]) -> None:
+    tensor.__class__ = cls
+
+
+def sleep(tensors: Iterable[Tensor]) -> None:
+    """Let instances be DTensors until `wake`: an optimizer's operations then cost what they cost torch."""
+    asleep = _ASLEEP.__dict__.setdefault("faces", [])
+    for tensor in tensors:
+        if type(tensor) is ShardedDTensor:
+            _turn(tensor, DTensor)
+            asleep.append(tensor)
+
+
+def wake() -> None:
+    """Let all that this thread had sleep be ShardedDTensors again, also after an optimizer whose step raised."""
+    asleep = _ASLEEP.__dict__.get("faces")
+    while asleep:
+        tensor = asleep.pop()
+        if type(tensor) is DTensor and LOGICAL in tensor.__dict__:
+            _turn(tensor, ShardedDTensor)
+
+
+_ASLEEP = threading.local()
+
+
+def _bare(face: ShardedDTensor) -> DTensor:
+    """The DTensor that torch computes with: over the same memory, so that it writes the same."""
+    held = face.__dict__.get(_BARE)
+    local, spec = _torch.local_tensor(face), _torch.spec_of(face)
+    if held is None or _torch.local_tensor(held) is not local or _torch.spec_of(held) is not spec:
+        held = face.__dict__[_BARE] = _torch.dtensor(local, spec)
+    return held
+
+
+def _filled(func: Any, args: Any, kwargs: Any) -> Any:
+    """`func` of the full tensor, of which this rank's part is kept; None for a tensor on meta."""
+    kwargs = dict(kwargs or {})
+    outs = kwargs.pop("out", None)
+    face = outs if outs is not None else args[0]
+    local, spec = _torch.local_tensor(face), _torch.spec_of(face)
+    if local.device.type == "meta":
+        return None
+    _check(func, [face], (face,))
+    if not _torch.writes(func):  # a new one, like the face
+        dtype = kwargs.get("dtype") or local.dtype
+        full = func(_full_like(face), *args[1:], **kwargs)
+        made = _torch.dtensor(_part(face, full).contiguous(), _torch.spec(spec.mesh, spec.placements, face.shape, dtype))
+        _name(made, face, func)
+        return made
+    full = _full_like(face)
+    if outs is not None:
+        func(*args, **kwargs, out=full)
+    else:
+        func(full, *args[1:], **kwargs)
+    _keep_part(face, full, _torch.operation_name(func))
+    return face
+
+
+def _truncated(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """trunc_normal_, which draws again until nothing is left to reject; torch asks each rank for its own part only."""
+    if type(tensor) is not ShardedDTensor or tensor.device.type == "meta":
+        return original(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+    full = _full_like(tensor)
+    original(full, *args, **kwargs)
+    with torch.no_grad():
+        _keep_part(tensor, full, "trunc_normal_()")
+    return tensor
+
+
+def _full_like(face: ShardedDTensor) -> Tensor:
+    """Strides count too: random numbers are drawn in the order of memory."""
+    local = _torch.local_tensor(face)
+    return torch.empty_strided(face.shape, face.stride(), dtype=local.dtype, device=local.device)
+
+
+def _keep_part(face: ShardedDTensor, full: Tensor, how: str) -> None:
+    _torch.local_tensor(face).copy_(_part(face, full))
+    _note_writes(face, how)
+
+
+def _part(face: ShardedDTensor, full: Tensor) -> Tensor:
+    """This rank's part of `full`, (face.shape)."""
+    back = face.__dict__.get(LOGICAL) or face.__dict__.get(_VIEWED)
+    logical = None if back is None else back()
+    spec = _torch.spec_of(face)
+    if logical is not None and face.shape == logical.shape and spec.placements == logical.cut.placements:
+        return logical.slice(full).view(_torch.local_tensor(face).shape)  # type: ignore[no-any-return]
+    return _torch.local_tensor(distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None))
+
+
+def _check(func: Any, faces: list[ShardedDTensor], written: tuple[Any, ...]) -> None:
+    """Raise StateError for what torch would do silently wrong."""
+    if _RANDOM in func.tags and func not in _FILLS and (names := _names(faces)):
+        raise StateError(f"{func} would draw the same numbers for each part of sharded {names} {_WHOLE}")
+    for one in written:
+        if type(one) is ShardedDTensor and _COPIED in one.__dict__ and (names := _names([one])):
+            raise StateError(f"{func} writes to an element or a row of sharded {names} {_WHOLE}")
+
+
+def _bared(value: Any, faces: list[ShardedDTensor]) -> Any:
+    if type(value) is ShardedDTensor:
+        faces.append(value)
+        return _bare(value)
+    if isinstance(value, (list, tuple)) and any(type(one) is ShardedDTensor for one in value):
+        return [_bared(one, faces) for one in value]
+    return value
+
+
+def _originals(made: Any, faces: list[ShardedDTensor]) -> Any:
+    """What an operation wrote to, as it was given."""
+    if isinstance(made, (list, tuple)):
+        return type(made)(_originals(one, faces) for one in made)
+    if type(made) is DTensor:
+        for face in faces:
+            if face.__dict__[_BARE] is made:
+                return face
+    return made
+
+
+def _note_writes(written: Any, how: str) -> None:
+    """Some operations (foreach, or on `.data`) move no version counter that a gather would look at. And a rank that writes
+    alone makes a patchwork of two models.
+    """
+    if type(written) is ShardedDTensor:
+        back = written.__dict__.get(LOGICAL) or written.__dict__.get(_VIEWED)
+        logical = None if back is None else back()
+        if logical is not None:
+            logical.wrote(how)
+    elif isinstance(written, (list, tuple)):
+        for one in written:
+            _note_writes(one, how)
+
+
+def _name(view: Any, face: ShardedDTensor, func: Any) -> None:
+    back = face.__dict__.get(_VIEWED)
+    if back is None:
+        back = face.__dict__.get(LOGICAL)
+        if func is torch.ops.aten.detach.default:
+            return
+    if back is not None and type(view) is DTensor:
+        view.__dict__[_VIEWED] = back
+        if func.is_view and (_COPIED in face.__dict__ or not _shares(view, face)):
+            view.__dict__[_COPIED] = True
+        _turn(view, ShardedDTensor)
+
+
+def _shares(view: DTensor, face: ShardedDTensor) -> bool:
+    mine, theirs = _torch.local_tensor(view), _torch.local_tensor(face)
+    return mine.device.type == "meta" or _torch.same_storage(mine, theirs)
+
+
+def _as_dtensor(face: ShardedDTensor, fn: Any, argument: Any) -> Any:
+    """`fn` of a tensor that is of torch's own class meanwhile, for what asks for the very class."""
+    face.__dict__.pop(_BARE, None)
+    _turn(face, DTensor)
+    try:
+        return fn(face, argument)
+    finally:
+        _turn(face, ShardedDTensor)
+
+
+def _names(faces: list[ShardedDTensor]) -> str:
+    """Which parameters they are, and that their units' forward is not running; empty for parameters of units that are gone."""
+    backs = [face.__dict__.get(LOGICAL) or face.__dict__.get(_VIEWED) for face in faces]
+    found = [logical for back in backs if back is not None and (logical := back()) is not None]
+    parts = [f"parameter '{one.name}' of unit '{one.label.name}', whose forward is not running," for one in found]
+    return " and ".join(dict.fromkeys(parts))
+
+
+_torch.extend_trunc_normal(_truncated)

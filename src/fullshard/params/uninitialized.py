@@ -1,0 +1,65 @@
+"""Memory that nobody has written yet: marking it when it is allocated, and finding what still has the mark."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor, nn
+
+from fullshard import _torch
+from fullshard.params.sharded_param import ShardedParameter
+
+_MARK = -(2**7)  # fits in every signed integer dtype
+
+
+def mark(tensor: Tensor) -> Tensor:
+    """Fill `tensor` with what no initialisation leaves: NaN, or one odd integer. Unsigned and boolean ones become zero."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(_MARK) if tensor.dtype.is_signed else tensor.zero_()
+
+
+def is_marked(tensor: Tensor | None) -> bool:
+    """Whether nobody wrote any element since. Of unsigned and boolean tensors that cannot be told."""
+    if tensor is None or not tensor.numel() or tensor.device.type == "meta":
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().all())
+    return bool((tensor == _MARK).all()) if tensor.dtype.is_signed else False
+
+
+class UninitializedTensors:
+    """Parameters and buffers (module, name) of a unit that have no values yet."""
+
+    def __init__(self, parameters: list[ShardedParameter], buffers: list[tuple[weakref.ref[nn.Module], str]]) -> None:
+        self._parameters, self._buffers = parameters, buffers
+        self._versions: dict[str, int] = {}
+
+    def mark(self) -> None:
+        """They have memory now: mark it."""
+        for key, (tensor, _) in self._tensors().items():
+            if tensor.device.type != "meta":
+                mark(tensor)
+                self._versions[key] = tensor._version
+
+    def left(self, *, persistent: bool = True) -> list[str]:
+        """Those that nobody wrote since: parameters and persistent buffers, or the other buffers."""
+        return [
+            key
+            for key, (tensor, kept) in self._tensors().items()
+            # Of whole numbers the mark may be a value: they are unwritten only if nothing was written at all.
+            if kept is persistent
+            and is_marked(tensor)
+            and (tensor.is_floating_point() or tensor._version == self._versions.get(key))
+        ]
+
+    def _tensors(self) -> dict[str, tuple[Tensor, bool]]:
+        """What is there now, and whether state dicts have it, by what to call it."""
+        found = {f"parameter '{parameter.name}'": (parameter.local, True) for parameter in self._parameters}
+        for ref, name in self._buffers:
+            module = ref()
+            buffer = None if module is None else getattr(module, name, None)
+            if module is not None and isinstance(buffer, Tensor):
+                kept = _torch.persists(module, name)
+                found[f"buffer '{name}' of {type(module).__name__}"] = buffer, kept
+        return found

@@ -1,0 +1,179 @@
+"""What the ranks of an axis settle outside of forward and backward: each collective an entry of the ledger, and watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.collectives.base import Collectives, StartedWork
+from fullshard.consistency.collective_log import GroupFingerprints, LoggedCall, UnitName
+from fullshard.params.sharded_param import full_tensor
+from fullshard.runtime.communicator import Communicator
+from fullshard.sharding.mesh import ShardAxis
+from fullshard.sharding.param_sharding import ParamSharding
+
+KIND = "talk"  # of these messages in the journal
+
+
+class SetupCollectives:
+    """One call of the caller's in which all ranks of an axis take part: `fully_shard()`, `materialize()`, `full_params()`.
+
+    Ranks that call different things differ in the ledger, so the watch tells them; an error of the backend says which call it
+    was, and where the other ranks are. The same call on all ranks makes the same entries.
+
+    groups: over which ranks that should settle something are spread, replicas first.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        axis: ShardAxis,
+        label: UnitName,
+        doing: str,
+        subject: str = "",
+        *,
+        shards: bool = True,
+    ) -> None:
+        """`doing`: the name of the call. `subject`: what all ranks know alike of what it is about. `shards`: False leaves it
+        to the ranks that hold equal shards.
+        """
+        self.axis = axis
+        self._communicator, self._label, self._doing, self._subject = communicator, label, doing, subject
+        self._shards = shards
+        self.groups = [axis.replicas.group] if axis.replicas is not None and axis.replicas.ranks > 1 else []
+        self.groups += [axis.group] if shards and axis.group is not None and axis.ranks > 1 else []
+        self._line: GroupFingerprints | None = None
+        self._last: LoggedCall | None = None
+
+    def about(self, axis: ShardAxis) -> SetupCollectives:
+        """The same call, for what lies on another axis."""
+        if axis.key == self.axis.key:
+            return self
+        return SetupCollectives(self._communicator, axis, self._label, self._doing, self._subject, shards=self._shards)
+
+    # --- small tensors ---
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Element-wise over all ranks, in place."""
+        for group in self.groups:
+            self._run(group, [tensor], lambda collectives: collectives.all_reduce_max(tensor))
+        return tensor
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """What the first rank holds in an integer tensor, in place."""
+        for group in self.groups:
+            if group.rank():
+                tensor.zero_()
+            self._run(group, [tensor], lambda collectives: collectives.all_reduce(tensor))
+        return tensor
+
+    def gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """(n, ...) of all n ranks of one of the groups."""
+        found = tensor.new_empty((group.size(), *tensor.shape))
+        self._gather(found, tensor.contiguous(), group)
+        return found
+
+    def meet(self) -> None:
+        """Return when all ranks are in this call, which none leaves now before it did what it came for."""
+        self.maximum(torch.zeros(1, dtype=torch.uint8, device=self.axis.device))
+
+    # --- large ones ---
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Have all ranks hold what the first one holds, in place.
+
+        torch's own broadcast sends a weight once where a sum sends it twice. It knows no names, so the ranks meet before.
+        """
+        if not self.groups:
+            return
+        self.meet()
+        for tensor in tensors:
+            mine = tensor.detach()
+            moved = mine.to(self.axis.device).contiguous()
+            for group in self.groups:
+                source = dist.get_process_group_ranks(group)[0]
+                begin = partial(dist.broadcast, moved, source, group=group, async_op=True)
+                self._send(group, [moved], partial(_begun, begin))
+            if moved is not mine:
+                mine.copy_(moved)
+
+    def whole(self, cut: ParamSharding, sharded: DTensor) -> Tensor:
+        """What this rank computes with (cut.whole; of a scalar one element), of a DTensor that is cut so, in memory of its own
+        where its part is.
+        """
+        return self._whole(cut, sharded) if _is_cut_so(cut, sharded) else cut.whole_of(self._by_torch(sharded)).clone()
+
+    def full(self, cut: ParamSharding, sharded: DTensor) -> Tensor:
+        """The same, of the global shape: with what tensor parallelism cut off."""
+        if not _is_cut_so(cut, sharded):
+            return self._by_torch(sharded).clone()
+        whole = cut.lift(self._whole(cut, sharded))
+        return whole if cut.dense is None else self._by_torch(whole).clone()
+
+    def _whole(self, cut: ParamSharding, sharded: DTensor) -> Tensor:
+        local, group = _torch.local_tensor(sharded).detach(), cut.axis.group
+        if not cut.shape or group is None or cut.axis.ranks == 1:
+            return local.clone()
+        if local.device.type == "meta":
+            return local.new_empty(cut.whole)
+        part = local.movedim(cut.dim, 0).to(cut.axis.device).contiguous()
+        if cut.extent.padding:
+            part = torch.cat([part, part.new_zeros((cut.extent.padding, *part.shape[1:]))])
+        found = part.new_empty((cut.axis.ranks * part.shape[0], *part.shape[1:]))
+        self.about(cut.axis)._gather(found, part, group)
+        return found[: cut.whole[cut.dim]].movedim(0, cut.dim).contiguous().to(local.device)
+
+    def _by_torch(self, sharded: Any) -> Tensor:
+        """As DTensor knows to: tensor parallelism, subclasses, gradients that a caller cut in another way. Its collectives
+        know no names, so the ranks meet before, and the watch knows this call for what it is.
+        """
+        self.meet()
+        waiter = self._communicator.waiter
+        if waiter is None or self._last is None:
+            return full_tensor(sharded)
+        before = waiter.enter(self._last)
+        try:
+            return full_tensor(sharded)
+        except RuntimeError as failure:
+            raise self._communicator.explained(failure, self._last) from failure
+        finally:
+            waiter.leave(before)
+
+    # --- how it is said ---
+
+    def _gather(self, out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+        if part.numel():
+            found, mine = out.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8)
+            self._run(group, [out], lambda collectives: collectives.gatherer([found], [mine])())
+
+    def _run(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[Collectives], StartedWork]) -> None:
+        self._send(group, fulls, partial(start, self._communicator.bare(group)))
+
+    def _send(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], StartedWork]) -> None:
+        communicator = self._communicator
+        if self._line is None:
+            self._line = GroupFingerprints(communicator.ledger(self.axis), self._label, self._subject)
+        communicator.journal.note(KIND, fulls, group.size())
+        sent = communicator.send(communicator.reduce_lane, self._line, self._doing, start)
+        sent.wait()
+        self._last = sent
+
+
+def _begun(begin: Callable[[], Any]) -> StartedWork:
+    return StartedWork((begin(),))
+
+
+def _is_cut_so(cut: ParamSharding, sharded: DTensor) -> bool:
+    plain = type(_torch.local_tensor(sharded)) is Tensor
+    return plain and sharded.device_mesh == cut.mesh and tuple(sharded.placements) == cut.placements
+
+
+__all__ = ["KIND", "SetupCollectives"]

@@ -1,0 +1,89 @@
+"""Calls of which a rank takes part without computing, until the backward that they belong to is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fullshard.schedule.order import ForwardCall
+from fullshard.schedule.planner import Planner
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """A call in which other ranks compute and this one only takes part. alone: it was no part of another unit's forward.
+
+    The unit goes by its number, so that what waits for a backward keeps no model alive.
+    """
+
+    unit: int
+    call: ForwardCall
+    alone: bool
+
+
+class JoinedCalls:
+    """Those whose backward is to come, oldest first."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._calls: list[Joined] = []
+        self._reached: set[int] = set()  # the outermost forwards that the running backward came to
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, joined: Joined) -> None:
+        self._planner.expect_backward(joined.call)
+        self._calls.append(joined)
+
+    def reach(self, call: ForwardCall) -> None:
+        """The running backward came to this call, or to one that was joined."""
+        self._reached.add(self._planner.run_of(call))
+
+    def due(self, *, beyond: int, lives: Callable[[int], bool]) -> Iterator[Joined]:
+        """Those that ended after `beyond` and belong to the running backward, latest first, as ranks that computed have them.
+
+        lives: whether the unit of this number exists; where it does not, the backward never came.
+        """
+        later: list[Joined] = []
+        while self._calls and self._calls[-1].call.end > beyond:
+            joined = self._calls.pop()
+            if not lives(joined.unit) or not self._planner.knows(joined.unit) or not self._planner.is_recent(joined.call):
+                self._planner.forget(joined.call)
+            elif not self._is_reached(joined):
+                later.append(joined)
+            else:
+                self._planner.forget(joined.call)
+                yield joined
+        self._calls += reversed(later)
+
+    def end_backward(self) -> None:
+        self._reached.clear()
+
+    def abandon(self) -> None:
+        """Forget them all."""
+        self._reached.clear()
+        for joined in self._calls:
+            self._planner.forget(joined.call)
+        self._calls.clear()
+
+    def _is_reached(self, joined: Joined) -> bool:
+        """Whether a joined call belongs to the running backward: that came to its outermost forward; or nothing but joined
+        calls was in it, and the backward came to the one behind it, or, if there is none, to the one before.
+        """
+        planner, reached = self._planner, self._reached
+        run = planner.run_of(joined.call)
+        if not joined.alone:
+            return run in reached
+        alone = {planner.run_of(other.call) for other in self._calls if other.alone} | {run}
+        found: int | None = run
+        while found is not None and found in alone and found not in reached:
+            found = planner.next_run(found)
+        if found is None:
+            found = run
+            while found is not None and found in alone and found not in reached:
+                found = planner.next_run(found, backwards=True)
+        return found in reached
+
+
+__all__ = ["Joined", "JoinedCalls"]

@@ -1,0 +1,176 @@
+"""Integers only: which rows a rank owns, where each parameter starts, what is padding, and what travels together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+ALIGN_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The rows one rank owns of a tensor cut along one dim (dim 0, if nothing else is said), by torch.chunk's rule.
+
+        row     0   1 | 2   3 | 4   .       length=5, ranks=3, chunk=2
+        rank      0   |   1   |   2         rank 2 owns [4, 5) and pads one row
+
+    >>> Extent.cut(5, ranks=3, rank=2)
+    Extent(start=4, stop=5, chunk=2)
+    """
+
+    start: int
+    stop: int
+    chunk: int  # rows every rank stores, padding included
+
+    @classmethod
+    def cut(cls, length: int, *, ranks: int, rank: int) -> Extent:
+        chunk = -(-length // ranks)
+        return cls(min(length, rank * chunk), min(length, (rank + 1) * chunk), chunk)
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def padding(self) -> int:
+        return self.chunk - self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class ParamOffsets:
+    """Where one parameter lies, in elements.
+
+    shard of this rank   ...[offset, offset + size)...          size = chunk rows, padding included
+    full storage         ...[region, region + ranks * size)...  the parameter is its first `numel` elements
+
+    Cut along `dim` 0, the shards in rank order are the parameter. Along another they are not: it is `folded`, travels
+    packed, and is permuted where it is copied out of the message or into it.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    offset: int
+    size: int
+    region: int
+    direct: bool
+
+    @property
+    def folded(self) -> bool:
+        return self.dim != 0
+
+    def shard_shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of a shard of `rows` rows."""
+        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One stretch of a packed message: a parameter's chunk, or (`parameter` = -1) the gap that aligns the next one."""
+
+    parameter: int
+    size: int
+    region: int  # where its copy-out lands in the full storage
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One message of a collective: `size` elements of each rank's shard, from `offset` on.
+
+    bucket 1 - n pieces. A direct bucket has one piece and is gathered straight into that parameter's region.
+    """
+
+    direct: bool
+    offset: int
+    size: int
+    pieces: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """Everything static about a group's memory. group 1 - n buckets, bucket 1 - n parameters.
+
+    shard  | packed: small, folded | large, uneven | large, even |
+    gather | one packed bucket     | direct        | direct      |
+    reduce | one packed message                    | direct      |   (all of it packed where gradients must be cast)
+    """
+
+    ranks: int
+    places: tuple[ParamOffsets, ...]  # in the order of the parameters
+    buckets: tuple[Bucket, ...]
+    shard_numel: int
+    full_numel: int
+    direct_grad_offset: int  # from this shard offset on, gradients may be reduced directly
+
+    @property
+    def packed(self) -> Bucket | None:
+        return next((bucket for bucket in self.buckets if not bucket.direct), None)
+
+    def reduction(self, *, direct: bool) -> tuple[Bucket | None, tuple[int, ...]]:
+        """(the packed message, or None if empty; the parameters reduced directly) with direct reductions on or off."""
+        stop = self.direct_grad_offset if direct else self.shard_numel
+        pieces = tuple(piece for bucket in self.buckets if bucket.offset < stop for piece in bucket.pieces)
+        alone = tuple(i for i, place in enumerate(self.places) if place.direct and place.offset >= stop)
+        return (Bucket(False, 0, stop, pieces) if stop else None), alone
+
+
+def plan_layout(
+    shapes: Sequence[tuple[int, ...]],
+    dims: Sequence[int] | None = None,
+    *,
+    ranks: int,
+    itemsize: int,
+    direct_min_bytes: float,
+) -> GroupLayout:
+    """Lay out parameters of `shapes` (each with at least one dim) for `ranks` ranks.
+
+    dims: along which dim each is cut, 0 if not given.
+    itemsize: bytes of the smaller of storage and compute dtype; offsets are aligned to 16 of them.
+    direct_min_bytes: chunks of at least this many bytes per rank travel directly; `inf` packs everything.
+
+    >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct_min_bytes=64)
+    >>> [(p.offset, p.size, p.direct) for p in layout.places], layout.shard_numel
+    ([(4, 16, True), (0, 2, False)], 20)
+    """
+    align = max(1, ALIGN_BYTES // itemsize)
+    dims = [0] * len(shapes) if dims is None else dims
+    chunks = [-(-shape[dim] // ranks) * prod(shape[:dim]) * prod(shape[dim + 1 :]) for shape, dim in zip(shapes, dims)]
+
+    def is_direct(index: int) -> bool:
+        nbytes = chunks[index] * itemsize
+        return dims[index] == 0 and nbytes >= direct_min_bytes and nbytes % ALIGN_BYTES == 0 and nbytes > 0
+
+    def is_even(index: int) -> bool:
+        return chunks[index] * ranks == prod(shapes[index])
+
+    order = sorted(range(len(shapes)), key=lambda i: (is_direct(i), dims[i] != 0, is_direct(i) and is_even(i)))
+    places: list[ParamOffsets | None] = [None] * len(shapes)
+    packed: list[Segment] = []
+    direct: list[Bucket] = []
+    offset = region = 0
+    direct_grad_offset: int | None = None
+    for index in order:
+        size, alone = chunks[index], is_direct(index)
+        places[index] = ParamOffsets(tuple(shapes[index]), dims[index], offset, size, region, alone)
+        piece, gap = Segment(index, size, region), -size % align
+        if alone:
+            if direct_grad_offset is None and is_even(index):
+                direct_grad_offset = offset
+            direct.append(Bucket(True, offset, size, (piece,)))
+        else:
+            packed.append(piece)
+        offset, region = offset + size, region + ranks * size
+        if gap:  # never behind a direct parameter: its chunk is a multiple of 16 bytes in the smaller dtype
+            packed.append(Segment(-1, gap, region))
+            offset, region = offset + gap, region + ranks * gap
+    head = [Bucket(False, 0, sum(piece.size for piece in packed), tuple(packed))] if packed else []
+    assert all(place is not None for place in places)
+    return GroupLayout(
+        ranks=ranks,
+        places=tuple(place for place in places if place is not None),
+        buckets=(*head, *direct),
+        shard_numel=offset,
+        full_numel=region,
+        direct_grad_offset=offset if direct_grad_offset is None else direct_grad_offset,
+    )

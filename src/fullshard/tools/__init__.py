@@ -1,0 +1,5 @@
+"""Programs around training.
+
+install.py  install(): fullshard in place of torch's FSDP2
+verify.py   verify(): sharded against plain, the first thing that differs
+"""

@@ -1,0 +1,370 @@
+"""Which modules become units, as data: what each will hold, a table of it, and edits. Nothing here touches a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from fullshard.sharding.module_tree import children_first
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """One parameter of a model."""
+
+    name: str  # qualified
+    numel: int
+    nbytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """What planning needs of a model: names and sizes. module 1 - n modules; module n - n parameters (ties).
+
+    Modules are known by their first qualified name, "" is the model itself; all in post-order.
+    """
+
+    kinds: dict[str, str]  # class of each module
+    children: dict[str, tuple[str, ...]]
+    own: dict[str, tuple[int, ...]]  # indices into `parameters`
+    parameters: tuple[PlanEntry, ...]
+    uncallable: frozenset[str]  # lists and dicts of modules, which have no forward
+    aliases: dict[str, str]  # further names of modules that have several, and their first
+
+    @classmethod
+    def of(cls, model: nn.Module, *, ignored: Iterable[nn.Parameter] = ()) -> ModelSummary:
+        left_out = {id(parameter) for parameter in ignored}
+        known: dict[int, str] = {}
+        index: dict[int, int] = {}
+        entries: list[PlanEntry] = []
+        kinds: dict[str, str] = {}
+        children: dict[str, tuple[str, ...]] = {}
+        own: dict[str, tuple[int, ...]] = {}
+        uncallable: set[str] = set()
+        for name, module in children_first(model):
+            known[id(module)] = name
+            kinds[name] = type(module).__name__
+            children[name] = tuple(dict.fromkeys(known[id(child)] for child in module.children()))
+            held: list[int] = []
+            for key, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in left_out:
+                    continue
+                if id(parameter) not in index:
+                    index[id(parameter)] = len(entries)
+                    nbytes = parameter.numel() * parameter.element_size()
+                    entries.append(
+                        PlanEntry(f"{name}.{key}" if name else key, parameter.numel(), nbytes, parameter.requires_grad)
+                    )
+                held.append(index[id(parameter)])
+            own[name] = tuple(dict.fromkeys(held))
+            if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+                uncallable.add(name)
+        several = ((name, known[id(module)]) for name, module in model.named_modules(remove_duplicate=False))
+        aliases = {name: first for name, first in several if name != first}
+        return cls(kinds, children, own, tuple(entries), frozenset(uncallable), aliases)
+
+    def below(self, names: Iterable[str], *, stop: frozenset[str] = frozenset()) -> list[str]:
+        """The modules `names` and those below them, without entering `stop`; each once."""
+        found: dict[str, None] = {}
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found[name] = None
+                waiting.extend(child for child in self.children[name] if child not in stop)
+        return list(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedUnit:
+    """One call of `fully_shard` that is to be made: on these modules, with `options` beside those of the whole model."""
+
+    modules: tuple[str, ...]  # qualified names, more than one for a list unit
+    why: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.modules, str) or not self.modules or not all(isinstance(name, str) for name in self.modules):
+            raise ValueError(f"PlannedUnit takes a tuple of qualified names of modules, got {self.modules!r}")
+
+    @property
+    def name(self) -> str:
+        """
+        >>> PlannedUnit(("blocks.0", "blocks.1")).name
+        'blocks.{0,1}'
+        """
+        parts = [name.split(".") for name in self.modules]
+        same = 0
+        while all(len(part) > same + 1 and part[same] == parts[0][same] for part in parts):
+            same += 1
+        if len(parts) == 1 or not same:
+            return "+".join(name or "(model)" for name in self.modules)
+        return f"{'.'.join(parts[0][:same])}.{{{','.join('.'.join(part[same:]) for part in parts)}}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A unit that would hold trainable and frozen parameters."""
+
+    unit: str
+    trainable: tuple[PlanEntry, ...]
+    frozen: tuple[PlanEntry, ...]
+
+    def __str__(self) -> str:
+        def listed(entries: Sequence[PlanEntry]) -> str:
+            numel = sum(entry.numel for entry in entries)
+            names = [entry.name for entry in entries]
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            return f"{numel:,} elements in {', '.join(names[:8])}{more}"
+
+        return (
+            f"unit '{self.unit}' mixes parameters that are trainable ({listed(self.trainable)}) with frozen ones "
+            f"({listed(self.frozen)}): they travel in groups of their own, so that frozen ones have no gradients, at one more "
+            "message per gather; make units of the frozen modules alone to save it"
+        )
+
+
+_SHARED = "they share a parameter"
+
+
+class Plan:
+    """plan 1 - n planned units. The units of a model, in the order they are to be made: children first, the model last.
+
+    Print it to see what each will hold. `add`, `drop`, `merge` and `set` edit it; `fullshard.shard_model(model, policy=plan)`
+    carries it out. Every parameter is in exactly one unit: the innermost around all modules that hold it. Units that share
+    a parameter, neither around the other, become one.
+
+    >>> plan = Plan(ModelSummary.of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), [PlannedUnit(("0",))])
+    >>> plan.add("1", why="by hand")
+    >>> print(plan)
+    unit     class       parameters  elements  bytes  options  why
+    0        Linear               2         6   24 B
+    1        Linear               2         6   24 B           by hand
+    (model)  Sequential           0         0    0 B           what is left
+    3 units hold 4 parameters: 12 elements, 48 B; the largest holds 24 B
+    """
+
+    def __init__(self, outline: ModelSummary, units: Iterable[PlannedUnit]) -> None:
+        self.outline = outline
+        self._units: list[PlannedUnit] = []
+        chosen = list(units)
+        for unit in chosen:
+            if not isinstance(unit, PlannedUnit):
+                raise ValueError(f"a Plan takes PlannedUnits, got {unit!r}")
+        if not any("" in unit.modules for unit in chosen):
+            chosen.append(PlannedUnit(("",), "what is left"))
+        self._settle(chosen)
+
+    @property
+    def units(self) -> tuple[PlannedUnit, ...]:
+        return tuple(self._units)
+
+    def entries(self, unit: PlannedUnit) -> list[PlanEntry]:
+        """The parameters that `unit`, one of `units`, will hold, in the order they are found."""
+        if unit not in self._units:
+            raise ValueError(f"unit '{unit.name}' is not in the plan (an edit makes new units): take one of plan.units")
+        owners = self._owners(self._units)
+        return [entry for i, entry in enumerate(self.outline.parameters) if owners.get(i) == [unit]]
+
+    # --- edits ---
+
+    def add(self, *modules: str, why: str = "", **options: Any) -> None:
+        """Make one more unit, of these modules. They leave the units that they were in."""
+        if not modules:
+            raise ValueError("Plan.add takes the qualified names of the modules of one unit, got none")
+        modules = tuple(map(self._named, modules))
+        gone = set(modules)
+        kept = [replace(unit, modules=tuple(m for m in unit.modules if m not in gone)) for unit in self._units]
+        self._settle([*(unit for unit in kept if unit.modules), PlannedUnit(modules, why, options)])
+
+    def drop(self, module: str) -> None:
+        """Make no unit of `module`: what it holds goes to the unit around it."""
+        module = self.outline.aliases.get(module, module)
+        if module == "":
+            raise ValueError("the model itself is always a unit: it has no unit around it to hold what is left")
+        unit = self._unit_of(module)
+        left = tuple(name for name in unit.modules if name != module)
+        others = [other for other in self._units if other is not unit]
+        self._settle([*others, replace(unit, modules=left)] if left else others)
+
+    def merge(self, *modules: str) -> None:
+        """Make one unit of the units of these modules, with the options of the first."""
+        units = list(dict.fromkeys(map(self._unit_of, modules)))
+        if len(units) < 2:
+            raise ValueError(f"Plan.merge takes modules of at least two units, got {modules}")
+        merged = replace(units[0], modules=tuple(name for unit in units for name in unit.modules), why="merged")
+        self._settle([*(unit for unit in self._units if unit not in units), merged])
+
+    def set(self, module: str, **options: Any) -> None:
+        """Change options of `fully_shard` for the unit of `module` alone."""
+        unit = self._unit_of(module)
+        changed = replace(unit, options={**unit.options, **options})
+        self._units = [changed if other is unit else other for other in self._units]
+
+    # --- looking ---
+
+    def mixtures(self) -> list[Mixture]:
+        """Units that would hold trainable and frozen parameters."""
+        found: list[Mixture] = []
+        for unit, entries in self._held():
+            trainable = tuple(entry for entry in entries if entry.trainable)
+            frozen = tuple(entry for entry in entries if not entry.trainable)
+            if trainable and frozen:
+                found.append(Mixture(unit.name, trainable, frozen))
+        return found
+
+    def __str__(self) -> str:
+        rows = [("unit", "class", "parameters", "elements", "bytes", "options", "why")]
+        held = self._held()
+        at = 0
+        while at < len(held):
+            unit, entries = held[at]
+            facts = self._facts(unit, entries)
+            alike = at
+            while len(unit.modules) == 1 and alike + 1 < len(held) and self._facts(*held[alike + 1]) == facts:
+                alike += 1
+            count = alike - at + 1
+            name = unit.name if count == 1 else _span(unit.name, held[alike][0].name)
+            times = "" if count == 1 else f"{count} x "
+            kind, number, numel, nbytes, options, why = facts
+            cells = [times + cell for cell in (kind, str(number), f"{numel:,}", _bytes(nbytes))]
+            rows.append((name, cells[0], cells[1], cells[2], cells[3], options, why))
+            at = alike + 1
+        total = self.outline.parameters
+        most = max(sum(entry.nbytes for entry in entries) for _, entries in held)
+        numel, nbytes = sum(entry.numel for entry in total), sum(entry.nbytes for entry in total)
+        last = (
+            f"{len(held)} units hold {len(total)} parameters: {numel:,} elements, {_bytes(nbytes)}; "
+            f"the largest holds {_bytes(most)}"
+        )
+        return "\n".join([*_aligned(rows, right={2, 3, 4}), last])
+
+    def __repr__(self) -> str:
+        return f"Plan of {len(self._units)} units: {', '.join(unit.name for unit in self._units)}"
+
+    def _facts(self, unit: PlannedUnit, entries: Sequence[PlanEntry]) -> tuple[str, int, int, int, str, str]:
+        kinds = Counter(self.outline.kinds[name] for name in unit.modules)
+        kind = ", ".join(f"{count} {kind}" if count > 1 else kind for kind, count in kinds.items())
+        options = ", ".join(f"{key}={_short(value)}" for key, value in unit.options.items())
+        return kind, len(entries), sum(e.numel for e in entries), sum(e.nbytes for e in entries), options, unit.why
+
+    # --- who holds what ---
+
+    def _held(self) -> list[tuple[PlannedUnit, list[PlanEntry]]]:
+        owners = self._owners(self._units)
+        found: dict[int, list[PlanEntry]] = {id(unit): [] for unit in self._units}
+        for index, entry in enumerate(self.outline.parameters):
+            for unit in owners.get(index, ()):
+                found[id(unit)].append(entry)
+        return [(unit, found[id(unit)]) for unit in self._units]
+
+    def _owners(self, units: Sequence[PlannedUnit]) -> dict[int, list[PlannedUnit]]:
+        """Of each parameter the units that find it, without those inside another that does."""
+        stops = frozenset(name for unit in units for name in unit.modules)
+        found: dict[int, list[PlannedUnit]] = {}
+        for unit in units:
+            for name in self.outline.below(unit.modules, stop=stops - set(unit.modules)):
+                for index in self.outline.own[name]:
+                    if unit not in found.setdefault(index, []):
+                        found[index].append(unit)
+        for index, several in found.items():
+            if len(several) > 1:
+                found[index] = [one for one in several if not any(self._encloses(other, one) for other in several)]
+        return found
+
+    def _encloses(self, outer: PlannedUnit, inner: PlannedUnit) -> bool:
+        """Whether there is no way to `inner` but through `outer`."""
+        if outer is inner or "" in inner.modules:
+            return False
+        return "" in outer.modules or not set(inner.modules) & set(self.outline.below([""], stop=frozenset(outer.modules)))
+
+    def _settle(self, units: Sequence[PlannedUnit]) -> None:
+        """Take these units, in post-order; those that share a parameter become one."""
+        merged = [replace(unit, modules=tuple(map(self._named, unit.modules))) for unit in units]
+        seen: set[str] = set()
+        for name in (name for unit in merged for name in unit.modules):
+            if name in seen:
+                raise ValueError(f"module '{name or '(model)'}' is in two planned units, or twice in one: name it once")
+            seen.add(name)
+        while True:
+            shared = next((several for several in self._owners(merged).values() if len(several) > 1), None)
+            if shared is None:
+                break
+            one = replace(shared[0], modules=tuple(name for unit in shared for name in unit.modules), why=_SHARED)
+            merged = [unit for unit in merged if unit not in shared] + [one]
+        for unit in merged:
+            for name in unit.modules:
+                around = next((other for other in unit.modules if other != name and name in self.outline.below([other])), None)
+                if around is not None:
+                    raise ValueError(
+                        f"unit '{unit.name}' would hold '{name}' and '{around or '(model)'}', which is around it"
+                        f"{' and shares a parameter' if unit.why == _SHARED else ''}: name the outer one alone"
+                    )
+        place = {name: i for i, name in enumerate(self.outline.kinds)}
+        ordered = [replace(unit, modules=tuple(sorted(unit.modules, key=place.__getitem__))) for unit in merged]
+        self._units = sorted(ordered, key=lambda unit: max(place[name] for name in unit.modules))
+
+    def _named(self, name: str) -> str:
+        """The first name of a module. Raises ValueError if it cannot be a unit."""
+        name = self.outline.aliases.get(name, name)
+        if name not in self.outline.kinds:
+            raise ValueError(f"the model has no module '{name}': take one of its named_modules()")
+        if name in self.outline.uncallable:
+            inside = ", ".join(f"'{child}'" for child in self.outline.children[name][:3])
+            raise ValueError(
+                f"module '{name}' ({self.outline.kinds[name]}) has no forward, so it cannot be a unit: "
+                f"name what is in it ({inside})"
+            )
+        return name
+
+    def _unit_of(self, module: str) -> PlannedUnit:
+        module = self.outline.aliases.get(module, module)
+        for unit in self._units:
+            if module in unit.modules:
+                return unit
+        raise ValueError(f"module '{module}' is in no planned unit; there are {', '.join(unit.name for unit in self._units)}")
+
+
+def _span(first: str, last: str) -> str:
+    """`blocks.0` and `blocks.3` become `blocks.0 ... 3`.
+
+    >>> _span("model.blocks.0", "model.blocks.11")
+    'model.blocks.0 ... 11'
+    """
+    ours, theirs = first.split("."), last.split(".")
+    same = 0
+    while same < min(len(ours), len(theirs)) - 1 and ours[same] == theirs[same]:
+        same += 1
+    return f"{first} ... {'.'.join(theirs[same:])}"
+
+
+def _bytes(number: float) -> str:
+    """
+    >>> _bytes(512), _bytes(3 * 2**20)
+    ('512 B', '3.0 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def _short(value: Any) -> str:
+    """An option in a table: of policies only what was said."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{type(value).__name__}(...)"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], *, right: set[int]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    placed = [[cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))] for row in rows]
+    return ["  ".join(cells).rstrip() for cells in placed]
+
+
+__all__ = ["Mixture", "ModelSummary", "Plan", "PlanEntry", "PlannedUnit"]

@@ -1,0 +1,120 @@
+"""The tree is the design: wings import each other one way only, files within a wing never in a circle, and private names of torch
+stay in one file.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
+ROOT = {"_torch", "errors", "policies"}  # any file may import these
+ARROWS = {  # a wing, and those that it imports
+    "collectives": set(),
+    "schedule": set(),
+    "sharding": {"collectives"},
+    "consistency": {"collectives"},
+    "params": {"collectives", "consistency", "sharding"},
+    "runtime": {"collectives", "consistency", "params", "schedule", "sharding"},
+    "frontend": {"collectives", "consistency", "params", "runtime", "schedule", "sharding"},
+    "wrap": {"frontend", "runtime", "sharding"},
+    "fsdp1": {"collectives", "consistency", "frontend", "params", "runtime", "sharding", "wrap"},
+    "tools": {"collectives", "frontend", "params", "sharding", "wrap"},
+}
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path.stem != "__init__")
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Files of the package that this one imports, type-only imports included, as `name_of` has them."""
+    names = {name_of(file) for file in FILES}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fullshard":
+            module = node.module.removeprefix("fullshard").lstrip(".")
+            for alias in node.names:
+                below = f"{module}.{alias.name}".lstrip(".")
+                yield below if below in names else module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("fullshard.") for alias in node.names if alias.name.startswith("fullshard."))
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent != SOURCE], ids=name_of)
+def test_wings_import_each_other_one_way(path: Path) -> None:
+    wing = path.parent.name
+    for name in imported(path):
+        other = name.split(".")[0]
+        assert other == wing or other in ARROWS[wing] | ROOT, (
+            f"{name_of(path)} imports {name}: no arrow leads from {wing} to {other}"
+        )
+
+
+def test_arrows_make_no_circle_and_every_wing_has_some() -> None:
+    assert set(ARROWS) == {path.parent.name for path in FILES if path.parent != SOURCE}
+    left = dict(ARROWS)
+    while left:
+        free = {wing for wing, others in left.items() if not others & set(left)}
+        assert free, f"a circle among {sorted(left)}"
+        left = {wing: others for wing, others in left.items() if wing not in free}
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    left = {name_of(path): {name for name in imported(path) if name != name_of(path)} for path in FILES}
+    while left:
+        free = {name for name, others in left.items() if not others & set(left)}
+        assert free, f"a circle among {sorted(left)}"
+        left = {name: others for name, others in left.items() if name not in free}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_file_opens_with_one_sentence(path: Path) -> None:
+    doc = ast.get_docstring(ast.parse(path.read_text()))
+    assert doc and doc.split("\n\n")[0].rstrip().endswith(".")
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_paragraph_of_a_wing_names_every_file(path: Path) -> None:
+    doc = ast.get_docstring(ast.parse((path.parent / "__init__.py").read_text())) or ""
+    assert any(line.startswith(f"{path.name} ") for line in doc.splitlines())
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem != "_torch"], ids=name_of)
+def test_private_names_of_torch_stay_in_one_file(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    own = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    }
+    allowed = {"_foreach_norm", "_foreach_mul_", "_foreach_copy_", "_fields", "_apply", "_version"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            assert not [name for name in names if name.startswith("_")], f"line {node.lineno}"
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                continue
+            assert node.attr in allowed or node.attr in own, f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_nothing_of_torchs_fsdp_is_called() -> None:
+    fsdp1 = {"compat", "fsdp1.wrapper", "fsdp1.state_dicts", "fsdp1.arguments"}
+    for path in FILES:
+        name = name_of(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and "distributed.fsdp" in ast.unparse(node):
+                assert name in fsdp1 | {"_torch", "tools.install"}, name
+                if name in fsdp1:  # the enums and config classes of FSDP1, which hold values
+                    assert isinstance(node, ast.ImportFrom) and node.module == "torch.distributed.fsdp"
+                    assert not {alias.name for alias in node.names} & {"FullyShardedDataParallel", "fully_shard", "FSDPModule"}
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch_fsdp":
+                allowed = ("torch_fsdp.FSDPModule", "torch_fsdp.fully_shard", "torch_fsdp.wrap")
+                allowed += ("torch_fsdp.ShardingStrategy", "torch_fsdp.MixedPrecision")
+                assert ast.unparse(node) in allowed, "for isinstance, as a key, and to ask policy objects"
+            if isinstance(node, ast.Attribute):
+                assert "ops.fsdp" not in ast.unparse(node), name
