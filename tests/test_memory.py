@@ -51,7 +51,7 @@ def test_deleting_a_model_frees_its_memory_with_the_collector_off(world: World) 
             runtime, number = unit.runtime, unit.number
             del model, loss, unit
             assert [ref() for ref in watched] == [None] * len(watched)
-            assert number not in runtime._units and number not in runtime.planner._seats
+            assert number not in runtime._units and number not in runtime.planner._records
     finally:
         gc.enable()
 
@@ -93,7 +93,7 @@ def test_forwards_whose_output_is_dropped_leave_nothing_that_grows(world: World)
     planner = model._fullshard_unit.runtime.planner
     for _ in range(200):
         model(batch(0))
-    assert all(seat.alive == 0 for seat in planner._seats.values())
+    assert all(record.alive == 0 for record in planner._records.values())
     assert len(planner._calls) <= 65 * 4 and len(planner._runs) <= 64
     square(model(batch(0))).backward()
-    assert not planner._calls and all(seat.waiting == 0 for seat in planner._seats.values())
+    assert not planner._calls and all(record.waiting == 0 for record in planner._records.values())

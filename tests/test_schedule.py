@@ -175,7 +175,7 @@ def test_an_illegal_move_is_an_internal_error() -> None:
     planner = Planner()
     planner.admit(0, keep=ReshardPolicy.NEVER)
     with pytest.raises(InternalError, match="cannot go from sharded to full"):
-        planner.move(0, Residency.FULL)
+        planner._records[0].move(0, Residency.FULL)
 
 
 def test_a_wrong_guess_costs_one_unused_gather_and_is_counted() -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -76,7 +76,7 @@ __all__ = [
     "groups_of",
     "has_backend",
     "has_extended_api",
-    "has_reduction_hooks",
+    "have_reduction_hooks",
     "in_functional_call",
     "in_transform",
     "insides",
@@ -118,6 +118,7 @@ __all__ = [
     "same_memory",
     "same_storage",
     "scale",
+    "set_gradient",
     "show_collective",
     "spec",
     "spec_of",
@@ -225,6 +226,17 @@ def dtensor_like(origin: Tensor, local: Tensor, spec: DTensorSpec) -> DTensor:
     made = DTensor.__new__(DTensor, origin, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
     made._local_tensor = local
     return made
+
+
+def set_gradient(parameter: Tensor, origin: Tensor, local: Tensor, spec: DTensorSpec, key: str, mark: object) -> None:
+    """Give a sharded parameter the gradient `dtensor_like(origin, local, spec)`, which bears `mark`.
+
+    DTensor's own functions are not used, since this runs for each parameter in each step.
+    """
+    made = DTensor.__new__(DTensor, origin, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    made._local_tensor = local
+    made.__dict__[key] = mark
+    parameter.grad = made
 
 
 def insides(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,8 +359,12 @@ def carry_hooks(source: Tensor, target: Tensor) -> None:
         target._post_accumulate_grad_hooks = accumulated  # type: ignore[attr-defined]
 
 
-def has_reduction_hooks(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+def have_reduction_hooks(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of them has hooks on its gradient, or for when that was accumulated."""
+    for parameter in parameters:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return True
+    return False
 
 
 def parameter_hooks(parameter: Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:

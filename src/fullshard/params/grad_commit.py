@@ -57,7 +57,8 @@ class GradCommit:
                 for index, (parameter, key, view) in enumerate(zip(group.parameters, group.keys, group.views)):
                     grad = parameter.sharded.grad
                     if grad is None:
-                        parameter.set_grad(self._flat.as_strided(*view), key, self._mark)
+                        local = self._flat.as_strided(*view)
+                        _torch.set_gradient(parameter.sharded, parameter.local, local, parameter.spec, key, self._mark)
                     elif grad.__dict__.get(key) is not self._mark:
                         self._add(index, grad, parameter.face(self._flat.as_strided(*view)))
             return

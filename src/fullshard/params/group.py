@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class PackedSegment:
     blank: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ReductionPlan:
     """What a reduction sends: one message of `packed` pieces, and `alone` the parameters that go as they are."""
 
@@ -37,6 +38,16 @@ class ReductionPlan:
     packed: tuple[PackedSegment, ...]
     folded: tuple[Segment, ...]  # of these, those that are copied in by hand
     alone: tuple[int, ...]
+
+    @cached_property
+    def sources(self) -> list[tuple[int, int]]:
+        """(segment of the packed message, parameter) of all that are not blank."""
+        return [(index, piece.parameter) for index, piece in enumerate(self.packed) if not piece.blank]
+
+    @cached_property
+    def gaps(self) -> set[int]:
+        """The sizes of blank segments."""
+        return {piece.size for piece in self.packed if piece.blank}
 
     @classmethod
     def plan(cls, layout: GroupLayout, *, direct: bool) -> ReductionPlan:
@@ -102,7 +113,7 @@ class ParamGroup:
         # Under its parameter's key a gradient bears the flat tensor that it is a view of.
         self.keys = [f"_fullshard_flat_{index}" for index in range(len(parameters))]
         self.token = object()  # on a gradient it says that its flat tensor is laid out like this group
-        self._gaps: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._blanks: dict[torch.dtype, list[Tensor]] = {}
         self.plan = ReductionPlan.plan(self.layout, direct=dtypes.compute == dtypes.reduce)
         self.partial: tuple[Tensor, list[bool]] | None = None  # reduced over shards, not yet over replicas; who was used
         self.deferring = False  # whether there is such a gradient, or one on its way
@@ -120,7 +131,7 @@ class ParamGroup:
     @property
     def has_hooks(self) -> bool:
         """Whether callers put hooks on a parameter, which want its gradient as soon as it is there."""
-        return any(_torch.has_reduction_hooks(parameter.sharded) for parameter in self.parameters)
+        return _torch.have_reduction_hooks([parameter.sharded for parameter in self.parameters])
 
     @property
     def installed(self) -> bool:
@@ -271,8 +282,18 @@ class ParamGroup:
 
     def take_gradients(self) -> list[Tensor | None] | None:
         """What autograd left at the full parameters; None if it left nothing."""
-        grads = [parameter.take_gradient() for parameter in self.parameters]
-        return None if all(grad is None for grad in grads) else grads
+        grads: list[Tensor | None] = []
+        found = False
+        for parameter in self.parameters:
+            full = parameter.full
+            grad = None if full is None else full.grad
+            if grad is not None:
+                full.grad = None  # type: ignore[union-attr]
+                found = True
+                if not parameter.is_plain:
+                    grad = parameter.cut.lower(grad, name=parameter.name)
+            grads.append(grad)
+        return grads if found else None
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Keep gradients of a backward that does not communicate, in the reduce dtype."""
@@ -298,12 +319,17 @@ class ParamGroup:
         for parameter in self.parameters:
             parameter.discard_kept()
 
-    def gap(self, size: int, dtype: torch.dtype) -> Tensor:
-        zeros = self._gaps.get((size, dtype))
-        if zeros is None:
-            zeros = torch.zeros(self.layout.ranks, size, dtype=dtype, device=self.storage.device)
-            self._gaps[size, dtype] = zeros
-        return zeros
+    def blanks(self, dtype: torch.dtype) -> list[Tensor]:
+        """Of each segment of the packed message: zeros, (ranks, size) where it is blank, else none yet, (0,)."""
+        blanks = self._blanks.get(dtype)
+        if blanks is None:
+            zeros = {
+                size: torch.zeros(self.layout.ranks, size, dtype=dtype, device=self.storage.device) for size in self.plan.gaps
+            }
+            empty = torch.empty(0, dtype=dtype, device=self.storage.device)
+            blanks = [zeros[piece.size] if piece.blank else empty for piece in self.plan.packed]
+            self._blanks[dtype] = blanks
+        return blanks
 
     def adds(self) -> bool:
         """Whether gradients are added to those of before. Asked when they are reduced.

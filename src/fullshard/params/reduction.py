@@ -48,7 +48,12 @@ class Reduction:
         layout, reduce = group.layout, group.dtypes.reduce
         device = group.storage.device
         dtype = group.dtypes.compute
-        if any(grad is not None and grad.dtype != dtype for grad in grads):
+        self.used: list[bool] = []
+        alike = True
+        for grad in grads:
+            self.used.append(grad is not None)
+            alike = alike and (grad is None or grad.dtype == dtype)
+        if not alike:
             grads, dtype = [None if grad is None else grad.to(reduce) for grad in grads], reduce
         self._group, self._options = group, options
         replicas = group.carriers.replicate
@@ -62,23 +67,18 @@ class Reduction:
         self._given: list[bool] | None = None  # who has its gradient
         self._ticket: LaneWork | None = None
         self._ended = False
-        self.used = [grad is not None for grad in grads]
         self.has_hooks = group.has_hooks
         plan = group.plan
         memory = group.carriers.reduce_memory or torch.empty
         self._out = memory((layout.shard_numel,), dtype=reduce, device=device)
         self._fulls: list[Tensor] = []
         self._outs: list[Tensor] = []
-
-        def gradient(index: int) -> Tensor:
-            grad = grads[index]
-            if grad is None:
-                return torch.zeros(layout.places[index].shape, dtype=dtype, device=device)
-            return grad.contiguous()
-
         if plan.packed:
             message = memory((layout.ranks * plan.numel,), dtype=reduce, device=device).view(layout.ranks, -1)
-            parts = [group.gap(p.size, dtype) if p.blank else gradient(p.parameter) for p in plan.packed]
+            parts = [*group.blanks(dtype)]
+            for index, parameter in plan.sources:
+                grad, shape = grads[parameter], layout.places[parameter].shape
+                parts[index] = torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
             _torch.chunk_cat(parts, message)
             for piece in plan.folded:
                 grad, place = grads[piece.parameter], layout.places[piece.parameter]
@@ -89,7 +89,9 @@ class Reduction:
             self._outs.append(self._out if plan.numel == layout.shard_numel else self._out[: plan.numel])
         for index in plan.alone:
             place = layout.places[index]
-            self._fulls.append(gradient(index).view(-1))
+            grad = grads[index]
+            full = torch.zeros(place.shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
+            self._fulls.append(full.view(-1))
             self._outs.append(self._out[place.offset : place.offset + place.size])
         if before != 1.0 and self._fulls:
             torch._foreach_mul_(self._fulls, 1.0 / before)

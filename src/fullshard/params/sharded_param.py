@@ -181,11 +181,11 @@ class ShardedParameter:
     __slots__ = (
         "__weakref__",
         "_lent",
-        "_plain",
         "before_step",
         "cut",
         "full",
         "installations",
+        "is_plain",
         "kept",
         "label",
         "local",
@@ -204,7 +204,7 @@ class ShardedParameter:
         self.full: nn.Parameter | None = None
         self.kept: Tensor | None = None
         self.writes = 0
-        self._plain = cut.dense is None and len(cut.shape) > 0  # modules compute with `cut.whole` as it is
+        self.is_plain = cut.dense is None and len(cut.shape) > 0  # modules compute with `cut.whole` as it is
         self.before_step: WriteGuard | None = None
         self.label = UnitName("")
         self._lent: tuple[int, int] | None = None
@@ -256,16 +256,6 @@ class ShardedParameter:
         if action and self.before_step is not None:
             self.before_step.wrote(self, action)
 
-    def take_gradient(self) -> Tensor | None:
-        """What autograd left at the full face, (cut.whole)."""
-        full = self.full
-        grad = None if full is None else full.grad
-        if grad is not None:
-            full.grad = None  # type: ignore[union-attr]
-            if not self._plain:
-                grad = self.cut.lower(grad, name=self.name)
-        return grad
-
     def keep(self, grad: Tensor, dtype: torch.dtype) -> None:
         """Add to what backwards without communication kept."""
         self.kept = grad.to(dtype) if self.kept is None else self.kept.add_(grad)
@@ -289,19 +279,13 @@ class ShardedParameter:
             else:
                 self.sharded.grad.detach_().zero_()
 
-    def set_grad(self, local: Tensor, key: str, mark: object) -> None:
-        """Set the first gradient of a step, over `local` in the dtype of the shard, with `mark` on it."""
-        gradient = _torch.dtensor_like(self.local, local, self.spec)
-        gradient.__dict__[key] = mark
-        self.sharded.grad = gradient
-
     def slice(self, full: Tensor) -> Tensor:
         """This rank's rows of a plain tensor of the full shape."""
         return self.cut.slice(self.cut.whole_of(full))
 
     def face(self, local: Tensor) -> DTensor:
         """A DTensor like the sharded parameter over other local data, for gradients and optimizer states."""
-        if local.dtype != self.local.dtype or local.device != self.local.device or not self._plain:
+        if local.dtype != self.local.dtype or local.device != self.local.device or not self.is_plain:
             return _torch.dtensor(local, self.cut.spec(local.dtype))
         return _torch.dtensor_like(self.local, local, self.spec)
 

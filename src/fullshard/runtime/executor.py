@@ -606,9 +606,17 @@ class Runtime:
     # --- actions ---
 
     def _execute(self, actions: Sequence[Action]) -> None:
+        units, run, shown = self._units, self._run, _torch.profiling()
         for index, action in enumerate(actions):
+            unit = units.get(action.unit)
+            if unit is None:
+                continue  # deleted since this was planned
             try:
-                self._run_action(action)
+                if shown:
+                    with record_function(f"fullshard::{type(action).__name__.lower()} {unit.name}"):
+                        run[type(action)](unit)
+                else:
+                    run[type(action)](unit)
             except BaseException:
                 self._roll_back(actions[index:])
                 raise
@@ -635,16 +643,6 @@ class Runtime:
         finally:
             for group, _ in left:
                 group.abandon()
-
-    def _run_action(self, action: Action) -> None:
-        unit = self._units.get(action.unit)
-        if unit is None:
-            return  # deleted since this was planned
-        if _torch.profiling():
-            with record_function(f"fullshard::{type(action).__name__.lower()} {unit.name}"):
-                self._run[type(action)](unit)
-        else:
-            self._run[type(action)](unit)
 
     def _drop_if_replaced(self, unit: Unit) -> None:
         """What a caller changed since the unit was gathered makes the gathered data void; `_unshard` looks once more."""

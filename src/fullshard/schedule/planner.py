@@ -46,53 +46,15 @@ class UnitRecord:
             raise InternalError(f"unit {unit} cannot go from {self.residency.value} to {to.value}")
         self.residency = to
 
-    def expect(self) -> None:
-        self.waiting += 1
-
-    def reached(self) -> None:
-        self.waiting -= 1
-
-    def bind(self) -> None:
-        """A graph on this rank needs the unit."""
-        self.alive += 1
-
-    def unbind(self) -> None:
-        self.alive -= 1
-
-    def clear_pending(self) -> None:
-        """No backward of it is to come."""
-        self.waiting = self.alive = 0
-
-    def ended(self, call: ForwardCall, *, had_grad: bool) -> None:
-        self.last, self.had_grad = call, had_grad
-
-    def reset_history(self) -> None:
-        """It never ran, as far as what comes is concerned."""
-        self.last, self.had_grad = None, False
-
-    def hold(self, held: bool) -> None:
-        self.held = held
-
     def set(
         self, *, keep: ReshardPolicy, keep_after_backward: bool, in_backward: bool, nbytes: int, budget: int | None
     ) -> None:
         self.keep, self.keep_after_backward, self.in_backward = keep, keep_after_backward, in_backward
         self.nbytes, self.budget = nbytes, budget
 
-    def follow(self, *, forward: tuple[int, ...] | None, backward: tuple[int, ...] | None) -> None:
-        """What to gather ahead while it computes."""
-        self.next_forward, self.next_backward = forward, backward
-
-    def reside(self, resident: bool) -> None:
-        self.resident = resident
-
     def void(self) -> None:
         """The data is gone, whatever was planned."""
         self.residency, self.held, self.again = Residency.SHARDED, False, -1
-
-    def graph_of_backward(self, run: int) -> None:
-        """A backward in `run` makes a graph of its own (-1: that is over)."""
-        self.again = run
 
 
 @dataclass(slots=True)
@@ -129,7 +91,7 @@ class Planner:
         self.clock = 0
         self._run = 0  # outermost forwards and backwards begun so far
         self.stats = Stats()
-        self._seats: dict[int, UnitRecord] = {}
+        self._records: dict[int, UnitRecord] = {}
         self._running: list[ForwardCall] = []  # forwards under way, outermost first (their `end` is not known yet)
         self._calls: dict[int, ForwardCall] = {}  # by end: forwards with grad whose backward has not begun
         self._runs: deque[int] = deque(maxlen=_RUNS)  # when the last outermost forwards began
@@ -144,44 +106,48 @@ class Planner:
     # --- units ---
 
     def admit(self, unit: int, *, keep: ReshardPolicy) -> None:
-        self._seats[unit] = UnitRecord(keep)
+        self._records[unit] = UnitRecord(keep)
 
     def dismiss(self, unit: int) -> None:
         """The unit's module was deleted."""
-        self._seats.pop(unit, None)
+        self._records.pop(unit, None)
         self._entered.pop(unit, None)
         self._running = [call for call in self._running if call.unit != unit]
         self._calls = {end: call for end, call in self._calls.items() if call.unit != unit}
         self._ahead.pop(unit, None)  # orders keep its number: some ranks may still have it, and none expects it any more
 
     def knows(self, unit: int) -> bool:
-        return unit in self._seats
+        return unit in self._records
 
     def configure(
         self, unit: int, *, keep: ReshardPolicy, keep_after_backward: bool, in_backward: bool, nbytes: int, budget: int | None
     ) -> None:
-        self._seats[unit].set(
+        self._records[unit].set(
             keep=keep, keep_after_backward=keep_after_backward, in_backward=in_backward, nbytes=nbytes, budget=budget
         )
 
     def follow(self, unit: int, *, forward: tuple[int, ...] | None, backward: tuple[int, ...] | None) -> None:
         """Units to gather ahead while `unit` computes, instead of what the last run needed next (None)."""
-        self._seats[unit].follow(forward=forward, backward=backward)
+        record = self._records[unit]
+        record.next_forward, record.next_backward = forward, backward
 
     def residency(self, unit: int) -> Residency:
-        return self._seats[unit].residency
+        return self._records[unit].residency
 
     def running(self, unit: int) -> bool:
         """Whether the unit's forward is under way."""
-        return any(call.unit == unit for call in self._running)
+        for call in self._running:
+            if call.unit == unit:
+                return True
+        return False
 
     def outermost(self) -> int | None:
         return self._running[0].unit if self._running else None
 
     def awaits_backward(self, unit: int) -> bool:
         """Whether a graph on this rank may still need the unit's full parameters."""
-        seat = self._seats[unit]
-        return seat.alive > 0 or unit in self._entered
+        record = self._records[unit]
+        return record.alive > 0 or unit in self._entered
 
     def underway(self) -> list[int]:
         """Units whose forward has begun and not ended."""
@@ -193,7 +159,10 @@ class Planner:
 
     def run_of(self, call: ForwardCall) -> int:
         """The outermost forward that `call` was part of, -1 if that is too long ago."""
-        return next((run for run in reversed(self._runs) if run < call.start), -1)
+        for run in reversed(self._runs):
+            if run < call.start:
+                return run
+        return -1
 
     def next_run(self, run: int, *, backwards: bool = False) -> int | None:
         """The outermost forward after `run`, or before it; None if there is none."""
@@ -212,7 +181,7 @@ class Planner:
 
     def expects_backward(self, unit: int) -> bool:
         """Whether a backward of the unit may come, or is under way, by the order of events alone."""
-        return self._seats[unit].waiting > 0 or unit in self._entered
+        return self._records[unit].waiting > 0 or unit in self._entered
 
     def is_prefetched(self, unit: int) -> bool:
         """Whether the unit was gathered in expectation, by the planner itself and in the forward or backward under way."""
@@ -220,20 +189,16 @@ class Planner:
 
     def is_held(self, unit: int) -> bool:
         """Whether the caller unsharded the unit, and nothing freed it since."""
-        seat = self._seats[unit]
-        return seat.held and seat.residency is Residency.FULL
+        record = self._records[unit]
+        return record.held and record.residency is Residency.FULL
 
     def is_pinned(self, unit: int) -> bool:
         """Whether the caller wants the unit full: unsharded by hand, or resident."""
-        seat = self._seats[unit]
-        return (seat.held or seat.resident) and seat.residency is Residency.FULL
+        record = self._records[unit]
+        return (record.held or record.resident) and record.residency is Residency.FULL
 
     def in_backward(self, unit: int) -> bool:
         return unit in self._entered
-
-    def move(self, unit: int, to: Residency) -> None:
-        """Raises InternalError for a move that is not in the table."""
-        self._seats[unit].move(unit, to)
 
     # --- events ---
 
@@ -241,7 +206,7 @@ class Planner:
         """`stale`: the shards changed since the unit was gathered."""
         actions: list[Action] = []
         if not self._running:
-            if self._forward_order.now[:1] == [unit] or len(self._forward_order.now) > 8 * len(self._seats):
+            if self._forward_order.now[:1] == [unit] or len(self._forward_order.now) > 8 * len(self._records):
                 self._forward_order.close()
             if unit not in self._ahead:
                 actions += self._drop_unused_prefetch()
@@ -251,9 +216,9 @@ class Planner:
             self._run += 1
         self.clock += 1
         self._running.append(ForwardCall(unit, self.clock, self.clock))
-        seat = self._seats[unit]
-        expected = self._forward_order.expect(unit, 1 if seat.budget is None else _AHEAD)
-        return actions + self._ensure_unsharded(unit, expected, seat.next_forward, stale)
+        record = self._records[unit]
+        expected = self._forward_order.expect(unit, 1 if record.budget is None else _AHEAD)
+        return actions + self._ensure_unsharded(unit, expected, record.next_forward, stale)
 
     def after_forward(self, unit: int, *, grad: bool, since: int = -1) -> ForwardResult:
         """The call that just ended, and what follows. A forward inside it that never ended (it raised, or
@@ -269,22 +234,25 @@ class Planner:
         while self._running[-1].unit != unit and self._running[-1].start > since:
             inner = self._running.pop()
             closed.append(inner.unit)
-            self._seats[inner.unit].ended(ForwardCall(inner.unit, inner.start, self.clock), had_grad=grad)
-            if not grad or self._seats[inner.unit].keep is not ReshardPolicy.ALWAYS:
+            record = self._records[inner.unit]
+            record.last, record.had_grad = ForwardCall(inner.unit, inner.start, self.clock), grad
+            if not grad or record.keep is not ReshardPolicy.ALWAYS:
                 actions += self._free(inner.unit)
-        index = max(i for i, running in enumerate(self._running) if running.unit == unit)
+        index = len(self._running) - 1
+        while self._running[index].unit != unit:
+            index -= 1
         call = ForwardCall(unit, self._running.pop(index).start, self.clock)
-        seat = self._seats[unit]
-        seat.ended(call, had_grad=grad)
+        record = self._records[unit]
+        record.last, record.had_grad = call, grad
         if self.running(unit):  # a module that calls itself
             return ForwardResult(call, closed, actions)
-        seat.hold(seat.held and not seat.resident)
+        record.held = record.held and not record.resident
         if not self._running and self._was_nested(call):
             self._forward_order.close()  # what follows is another model: some ranks may have deleted it
-        keep = grad and (seat.keep is ReshardPolicy.ALWAYS or (seat.keep is ReshardPolicy.OUTERMOST and not self._running))
+        keep = grad and (record.keep is ReshardPolicy.ALWAYS or (record.keep is ReshardPolicy.OUTERMOST and not self._running))
         if keep:
             return ForwardResult(call, closed, actions)
-        if grad and seat.keep is ReshardPolicy.PARTLY and seat.residency is Residency.FULL and not seat.resident:
+        if grad and record.keep is ReshardPolicy.PARTLY and record.residency is Residency.FULL and not record.resident:
             actions.append(SaveSubgroupShard(unit))
         return ForwardResult(call, closed, actions + self._free(unit))
 
@@ -305,23 +273,24 @@ class Planner:
 
     def expect_backward(self, call: ForwardCall) -> None:
         """An output of `call` requires grad."""
-        self._seats[call.unit].bind()
+        record = self._records[call.unit]
+        record.alive += 1
         if call.end not in self._calls:  # a recomputation may repeat a call that still waits
             self._calls[call.end] = call
-            self._seats[call.unit].expect()
+            record.waiting += 1
 
     def forget(self, call: ForwardCall) -> None:
         """The graph of `call` is gone, or its backward has begun.
 
         When that happens differs from rank to rank, so nothing that is sent depends on it.
         """
-        if call.unit in self._seats and call.end > self._since:
-            self._seats[call.unit].unbind()
+        if call.unit in self._records and call.end > self._since:
+            self._records[call.unit].alive -= 1
 
     def _reached(self, call: ForwardCall) -> None:
         """Nobody waits for the backward of `call` any longer."""
         if self._calls.pop(call.end, None) is not None:
-            self._seats[call.unit].reached()
+            self._records[call.unit].waiting -= 1
 
     def _expire(self, *, before: int) -> None:
         for call in [call for call in self._calls.values() if call.start < before]:
@@ -333,29 +302,29 @@ class Planner:
         If the forward had grad, its backward has announced itself, and it recomputes in the midst of whatever runs now.
         If it had none (reentrant checkpointing), this is where its backward begins.
         """
-        seat = self._seats[unit]
+        record = self._records[unit]
         actions: list[Action] = []
-        if seat.last is None:
+        if record.last is None:
             self.clock += 2
-            seat.ended(ForwardCall(unit, self.clock - 1, self.clock), had_grad=False)
-        elif not seat.had_grad:
-            actions = self._finish(beyond=seat.last.end)
-        call = seat.last
+            record.last, record.had_grad = ForwardCall(unit, self.clock - 1, self.clock), False
+        elif not record.had_grad:
+            actions = self._finish(beyond=record.last.end)
+        call = record.last
         assert call is not None
         self._recomputing.append(unit)
-        if unit in self._entered and seat.had_grad:  # what comes next was expected when its backward was announced
+        if unit in self._entered and record.had_grad:  # what comes next was expected when its backward was announced
             return actions + self._ensure_unsharded(unit, [], (), stale)
-        return actions + self._ensure_unsharded(unit, self._expect_in_backward(call), seat.next_backward, stale)
+        return actions + self._ensure_unsharded(unit, self._expect_in_backward(call), record.next_backward, stale)
 
     def after_recompute(self, unit: int, *, grad: bool) -> ForwardCall:
         """The call that a recomputation repeats, if the graph of the recomputation gets a backward of its own."""
-        seat = self._seats[unit]
+        record = self._records[unit]
         if unit in self._recomputing:
             self._recomputing.remove(unit)
-        if seat.last is None:
+        if record.last is None:
             raise InternalError(f"unit {unit} was recomputed before it was computed")
-        seat.ended(seat.last, had_grad=seat.had_grad or grad)
-        return seat.last
+        record.had_grad = record.had_grad or grad
+        return record.last
 
     def before_backward(
         self, call: ForwardCall, *, stale: bool = False, copied_use: bool = False, again: bool = False
@@ -364,32 +333,32 @@ class Planner:
         again: this backward makes a graph (`create_graph=True`), so the unit stays full until the next backward ends.
         """
         if again and not copied_use:
-            self._seats[call.unit].graph_of_backward(self._run)
+            self._records[call.unit].again = self._run
         actions = self._finish(beyond=call.end)
         self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
         self._latest = max(self._latest, call.start)
         self._reached(call)
         if copied_use:
             return actions
-        seat = self._seats[call.unit]
+        record = self._records[call.unit]
         expected = self._expect_in_backward(call)
-        return actions + self._ensure_unsharded(call.unit, expected, seat.next_backward, stale, itself=seat.in_backward)
+        return actions + self._ensure_unsharded(call.unit, expected, record.next_backward, stale, itself=record.in_backward)
 
     def after_backward(self) -> list[Action]:
         """Backward is over: reduce what is left, free what nobody will use. Calls older than what it reached will not come."""
         self._recomputing.clear()
-        for seat in self._seats.values():
-            if seat.again not in (-1, self._run):
-                seat.graph_of_backward(-1)
+        for record in self._records.values():
+            if record.again != self._run:
+                record.again = -1
         self._run += 1
         actions = self._finish(beyond=-1, even_if_waiting=True)
         self._expire(before=self._latest)
         self._latest = -1
         actions += self._drop_unused_prefetch()
-        for unit, seat in list(self._seats.items()):
-            if seat.residency is not Residency.FULL or seat.held or seat.keep_after_backward or self.running(unit):
+        for unit, record in list(self._records.items()):
+            if record.residency is not Residency.FULL or record.held or record.keep_after_backward or self.running(unit):
                 continue
-            if seat.waiting == 0 or seat.keep is ReshardPolicy.NEVER:
+            if record.waiting == 0 or record.keep is ReshardPolicy.NEVER:
                 actions += self._free(unit)
         self._forward_order.close()
         self._backward_order.close()
@@ -403,16 +372,16 @@ class Planner:
         self._recomputing.clear()
         self._ahead.clear()
         self._latest = -1
-        for seat in self._seats.values():
-            seat.graph_of_backward(-1)
+        for record in self._records.values():
+            record.again = -1
         self._expire(before=self.clock + 1)
         self._forward_order.restart()
         self._backward_order.restart()
-        for unit, seat in list(self._seats.items()):
-            if seat.residency is Residency.GATHERING:
+        for unit, record in list(self._records.items()):
+            if record.residency is Residency.GATHERING:
                 actions += [Wait(unit)]
-                self.move(unit, Residency.FULL)
-            if seat.residency is Residency.FULL and not seat.held:
+                record.move(unit, Residency.FULL)
+            if record.residency is Residency.FULL and not record.held:
                 actions += self._free(unit)
         return actions
 
@@ -427,75 +396,76 @@ class Planner:
         self._latest = -1
         self._forward_order.restart()
         self._backward_order.restart()
-        for seat in self._seats.values():
-            seat.void()
-            seat.clear_pending()
+        for record in self._records.values():
+            record.void()
+            record.waiting = record.alive = 0
 
     def forget_orders(self) -> None:
         """As if nothing had run yet: after a step that ended at different places on different ranks."""
         self._forward_order, self._backward_order = ExecutionOrder(), ExecutionOrder()
         self._runs.clear()
-        for seat in self._seats.values():
-            seat.reset_history()
-            seat.graph_of_backward(-1)
+        for record in self._records.values():
+            record.last, record.had_grad, record.again = None, False, -1
 
     def hold(self, unit: int, *, stale: bool = False) -> list[Action]:
         """The caller asked for the full parameters; started, not waited for."""
-        seat = self._seats[unit]
+        record = self._records[unit]
         actions: list[Action] = []
         if stale:
             actions += self.ready(unit) + self._free(unit, even_resident=True)
-        if seat.residency is Residency.SHARDED:
+        if record.residency is Residency.SHARDED:
             actions += self._gather(unit)
         self._ahead.pop(unit, None)
-        seat.hold(True)
+        record.held = True
         return actions
 
     def ready(self, unit: int) -> list[Action]:
         """Finish the gather of a unit that is being gathered."""
-        if self._seats[unit].residency is not Residency.GATHERING:
+        record = self._records[unit]
+        if record.residency is not Residency.GATHERING:
             return []
         self._ahead.pop(unit, None)
-        self.move(unit, Residency.FULL)
+        record.move(unit, Residency.FULL)
         return [Wait(unit)]
 
     def void(self, unit: int) -> None:
         """An action on the unit raised: its data is gone, whatever was planned."""
-        self._seats[unit].void()
+        self._records[unit].void()
         self._ahead.pop(unit, None)
 
     def reside(self, unit: int, resident: bool) -> None:
         """Whether the unit stays full, whatever ends."""
-        self._seats[unit].reside(resident)
+        self._records[unit].resident = resident
 
     def release(self, unit: int) -> list[Action]:
         """The caller gives the full parameters back."""
-        seat = self._seats[unit]
-        seat.hold(False)
+        record = self._records[unit]
+        record.held = False
         actions = self.ready(unit)
-        return actions + (self._free(unit, even_resident=True) if seat.residency is Residency.FULL else [])
+        return actions + (self._free(unit, even_resident=True) if record.residency is Residency.FULL else [])
 
     # --- parts of events ---
 
     def _gather(self, unit: int) -> list[Action]:
-        self.move(unit, Residency.GATHERING)
+        self._records[unit].move(unit, Residency.GATHERING)
         self.stats.gathers += 1
         return [Unshard(unit)]
 
     def _free(self, unit: int, *, even_resident: bool = False) -> list[Action]:
-        seat = self._seats[unit]
-        seat.hold(False)
-        if seat.residency is not Residency.FULL or ((seat.resident or seat.again != -1) and not even_resident):
+        record = self._records[unit]
+        record.held = False
+        if record.residency is not Residency.FULL or ((record.resident or record.again != -1) and not even_resident):
             return []
-        self.move(unit, Residency.SHARDED)
+        record.move(unit, Residency.SHARDED)
         return [Reshard(unit)]
 
     def _drop_unused_prefetch(self) -> list[Action]:
         actions: list[Action] = []
         for unit in self._ahead:
-            if self._seats[unit].residency is Residency.GATHERING:
+            record = self._records[unit]
+            if record.residency is Residency.GATHERING:
                 self.stats.unused += 1
-                self.move(unit, Residency.SHARDED)
+                record.move(unit, Residency.SHARDED)
                 actions += [Wait(unit), Reshard(unit)]
         self._ahead.clear()
         return actions
@@ -504,24 +474,24 @@ class Planner:
         self, unit: int, expected: list[int], listed: tuple[int, ...] | None, stale: bool, *, itself: bool = True
     ) -> list[Action]:
         """`unit` is computed next; start what is `expected` behind it, or `listed` by the caller: it arrives meanwhile."""
-        seat = self._seats[unit]
+        record = self._records[unit]
         actions: list[Action] = []
-        if stale and seat.residency is Residency.GATHERING:
+        if stale and record.residency is Residency.GATHERING:
             actions += self.ready(unit)
-        if stale and seat.residency is Residency.FULL:
-            held = seat.held
+        if stale and record.residency is Residency.FULL:
+            held = record.held
             actions += self._free(unit, even_resident=True)
-            seat.hold(held)
-        if seat.residency is Residency.SHARDED and itself:
+            record.held = held
+        if record.residency is Residency.SHARDED and itself:
             order = self._backward_order if self._entered else self._forward_order
             self.stats.missed += order.at_known_place
             actions += self._gather(unit)
         actions += self.ready(unit)
         for other in expected if listed is None else listed:
-            if other not in self._seats or not self._can_prefetch(other):
+            if other not in self._records or not self._can_prefetch(other):
                 continue
-            ahead = self._seats[other]
-            if listed is None and not self._within_budget(seat.budget, ahead.nbytes):
+            ahead = self._records[other]
+            if listed is None and not self._within_budget(record.budget, ahead.nbytes):
                 break
             wanted = ahead.residency is Residency.SHARDED and (ahead.in_backward or not self._entered)
             if wanted:
@@ -534,14 +504,14 @@ class Planner:
         """Whether one more unit, of `nbytes`, may be gathered ahead."""
         if budget is None:
             return not self._ahead
-        return nbytes + sum(self._seats[other].nbytes for other in self._ahead) <= budget
+        return nbytes + sum(self._records[other].nbytes for other in self._ahead) <= budget
 
     def _expect_in_backward(self, call: ForwardCall) -> list[int]:
         """What the last backward needed next; in the first one, the latest forward before `call` that awaits its backward.
 
         Only of the same outermost forward: others may be of models that some ranks have deleted already.
         """
-        budget = self._seats[call.unit].budget
+        budget = self._records[call.unit].budget
         expected = self._backward_order.expect(call.unit, 1 if budget is None else _AHEAD)
         if expected:
             return expected
@@ -555,10 +525,10 @@ class Planner:
         """Reduce and free the units whose every call started after `beyond`."""
         actions: list[Action] = []
         for unit, start in list(self._entered.items()):
-            seat = self._seats[unit]
-            if start > beyond and (even_if_waiting or seat.waiting == 0) and unit not in self._recomputing:
+            record = self._records[unit]
+            if start > beyond and (even_if_waiting or record.waiting == 0) and unit not in self._recomputing:
                 del self._entered[unit]
-                if not seat.keep_after_backward:
+                if not record.keep_after_backward:
                     actions += self._free(unit)
                 actions.append(Reduce(unit))
         return actions
