@@ -118,7 +118,7 @@ __all__ = [
     "same_memory",
     "same_storage",
     "scale",
-    "set_gradient",
+    "set_gradients",
     "show_collective",
     "spec",
     "spec_of",
@@ -228,15 +228,16 @@ def dtensor_like(origin: Tensor, local: Tensor, spec: DTensorSpec) -> DTensor:
     return made
 
 
-def set_gradient(parameter: Tensor, origin: Tensor, local: Tensor, spec: DTensorSpec, key: str, mark: object) -> None:
-    """Give a sharded parameter the gradient `dtensor_like(origin, local, spec)`, which bears `mark`.
+def set_gradients(gradients: Iterable[tuple[Tensor, Tensor, Tensor, DTensorSpec, str]], mark: object) -> None:
+    """Give each sharded parameter the gradient `dtensor_like(origin, local, spec)`, which bears `mark` under a key.
 
-    DTensor's own functions are not used, since this runs for each parameter in each step.
+    gradients: (parameter, origin, local, spec, key) of each.
     """
-    made = DTensor.__new__(DTensor, origin, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
-    made._local_tensor = local
-    made.__dict__[key] = mark
-    parameter.grad = made
+    for parameter, origin, local, spec, key in gradients:
+        made = DTensor.__new__(DTensor, origin, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+        made._local_tensor = local
+        made.__dict__[key] = mark
+        parameter.grad = made
 
 
 def insides(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -667,7 +668,9 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def all_gather_base(group: dist.ProcessGroup, out: Tensor, shard: Tensor) -> dist.Work:
-    return getattr(group, _ALL_GATHER)(_real(out), _real(shard))
+    if out.is_complex():
+        out, shard = _real(out), _real(shard)
+    return getattr(group, _ALL_GATHER)(out, shard)
 
 
 def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> dist.Work:
@@ -675,7 +678,9 @@ def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shard
 
 
 def reduce_scatter_base(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work:
-    return getattr(group, _REDUCE_SCATTER)(_real(out), _real(full), _SUM)
+    if out.is_complex():
+        out, full = _real(out), _real(full)
+    return getattr(group, _REDUCE_SCATTER)(out, full, _SUM)
 
 
 def reduce_scatter_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> dist.Work:

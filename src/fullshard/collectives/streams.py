@@ -62,7 +62,12 @@ class _HostWork:
 
     def done(self) -> bool:
         pending = self._pending
-        return pending is None or (not pending.unpollable and all(_torch.is_done(work) for work in pending.works))
+        if pending is None or pending.unpollable:
+            return pending is None
+        for work in pending.works:
+            if not _torch.is_done(work):
+                return False
+        return True
 
     def wait(self) -> None:
         pending = self._pending

@@ -53,14 +53,15 @@ class GradCommit:
     def commit(self) -> None:
         if self._gradients is None:
             if not self._is_flat():
-                group = self._group
+                group, flat = self._group, self._flat
+                first: list[Any] = []  # gradients of a step
                 for index, (parameter, key, view) in enumerate(zip(group.parameters, group.keys, group.views)):
                     grad = parameter.sharded.grad
                     if grad is None:
-                        local = self._flat.as_strided(*view)
-                        _torch.set_gradient(parameter.sharded, parameter.local, local, parameter.spec, key, self._mark)
+                        first.append((parameter.sharded, parameter.local, flat.as_strided(*view), parameter.spec, key))
                     elif grad.__dict__.get(key) is not self._mark:
-                        self._add(index, grad, parameter.face(self._flat.as_strided(*view)))
+                        self._add(index, grad, parameter.face(flat.as_strided(*view)))
+                _torch.set_gradients(first, self._mark)
             return
         for index, (parameter, gradient) in enumerate(zip(self._group.parameters, self._gradients)):
             grad = parameter.sharded.grad

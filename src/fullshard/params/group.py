@@ -103,7 +103,7 @@ class ParamGroup:
             local.copy_(value)
             parameter.settle(local)
         self._full: UnshardedBuffer | None = None
-        self._installed = False
+        self.installed = False  # whether the slots hold the full parameters
         self._copying: LaneWork | None = None  # the last gather from the host's memory
         # Of each parameter's gradient in a flat one: local shape, its strides, offset.
         self.views = [
@@ -126,17 +126,15 @@ class ParamGroup:
 
     @property
     def trainable(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.parameters)
+        for parameter in self.parameters:
+            if parameter.sharded.requires_grad:
+                return True
+        return False
 
     @property
     def has_hooks(self) -> bool:
         """Whether callers put hooks on a parameter, which want its gradient as soon as it is there."""
         return _torch.have_reduction_hooks([parameter.sharded for parameter in self.parameters])
-
-    @property
-    def installed(self) -> bool:
-        """Whether the slots hold the full parameters."""
-        return self._installed
 
     @property
     def full_nbytes(self) -> int:
@@ -244,15 +242,15 @@ class ParamGroup:
 
     def install(self) -> None:
         """Have the slots hold the full parameters."""
-        if not self._installed:
-            self._installed = True
+        if not self.installed:
+            self.installed = True
             install_full(self.parameters)
 
     def uninstall(self) -> None:
         """Have the slots hold the sharded parameters."""
-        if self._installed:
+        if self.installed:
             install_sharded(self.parameters)
-            self._installed = False
+            self.installed = False
 
     def retain(self) -> None:
         """Before the full parameters go: keep this rank's part of the smaller group's copy of them."""

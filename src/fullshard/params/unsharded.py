@@ -99,12 +99,6 @@ class _ResizableStorage:
     def of(cls, tensor: Tensor) -> _ResizableStorage:
         return cls(tensor, tensor.untyped_storage(), tensor.untyped_storage().size())
 
-    def grow(self) -> None:
-        self.storage.resize_(self.nbytes)
-
-    def shrink(self) -> None:
-        self.storage.resize_(0)
-
     def poison(self) -> None:
         if self.tensor.numel():
             self.tensor.fill_(float("nan") if self.tensor.is_floating_point() else 1)
@@ -208,10 +202,10 @@ class FlatBuffer:
         return self._flat.numel() > 0 and _torch.is_over(tensor, self._flat.untyped_storage())
 
     def grow(self) -> None:
-        self._storage.grow()
+        self._storage.storage.resize_(self._storage.nbytes)
         if self._retained is None:
-            for storage in self._temporary:
-                storage.grow()
+            for temporary in self._temporary:
+                temporary.storage.resize_(temporary.nbytes)
         if self._poison:
             for storage in (self._storage, *(self._temporary if self._retained is None else ())):
                 storage.poison()
@@ -248,8 +242,8 @@ class FlatBuffer:
     def settle(self) -> None:
         """The compute lane is ordered behind the gather: what only the gather needed can go."""
         self._retained = None
-        for storage in self._temporary:
-            storage.shrink()
+        for temporary in self._temporary:
+            temporary.storage.resize_(0)
         if self._memory is not None:
             self._staging = self._staging[:0].clone()
             self._views(self._staging)
@@ -268,4 +262,4 @@ class FlatBuffer:
         for storage in (self._storage, *self._temporary):
             if self._poison and storage.storage.size():
                 storage.poison()
-            storage.shrink()
+            storage.storage.resize_(0)

@@ -203,7 +203,7 @@ class Runtime:
             self._refresh(unit)
             unit.check_written()
             check_replicas(unit)
-        if first or unit.residency is Residency.FULL or not self.planner.is_prefetched(unit.number):
+        if first or self.planner.residency(unit.number) is Residency.FULL or not self.planner.is_prefetched(unit.number):
             self._drop_if_replaced(unit)
         self._trace.append((unit.number, True))
         self._execute(self.planner.before_forward(unit.number, stale=self._is_stale(unit, first)))
@@ -272,7 +272,7 @@ class Runtime:
             self._execute(actions)
         if again and not copied_use:
             unit.hook_late_grads()
-        if unit.residency is Residency.FULL:
+        if self.planner.residency(unit.number) is Residency.FULL:
             for group in unit.groups:  # what is recomputed inside the unit runs without its hooks
                 group.install()
 
@@ -654,7 +654,7 @@ class Runtime:
 
     def _is_stale(self, unit: Unit, first: bool) -> bool:
         """Whether what was gathered is out of date. What the planner issued ahead within a forward or backward cannot be."""
-        residency = unit.residency
+        residency = self.planner.residency(unit.number)
         if residency is Residency.SHARDED or (
             residency is Residency.GATHERING and not first and self.planner.is_prefetched(unit.number)
         ):
@@ -702,7 +702,8 @@ class Runtime:
 
     def _uninstall(self, unit: Unit) -> None:
         for group in unit.groups:
-            group.uninstall()
+            if group.installed:
+                group.uninstall()
 
     def _reduce(self, unit: Unit) -> None:
         if not self.planner.is_pinned(unit.number):

@@ -37,6 +37,7 @@ class GradientReducer:
         self._page: Page | None = None  # that nothing is on any more
         # Those whose parameters have hooks land early, but never by polling: a hook may talk to other ranks.
         self._hooked: deque[Reduction] = deque()
+        self._replicates = False  # whether any sum over replicas was ever sent
         self.merged = False  # whether what is on its way contains what earlier backwards kept
         self.decided: list[GradCommit] | None = None  # what is to be handed out, whatever comes
         # Units, by number, of which a backward kept gradients on this rank (or over shards only) since they were last reduced.
@@ -85,6 +86,7 @@ class GradientReducer:
                 after=ticket,
             )
             self._replicating.push(ticket, reduction.end, polled=reduction.polled)
+            self._replicates = True
         reduction.follow(ticket)
         group.defers(reduction.deferred)
         if reduction.deferred:
@@ -98,7 +100,7 @@ class GradientReducer:
     def poll(self) -> None:
         """Let go of what is finished already."""
         self._in_flight.poll()
-        if len(self._replicating):
+        if self._replicates:
             self._replicating.poll()
 
     def drain(self) -> None:

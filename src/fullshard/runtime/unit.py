@@ -235,11 +235,17 @@ class Unit:
 
     def is_current(self) -> bool:
         """Whether all slots hold what we put there."""
-        return all(group.is_current() for group in self.groups)
+        for group in self.groups:
+            if not group.is_current():
+                return False
+        return True
 
     def lends(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in memory that goes with the full parameters."""
-        return any(group.lends(tensor) for group in self.groups)
+        for group in self.groups:
+            if group.lends(tensor):
+                return True
+        return False
 
     def check_hidden(self, output: Any) -> None:
         """No tensor with a graph was found in `output`: say so if a graph leads to the parameters all the same.
@@ -344,7 +350,9 @@ class Unit:
 
     def left(self, module: nn.Module) -> int:
         """A module of the unit ended its forward; when that began. What began inside and never ended goes with it."""
-        at = max((i for i, (key, _) in enumerate(self._open) if key == id(module)), default=-1)
+        at, key = len(self._open) - 1, id(module)
+        while at >= 0 and self._open[at][0] != key:
+            at -= 1
         if at < 0:
             return -1
         began = self._open[at][1]

@@ -1,0 +1,80 @@
+"""What a unit costs a program without frills: an exact count of the Python functions of fullshard's own that run per unit and step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fullshard
+
+SOURCE = str(Path(fullshard.__file__).parent)
+
+
+class Block(nn.Module):
+    """Eleven parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        for index in range(7):
+            self.register_parameter(f"scale{index}", nn.Parameter(torch.ones(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        for index in range(7):
+            x = x * getattr(self, f"scale{index}")
+        return x
+
+
+def calls_of_a_step(units: int) -> Counter[tuple[str, str]]:
+    """By file and function: how often each was called in the forward and backward of a model of so many units."""
+    model = nn.Sequential(*[Block() for _ in range(units)])
+    for module in (*model, model):
+        fullshard.fully_shard(module, mesh=init_device_mesh("cpu", (8,)))
+    x, counts = torch.ones(2, 8), Counter[tuple[str, str]]()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(SOURCE):
+            counts[code.co_filename, f"{code.co_name} {code.co_firstlineno}"] += 1
+
+    for _ in range(3):  # orders are known then
+        model(x).sum().backward()
+        model.zero_grad()
+    sys.setprofile(count)
+    try:
+        model(x).sum().backward()
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+def test_a_unit_of_eleven_parameters_costs_so_many_calls() -> None:
+    """Eight more units against eight, so that what a step costs besides cancels out. Collectives do nothing (torch's fake group)."""
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["calls"] <= 250 and found["functions"] <= 155 and found["files"] <= 19, found
+
+
+def main() -> None:
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    few, many = calls_of_a_step(8), calls_of_a_step(16)
+    per_unit = {key: (many[key] - few[key]) / 8 for key in many if many[key] != few[key]}
+    found = {"calls": sum(per_unit.values()), "functions": len(per_unit), "files": len({file for file, _ in per_unit})}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
