@@ -75,13 +75,13 @@ class Job:
         self.watches = [Watchdog(board, lambda: self.store.now) for board in self.boards]
         self.ledgers = [CollectiveLog("all", every, rank) for rank in every]
         self.lines = [GroupFingerprints(ledger, UnitName("blocks.7"), "7") for ledger in self.ledgers]
-        self.waiters = [watch.waiter() for watch in self.watches]
+        self.waiters = [watch.new_wait_state() for watch in self.watches]
         for board, watch, ledger in zip(self.boards, self.watches, self.ledgers):
             board.ring = self.ring  # type: ignore[method-assign]
             watch.add(ledger, start=False)
         for _ in range(5):
             for line in self.lines:
-                line.note("forward gather")
+                line.log_call("forward gather")
         self.run(2.0 + 1.2 * ranks / 1950)  # all have said where their bells are
         self.store.requests.clear()
         self.store.bytes.clear()
@@ -95,7 +95,7 @@ class Job:
         for rank, line in enumerate(self.lines):
             action = actions.get(rank, "forward gather")
             if action:
-                self.waiters[rank].enter(line.note(action))
+                self.waiters[rank].enter(line.log_call(action))
 
     def run(self, seconds: float, *, until_verdict: bool = False) -> float | None:
         """Let time pass; after how long the first rank had a verdict."""

@@ -321,7 +321,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(world: World) -> N
 
     def load_and_train() -> None:
         if world.rank == 1:  # its data come when nobody waits for it any more
-            until(lambda: unit.runtime.communicator.ledger(unit.axis).verdict)
+            until(lambda: unit.runtime.communicator.log_of(unit.axis).verdict)
         square(model(world.mine(batch(1)))).backward()
 
     try:

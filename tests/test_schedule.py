@@ -31,7 +31,7 @@ class CollectiveLog:
         self.log: list[tuple[str, int]] = []
         self.most_full = 0
         for unit, keep in enumerate(keeps):
-            self.planner.admit(unit, keep=keep)
+            self.planner.register(unit, keep=keep)
 
     def run(self, actions: list[Action]) -> None:
         for action in actions:
@@ -126,10 +126,10 @@ def test_every_program_keeps_the_moves_and_ends_sharded(
         elif step == "forget":  # the graph is dropped without a backward
             ledger.forward(tree, calls)
             for call in calls:
-                ledger.planner.forget(call)
+                ledger.planner.graph_released(call)
         else:
             ledger.run(ledger.planner.before_forward(0))
-            ledger.run(ledger.planner.abandon())
+            ledger.run(ledger.planner.abort())
     calls = []
     ledger.forward(tree, calls)
     ledger.backward(calls)
@@ -173,7 +173,7 @@ def test_a_unit_is_reduced_before_the_next_but_one_is_gathered() -> None:
 
 def test_an_illegal_move_is_an_internal_error() -> None:
     planner = Planner()
-    planner.admit(0, keep=ReshardPolicy.NEVER)
+    planner.register(0, keep=ReshardPolicy.NEVER)
     with pytest.raises(InternalError, match="cannot go from sharded to full"):
         planner._records[0].move(0, Residency.FULL)
 

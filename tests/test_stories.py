@@ -924,8 +924,8 @@ class OutOfMemory:
         self.at, self.seen = at, 0
 
     def __enter__(self) -> OutOfMemory:
-        self._grow, self._reduce = unsharded.FlatBuffer.grow, reduction.Reduction.__init__
-        for owner, name, real in ((unsharded.FlatBuffer, "grow", self._grow), (reduction.Reduction, "__init__", self._reduce)):
+        self._grow, self._reduce = unsharded.FlatBuffer.allocate, reduction.Reduction.__init__
+        for owner, name, real in ((unsharded.FlatBuffer, "allocate", self._grow), (reduction.Reduction, "__init__", self._reduce)):
             setattr(owner, name, self._failing(real))
         return self
 
@@ -939,7 +939,7 @@ class OutOfMemory:
         return call
 
     def __exit__(self, *_: object) -> None:
-        unsharded.FlatBuffer.grow, reduction.Reduction.__init__ = self._grow, self._reduce
+        unsharded.FlatBuffer.allocate, reduction.Reduction.__init__ = self._grow, self._reduce
 
 
 @pytest.mark.parametrize("everywhere", [True, False])

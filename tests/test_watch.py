@@ -112,7 +112,7 @@ def test_a_timeout_says_for_whom_it_waited(world: World) -> None:
             "rank 1: computing, or elsewhere, after call N, heartbeat"
         )
     else:  # computing, as far as anybody knows
-        until(lambda: unit.runtime.communicator.ledger(unit.axis).verdict)
+        until(lambda: unit.runtime.communicator.log_of(unit.axis).verdict)
     assert fullshard.any_failed(world.mesh, error)
 
 
@@ -160,15 +160,15 @@ class Job:
 def test_who_waits_anew_is_told_where_the_others_are_by_now() -> None:
     """The others had heard of the first wait, and attended to something else when the second began."""
     job = Job(2)
-    waiter = job.watches[0].waiter()
-    entry = job.lines[0].note("gather")
-    job.lines[1].note("gather")
+    waiter = job.watches[0].new_wait_state()
+    entry = job.lines[0].log_call("gather")
+    job.lines[1].log_call("gather")
     before = waiter.enter(entry)
     job.run(11)
     assert job.said(0) == "rank 1: computing, or elsewhere, after call 1, gather"
     waiter.leave(before)
     job.run(20)
-    job.lines[1].note("reduction")
+    job.lines[1].log_call("reduction")
     waiter.enter(entry)
     job.run(2)
     assert job.said(0) == "rank 1: computing, or elsewhere, after call 2, reduction"
@@ -181,7 +181,7 @@ def test_nothing_is_sent_while_nobody_waits() -> None:
     job.run(1)
     before = job.store.num_keys()
     for line in job.lines:
-        line.note("gather")
+        line.log_call("gather")
     for board in job.boards:
         board._store = None  # whatever is sent now raises
     job.run(30)
@@ -190,13 +190,13 @@ def test_nothing_is_sent_while_nobody_waits() -> None:
 
 def test_a_record_that_cannot_be_read_is_skipped_and_said_once() -> None:
     job = Job(3)
-    waiter = job.watches[0].waiter()
-    entries = [line.note("gather") for line in job.lines]
+    waiter = job.watches[0].new_wait_state()
+    entries = [line.log_call("gather") for line in job.lines]
     waiter.enter(entries[0])
     job.run(2)
     key = job.ledgers[0].key
-    job.lines[2].note("reduction")  # rank 1 says something else, which is found whatever rank 2 has in the store
-    job.lines[1].note("heartbeat")
+    job.lines[2].log_call("reduction")  # rank 1 says something else, which is found whatever rank 2 has in the store
+    job.lines[1].log_call("heartbeat")
     for name in (f"{key}/2", f"{key}/2/said", f"{key}/2/calls", f"notice/{job.store.add('notices', 1)}"):
         job.store.set(name, b"\xff no json")
     with warnings.catch_warnings(record=True) as caught:
@@ -211,22 +211,22 @@ def test_a_record_that_cannot_be_read_is_skipped_and_said_once() -> None:
 
 def test_a_rank_that_left_by_an_exception_is_named_unless_it_goes_on() -> None:
     job = Job(3)
-    waiters = [watch.waiter() for watch in job.watches]
-    entries = [line.note("gather") for line in job.lines]
-    job.ledgers[1].leave("'blocks.1' forward", "RuntimeError: bad batch")
+    waiters = [watch.new_wait_state() for watch in job.watches]
+    entries = [line.log_call("gather") for line in job.lines]
+    job.ledgers[1].note_exception("'blocks.1' forward", "RuntimeError: bad batch")
     job.run(4)
     for rank in (0, 2):
         waiters[rank].enter(entries[rank])
     job.run(4)
     assert job.ledgers[0].verdict is None, "they wait for what it said already"
-    job.lines[1].note("gather")
+    job.lines[1].log_call("gather")
     for rank in (0, 2):
-        waiters[rank].enter(job.lines[rank].note("gather"))
+        waiters[rank].enter(job.lines[rank].log_call("gather"))
     job.run(4)
     assert job.ledgers[0].verdict is None, "it went on"
-    job.ledgers[1].leave("'blocks.1' forward", "RuntimeError: bad batch")
+    job.ledgers[1].note_exception("'blocks.1' forward", "RuntimeError: bad batch")
     for rank in (0, 2):
-        waiters[rank].enter(job.lines[rank].note("gather"))
+        waiters[rank].enter(job.lines[rank].log_call("gather"))
     job.run(4)
     text = "rank 1 left 'blocks.1' forward by RuntimeError: bad batch, and rank "
     assert all(str(ledger.verdict).startswith(text) for ledger in job.ledgers)
@@ -240,7 +240,7 @@ def test_others_are_asked_once_for_all_that_fails(monkeypatch: pytest.MonkeyPatc
     watch._clock = lambda: next(ticks)
     monkeypatch.setattr(watch, "_ended", types.SimpleNamespace(wait=lambda seconds: False))
     for asked in (1, 2):
-        line.note("gather")
+        line.log_call("gather")
         assert [watch.survey(ledger) for _ in range(3)] == ["rank 1: does not answer"] * 3
         assert job.store.add("notices", 0) == asked
     ledger.start_epoch()
@@ -287,10 +287,10 @@ def test_what_is_said_and_hashed_does_not_depend_on_when_somebody_asks(program: 
         if action == "hash":
             assert asked.hash == hashes[said], "and it is the same whenever it is asked for"
         elif action == "turn":
-            asked.turn()
+            asked.roll_page()
         else:
             said += 1
-            assert [line.note(action).number for line in lines] == [said, said]
+            assert [line.log_call(action).number for line in lines] == [said, said]
             hashes[said] = other.remembered()[-1][1]
     assert asked.remembered() == other.remembered() == other.remembered()[-64:]
     assert [number for number, _, _ in asked.remembered()] == list(range(max(0, said - 64) + 1, said + 1))
@@ -301,17 +301,17 @@ def test_what_is_said_and_hashed_does_not_depend_on_when_somebody_asks(program: 
 def test_a_ledger_that_is_closed_says_nothing_until_it_is_opened_anew() -> None:
     ledger = CollectiveLog("all", [0, 1], 0)
     line = GroupFingerprints(ledger, UnitName("layers.0"), "")
-    assert str(line.note("gather")) == "call 1, 'layers.0' gather"
+    assert str(line.log_call("gather")) == "call 1, 'layers.0' gather"
     before = ledger.hash
     ledger.close("they parted")
     ledger.close("once more")
     for _ in range(2):
         with pytest.raises(StateError, match="they parted"):
-            line.note("gather")
-        ledger.turn()
+            line.log_call("gather")
+        ledger.roll_page()
     assert ledger.count == 1 and ledger.hash == before
     ledger.start_epoch()
-    assert line.note("gather").number == 1 and ledger.hash != before, "of another epoch"
+    assert line.log_call("gather").number == 1 and ledger.hash != before, "of another epoch"
 
 
 def test_an_interrupt_at_any_line_of_a_turned_page_blocks_nobody() -> None:
@@ -329,18 +329,18 @@ def test_an_interrupt_at_any_line_of_a_turned_page_blocks_nobody() -> None:
         ledger, lines = CollectiveLog("all", [0, 1], 0), list[int]()
         line = GroupFingerprints(ledger, UnitName(""), "")
         for _ in range(20):
-            line.note("gather")
+            line.log_call("gather")
         sys.settrace(interrupt)
         try:
-            ledger.turn()
+            ledger.roll_page()
         except KeyboardInterrupt:
             pass
         finally:
             sys.settrace(None)
-        ledger.turn()
+        ledger.roll_page()
         ledger.close("they parted")
         with pytest.raises(StateError, match="they parted"):
-            line.note("gather")
+            line.log_call("gather")
         if len(lines) < at:
             break
     assert at > 5
@@ -352,7 +352,7 @@ def test_forwards_without_heartbeat_are_forgotten() -> None:
     try:
         model = shard_stack(Stack(), init_device_mesh("cpu", (2,)))
         unit = next(iter(units_of(model, False)))
-        ledger = unit.runtime.communicator.ledger(unit.axis)
+        ledger = unit.runtime.communicator.log_of(unit.axis)
         before = ledger.count
         with torch.no_grad():
             for _ in range(100):

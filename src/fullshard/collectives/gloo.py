@@ -174,7 +174,7 @@ class P2PChannel:
         """Messages of a ledger that were begun and not waited for."""
         return [messages.posted for messages in list(self._under_way) if messages.posted.book == book]
 
-    def answer(self, peer: int, posted: Sequence[PostedMessages], limit: int) -> int:
+    def drain_peer(self, peer: int, posted: Sequence[PostedMessages], limit: int) -> int:
         """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank has
         no part in, and will have none, so that nobody waits for them any longer.
 

@@ -216,7 +216,7 @@ class InFlight:
     def drain(self) -> None:
         self.make_room(1)
 
-    def abandon(self) -> None:
+    def drain_quietly(self) -> None:
         """As `drain`, whatever the work came to."""
         while self._entries:
             with suppress(Exception):

@@ -41,7 +41,7 @@ class TrafficCounter:
         finally:
             self._open = [other for other in self._open if other is not messages]
 
-    def note(self, kind: str, fulls: Sequence[Tensor], ranks: int = 1) -> None:
+    def record(self, kind: str, fulls: Sequence[Tensor], ranks: int = 1) -> None:
         if self._open:
             message = Message(kind, fulls[0].dtype, sum(full.numel() * full.itemsize for full in fulls), len(fulls), ranks)
             for messages in self._open:
@@ -70,7 +70,7 @@ class CountedCollectives:
         gather, journal = self._inner.gatherer(outs, shards), self._journal
 
         def noted() -> StartedWork:
-            journal.note("all_gather", outs, self.ranks)
+            journal.record("all_gather", outs, self.ranks)
             if _torch.dispatch_modes() or _torch.profiling():
                 return self._shown("all_gather", gather, outs, shards)
             return gather()
@@ -78,19 +78,19 @@ class CountedCollectives:
         return noted
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        self._journal.note("reduce_scatter", fulls, self.ranks)
+        self._journal.record("reduce_scatter", fulls, self.ranks)
         if _torch.dispatch_modes() or _torch.profiling():
             return self._shown("reduce_scatter", partial(self._inner.reduce_scatter, outs, fulls, scale), outs, fulls)
         return self._inner.reduce_scatter(outs, fulls, scale)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
-        self._journal.note("all_reduce", [tensor], self.ranks)
+        self._journal.record("all_reduce", [tensor], self.ranks)
         if _torch.dispatch_modes() or _torch.profiling():
             return self._shown("all_reduce", partial(self._inner.all_reduce, tensor), [tensor], [tensor])
         return self._inner.all_reduce(tensor)
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        self._journal.note("heartbeat", [tensor], self.ranks)
+        self._journal.record("heartbeat", [tensor], self.ranks)
         return self._inner.all_reduce_max(tensor)
 
     def _shown(

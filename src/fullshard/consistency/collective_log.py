@@ -180,11 +180,11 @@ class CollectiveLog:
     @property
     def hash(self) -> int:
         """Of all calls, of 64 bits: the same on ranks that said the same."""
-        self.turn()
+        self.roll_page()
         page = self._pages[-1]
         return _number(page.hashed() if page.kinds else page.hasher)
 
-    def admit(self, nbytes: int) -> None:
+    def allow_message_size(self, nbytes: int) -> None:
         """Messages of it may be as long as this from now on."""
         self.largest = max(self.largest, nbytes)
 
@@ -196,21 +196,21 @@ class CollectiveLog:
         hasher.update(b"".join(kinds))
         return page.before + len(kinds), _number(hasher)
 
-    def leave(self, place: str, failure: str | None = None) -> None:
+    def note_exception(self, place: str, failure: str | None = None) -> None:
         """An exception ends what this rank was in the midst of: until it says the next call, others are told how it left.
 
         failure: as `described`; None if it is on its way still: it is found in an `except` or `finally` block of this thread.
         """
-        if self.left is None:
+        if self.exception_note is None:
             self._left = Departure(self.count, place, threading.get_ident(), failure)
 
     @property
-    def left(self) -> str | None:
+    def exception_note(self) -> str | None:
         """How this rank left what it was in the midst of, None if it did not, or went on since."""
         left = self._left
         return str(left) if left is not None and left.count == self.count else None
 
-    def turn(self) -> None:
+    def roll_page(self) -> None:
         """Begin a new page if this one is full, so that none grows for ever. Only for who may also `say`."""
         if len(self.kinds) >= _FULL:
             self._begin(_Block(self.count, self._pages[-1].hashed(), []), self._pages)
@@ -306,7 +306,7 @@ class GroupFingerprints(dict[str, Fingerprint]):
         kind = self[action] = Fingerprint(self._label, action, f"{self._seed} {action}")
         return kind
 
-    def note(self, action: str) -> LoggedCall:
+    def log_call(self, action: str) -> LoggedCall:
         """The next call is this. Raises StateError if the ranks have parted."""
         entry = LoggedCall()
         entry.ledger, entry.kind = self.ledger, self[action]

@@ -178,7 +178,7 @@ class Watchdog:
             _OF.threads = [*filter(threading.Thread.is_alive, _OF.threads), self._thread]
             self._thread.start()
 
-    def waiter(self) -> WaitState:
+    def new_wait_state(self) -> WaitState:
         """For one thread."""
         waiter = WaitState()
         with self._lock:
@@ -195,7 +195,7 @@ class Watchdog:
         """Have all ranks say where they are, and print it here."""
         self._report_wanted = True
 
-    def attend(self) -> None:
+    def stay_attentive(self) -> None:
         """Follow the others for a while: this rank left something by an exception, and they may soon wait for it."""
         self._attentive = max(self._attentive, self._clock() + _ATTENTIVE)
 
@@ -213,7 +213,9 @@ class Watchdog:
     def _is_awaited(self) -> bool:
         """Whether others may ask why this rank ended: they were told where it is, or it left something by an exception."""
         told = any(key.endswith("/said") for key in self._told) and _torch.default_store() is _OF.store
-        return told or any(ledger.left is not None or ledger.verdict is not None for ledger in list(self._ledgers.values()))
+        return told or any(
+            ledger.exception_note is not None or ledger.verdict is not None for ledger in list(self._ledgers.values())
+        )
 
     # --- the thread ---
 
@@ -348,7 +350,7 @@ class Watchdog:
     def _position(self, ledger: CollectiveLog, *, ended: bool = False) -> Position:
         count, digest = ledger.mark()
         flags = WAITS if any(waiter.waits_in(ledger) for waiter in self._waiters) else 0
-        flags |= LEFT if ledger.left is not None else 0
+        flags |= LEFT if ledger.exception_note is not None else 0
         flags |= ENDED if ended else 0
         flags |= MEETS if self._meeting() is not None else 0
         return Position(count, digest, ledger.epoch, self._board.heard, flags)
@@ -367,7 +369,7 @@ class Watchdog:
         meeting = self._meeting()
         meets = None if meeting is None else (meeting.ledger.key, meeting.number, meeting.ledger.ranks)
         waits = None if waiting is None else (waiting, texts.get(waiting, last[1] if last else ""))
-        return json.dumps([ledger.epoch, last, waits, ledger.left, meets]).encode()
+        return json.dumps([ledger.epoch, last, waits, ledger.exception_note, meets]).encode()
 
     def _changed(self, *, ended: bool = False) -> dict[str, bytes]:
         """What is to be published, since it is another than was published last."""
@@ -684,13 +686,13 @@ class Watchdog:
                 if rank in wire.members and wire.name in needs:
                     too_long = 0
                     with contextlib.suppress(RuntimeError):  # it is gone meanwhile, so it waits for nothing
-                        too_long = wire.answer(wire.members.index(rank), needs[wire.name], ledger.largest)
+                        too_long = wire.drain_peer(wire.members.index(rank), needs[wire.name], ledger.largest)
                     if too_long:
                         self._warn_unreadable(f"a message of {too_long} bytes of rank {rank}", ValueError("longer than any"))
         if closing.is_over:
             closing.wires.clear()
 
-    def tell(self) -> None:
+    def publish_state(self) -> None:
         """Have the others know where this rank is, and which messages of closed ledgers it waits for."""
         with self._lock:
             self._publish(self._changed())
@@ -698,7 +700,7 @@ class Watchdog:
                 if ledger.verdict is not None:
                     self._begin_closing(ledger)
 
-    def answer(self, ledger: CollectiveLog) -> None:
+    def answer_peers(self, ledger: CollectiveLog) -> None:
         """Have nobody wait for a message of a closed ledger. All other ranks have told which ones they wait for."""
         with self._lock:
             closing = self._closing.get(ledger.key)
@@ -747,7 +749,7 @@ class Watchdog:
             if answered or self._clock() > end or self._ended.wait(_TICK):
                 return
 
-    def lost(self, entry: LoggedCall, rank: int) -> None:
+    def peer_lost(self, entry: LoggedCall, rank: int) -> None:
         """The connection to another rank is closed: if no verdict says why, that rank is gone. Closes the ledger."""
         ledger = entry.ledger
         how = "is gone: it closed its connections"

@@ -43,7 +43,7 @@ class FailureVote:
         self._waiter = WaitState()
         if self.watch is not None:
             self.watch.add(self._ledger)
-            self._waiter = self.watch.waiter()
+            self._waiter = self.watch.new_wait_state()
 
     @property
     def is_released(self) -> bool:
@@ -53,7 +53,7 @@ class FailureVote:
     def agree(self, flag: bool) -> bool:
         """Whether any rank says so (collective)."""
         for collectives in self._collectives:
-            entry = self._line.note("any_failed()")
+            entry = self._line.log_call("any_failed()")
             message = torch.tensor([flag], dtype=torch.uint8, device=self.device)
             self._tag.hash, self._tag.book = self._ledger.hash, self._ledger
             before = self._waiter.enter(entry)
@@ -158,11 +158,11 @@ def _restart_together(meeting: FailureVote, runtimes: Sequence[Runtime], ledgers
     for runtime in runtimes:
         runtime.communicator.flush()
     if meeting.watch is not None:
-        meeting.watch.tell()
+        meeting.watch.publish_state()
     meeting.agree(True)  # now everybody has told what it waits for
     if meeting.watch is not None:
         for ledger in ledgers:
-            meeting.watch.answer(ledger)
+            meeting.watch.answer_peers(ledger)
     for runtime in runtimes:
         runtime.abort_step()
     meeting.agree(True)  # now nobody waits for anything

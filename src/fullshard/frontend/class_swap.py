@@ -52,7 +52,7 @@ def disassemble(unit: Unit, undress: Dress) -> None:
         _torch.detach_state(module)
         detach(module)
     hooks.remove(unit)
-    runtime_of(unit).dismiss(unit)
+    runtime_of(unit).unregister(unit)
 
 
 # --- copies and pickles --------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
     units = list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
     units = [unit for unit in units if not any(id(module) in memo for module in unit.modules)]  # copied already
     for unit in units:
-        runtime_of(unit).rest(unit, doing="copying or pickling")
+        runtime_of(unit).ensure_sharded(unit, doing="copying or pickling")
         runtime_of(unit).refresh(unit)
         for module in (*unit.modules, *(i.module for p in unit.parameters for i in p.installations)):
             if module is None or id(module) not in inside:
@@ -147,7 +147,7 @@ def put_together(parts: ShardedSnapshot, dress: Dress) -> nn.Module:
                 parameter.sharded.__dict__.update(piece.attributes)
                 rebuilt.append(parameter)
             unit = make_unit(part.modules, rebuilt, part.axis, part.options, global_id=part.global_id)
-            unit.rename(part.name)
+            unit.set_name(part.name)
             for parameter in rebuilt:
                 parameter.restore_sharded(forget=True)
         assemble(unit, dress if part.dressed else as_it_is, ())
@@ -187,8 +187,8 @@ def undo(root: nn.Module, undress: Dress) -> None:
     for unit in units[:1]:
         runtime_of(unit).attend(unit, doing="undo()")
     for unit in units:
-        talk = unit.talk("undo()")
-        runtime_of(unit).release(unit, doing="undo()")
+        talk = unit.setup_collectives("undo()")
+        runtime_of(unit).reshard(unit, doing="undo()")
         runtime_of(unit).refresh(unit)
         for parameter in unit.parameters:
             parameter.unshard_permanently(talk.whole)

@@ -53,17 +53,17 @@ def full_params(
     for unit in units:
         runtime_of(unit).check_idle(unit, doing="full_params()")
     for unit in units:
-        runtime_of(unit).release(unit, doing="full_params()")
+        runtime_of(unit).reshard(unit, doing="full_params()")
         runtime_of(unit).refresh(unit)
     for unit in units[:1]:
         runtime_of(unit).attend(unit, doing="full_params()")
     shown: list[tuple[ShardedParameter, nn.Parameter]] = []
     assigned: list[str] = []
     for unit in units:
-        unit.show(True)
+        unit.set_plain_shown(True)
     try:
         with torch.no_grad():
-            for talk, parameter in ((unit.talk("full_params()"), p) for unit in units for p in unit.parameters):
+            for talk, parameter in ((unit.setup_collectives("full_params()"), p) for unit in units for p in unit.parameters):
                 sharded: Any = parameter.sharded
                 full = talk.full(parameter.cut, sharded)
                 grad = talk.full(parameter.cut, sharded.grad) if grads and sharded.grad is not None else None
@@ -73,13 +73,13 @@ def full_params(
                 if grad is not None:
                     plain.grad = grad.to(dtype=plain.dtype, device=plain.device)
                 shown.append((parameter, plain))
-                parameter.show(plain)
+                parameter.install_plain(plain)
         yield module
     finally:
         for unit in units:
-            unit.show(False)
+            unit.set_plain_shown(False)
         with torch.no_grad():
-            assigned = [parameter.name for parameter, plain in shown if not parameter.hide(plain)]
+            assigned = [parameter.name for parameter, plain in shown if not parameter.restore(plain)]
     if write and assigned:
         raise StateError(
             f"inside full_params() another Parameter was assigned to {assigned}: write to the ones that are there "
@@ -159,7 +159,9 @@ class _Gathered(torch.autograd.Function):
         owned: list[Tensor | None] = [None] * len(grads)  # autograd may give one tensor to several, or expand it
         for index, (parameter, grad) in enumerate(zip(parameters, grads)):
             if grad is not None and parameter.requires_grad:
-                owned[index] = parameter.cut.lower(grad, name=parameter.name).clone(memory_format=torch.contiguous_format)
+                owned[index] = parameter.cut.grad_to_local(grad, name=parameter.name).clone(
+                    memory_format=torch.contiguous_format
+                )
         source.group.accumulate(owned)
         return (None, None, *(None for _ in grads))
 

@@ -134,10 +134,10 @@ class ForwardHooks:
         unit = self._unit
 
         def copied(tensor: Tensor) -> Tensor:
-            return tensor.clone() if unit.lends(tensor) else tensor
+            return tensor.clone() if unit.owns_memory_of(tensor) else tensor
 
         output = map_tensors(output, copied)
-        if not isinstance(output, Tensor) and any(unit.lends(tensor) for tensor in tensors_in(output)):
+        if not isinstance(output, Tensor) and any(unit.owns_memory_of(tensor) for tensor in tensors_in(output)):
             raise StateError(
                 f"unit '{unit.name}' returns a {type(output).__name__} that holds one of its gathered parameters, whose memory "
                 "goes when its forward ends: return a clone() of it"
@@ -184,7 +184,7 @@ class StateHooks:
         if self._unit is None:
             return
         if self._unit.residency is not Residency.SHARDED:
-            runtime_of(self._unit).rest(self._unit, doing="state_dict()")
+            runtime_of(self._unit).ensure_sharded(self._unit, doing="state_dict()")
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
@@ -194,7 +194,7 @@ class StateHooks:
         if self._unit is None:
             return
         if self._unit.residency is not Residency.SHARDED:
-            runtime_of(self._unit).rest(self._unit, doing="load_state_dict()")
+            runtime_of(self._unit).ensure_sharded(self._unit, doing="load_state_dict()")
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))
         for parameter in self._unit.parameters:
@@ -214,7 +214,7 @@ class StateHooks:
             runtime_of(self._unit).refresh(self._unit)
             if self._loads:
                 self._loads = False
-                self._unit.note("load_state_dict()")
+                self._unit.log_write("load_state_dict()")
 
 
 _REGISTRIES = (
@@ -231,7 +231,7 @@ _REGISTRIES = (
 
 def remove(unit: Unit) -> None:
     """Remove every hook that `install` installed."""
-    for _, handle in unit.take_handles():
+    for _, handle in unit.take_hooks():
         handle.remove()
 
 
@@ -251,15 +251,15 @@ def install(unit: Unit) -> None:
     share = _torch.disable_tracing(forward.share) if unit.options.buffers != "local" else None
     holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.installations}
     for root in unit.modules:
-        unit.handle(root, root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        unit.handle(root, root.register_forward_hook(after, always_call=True))
+        unit.track_hook(root, root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        unit.track_hook(root, root.register_forward_hook(after, always_call=True))
         if share is not None:
-            unit.handle(root, root.register_forward_hook(share))
-        unit.handle(root, root.register_state_dict_pre_hook(state.before_save))
-        unit.handle(root, root.register_load_state_dict_post_hook(state.after_load))
+            unit.track_hook(root, root.register_forward_hook(share))
+        unit.track_hook(root, root.register_state_dict_pre_hook(state.before_save))
+        unit.track_hook(root, root.register_load_state_dict_post_hook(state.after_load))
         for module in root.modules():
             if id(_torch.parameters_of(module)) in holders:
-                unit.handle(module, module.register_load_state_dict_pre_hook(state.before_load))
+                unit.track_hook(module, module.register_load_state_dict_pre_hook(state.before_load))
 
 
 __all__ = [

@@ -55,9 +55,9 @@ def materialize(
     if not units:
         raise StateError(f"no module in this {type(model).__name__} is a unit: call fully_shard first")
     for unit in units:
-        runtime_of(unit).release(unit, doing="materialize()")
+        runtime_of(unit).reshard(unit, doing="materialize()")
     where = torch.device(device) if device is not None else units[0].axis.device
-    number = common_seed(units[0].talk("materialize()")) if seed is None else seed
+    number = common_seed(units[0].setup_collectives("materialize()")) if seed is None else seed
     owners = {id(parameter.sharded): parameter for unit in units for parameter in unit.parameters}
     filled: dict[int, Tensor] = {}
     done: set[int] = set()

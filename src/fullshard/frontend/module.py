@@ -101,7 +101,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         unit = _unit(self)
         _flag("async_op", async_op)
-        runtime_of(unit).hold(unit)
+        runtime_of(unit).start_unshard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -111,7 +111,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def reshard(self) -> None:
         """Free this unit's full parameters. Raises StateError while its forward or backward runs."""
         unit = _unit(self)
-        runtime_of(unit).release(unit)
+        runtime_of(unit).reshard(unit)
 
     def join(self) -> torch.Tensor:
         """Take part in the collectives of this unit and those below, forward and backward, without computing anything.
@@ -232,12 +232,12 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """While this unit computes forward, gather these units, instead of those that the last run needed next."""
         unit = _unit(self)
-        unit.follow(forward=_numbers_given(modules, unit))
+        unit.set_prefetch(forward=_numbers_given(modules, unit))
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """While this unit's backward computes, gather these units, instead of those that the last run needed next."""
         unit = _unit(self)
-        unit.follow(backward=_numbers_given(modules, unit))
+        unit.set_prefetch(backward=_numbers_given(modules, unit))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's backward needs its parameters. That of an embedding does not, and saves a gather.
@@ -387,7 +387,7 @@ def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     for below in units_of(module, True):
         if runtime_of(below).delivery.is_undelivered(below) and below.changes(fn):
             runtime_of(below).check_delivered(below, doing="a change of dtype or device")
-    runtime_of(unit).rest(unit, doing="moving or casting")
+    runtime_of(unit).ensure_sharded(unit, doing="moving or casting")
     fresh = unit.on_meta() if _torch.allocates(fn) else None
     attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
     yield
@@ -408,7 +408,7 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
             parameter.discard_gradient(set_to_none=set_to_none)
         for group in unit.groups:  # the rest is in the slots, which torch's walks
             if group.keeping:
-                group.discard_kept()
+                group.discard_local_grads()
 
 
 def _put_together(parts: class_swap.ShardedSnapshot) -> nn.Module:
@@ -476,12 +476,12 @@ def resident(module: nn.Module) -> Iterator[None]:
     inside: list[Unit] = []
     try:
         for unit in units:
-            runtime_of(unit).reside(unit, True)
+            runtime_of(unit).set_resident(unit, True)
             inside.append(unit)
         yield
     finally:
         for unit in inside:
-            runtime_of(unit).reside(unit, False)
+            runtime_of(unit).set_resident(unit, False)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

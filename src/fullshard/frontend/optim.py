@@ -57,7 +57,7 @@ def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
     if logical is None:  # plain again: its state becomes whole (collective, as undo() was)
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
-        return logical.face(logical.take(value, what="has in its optimizer").clone())
+        return logical.dtensor_like_shard(logical.local_rows_of(value, what="has in its optimizer").clone())
     return logical.shard_of(value, dtype=value.dtype)
 
 
@@ -111,7 +111,7 @@ class _Entry:
                 end = f", after a write to the gradient of '{group.parameters[0].name}' of '{group.parameters[0].label.name}'"
                 text = partial(options.described, self._counts, end if written else "")
                 self._kind = _Step.of(f"{options.name} {values} {written}", text)
-            runtime.note(ledger, self._kind)
+            runtime.log_write(ledger, self._kind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +162,7 @@ class _Steps:
             for parameter in logical_parameters(group["params"]):
                 unit = owner_of(parameter)
                 if unit is not None and unit.groups:
-                    ledger = unit.runtime.communicator.ledger(parameter.cut.axis)
+                    ledger = unit.runtime.communicator.log_of(parameter.cut.axis)
                     found.setdefault(ledger, []).append((index, parameter, unit))
         self._entries = [_Entry(ledger, members) for ledger, members in found.items()]
 
@@ -244,7 +244,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for group in optimizer.param_groups:
         sizes.append(len(group["params"]))
         for parameter in logical_parameters(tensor for tensor in group["params"] if tensor.grad is not None):
-            parameter.wrote()
+            parameter.note_write()
     steps = optimizer.__dict__.get(_STEPS)
     if steps is None or steps.sizes != sizes:
         steps = optimizer.__dict__[_STEPS] = _Steps(optimizer)
@@ -292,7 +292,7 @@ def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], axes: Any, *, m
     unit: Unit | None = axes.get(groups)
     if unit is not None:
         communicator = unit.runtime.communicator
-        line = GroupFingerprints(communicator.ledger(unit.axis), UnitName(""), "")
+        line = GroupFingerprints(communicator.log_of(unit.axis), UnitName(""), "")
         return communicator.all_reduce(unit.axis, line, "clip_grad_norm_()", part, maximum=maximum)
     for group in groups:
         dist.all_reduce(part, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)

@@ -69,7 +69,7 @@ def find_ties(modules: Sequence[nn.Module], holdings: ManagedTensors, options: U
             continue
         parameter = known[0]
         ties.add(claim, parameter)
-        runtime_of(owner).rest(owner, doing="fully_shard() of a module that shares a parameter with it")
+        runtime_of(owner).ensure_sharded(owner, doing="fully_shard() of a module that shares a parameter with it")
         runtime_of(owner).check_delivered(owner, doing="fully_shard() of a module that shares a parameter with it")
         around = {id(inner) for module in owner.modules for inner in module.modules()}
         if all(id(module) in inside for module in owner.modules):

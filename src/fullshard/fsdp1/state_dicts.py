@@ -352,10 +352,16 @@ def _fit(value: Any, parameter: Tensor, name: str, key: Any, *, local: bool) -> 
     if logical is None or (value.ndim == 0 and key in _NUMBERS):
         return value.clone()
     if isinstance(value, DTensor):
-        return logical.face(logical.take(value, what="has in the saved optimizer").to(logical.local.device, copy=True))
+        return logical.dtensor_like_shard(
+            logical.local_rows_of(value, what="has in the saved optimizer").to(logical.local.device, copy=True)
+        )
     wanted = logical.local.shape if local else logical.shape
     if value.shape == wanted:
-        return logical.face(value.to(logical.local.device, copy=True)) if local else logical.shard_of(value, dtype=value.dtype)
+        return (
+            logical.dtensor_like_shard(value.to(logical.local.device, copy=True))
+            if local
+            else logical.shard_of(value, dtype=value.dtype)
+        )
     if value.ndim == len(wanted):
         hint = ", the rows of this rank: it was saved on another number of ranks, or in another form" if local else ""
         raise ValueError(

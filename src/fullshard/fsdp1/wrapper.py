@@ -227,7 +227,7 @@ class FullyShardedDataParallel(nn.Module):
             for sharded in unit.modules:  # as in FSDP1, `module` is of the class it had: this wrapper has the methods
                 sharded.__class__ = plain_class(type(sharded))
             if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-                unit.follow(backward=())
+                unit.set_prefetch(backward=())
         self.register_state_dict_post_hook(_after_save)
         self.register_load_state_dict_pre_hook(_before_load)
         self.register_load_state_dict_post_hook(_after_load)
@@ -886,7 +886,7 @@ def _before_load(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) 
                     f"LOCAL_STATE_DICT: '{key}' has shape {tuple(value.shape)}, this rank's rows are "
                     f"{tuple(logical.local.shape)}: load it on as many ranks as saved it, or save it as SHARDED_STATE_DICT"
                 )
-            value = logical.face(value.to(logical.local.dtype))
+            value = logical.dtensor_like_shard(value.to(logical.local.dtype))
         state_dict[inside + compiled.get(name, name)] = value
 
 

@@ -119,10 +119,10 @@ class ExtensionBuffer:
     def gathered(self, versions: list[int]) -> None:
         self.versions = versions
 
-    def holds(self, tensor: Tensor) -> bool:
+    def owns(self, tensor: Tensor) -> bool:
         return any(out.numel() and _torch.same_memory(tensor, out) for out in (*self._outs, *(i for i, _ in self._inner)))
 
-    def grow(self) -> None:
+    def allocate(self) -> None:
         shard = self._rows()
         if shard.device != self._device:  # offloaded
             home, shard = shard, shard.to(self._device, non_blocking=True)
@@ -153,7 +153,7 @@ class ExtensionBuffer:
     def finish(self) -> None:
         pass
 
-    def settle(self) -> None:
+    def release_staging(self) -> None:
         """On the compute lane, behind the gather."""
         if not self._fresh:
             return
@@ -167,19 +167,19 @@ class ExtensionBuffer:
                 self._inner = [(t, t.untyped_storage().size()) for t in inner if t.untyped_storage().data_ptr() not in outs]
                 rows = self._parameter.cut.whole[0]
                 even = self._full.shape[0] == rows
-                self._parameter.materialize(self._full if even else self._full.narrow(0, 0, rows))
+                self._parameter.make_unsharded(self._full if even else self._full.narrow(0, 0, rows))
                 self._even = even
             else:
                 after(outputs, self._metadata, self._dtype, out=self._parameter.full if self._even else self._full)
         self._inputs, self._metadata = [], None
 
-    def retain(self) -> None:
+    def save_subgroup_shard(self) -> None:
         pass  # the caller's tensors are gathered over the shard axis, whatever reshard_after_forward says
 
-    def forget(self) -> None:
+    def drop_subgroup_shard(self) -> None:
         pass
 
-    def shrink(self) -> None:
+    def free(self) -> None:
         for out in self._outs:
             out.untyped_storage().resize_(0)
         for inner, _ in self._inner:

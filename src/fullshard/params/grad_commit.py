@@ -60,7 +60,7 @@ class GradCommit:
                     if grad is None:
                         first.append((parameter.sharded, parameter.local, flat.as_strided(*view), parameter.spec, key))
                     elif grad.__dict__.get(key) is not self._mark:
-                        self._add(index, grad, parameter.face(flat.as_strided(*view)))
+                        self._add(index, grad, parameter.dtensor_like_shard(flat.as_strided(*view)))
                 _torch.set_gradients(first, self._mark)
             return
         for index, (parameter, gradient) in enumerate(zip(self._group.parameters, self._gradients)):
@@ -72,12 +72,12 @@ class GradCommit:
             else:
                 self._add(index, grad, gradient)
 
-    def tell(self) -> None:
+    def run_post_grad_hooks(self) -> None:
         """Call the hooks that callers put on the parameters for when their gradients are there."""
         if self._gradients is not None:
             for parameter, gradient in zip(self._group.parameters, self._gradients):
                 if gradient is not None:
-                    parameter.tell()
+                    parameter.run_post_grad_hooks()
 
     def _is_flat(self) -> bool:
         """Whether all gradients are the views of one flat tensor that we gave, which is added to in one call."""
@@ -141,7 +141,7 @@ def commit_all(handovers: Sequence[GradCommit]) -> None:
     if interrupt is not None:
         raise interrupt
     for handover in handovers:
-        handover.tell()
+        handover.run_post_grad_hooks()
 
 
 __all__ = ["GradCommit", "commit_all"]

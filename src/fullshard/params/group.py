@@ -97,11 +97,11 @@ class ParamGroup:
         for parameter, place, value in zip(parameters, self.layout.places, values):
             numel = value.numel()
             if self.extension:
-                parameter.settle(own_shard(value, parameter.cut))
+                parameter.bind_to_flat_shard(own_shard(value, parameter.cut))
                 continue
             local = _torch.at_origin(self.shard[place.offset : place.offset + numel].view(parameter.cut.shard_shape))
             local.copy_(value)
-            parameter.settle(local)
+            parameter.bind_to_flat_shard(local)
         self._full: UnshardedBuffer | None = None
         self.installed = False  # whether the slots hold the full parameters
         self._copying: LaneWork | None = None  # the last gather from the host's memory
@@ -156,14 +156,14 @@ class ParamGroup:
             if value is not parameter.local:
                 if self.extension or value.data_ptr() != parameter.local.data_ptr():
                     parameter.local.copy_(value)
-                parameter.settle(parameter.local)
+                parameter.bind_to_flat_shard(parameter.local)
 
     def is_current(self) -> bool:
         return all_current(self.parameters)
 
     # --- gathering ---
 
-    def grow(self) -> UnshardedBuffer:
+    def allocate_unsharded(self) -> UnshardedBuffer:
         """Memory for the full parameters, on the compute lane. Raises StateError if the shards cannot be gathered."""
         full = self._full
         if full is None:
@@ -176,7 +176,7 @@ class ParamGroup:
                 else:
                     full = self._full_side()
                     for parameter, view in zip(self.parameters, full.views):
-                        parameter.materialize(view)
+                        parameter.make_unsharded(view)
                 self._full = full
         versions = self._versions()
         if versions != full.versions:
@@ -184,7 +184,7 @@ class ParamGroup:
                 changed = [p.full for p, old, new in zip(self.parameters, full.versions, versions) if old != new]
                 torch.autograd.graph.increment_version(changed)  # type: ignore[arg-type]
             full.gathered(versions)
-        full.grow()
+        full.allocate()
         return full
 
     def _full_side(self) -> FlatBuffer:
@@ -200,12 +200,12 @@ class ParamGroup:
             )
         with torch.no_grad():
             side = self._full_side()
-            side.grow()
+            side.allocate()
         return side
 
     def lifted(self, side: FlatBuffer) -> list[Tensor]:
         """What modules compute with, of a side that was gathered: one tensor per parameter."""
-        return [parameter.cut.lift(view) for parameter, view in zip(self.parameters, side.views)]
+        return [parameter.cut.to_module(view) for parameter, view in zip(self.parameters, side.views)]
 
     def _check_device(self) -> None:
         shard = self.parameters[0].local if self.extension else self.shard
@@ -223,18 +223,18 @@ class ParamGroup:
                 f"move the model with .to('{self.storage.home}')"
             )
 
-    def lends(self, tensor: Tensor) -> bool:
+    def owns_memory_of(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the full storage."""
-        return self._full is not None and self._full.holds(tensor)
+        return self._full is not None and self._full.owns(tensor)
 
-    def settle(self, ticket: LaneWork) -> None:
+    def finish_gather(self, ticket: LaneWork) -> None:
         """The compute lane is ordered behind the gather: what only the gather needed can go."""
         if self._full is not None:
-            self._full.settle()
+            self._full.release_staging()
         if self.storage.host:
             self._copying = ticket
 
-    def block(self) -> None:
+    def synchronize_host(self) -> None:
         """Have the host wait until shards in its memory are no longer read by a copy to the device, so that it may write."""
         copying, self._copying = self._copying, None
         if copying is not None:
@@ -252,26 +252,26 @@ class ParamGroup:
             install_sharded(self.parameters)
             self.installed = False
 
-    def retain(self) -> None:
+    def save_subgroup_shard(self) -> None:
         """Before the full parameters go: keep this rank's part of the smaller group's copy of them."""
         if self._full is not None:
-            self._full.retain()
+            self._full.save_subgroup_shard()
 
-    def forget(self) -> None:
+    def drop_subgroup_shard(self) -> None:
         """Drop what was retained."""
         if self._full is not None:
-            self._full.forget()
+            self._full.drop_subgroup_shard()
 
-    def guard(self) -> None:
+    def invalidate_autograd(self) -> None:
         """Let a backward that reads the full parameters, which are about to go for good, raise instead."""
         if self._full is not None:
             torch.autograd.graph.increment_version([p.full for p in self.parameters if p.full is not None])
 
-    def shrink(self) -> None:
+    def free_unsharded(self) -> None:
         if self._full is not None:
-            self._full.shrink()
+            self._full.free()
 
-    def abandon(self) -> None:
+    def drop_unsharded(self) -> None:
         """A gather failed half way: messages may still arrive in its memory, which goes when the last of them is forgotten."""
         self.uninstall()
         self._full = None
@@ -289,7 +289,7 @@ class ParamGroup:
                 full.grad = None  # type: ignore[union-attr]
                 found = True
                 if not parameter.is_plain:
-                    grad = parameter.cut.lower(grad, name=parameter.name)
+                    grad = parameter.cut.grad_to_local(grad, name=parameter.name)
             grads.append(grad)
         return grads if found else None
 
@@ -298,7 +298,7 @@ class ParamGroup:
         self.keeping = True
         for parameter, grad in zip(self.parameters, grads):
             if grad is not None:
-                parameter.keep(grad, self.dtypes.reduce)
+                parameter.add_local_grad(grad, self.dtypes.reduce)
 
     def with_accumulated(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """`grads` and what earlier backwards kept."""
@@ -306,16 +306,16 @@ class ParamGroup:
             return grads
         if any(parameter.kept is not None for parameter in self.parameters):
             self.accumulate(grads)
-            grads = [parameter.take_kept() for parameter in self.parameters]
+            grads = [parameter.take_local_grad() for parameter in self.parameters]
         self.keeping = False
         return grads
 
-    def discard_kept(self) -> None:
+    def discard_local_grads(self) -> None:
         """Forget what backwards without communication kept, and what is reduced over shards only."""
         self.keeping = self.deferring = False
         self.partial = None
         for parameter in self.parameters:
-            parameter.discard_kept()
+            parameter.discard_local_grads()
 
     def blanks(self, dtype: torch.dtype) -> list[Tensor]:
         """Of each segment of the packed message: zeros, (ranks, size) where it is blank, else none yet, (0,)."""
@@ -329,7 +329,7 @@ class ParamGroup:
             self._blanks[dtype] = blanks
         return blanks
 
-    def adds(self) -> bool:
+    def accumulates(self) -> bool:
         """Whether gradients are added to those of before. Asked when they are reduced.
 
         Ranks that agreed on a failed step may hold different gradients, so that counts only once they were given others.
@@ -341,7 +341,7 @@ class ParamGroup:
         self._version = grad._version
         return self._epoch == self.line.ledger.epoch
 
-    def received(self) -> None:
+    def note_given(self) -> None:
         """The first parameter is given its gradient."""
         self._epoch = self.line.ledger.epoch
 
@@ -351,11 +351,11 @@ class ParamGroup:
         grad = self.parameters[0].sharded.grad
         return grad is not None and grad._version != self._version and self._epoch == self.line.ledger.epoch
 
-    def defer(self, flat: Tensor, used: list[bool]) -> None:
+    def keep_partial(self, flat: Tensor, used: list[bool]) -> None:
         """Keep a gradient that is reduced over shards, but not yet over replicas."""
         self.partial = (flat, used)
 
-    def defers(self, deferring: bool) -> None:
+    def set_deferring(self, deferring: bool) -> None:
         """Whether the reduction that was just started leaves its sum over replicas to a later one."""
         self.deferring = deferring
 

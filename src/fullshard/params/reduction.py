@@ -130,7 +130,7 @@ class Reduction:
             self._out.add_(self._absorbed)
             self.used = [now or then for now, then in zip(self.used, used)]
         if self._deferred:
-            self._group.defer(self._out, self.used)
+            self._group.keep_partial(self._out, self.used)
         elif not self.replicated:
             self._complete()
 
@@ -155,20 +155,20 @@ class Reduction:
             self._flat.copy_(self._out)
         if self._host is not None:
             if self._host.numel():
-                self._group.carriers.journal.note("to_host", [self._flat])
+                self._group.carriers.journal.record("to_host", [self._flat])
             self._host.copy_(self._flat, non_blocking=True)
 
-    def follow(self, ticket: LaneWork) -> None:
+    def set_work(self, ticket: LaneWork) -> None:
         """`ticket` is the last of its work."""
         self._ticket = ticket
 
-    def settle(self) -> None:
+    def release_messages(self) -> None:
         """The compute lane is ordered behind the reduce-scatter: let the messages go."""
         self._fulls, self._outs, self._absorbed = [], [], None
         if not self.replicated:
-            self.end()
+            self.complete()
 
-    def end(self) -> None:
+    def complete(self) -> None:
         """The compute lane is ordered behind all of it."""
         self._out = self._flat
         self._ended = True
@@ -182,7 +182,7 @@ class Reduction:
                 self._ticket.block()
             self._flat = self._host
 
-    def handover(self, used_somewhere: Sequence[bool] | None = None) -> GradCommit | None:
+    def grad_commit(self, used_somewhere: Sequence[bool] | None = None) -> GradCommit | None:
         """What the parameters are to have that this rank used, or any did (None: nobody asked), and do not have yet."""
         parameters, given = self._group.parameters, self._given
         due = self.used

@@ -161,7 +161,7 @@ class WriteGuard(Protocol):
         """Raises StateError if this is no moment for an optimizer to write the shard."""
         ...
 
-    def wrote(self, parameter: ShardedParameter, action: str) -> None:
+    def note_write(self, parameter: ShardedParameter, action: str) -> None:
         """A caller wrote to the shard: all ranks must."""
         ...
 
@@ -238,7 +238,9 @@ class ShardedParameter:
                 taken[key] = value
         _torch.carry_hooks(original, self.sharded)
         if original.grad is not None:
-            self.sharded.grad = self.face(self.cut.slice(self.cut.lower(original.grad, name=self.name)).contiguous().clone())
+            self.sharded.grad = self.dtensor_like_shard(
+                self.cut.slice(self.cut.grad_to_local(original.grad, name=self.name)).contiguous().clone()
+            )
         replace(original, self.sharded)
         for installation in self.installations:
             installation.put(self.sharded)
@@ -247,24 +249,24 @@ class ShardedParameter:
     def requires_grad(self) -> bool:
         return self.sharded.requires_grad
 
-    def wrote(self, action: str = "") -> None:
+    def note_write(self, action: str = "") -> None:
         """The shard was written. DTensor's foreach and fused operations move no version counter.
 
         `action`: by a caller, who must have done so on all ranks.
         """
         self.writes += 1
         if action and self.before_step is not None:
-            self.before_step.wrote(self, action)
+            self.before_step.note_write(self, action)
 
-    def keep(self, grad: Tensor, dtype: torch.dtype) -> None:
+    def add_local_grad(self, grad: Tensor, dtype: torch.dtype) -> None:
         """Add to what backwards without communication kept."""
         self.kept = grad.to(dtype) if self.kept is None else self.kept.add_(grad)
 
-    def take_kept(self) -> Tensor | None:
+    def take_local_grad(self) -> Tensor | None:
         kept, self.kept = self.kept, None
         return kept
 
-    def discard_kept(self) -> None:
+    def discard_local_grads(self) -> None:
         """Forget what only this rank holds: what backwards without communication kept, and what lies at the full face."""
         self.kept = None
         if self.full is not None:
@@ -281,9 +283,9 @@ class ShardedParameter:
 
     def slice(self, full: Tensor) -> Tensor:
         """This rank's rows of a plain tensor of the full shape."""
-        return self.cut.slice(self.cut.whole_of(full))
+        return self.cut.slice(self.cut.local_of(full))
 
-    def face(self, local: Tensor) -> DTensor:
+    def dtensor_like_shard(self, local: Tensor) -> DTensor:
         """A DTensor like the sharded parameter over other local data, for gradients and optimizer states."""
         if local.dtype != self.local.dtype or local.device != self.local.device or not self.is_plain:
             return _torch.dtensor(local, self.cut.spec(local.dtype))
@@ -295,7 +297,7 @@ class ShardedParameter:
         local = self.slice(full).to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
         return _torch.dtensor(local, self.cut.spec(dtype))
 
-    def settle(self, local: Tensor) -> None:
+    def bind_to_flat_shard(self, local: Tensor) -> None:
         """The shard lives in `local` from now on, a view of a group's flat shard that holds its values already."""
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = self.cut.spec(local.dtype)
@@ -310,9 +312,9 @@ class ShardedParameter:
         _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
         self.sharded.__dict__[LOGICAL] = WeakBackReference(self)
 
-    def materialize(self, view: Tensor) -> None:
+    def make_unsharded(self, view: Tensor) -> None:
         """`view` (cut.whole, over the full storage) becomes the full face."""
-        self.full = nn.Parameter(self.cut.lift(view), requires_grad=self.sharded.requires_grad)
+        self.full = nn.Parameter(self.cut.to_module(view), requires_grad=self.sharded.requires_grad)
         redirect_to(self.full, self.sharded)
 
     def read_slots(self) -> Tensor:
@@ -345,7 +347,7 @@ class ShardedParameter:
         ours = _torch.local_tensor(self.sharded)  # type: ignore[arg-type]
         if not found:
             return ours
-        values = [self.take(parameter.detach(), what="was assigned") for parameter in found]
+        values = [self.local_rows_of(parameter.detach(), what="was assigned") for parameter in found]
         others = [*values[1:], ours] if kept else values[1:]
         if not all(value.device.type == "meta" or torch.equal(value, values[0]) for value in others):
             raise StateError(
@@ -354,7 +356,7 @@ class ShardedParameter:
             )
         return values[0]
 
-    def take(self, value: Tensor, *, what: str) -> Tensor:
+    def local_rows_of(self, value: Tensor, *, what: str) -> Tensor:
         """This rank's rows of `value`: a full tensor, a DTensor sharded like this parameter, or one as modules compute with."""
         if value.shape != self.shape:
             raise StateError(
@@ -379,10 +381,10 @@ class ShardedParameter:
                 f"parameter '{self.name}' of dtype {self.local.dtype} was assigned .data of {value.dtype}: cast the model "
                 "with .to(dtype) first"
             )
-        rows = self.take(value.detach(), what="was assigned .data")
+        rows = self.local_rows_of(value.detach(), what="was assigned .data")
         with torch.no_grad():
             self.local.copy_(rows)
-        self.wrote("assignment to .data")
+        self.note_write("assignment to .data")
 
     def note_version(self) -> None:
         """The full face is handed to the caller."""
@@ -401,7 +403,7 @@ class ShardedParameter:
             )
         with torch.no_grad():
             self.local.copy_(self.cut.slice(inside(full.detach())))
-        self.wrote()
+        self.note_write()
 
     def check_unwritten(self) -> None:
         """Raises StateError if the caller wrote to the full face that was handed out, which is about to go."""
@@ -425,13 +427,13 @@ class ShardedParameter:
                 self.installations.append(ParamSlot(slot))
                 self.installations[-1].put(self.sharded)
 
-    def show(self, plain: nn.Parameter) -> None:
+    def install_plain(self, plain: nn.Parameter) -> None:
         """Have the slots hold `plain` for a while."""
         redirect_to(plain, self.sharded)
         for installation in self.installations:
             installation.put(plain)
 
-    def hide(self, plain: nn.Parameter) -> bool:
+    def restore(self, plain: nn.Parameter) -> bool:
         """The end of `show`; False if another Parameter was assigned meanwhile, which the next gather honours."""
         self.sharded.requires_grad_(plain.requires_grad)
         found = True
@@ -447,18 +449,18 @@ class ShardedParameter:
         self.replace(self.slice(full.detach()))
         if grad:
             rows = None if full.grad is None else self.slice(full.grad).to(self.local.device, self.local.dtype, copy=True)
-            self.sharded.grad = None if rows is None else self.face(rows.contiguous())
+            self.sharded.grad = None if rows is None else self.dtensor_like_shard(rows.contiguous())
 
     def replace(self, rows: Tensor) -> None:
         """Make `rows` the values of the shard; one that is on meta gets memory where they are."""
         if self.local.device.type == "meta":
-            local = self.face(rows.to(self.local.dtype, copy=True).contiguous())
+            local = self.dtensor_like_shard(rows.to(self.local.dtype, copy=True).contiguous())
             fresh = nn.Parameter(local, requires_grad=self.sharded.requires_grad)
             for installation in self.installations:
                 installation.put(fresh)
         else:
             self.local.copy_(rows)
-            self.wrote()
+            self.note_write()
 
     def copied(self) -> nn.Parameter:
         """A sharded face of its own memory, for a copy of the model."""
@@ -470,11 +472,11 @@ class ShardedParameter:
 
         `whole`: what this rank computes with, of a DTensor that is cut so (collective).
         """
-        plain = nn.Parameter(self.cut.lift(whole(self.cut, self.sharded)), requires_grad=self.requires_grad)
+        plain = nn.Parameter(self.cut.to_module(whole(self.cut, self.sharded)), requires_grad=self.requires_grad)
         plain.__dict__.update({key: value for key, value in self.sharded.__dict__.items() if not is_ours(key)})
         _torch.carry_hooks(self.sharded, plain)
         if self.sharded.grad is not None:
-            plain.grad = self.cut.lift(whole(self.cut, self.sharded.grad))
+            plain.grad = self.cut.to_module(whole(self.cut, self.sharded.grad))
         redirect_to(self.sharded, plain)
         self.sharded.__dict__.pop(LOGICAL, None)
         for installation in self.installations:
@@ -495,14 +497,14 @@ class ShardedParameter:
 
     def hooked_gradient(self, local: Tensor) -> Any:
         """A reduced gradient as the hooks make it that callers put on the sharded parameter."""
-        gradient: Any = self.face(local)
+        gradient: Any = self.dtensor_like_shard(local)
         hook: Callable[..., Any]
         for hook in _torch.parameter_hooks(self.sharded)[0]:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         return gradient
 
-    def tell(self) -> None:
+    def run_post_grad_hooks(self) -> None:
         """Its gradient is in `.grad`: call the hooks that callers put on the sharded parameter for that."""
         for hook in _torch.parameter_hooks(self.sharded)[1]:
             hook(self.sharded)

@@ -271,7 +271,7 @@ def _note_writes(written: Any, how: str) -> None:
         back = written.__dict__.get(LOGICAL) or written.__dict__.get(_VIEWED)
         logical = None if back is None else back()
         if logical is not None:
-            logical.wrote(how)
+            logical.note_write(how)
     elif isinstance(written, (list, tuple)):
         for one in written:
             _note_writes(one, how)

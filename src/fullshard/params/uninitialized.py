@@ -42,7 +42,7 @@ class UninitializedTensors:
                 mark(tensor)
                 self._versions[key] = tensor._version
 
-    def left(self, *, persistent: bool = True) -> list[str]:
+    def remaining(self, *, persistent: bool = True) -> list[str]:
         """Those that nobody wrote since: parameters and persistent buffers, or the other buffers."""
         return [
             key

@@ -63,14 +63,14 @@ class UnshardedBuffer(Protocol):
     versions: list[int]
 
     def gathered(self, versions: list[int]) -> None: ...
-    def holds(self, tensor: Tensor) -> bool: ...
-    def grow(self) -> None: ...
+    def owns(self, tensor: Tensor) -> bool: ...
+    def allocate(self) -> None: ...
     def start(self) -> StartedWork: ...
     def finish(self) -> None: ...
-    def settle(self) -> None: ...
-    def retain(self) -> None: ...
-    def forget(self) -> None: ...
-    def shrink(self) -> None: ...
+    def release_staging(self) -> None: ...
+    def save_subgroup_shard(self) -> None: ...
+    def drop_subgroup_shard(self) -> None: ...
+    def free(self) -> None: ...
 
 
 def dim_permutation(whole: Tensor, blocks: Tensor, place: ParamOffsets) -> tuple[list[Tensor], list[Tensor]]:
@@ -170,7 +170,7 @@ class FlatBuffer:
         self.versions: list[int] = []  # of what was gathered last
         self._retained: Tensor | None = None
         self._from_retained = False
-        self.shrink()
+        self.free()
 
     def _views(self, staging: Tensor) -> None:
         """What is copied out of `staging` (ranks * packed,), and to where."""
@@ -198,10 +198,10 @@ class FlatBuffer:
         self.versions = versions
         self._retained = None
 
-    def holds(self, tensor: Tensor) -> bool:
+    def owns(self, tensor: Tensor) -> bool:
         return self._flat.numel() > 0 and _torch.is_over(tensor, self._flat.untyped_storage())
 
-    def grow(self) -> None:
+    def allocate(self) -> None:
         self._storage.storage.resize_(self._storage.nbytes)
         if self._retained is None:
             for temporary in self._temporary:
@@ -215,7 +215,7 @@ class FlatBuffer:
         if self._retained is not None and self._retainer is not None:
             return self._retainer.gatherer([self._flat], [self._retained])()
         if self._arrived is not self._home and self._home.numel():
-            self._journal.note("to_device", [self._home])
+            self._journal.record("to_device", [self._home])
             self._arrived.copy_(self._home, non_blocking=True)
         if self._memory is not None:
             return self._start_in_their_memory(self._memory)
@@ -239,7 +239,7 @@ class FlatBuffer:
         if self._unfold is not None:
             torch._foreach_copy_(*self._unfold)
 
-    def settle(self) -> None:
+    def release_staging(self) -> None:
         """The compute lane is ordered behind the gather: what only the gather needed can go."""
         self._retained = None
         for temporary in self._temporary:
@@ -248,17 +248,17 @@ class FlatBuffer:
             self._staging = self._staging[:0].clone()
             self._views(self._staging)
 
-    def retain(self) -> None:
+    def save_subgroup_shard(self) -> None:
         """Keep this rank's part of a smaller group's copy: one stretch of the full storage, whatever is in it."""
         if self._retainer is not None and self._flat.untyped_storage().size():
             parts = self._flat.view(self._retainer.ranks, -1)
             self._retained = parts[self._retainer.rank].clone()
 
-    def forget(self) -> None:
+    def drop_subgroup_shard(self) -> None:
         """Drop what was retained."""
         self._retained = None
 
-    def shrink(self) -> None:
+    def free(self) -> None:
         for storage in (self._storage, *self._temporary):
             if self._poison and storage.storage.size():
                 storage.poison()

@@ -43,7 +43,7 @@ class BackwardHook:
     def _forget(self) -> None:
         if not self._reached:
             self._reached = True
-            self._unit.runtime.planner.forget(self._call)
+            self._unit.runtime.planner.graph_released(self._call)
 
 
 class NodeHooks:

@@ -106,7 +106,7 @@ class Communicator:
 
     # --- what is said ---
 
-    def ledger(self, axis: ShardAxis) -> CollectiveLog:
+    def log_of(self, axis: ShardAxis) -> CollectiveLog:
         """What is said on an axis, one as long as the runtime lives."""
         groups = axis.held, None if axis.replicas is None else axis.replicas.held  # kept, so that no other has their ids
         known = self._ledgers.get(axis.key)
@@ -128,7 +128,7 @@ class Communicator:
             watch = watch_of(backend)
             if watch is not None:
                 if watch is not self.watch:  # also of a process group that was made anew
-                    self.watch, self.waiter = watch, watch.waiter()
+                    self.watch, self.waiter = watch, watch.new_wait_state()
                     self.waiter.configure(self._patience, self._timeout)
                 watch.add(found)
         return found
@@ -137,12 +137,12 @@ class Communicator:
     def ledgers(self) -> list[CollectiveLog]:
         return [ledger for ledger, _ in self._ledgers.values()]
 
-    def leave(self, place: str, failure: str | None = None) -> None:
+    def report_exception(self, place: str, failure: str | None = None) -> None:
         """An exception leaves this place: ranks that wait for this one are told so, unless it goes on soon."""
         for ledger in self.ledgers:
-            ledger.leave(place, failure)
+            ledger.note_exception(place, failure)
         if self.watch is not None:
-            self.watch.attend()
+            self.watch.stay_attentive()
 
     @contextmanager
     def leaving(self, place: str) -> Iterator[None]:
@@ -150,13 +150,13 @@ class Communicator:
         try:
             yield
         except Exception as failure:
-            self.leave(place, described(failure))
+            self.report_exception(place, described(failure))
             raise
 
-    def turn_pages(self) -> None:
+    def roll_pages(self) -> None:
         """For who begins a forward: a program without heartbeats shall not remember all that it ever said."""
         for ledger, _ in self._ledgers.values():
-            ledger.turn()
+            ledger.roll_page()
 
     def update_timeouts(self, checks: Sequence[CheckPolicy]) -> None:
         """Of what the units were told, the shortest patience counts."""
@@ -169,7 +169,7 @@ class Communicator:
         """What a failed collective was about, and where the other ranks are."""
         ledger = entry.ledger
         if ledger.verdict is None and isinstance(failure, PeerLost) and self.watch is not None:
-            self.watch.lost(entry, failure.rank)
+            self.watch.peer_lost(entry, failure.rank)
         if ledger.verdict is not None:
             return StateError(ledger.verdict)
         where = "" if self.watch is None else self.watch.survey(ledger)
@@ -218,7 +218,7 @@ class Communicator:
         reduce = collectives.all_reduce_max if maximum else collectives.all_reduce
         self.send(self.reduce_lane, line, action, partial(reduce, tensor)).wait()
 
-    def settle(self) -> None:
+    def order_behind_lanes(self) -> None:
         """Nothing is waited for any longer, and the compute lane is ordered behind whatever the others were given."""
         if self.waiter is not None:
             self.waiter.leave()

@@ -108,11 +108,11 @@ class Runtime:
 
     # --- units ---
 
-    def admit(self, unit: Unit) -> int:
+    def register(self, unit: Unit) -> int:
         self._dismiss_gone()
         number = next(self._numbers)
         self._units[number] = unit
-        self.planner.admit(number, keep=unit.options.keep)
+        self.planner.register(number, keep=unit.options.keep)
         weakref.finalize(unit, self._deleted, number)
         return number
 
@@ -135,7 +135,7 @@ class Runtime:
         unit = self._units.get(number)
         return unit is not None and unit.is_still_attached()
 
-    def dismiss(self, unit: Unit) -> None:
+    def unregister(self, unit: Unit) -> None:
         """The unit was taken off its modules."""
         self.delivery.discard(unit)
         if self._units.pop(unit.number, None) is not None:
@@ -145,10 +145,10 @@ class Runtime:
         """Forget a unit; what is still arriving for it keeps its memory until then."""
         if not self.planner.knows(number):
             return
-        self.planner.dismiss(number)
+        self.planner.unregister(number)
         self.update_timeouts()
         for group, ticket in self._gathering.pop(number, ()):
-            self.delivery.keep(ticket, group.shrink)
+            self.delivery.track(ticket, group.free_unsharded)
 
     # --- events ---
 
@@ -178,9 +178,9 @@ class Runtime:
             self._execute(planner.before_recompute(number, stale=self._is_stale(unit, first)))
         elif not (unit.is_list and planner.running(number)):
             self._begin_forward(unit, module)
-            unit.begin_round()
-            unit.trace(len(self._trace) - 1)
-        unit.entered(module, planner.clock)
+            unit.start_list_calls()
+            unit.begin_recording(len(self._trace) - 1)
+        unit.push_forward(module, planner.clock)
         for group in unit.groups:
             group.install()
 
@@ -195,7 +195,7 @@ class Runtime:
             unit.assign_names(module)
             self._trace.clear()
             self.delivery.read_beats()
-            self.communicator.turn_pages()
+            self.communicator.roll_pages()
             if self._event is not None:
                 _torch.wait_for_event(self.device, self._event)
                 self._event = None
@@ -215,18 +215,22 @@ class Runtime:
         planner, number = self.planner, unit.number
         grad = torch.is_grad_enabled()
         if _torch.current_graph_task() != -1:  # it stays full and installed until its own gradients are done
-            unit.left(module)
+            unit.pop_forward(module)
             call = planner.after_recompute(number, grad=grad)
             return call if grad else None
         if not planner.running(number):
             return None  # it raised before it began
-        if unit.is_list and (not unit.ran(module, self._forwards) or unit.is_inside(module)) and planner.outermost() != number:
-            unit.left(module)
+        if (
+            unit.is_list
+            and (not unit.module_finished(module, self._forwards) or unit.runs_around(module))
+            and planner.outermost() != number
+        ):
+            unit.pop_forward(module)
             return planner.partial_end(number)
-        ended = planner.after_forward(number, grad=grad, since=unit.left(module))
+        ended = planner.after_forward(number, grad=grad, since=unit.pop_forward(module))
         self._trace.append((number, False))
         if not failed and not ended.closed:
-            unit.learn(self._trace)
+            unit.save_run_order(self._trace)
         for inner in ended.closed:
             self._uninstall_number(inner)
         if not planner.running(number) and not planner.is_pinned(number):
@@ -234,7 +238,7 @@ class Runtime:
         self._execute(ended.actions)
         if grad and not unit.options.in_backward and unit.residency is Residency.SHARDED:
             for group in unit.groups:
-                group.guard()
+                group.invalidate_autograd()
         self.delivery.poll()
         return ended.call if grad else None
 
@@ -245,7 +249,7 @@ class Runtime:
         if self._leaving is None or self._leaving[1] != said:
             self._leaving = f"'{unit.name}' forward", said
         if self.planner.outermost() in (unit.number, None):
-            self.communicator.leave(*self._leaving)
+            self.communicator.report_exception(*self._leaving)
             self._leaving = None
 
     def enter_backward(self, unit: Unit, call: ForwardCall, *, copied_use: bool = False) -> None:
@@ -259,7 +263,7 @@ class Runtime:
         first = self._begin_backward()
         self._units_in_backward[unit.number] = unit
         self.delivery.poll()
-        self._joined.reach(call)
+        self._joined.backward_reached(call)
         if len(self._joined):
             self._join_backward(beyond=call.end)
         stale = not copied_use and self._is_stale(unit, first)
@@ -363,7 +367,7 @@ class Runtime:
         """A backward begins in which this rank computes nothing, or nothing yet."""
         self._recover_if_stale()
         self._begin_backward()
-        self._joined.reach(call)
+        self._joined.backward_reached(call)
         self._join_backward(beyond=call.end - 1)
 
     def _join_backward(self, *, beyond: int) -> None:
@@ -379,48 +383,48 @@ class Runtime:
     # --- what callers ask for ---
 
     @_event
-    def hold(self, unit: Unit) -> None:
+    def start_unshard(self, unit: Unit) -> None:
         """Start gathering for the caller."""
         self._drop_if_replaced(unit)
-        self._execute(self.planner.hold(unit.number, stale=unit.stale))
+        self._execute(self.planner.unshard(unit.number, stale=unit.stale))
 
     @_event
     def ensure_gathered(self, unit: Unit) -> None:
         """Have the full parameters installed for the caller, gathered anew if they were freed or written since."""
-        self.hold(unit)
-        self._execute(self.planner.ready(unit.number))
+        self.start_unshard(unit)
+        self._execute(self.planner.finish_unshard(unit.number))
         for group in unit.groups:
             group.install()
         unit.expose()
 
     @_event
-    def release(self, unit: Unit, *, doing: str = "reshard()") -> None:
+    def reshard(self, unit: Unit, *, doing: str = "reshard()") -> None:
         """Free the full parameters. Raises StateError while the unit's forward or backward needs them."""
         self.check_idle(unit, doing=doing)
         unit.check_unmodified()
         self._uninstall(unit)
-        self._execute(self.planner.release(unit.number))
+        self._execute(self.planner.reshard(unit.number))
         for group in unit.groups:
-            group.forget()
-            group.block()
+            group.drop_subgroup_shard()
+            group.synchronize_host()
 
     @_event
-    def reside(self, unit: Unit, resident: bool) -> None:
+    def set_resident(self, unit: Unit, resident: bool) -> None:
         """Have the unit full until told otherwise, whatever forwards and backwards end."""
-        if not unit.reside(resident):
+        if not unit.count_resident_block(resident):
             return
         if resident:
             self.check_idle(unit, doing="resident()")
-            self.planner.reside(unit.number, True)
+            self.planner.set_resident(unit.number, True)
             self.ensure_gathered(unit)
         else:
-            self.planner.reside(unit.number, False)
-            self.release(unit, doing="the end of resident()")
+            self.planner.set_resident(unit.number, False)
+            self.reshard(unit, doing="the end of resident()")
 
     @_event
     def refresh_for_read(self, unit: Unit) -> None:
         """The caller reads the shards: take over what was put in the slots, also of a unit that is unsharded by hand."""
-        held = self.planner.is_held(unit.number)
+        held = self.planner.is_unsharded_by_user(unit.number)
         self._drop_if_replaced(unit)
         self._refresh(unit)
         if held:
@@ -432,7 +436,7 @@ class Runtime:
         with torch.no_grad():
             side = group.private_buffer()
             self.communicator.send(self.communicator.gather_lane, group.line, "gather by hand", side.start, side.finish).wait()
-            side.settle()
+            side.release_staging()
         return group.lifted(side)
 
     @_event
@@ -443,12 +447,12 @@ class Runtime:
             with torch.no_grad():
                 self.delivery.reduce(unit, group, group.take_gradients() or [None] * len(group.parameters))
         if not unit.options.keep_after_backward:
-            self.release(unit)
+            self.reshard(unit)
 
     @_event
     def attend(self, unit: Unit, *, doing: str) -> None:
         """Make sure that all ranks are about to begin what follows, before this one changes anything."""
-        unit.talk(doing).meet()
+        unit.setup_collectives(doing).meet()
 
     @_event
     def finish_reductions(self, unit: Unit) -> None:
@@ -470,10 +474,10 @@ class Runtime:
         """Forget the step that is under way, with all gradients that are not delivered, as all ranks do."""
         wake()
         self._abort_in_progress()
-        self.planner.forget_orders()
+        self.planner.reset_orders()
         for unit in list(self._units.values()):
             self.delivery.discard(unit)
-            unit.forget_rounds()
+            unit.reset_call_counts()
 
     @_event
     def reset(self, unit: Unit) -> None:
@@ -483,23 +487,23 @@ class Runtime:
             self._abort_in_progress()
 
     @_event
-    def rest(self, unit: Unit, *, doing: str) -> None:
+    def ensure_sharded(self, unit: Unit, *, doing: str) -> None:
         """Let the slots show the sharded parameters, to be written, and free the full ones unless a backward needs them."""
         self.check_idle(unit, doing=doing)
         self._uninstall(unit)
         for group in unit.groups:
-            group.block()
+            group.synchronize_host()
         if not self.planner.expects_backward(unit.number):
-            self._execute(self.planner.release(unit.number))
+            self._execute(self.planner.reshard(unit.number))
 
     @_event
     def invalidate_unsharded(self, unit: Unit) -> None:
         """What the unit gathered is void: its parameters become others."""
         if unit.number in self._gathering or unit.residency is Residency.FULL:
             self._uninstall(unit)
-            self._execute(self.planner.release(unit.number))
+            self._execute(self.planner.reshard(unit.number))
         for group in unit.groups:
-            group.forget()
+            group.drop_subgroup_shard()
 
     @_event
     def refresh(self, unit: Unit) -> None:
@@ -541,7 +545,7 @@ class Runtime:
 
         Raises StateError during forward or backward.
         """
-        self.rest(unit, doing=doing)
+        self.ensure_sharded(unit, doing=doing)
         self.check_delivered(unit, doing=doing)
         self.communicator.carriers(unit.axis, replace(unit.options, **changes))  # type: ignore[arg-type]
         unit.configure(**changes)
@@ -586,10 +590,10 @@ class Runtime:
         if self.planner.running(unit.number) and any(_torch.is_in_forward(module) for module in unit.modules):
             raise StateError(f"optimizer.step() was called inside the forward of unit '{unit.name}': call it after backward")
         for group in unit.groups:
-            group.block()
+            group.synchronize_host()
         self.delivery.check_arrived(unit)
 
-    def note(self, ledger: CollectiveLog, kind: Fingerprint) -> None:
+    def log_write(self, ledger: CollectiveLog, kind: Fingerprint) -> None:
         """Enter in the ledger that the caller wrote to shards.
 
         What hooks on gradients do is left out: their order, and whether they are called, may differ between ranks. So is what
@@ -627,9 +631,9 @@ class Runtime:
             unit = self._units.get(number)
             if unit is not None:
                 self._settle_or_abandon(self._gathering.pop(number, []))
-                unit.forget_lent()  # nothing may raise here
+                unit.forget_exposed()  # nothing may raise here
                 self._reshard(unit)
-                self.planner.void(number)
+                self.planner.clear(number)
 
     def _settle_or_abandon(self, gathering: Sequence[tuple[ParamGroup, LaneWork]]) -> None:
         """Memory that messages may still arrive in must not be freed. Who can be waited for no more is not asked again."""
@@ -642,14 +646,14 @@ class Runtime:
             pass
         finally:
             for group, _ in left:
-                group.abandon()
+                group.drop_unsharded()
 
     def _drop_if_replaced(self, unit: Unit) -> None:
         """What a caller changed since the unit was gathered makes the gathered data void; `_unshard` looks once more."""
         if unit.residency is not Residency.SHARDED and not self.planner.running(unit.number):
             self._uninstall(unit)
             if not unit.is_current():
-                self._execute(self.planner.release(unit.number))
+                self._execute(self.planner.reshard(unit.number))
                 self._refresh(unit)
 
     def _is_stale(self, unit: Unit, first: bool) -> bool:
@@ -669,31 +673,31 @@ class Runtime:
         tickets: list[tuple[ParamGroup, LaneWork]] = []
         self._gathering[unit.number] = tickets
         for group in unit.groups:
-            full = group.grow()
+            full = group.allocate_unsharded()
             try:
                 ticket = self.communicator.send(self.communicator.gather_lane, group.line, action, full.start, full.finish)
             except BaseException:
-                group.abandon()
+                group.drop_unsharded()
                 raise
             tickets.append((group, ticket))
 
     def _wait(self, unit: Unit) -> None:
         for group, ticket in self._gathering[unit.number]:
             ticket.wait()
-            group.settle(ticket)
+            group.finish_gather(ticket)
         del self._gathering[unit.number]
         if self.planner.is_pinned(unit.number):
             unit.expose()
 
     def _retain(self, unit: Unit) -> None:
         for group in unit.groups:
-            group.retain()
+            group.save_subgroup_shard()
 
     def _reshard(self, unit: Unit) -> None:
         unit.check_unmodified()
         self._uninstall(unit)
         for group in unit.groups:
-            group.shrink()
+            group.free_unsharded()
 
     def _uninstall_number(self, number: int) -> None:
         unit = self._units.get(number)
@@ -737,7 +741,7 @@ class Runtime:
             self._uninstall(unit)
         reached = list(self._units_in_backward.values())
         if reached:
-            self.communicator.leave(f"'{reached[-1].name}' backward")
+            self.communicator.report_exception(f"'{reached[-1].name}' backward")
 
     def _recover_if_stale(self) -> None:
         """A backward that raised never told us; its engine dropped our callback, which is how we know."""
@@ -792,16 +796,16 @@ class Runtime:
             names = ", ".join(f"'{unit.name}'" for unit in gone)
             warnings.warn(f"an interrupt came while gradients of {names} were reduced: they are discarded", stacklevel=3)
         self._backward = None
-        self._joined.abandon()
-        self.delivery.abandon()
-        self.communicator.settle()
+        self._joined.clear()
+        self.delivery.abort()
+        self.communicator.order_behind_lanes()
         while self._gathering:
             self._settle_or_abandon(self._gathering.popitem()[1])
         for unit in units:
-            unit.forget_lent()
-            unit.forget_forwards()
+            unit.forget_exposed()
+            unit.clear_forward_stack()
             for group in unit.groups:
-                group.abandon()
+                group.drop_unsharded()
                 group.take_gradients()
         for unit in gone:
             self.delivery.discard(unit)
@@ -812,10 +816,10 @@ class Runtime:
     def _abort_in_progress(self) -> None:
         """Forget a forward or backward that died half way, and free what it held."""
         for unit in self._units.values():
-            unit.forget_lent()
+            unit.forget_exposed()
         self._backward = None
-        self._joined.abandon()
-        self.delivery.abandon()
+        self._joined.clear()
+        self.delivery.abort()
         for number in list(self._gathering):
             gathering = self._units.get(number)
             try:
@@ -823,13 +827,13 @@ class Runtime:
             finally:
                 if gathering is not None:
                     self._reshard(gathering)
-                    self.planner.void(number)
+                    self.planner.clear(number)
         for number in self.planner.underway():
             self._uninstall_number(number)
             broken = self._units.get(number)
             if broken is not None:
-                broken.forget_forwards()
-        self._execute(self.planner.abandon())
+                broken.clear_forward_stack()
+        self._execute(self.planner.abort())
         for unit in self._units_in_backward.values():
             for group in unit.groups:
                 group.take_gradients()

@@ -90,12 +90,12 @@ class Heartbeat:
             return not self.page[0].startswith(self._head)
         return bytes(self._host[: len(self._head)].tolist()) != self._head
 
-    def answers(self) -> list[list[bool]]:
+    def used_anywhere(self) -> list[list[bool]]:
         """Of each reduction, which of its parameters any rank used. The host must have waited for it."""
         flags = iter(self._answer[2 * DIGEST + SLOTS :].tolist())
         return [[bool(next(flags)) for _ in reduction.used] for reduction in self.reductions]
 
-    def left(self) -> set[int]:
+    def kept_units(self) -> set[int]:
         """The slots of units of which any rank keeps gradients. The host must have waited for it."""
         if self._host is None:
             slots = bytes(self.page[0][2 * DIGEST : 2 * DIGEST + SLOTS])

@@ -49,20 +49,20 @@ _torch.on_registration(_added)
 
 def examine(unit: Unit, root: nn.Module) -> None:
     """Before a forward if the unit is new or something was added. Raises StateError for parameters that nobody would reduce."""
-    unit.examine(False)
+    unit.request_lint(False)
     mark(unit)
     if unit.axis.ranks * unit.axis.replicated > 1 and torch.is_grad_enabled() and "added" not in unit.options.checks.silence:
         slots = {(id(i.parameters), i.name) for parameter in unit.parameters for i in parameter.installations}
         stray = [name for module in unit.modules for name, p in _unowned(module, slots) if _IGNORED not in p.__dict__]
         if stray:
-            unit.examine(True)
+            unit.request_lint(True)
             raise StateError(
                 f"unit '{unit.name}': parameters added after fully_shard ({_listed(stray)}) would be trained by each rank "
                 "alone: add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their "
                 "gradients yourself, pass CheckPolicy(silence=('added',))"
             )
     if unit.runtime.planner.outermost() is None and not unit.examined and _is_first_rank(unit):
-        unit.end_examination()
+        unit.finish_lint()
         unit.assign_names(root)
         for name, line in remarks(root):
             if name not in unit.options.checks.silence:

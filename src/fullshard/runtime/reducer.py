@@ -48,7 +48,7 @@ class GradientReducer:
         """Messages in flight."""
         return len(self._in_flight) + len(self._replicating)
 
-    def keep(self, ticket: LaneWork, landed: Callable[[], None]) -> None:
+    def track(self, ticket: LaneWork, landed: Callable[[], None]) -> None:
         """Call `landed` once the work of `ticket` is waited for, in its turn."""
         self._in_flight.push(ticket, landed)
 
@@ -69,13 +69,17 @@ class GradientReducer:
         grads.clear()
         frozen = [p.name for p in group.parameters if not p.sharded.requires_grad]
         # Ranks must agree on it. Those that step in hooks may have their gradients in different orders.
-        action = "reduction, added to the gradients that are there" if group.adds() and not reduction.has_hooks else "reduction"
+        action = (
+            "reduction, added to the gradients that are there"
+            if group.accumulates() and not reduction.has_hooks
+            else "reduction"
+        )
         if frozen:
             action = f"{action}, without {', '.join(frozen)}"
         communicator = self._communicator
         ticket = communicator.send(communicator.reduce_lane, group.line, action, reduction.start, reduction.finish)
         # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
-        self._in_flight.push(ticket, reduction.settle, polled=not reduction.replicated)
+        self._in_flight.push(ticket, reduction.release_messages, polled=not reduction.replicated)
         if reduction.replicated:
             ticket = communicator.send(
                 communicator.replicate_lane,
@@ -85,10 +89,10 @@ class GradientReducer:
                 reduction.finish_replicated,
                 after=ticket,
             )
-            self._replicating.push(ticket, reduction.end, polled=reduction.polled)
+            self._replicating.push(ticket, reduction.complete, polled=reduction.polled)
             self._replicates = True
-        reduction.follow(ticket)
-        group.defers(reduction.deferred)
+        reduction.set_work(ticket)
+        group.set_deferring(reduction.deferred)
         if reduction.deferred:
             self._keeping[unit.number] = unit
             self._kept = True
@@ -117,19 +121,19 @@ class GradientReducer:
     def discard(self, unit: Unit) -> None:
         """Forget the gradients of the unit that are not delivered: kept on this rank, deferred, or on their way."""
         if any(held is unit for held, _ in self._reduced) or any(group.deferring for group in unit.groups):
-            self._in_flight.abandon()
-            self._replicating.abandon()
+            self._in_flight.drain_quietly()
+            self._replicating.drain_quietly()
             dropped = [reduction for held, reduction in self._reduced if held is unit]
             self._reduced = [entry for entry in self._reduced if entry[0] is not unit]
             self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)
         for group in unit.groups:
-            group.discard_kept()
+            group.discard_local_grads()
         self._keeping.pop(unit.number, None)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Wait for what is in flight, whatever it comes to, and look at no heartbeat of before."""
-        self._in_flight.abandon()
-        self._replicating.abandon()
+        self._in_flight.drain_quietly()
+        self._replicating.drain_quietly()
         self._beats.clear()
         self._hooked.clear()
         self.merged = False
@@ -161,7 +165,7 @@ class GradientReducer:
     def _land_early(self, reduction: Reduction) -> None:
         """Its hooks do not wait for the end of the backward."""
         reduction.wait_on_host(on_host=self._communicator.away is None)
-        handover = reduction.handover()
+        handover = reduction.grad_commit()
         assert handover is not None
         commit_all([handover])
 
@@ -182,7 +186,7 @@ class GradientReducer:
         beating = {beat.ledger for beat, _ in beats}
         more = [(unit, group) for unit, group in left if group.line.ledger not in beating]
         for beat, _ in beats:
-            slots = beat.left() if self._communicator.away is None or self._kept or keeping else ()
+            slots = beat.kept_units() if self._communicator.away is None or self._kept or keeping else ()
             if slots:
                 trees = trees or {unit.tree for unit in touched}
                 more += self._to_reduce(beat, slots, trees, units())
@@ -203,7 +207,7 @@ class GradientReducer:
         for beat, ticket in beats:
             if beat.undecided:
                 ticket.block()
-                used |= zip(map(id, beat.reductions), beat.answers())
+                used |= zip(map(id, beat.reductions), beat.used_anywhere())
             elif not beat.all_used:
                 used |= ((id(reduction), reduction.used) for reduction in beat.reductions)
         handovers: list[GradCommit] = []
@@ -212,8 +216,8 @@ class GradientReducer:
             reduction.wait_on_host(on_host=on_host)
             anywhere = used.get(id(reduction), [True] * len(reduction.used))
             if anywhere[0] or reduction.used[0]:
-                reduction.group.received()
-            handover = reduction.handover(anywhere)
+                reduction.group.note_given()
+            handover = reduction.grad_commit(anywhere)
             if handover is not None:
                 handovers.append(handover)
         if beats and self._communicator.away is None:

@@ -109,13 +109,13 @@ class SetupCollectives:
         """What this rank computes with (cut.whole; of a scalar one element), of a DTensor that is cut so, in memory of its own
         where its part is.
         """
-        return self._whole(cut, sharded) if _is_cut_so(cut, sharded) else cut.whole_of(self._by_torch(sharded)).clone()
+        return self._whole(cut, sharded) if _is_cut_so(cut, sharded) else cut.local_of(self._by_torch(sharded)).clone()
 
     def full(self, cut: ParamSharding, sharded: DTensor) -> Tensor:
         """The same, of the global shape: with what tensor parallelism cut off."""
         if not _is_cut_so(cut, sharded):
             return self._by_torch(sharded).clone()
-        whole = cut.lift(self._whole(cut, sharded))
+        whole = cut.to_module(self._whole(cut, sharded))
         return whole if cut.dense is None else self._by_torch(whole).clone()
 
     def _whole(self, cut: ParamSharding, sharded: DTensor) -> Tensor:
@@ -160,8 +160,8 @@ class SetupCollectives:
     def _send(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], StartedWork]) -> None:
         communicator = self._communicator
         if self._line is None:
-            self._line = GroupFingerprints(communicator.ledger(self.axis), self._label, self._subject)
-        communicator.journal.note(KIND, fulls, group.size())
+            self._line = GroupFingerprints(communicator.log_of(self.axis), self._label, self._subject)
+        communicator.journal.record(KIND, fulls, group.size())
         sent = communicator.send(communicator.reduce_lane, self._line, self._doing, start)
         sent.wait()
         self._last = sent

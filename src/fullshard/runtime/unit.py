@@ -49,7 +49,7 @@ class UnitRuntime(Protocol):
     @property
     def communicator(self) -> Communicator: ...
 
-    def admit(self, unit: Unit) -> int:
+    def register(self, unit: Unit) -> int:
         """Its number."""
         ...
 
@@ -63,7 +63,7 @@ class UnitRuntime(Protocol):
 
     def check_step(self, unit: Unit) -> None: ...
 
-    def note(self, ledger: CollectiveLog, kind: Fingerprint) -> None:
+    def log_write(self, ledger: CollectiveLog, kind: Fingerprint) -> None:
         """The caller wrote to shards, as all ranks of the ledger must."""
         ...
 
@@ -87,7 +87,7 @@ class Unit:
         """`global_id`: of the unit that this one is a copy of."""
         self.runtime = runtime
         self.label = UnitName(type(modules[0]).__name__)
-        self.global_id = runtime.communicator.ledger(axis).next_unit_id() if global_id is None else global_id
+        self.global_id = runtime.communicator.log_of(axis).next_unit_id() if global_id is None else global_id
         self.axis = axis
         self.options = options
         self.parameters = parameters
@@ -114,7 +114,7 @@ class Unit:
         self._lent = False  # full parameters were handed to the caller
         self._methods = 0  # calls of registered methods under way
         self._named_below = False
-        self.number = runtime.admit(self)
+        self.number = runtime.register(self)
         self.check = StepCheck(self)
         self.rebuild_groups([parameter.local for parameter in parameters])
 
@@ -132,7 +132,7 @@ class Unit:
     def name(self) -> str:
         return self.label.name
 
-    def talk(self, doing: str, *, shards: bool = True) -> SetupCollectives:
+    def setup_collectives(self, doing: str, *, shards: bool = True) -> SetupCollectives:
         """What the ranks say to each other in a call about it that is neither forward nor backward."""
         return SetupCollectives(
             self.runtime.communicator, self.axis, self.label, doing, f"{self.global_id} {doing}", shards=shards
@@ -194,8 +194,8 @@ class Unit:
                 )
                 parameters = [self.parameters[i] for i in members]
                 subject = f"{self.global_id}.{len(groups)} {[(p.name, tuple(p.shape)) for p in parameters]} {shared}"
-                ledger = self.runtime.communicator.ledger(parameters[0].cut.axis)
-                ledger.admit(_WIDEST * sum(parameter.shape.numel() for parameter in parameters))
+                ledger = self.runtime.communicator.log_of(parameters[0].cut.axis)
+                ledger.allow_message_size(_WIDEST * sum(parameter.shape.numel() for parameter in parameters))
                 line = GroupFingerprints(ledger, self.label, subject)
                 groups.append(
                     ParamGroup(
@@ -240,10 +240,10 @@ class Unit:
                 return False
         return True
 
-    def lends(self, tensor: Tensor) -> bool:
+    def owns_memory_of(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in memory that goes with the full parameters."""
         for group in self.groups:
-            if group.lends(tensor):
+            if group.owns_memory_of(tensor):
                 return True
         return False
 
@@ -283,11 +283,11 @@ class Unit:
     def is_list(self) -> bool:
         return len(self._modules) > 1
 
-    def begin_round(self) -> None:
+    def start_list_calls(self) -> None:
         """The first module of the unit begins its forward; the round ends when every module has run."""
         self._left = {id(module) for module in self.modules}
 
-    def ran(self, module: nn.Module, run: int) -> bool:
+    def module_finished(self, module: nn.Module, run: int) -> bool:
         """A module of the unit ended its forward; True if it was the last of the round.
 
         Of a module that is called once per chunk, the round lasts as many calls as the last run (an outermost forward) had.
@@ -295,24 +295,24 @@ class Unit:
         self._left.discard(id(module))
         return self._round.is_last(run) and not self._left
 
-    def note(self, action: str) -> None:
+    def log_write(self, action: str) -> None:
         """The caller did this to its shards, as all ranks must."""
         lines = {group.line.ledger: group.line for group in reversed(self.groups)}
         for ledger, line in lines.items():
-            self.runtime.note(ledger, line[action])
+            self.runtime.log_write(ledger, line[action])
 
-    def examine(self, due: bool) -> None:
+    def request_lint(self, due: bool) -> None:
         """Whether to look at its modules before its next forward."""
         self.due = due
 
-    def end_examination(self) -> None:
+    def finish_lint(self) -> None:
         self.examined = True
 
-    def trace(self, at: int) -> None:
+    def begin_recording(self, at: int) -> None:
         """Its forward begins at this place of the runtime's trace."""
         self._traced_from = at
 
-    def learn(self, trace: Sequence[tuple[int, bool]]) -> None:
+    def save_run_order(self, trace: Sequence[tuple[int, bool]]) -> None:
         """Its forward ended well, at the end of the runtime's trace."""
         self._last_run_order = tuple(trace[self._traced_from :])
 
@@ -344,11 +344,11 @@ class Unit:
             walk(module)
         return found
 
-    def entered(self, module: nn.Module, clock: int) -> None:
+    def push_forward(self, module: nn.Module, clock: int) -> None:
         """A module of the unit began its forward."""
         self._open.append((id(module), clock))
 
-    def left(self, module: nn.Module) -> int:
+    def pop_forward(self, module: nn.Module) -> int:
         """A module of the unit ended its forward; when that began. What began inside and never ended goes with it."""
         at, key = len(self._open) - 1, id(module)
         while at >= 0 and self._open[at][0] != key:
@@ -359,21 +359,21 @@ class Unit:
         del self._open[at:]
         return began
 
-    def is_inside(self, module: nn.Module) -> bool:
+    def runs_around(self, module: nn.Module) -> bool:
         """Whether another module of the unit runs around this one."""
         return any(key != id(module) for key, _ in self._open)
 
-    def forget_rounds(self) -> None:
+    def reset_call_counts(self) -> None:
         self._round = CallsPerRun()
 
-    def forget_forwards(self) -> None:
+    def clear_forward_stack(self) -> None:
         self._open.clear()
 
-    def handle(self, module: nn.Module, handle: Any) -> None:
+    def track_hook(self, module: nn.Module, handle: Any) -> None:
         """Remember a hook that was put on `module`."""
         self.handles.append((weakref.ref(module), handle))
 
-    def take_handles(self) -> list[tuple[weakref.ref[nn.Module], Any]]:
+    def take_hooks(self) -> list[tuple[weakref.ref[nn.Module], Any]]:
         handles, self.handles = self.handles, []
         return handles
 
@@ -390,14 +390,14 @@ class Unit:
         finally:
             self._methods -= 1
 
-    def follow(self, **listed: tuple[int, ...]) -> None:
+    def set_prefetch(self, **listed: tuple[int, ...]) -> None:
         """`forward=`, `backward=`: the numbers of units to gather ahead while this one computes."""
         self._explicit_prefetch = {**self._explicit_prefetch, **listed}
-        self.runtime.planner.follow(
+        self.runtime.planner.set_prefetch(
             self.number, forward=self._explicit_prefetch.get("forward"), backward=self._explicit_prefetch.get("backward")
         )
 
-    def reside(self, resident: bool) -> bool:
+    def count_resident_block(self, resident: bool) -> bool:
         """Count the blocks it is resident for; whether this one is the outermost."""
         self._resident_depth += 1 if resident else -1
         return self._resident_depth == (1 if resident else 0)
@@ -415,14 +415,14 @@ class Unit:
             for parameter in self.parameters:
                 parameter.check_unwritten()
 
-    def forget_lent(self) -> None:
+    def forget_exposed(self) -> None:
         self._lent = False
 
-    def show(self, shown: bool) -> None:
+    def set_plain_shown(self, shown: bool) -> None:
         """Whether the slots show plain full Parameters, for the length of a block."""
         self.shown = shown
 
-    def rename(self, name: str) -> None:
+    def set_name(self, name: str) -> None:
         self.label.name = name
 
     @property
@@ -461,14 +461,14 @@ class Unit:
         """Raises StateError if what `to_empty` allocated was never written, naming it."""
         if self.unwritten is None:
             return
-        left = self.unwritten.left()
+        left = self.unwritten.remaining()
         if left:
             raise StateError(
                 f"unit '{self.name}': to_empty() allocated {', '.join(left)}, and nothing has written "
                 f"{'it' if len(left) == 1 else 'them'}: call reset_parameters(), load_state_dict() or fullshard.materialize() "
                 "before the first forward"
             )
-        soft = self.unwritten.left(persistent=False)
+        soft = self.unwritten.remaining(persistent=False)
         if soft:
             warnings.warn(
                 f"unit '{self.name}': to_empty() allocated {', '.join(soft)}, and nothing has written "
@@ -484,7 +484,7 @@ class Unit:
         if not self._named_below:
             self._named_below = True
             for name, unit in _units_in(module):
-                unit.rename(clean_name(name) or unit.name)
+                unit.set_name(clean_name(name) or unit.name)
                 unit.record_path(module, name)
 
     def record_path(self, root: nn.Module, path: str) -> None:
@@ -511,7 +511,7 @@ class Unit:
 def name_units_in(module: nn.Module) -> None:
     """Units below a module have the names that it knows them by; a module around it renames them."""
     for name, unit in _units_in(module):
-        unit.rename(clean_name(name) or unit.name)
+        unit.set_name(clean_name(name) or unit.name)
 
 
 def _units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
@@ -568,12 +568,12 @@ class StepCheck:
         if unit is not None:
             unit.runtime.check_step(unit)
 
-    def wrote(self, parameter: ShardedParameter, action: str) -> None:
+    def note_write(self, parameter: ShardedParameter, action: str) -> None:
         unit = self._unit()
         if unit is not None:
             subject = f"{unit.global_id} {parameter.name} {action}"
             kind = Fingerprint(unit.label, f"{action} of '{parameter.name}'", subject)
-            unit.runtime.note(unit.runtime.communicator.ledger(parameter.cut.axis), kind)
+            unit.runtime.log_write(unit.runtime.communicator.log_of(parameter.cut.axis), kind)
 
 
 class LateGradHook:

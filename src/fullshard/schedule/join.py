@@ -36,7 +36,7 @@ class JoinedCalls:
         self._planner.expect_backward(joined.call)
         self._calls.append(joined)
 
-    def reach(self, call: ForwardCall) -> None:
+    def backward_reached(self, call: ForwardCall) -> None:
         """The running backward came to this call, or to one that was joined."""
         self._reached.add(self._planner.run_of(call))
 
@@ -49,22 +49,22 @@ class JoinedCalls:
         while self._calls and self._calls[-1].call.end > beyond:
             joined = self._calls.pop()
             if not lives(joined.unit) or not self._planner.knows(joined.unit) or not self._planner.is_recent(joined.call):
-                self._planner.forget(joined.call)
+                self._planner.graph_released(joined.call)
             elif not self._is_reached(joined):
                 later.append(joined)
             else:
-                self._planner.forget(joined.call)
+                self._planner.graph_released(joined.call)
                 yield joined
         self._calls += reversed(later)
 
     def end_backward(self) -> None:
         self._reached.clear()
 
-    def abandon(self) -> None:
+    def clear(self) -> None:
         """Forget them all."""
         self._reached.clear()
         for joined in self._calls:
-            self._planner.forget(joined.call)
+            self._planner.graph_released(joined.call)
         self._calls.clear()
 
     def _is_reached(self, joined: Joined) -> bool:

@@ -52,7 +52,7 @@ class UnitRecord:
         self.keep, self.keep_after_backward, self.in_backward = keep, keep_after_backward, in_backward
         self.nbytes, self.budget = nbytes, budget
 
-    def void(self) -> None:
+    def clear(self) -> None:
         """The data is gone, whatever was planned."""
         self.residency, self.held, self.again = Residency.SHARDED, False, -1
 
@@ -105,10 +105,10 @@ class Planner:
 
     # --- units ---
 
-    def admit(self, unit: int, *, keep: ReshardPolicy) -> None:
+    def register(self, unit: int, *, keep: ReshardPolicy) -> None:
         self._records[unit] = UnitRecord(keep)
 
-    def dismiss(self, unit: int) -> None:
+    def unregister(self, unit: int) -> None:
         """The unit's module was deleted."""
         self._records.pop(unit, None)
         self._entered.pop(unit, None)
@@ -126,7 +126,7 @@ class Planner:
             keep=keep, keep_after_backward=keep_after_backward, in_backward=in_backward, nbytes=nbytes, budget=budget
         )
 
-    def follow(self, unit: int, *, forward: tuple[int, ...] | None, backward: tuple[int, ...] | None) -> None:
+    def set_prefetch(self, unit: int, *, forward: tuple[int, ...] | None, backward: tuple[int, ...] | None) -> None:
         """Units to gather ahead while `unit` computes, instead of what the last run needed next (None)."""
         record = self._records[unit]
         record.next_forward, record.next_backward = forward, backward
@@ -187,7 +187,7 @@ class Planner:
         """Whether the unit was gathered in expectation, by the planner itself and in the forward or backward under way."""
         return self._ahead.get(unit) == self._run
 
-    def is_held(self, unit: int) -> bool:
+    def is_unsharded_by_user(self, unit: int) -> bool:
         """Whether the caller unsharded the unit, and nothing freed it since."""
         record = self._records[unit]
         return record.held and record.residency is Residency.FULL
@@ -279,7 +279,7 @@ class Planner:
             self._calls[call.end] = call
             record.waiting += 1
 
-    def forget(self, call: ForwardCall) -> None:
+    def graph_released(self, call: ForwardCall) -> None:
         """The graph of `call` is gone, or its backward has begun.
 
         When that happens differs from rank to rank, so nothing that is sent depends on it.
@@ -364,7 +364,7 @@ class Planner:
         self._backward_order.close()
         return actions
 
-    def abandon(self) -> list[Action]:
+    def abort(self) -> list[Action]:
         """Backward or forward died half way: forget it, free everything."""
         actions: list[Action] = []
         self._entered.clear()
@@ -397,29 +397,29 @@ class Planner:
         self._forward_order.restart()
         self._backward_order.restart()
         for record in self._records.values():
-            record.void()
+            record.clear()
             record.waiting = record.alive = 0
 
-    def forget_orders(self) -> None:
+    def reset_orders(self) -> None:
         """As if nothing had run yet: after a step that ended at different places on different ranks."""
         self._forward_order, self._backward_order = ExecutionOrder(), ExecutionOrder()
         self._runs.clear()
         for record in self._records.values():
             record.last, record.had_grad, record.again = None, False, -1
 
-    def hold(self, unit: int, *, stale: bool = False) -> list[Action]:
+    def unshard(self, unit: int, *, stale: bool = False) -> list[Action]:
         """The caller asked for the full parameters; started, not waited for."""
         record = self._records[unit]
         actions: list[Action] = []
         if stale:
-            actions += self.ready(unit) + self._free(unit, even_resident=True)
+            actions += self.finish_unshard(unit) + self._free(unit, even_resident=True)
         if record.residency is Residency.SHARDED:
             actions += self._gather(unit)
         self._ahead.pop(unit, None)
         record.held = True
         return actions
 
-    def ready(self, unit: int) -> list[Action]:
+    def finish_unshard(self, unit: int) -> list[Action]:
         """Finish the gather of a unit that is being gathered."""
         record = self._records[unit]
         if record.residency is not Residency.GATHERING:
@@ -428,20 +428,20 @@ class Planner:
         record.move(unit, Residency.FULL)
         return [Wait(unit)]
 
-    def void(self, unit: int) -> None:
+    def clear(self, unit: int) -> None:
         """An action on the unit raised: its data is gone, whatever was planned."""
-        self._records[unit].void()
+        self._records[unit].clear()
         self._ahead.pop(unit, None)
 
-    def reside(self, unit: int, resident: bool) -> None:
+    def set_resident(self, unit: int, resident: bool) -> None:
         """Whether the unit stays full, whatever ends."""
         self._records[unit].resident = resident
 
-    def release(self, unit: int) -> list[Action]:
+    def reshard(self, unit: int) -> list[Action]:
         """The caller gives the full parameters back."""
         record = self._records[unit]
         record.held = False
-        actions = self.ready(unit)
+        actions = self.finish_unshard(unit)
         return actions + (self._free(unit, even_resident=True) if record.residency is Residency.FULL else [])
 
     # --- parts of events ---
@@ -477,7 +477,7 @@ class Planner:
         record = self._records[unit]
         actions: list[Action] = []
         if stale and record.residency is Residency.GATHERING:
-            actions += self.ready(unit)
+            actions += self.finish_unshard(unit)
         if stale and record.residency is Residency.FULL:
             held = record.held
             actions += self._free(unit, even_resident=True)
@@ -486,7 +486,7 @@ class Planner:
             order = self._backward_order if self._entered else self._forward_order
             self.stats.missed += order.at_known_place
             actions += self._gather(unit)
-        actions += self.ready(unit)
+        actions += self.finish_unshard(unit)
         for other in expected if listed is None else listed:
             if other not in self._records or not self._can_prefetch(other):
                 continue

@@ -88,7 +88,7 @@ class ParamSharding:
         """Of the sharded DTensor."""
         return _torch.spec(self.mesh, self.placements, self.shape, dtype)
 
-    def lift(self, whole: Tensor) -> Tensor:
+    def to_module(self, whole: Tensor) -> Tensor:
         """What modules compute with: `whole` itself, or the DTensor it is this rank's part of."""
         if not self.shape:
             whole = whole.view(())
@@ -96,7 +96,7 @@ class ParamSharding:
             return whole
         return _torch.dtensor(whole, _torch.spec(self.dense.mesh, self.dense.placements, self.shape, whole.dtype))
 
-    def lower(self, tensor: Tensor, *, name: str) -> Tensor:
+    def grad_to_local(self, tensor: Tensor, *, name: str) -> Tensor:
         """The inverse of `lift`, for a gradient: redistributed as the parameter is, then this rank's part.
 
         Over data-parallel axes nothing is redistributed: that sum is ours.
@@ -118,7 +118,7 @@ class ParamSharding:
         local = _torch.waited(_torch.local_tensor(tensor))
         return local if self.shape else local.reshape(1)
 
-    def whole_of(self, full: Tensor) -> Tensor:
+    def local_of(self, full: Tensor) -> Tensor:
         """This rank's part of a plain tensor of the global shape, as it computes with; no communication."""
         if self.dense is None:
             return full
