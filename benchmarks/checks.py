@@ -91,7 +91,7 @@ def host(pairs: int, units: int) -> dict[str, float]:
     for module in (*model, model):
         fullshard.fully_shard(module, mesh=mesh)
     for unit in units_of(model, True):
-        unit.runtime.communicator.waiter = WaitState()  # as with processes that can be asked
+        unit.runtime.communicator.wait_state = WaitState()  # as with processes that can be asked
     x = torch.randn(2, 16)
     times = interleaved(model, lambda: model(x).sum().backward(), pairs)
     dist.destroy_process_group()

@@ -104,7 +104,7 @@ class Job:
             self.store.now = round(self.store.now + TICK, 3)
             for rank, watch in enumerate(self.watches):
                 watch.look(self.rung.pop(rank, 0) if self.rung else 0)
-            if until_verdict and any(ledger.verdict is not None for ledger in self.ledgers):
+            if until_verdict and any(ledger.desync_error is not None for ledger in self.ledgers):
                 return self.store.now - begin
         return None
 
@@ -123,12 +123,12 @@ def measure(ranks: int, seconds: float) -> dict[str, float]:
     job.wait({ranks - 2: ""})
     job.run(seconds)
     stalled = job.peak
-    assert all(ledger.verdict is None for ledger in job.ledgers), "a slow rank is no fault"
+    assert all(ledger.desync_error is None for ledger in job.ledgers), "a slow rank is no fault"
     job = Job(ranks)
     job.wait({ranks // 3: "backward gather", ranks - 2: "reduction"})
     named = job.run(30.0, until_verdict=True)
     find_desync = job.peak
-    text = next((ledger.verdict for ledger in job.ledgers if ledger.verdict is not None), "")
+    text = next((ledger.desync_error for ledger in job.ledgers if ledger.desync_error is not None), "")
     assert named is not None and all(f"rank {rank}: " in text for rank in (ranks // 3, ranks - 2)), text
     return {
         "idle": idle,

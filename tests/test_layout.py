@@ -47,12 +47,12 @@ def test_places_align_and_cover_the_shard_without_overlap(
         assert bucket.offset == end, "buckets follow each other without holes"
         end += bucket.size
         assert bucket.size == sum(piece.size for piece in bucket.pieces)
-    regions = sorted((piece.region, piece.region + ranks * piece.size) for piece in pieces if piece.size)
+    regions = sorted((piece.full_offset, piece.full_offset + ranks * piece.size) for piece in pieces if piece.size)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(regions))
     assert len(layout.places) == len(shapes)
     for shape, place in zip(shapes, layout.places):
         assert place.shape == shape
-        assert place.offset * itemsize % ALIGN_BYTES == 0 and place.region * itemsize % ALIGN_BYTES == 0
+        assert place.offset * itemsize % ALIGN_BYTES == 0 and place.full_offset * itemsize % ALIGN_BYTES == 0
         assert place.size == math.ceil(shape[0] / ranks) * math.prod(shape[1:])
         if place.direct:
             assert place.size * itemsize >= threshold and place.size * itemsize % ALIGN_BYTES == 0

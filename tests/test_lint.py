@@ -154,7 +154,9 @@ def test_prefetches_that_are_missed_are_counted_and_said(world: World) -> None:
             return x
 
     model = Shuffled()
-    policy = fullshard.CommPolicy(lanes=lambda device: fullshard.comm.HostLane())  # counted apart from other models
+    policy = fullshard.CommPolicy(
+        lanes=lambda device: fullshard.collectives.streams.HostLane()
+    )  # counted apart from other models
     for module in (*model.parts, model):
         fully_shard(module, mesh=world.mesh, comm_policy=policy)
     generator = torch.Generator().manual_seed(0)
@@ -164,7 +166,7 @@ def test_prefetches_that_are_missed_are_counted_and_said(world: World) -> None:
         square(model(torch.ones(2, 4), torch.randperm(6, generator=generator).tolist())).backward()
     assert fullshard.stats(model).missed >= 8
     in_order = shard_stack(
-        Stack(), world.mesh, comm_policy=fullshard.CommPolicy(lanes=lambda device: fullshard.comm.HostLane())
+        Stack(), world.mesh, comm_policy=fullshard.CommPolicy(lanes=lambda device: fullshard.collectives.streams.HostLane())
     )
     for step in range(4):
         square(in_order(batch(step))).backward()

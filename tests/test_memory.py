@@ -93,7 +93,7 @@ def test_forwards_whose_output_is_dropped_leave_nothing_that_grows(world: World)
     planner = model._fullshard_unit.runtime.planner
     for _ in range(200):
         model(batch(0))
-    assert all(record.alive == 0 for record in planner._records.values())
+    assert all(record.live_graphs == 0 for record in planner._records.values())
     assert len(planner._calls) <= 65 * 4 and len(planner._runs) <= 64
     square(model(batch(0))).backward()
-    assert not planner._calls and all(record.waiting == 0 for record in planner._records.values())
+    assert not planner._calls and all(record.pending_backwards == 0 for record in planner._records.values())

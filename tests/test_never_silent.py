@@ -321,14 +321,14 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(world: World) -> N
 
     def load_and_train() -> None:
         if world.rank == 1:  # its data come when nobody waits for it any more
-            until(lambda: unit.runtime.communicator.log_of(unit.axis).verdict)
+            until(lambda: unit.runtime.communicator.log_of(unit.axis).desync_error)
         square(model(world.mine(batch(1)))).backward()
 
     try:
         stops("too late", load_and_train)
         goes_on(world, model, plain)
     finally:  # the shortest timeout of all models of a process counts, and these ranks run other tests
-        unit.runtime.communicator.waiter.configure(1.0, None)
+        unit.runtime.communicator.wait_state.configure(1.0, None)
 
 
 @ranks(2)

@@ -188,7 +188,7 @@ def test_waiting_for_the_last_message_before_the_group_is_destroyed(world: World
     """A heartbeat that nobody waited for outlived its process group and aborted the process at exit."""
     model = shard_stack(Stack(1), world.mesh)
     square(model(world.mine(batch(0)))).backward()
-    assert len(model._fullshard_unit.runtime.delivery._in_flight) == 0
+    assert len(model._fullshard_unit.runtime.reducer._in_flight) == 0
 
 
 @ranks(2)
@@ -485,11 +485,11 @@ def test_an_interrupt_while_a_message_is_awaited(world: World, backward: bool) -
     model = shard_stack(copy.deepcopy(reference), world.mesh, check_policy=CheckPolicy(patience=0.2))
     square(model(world.mine(batch(0)))).backward()
     square(reference(batch(0))).backward()
-    waiter, here = runtime_of(unit_of(model)).communicator.waiter, os.getpid()
+    waiter, here = runtime_of(unit_of(model)).communicator.wait_state, os.getpid()
     store = _torch.own_store(_torch.default_store(), f"interrupt {backward}")
 
     def interrupt() -> None:
-        until(lambda: waiter.entry is not None)
+        until(lambda: waiter.call is not None)
         time.sleep(0.1)
         os.kill(here, signal.SIGINT)
         store.set("sent", "")
@@ -925,7 +925,10 @@ class OutOfMemory:
 
     def __enter__(self) -> OutOfMemory:
         self._grow, self._reduce = unsharded.FlatBuffer.allocate, reduction.Reduction.__init__
-        for owner, name, real in ((unsharded.FlatBuffer, "allocate", self._grow), (reduction.Reduction, "__init__", self._reduce)):
+        for owner, name, real in (
+            (unsharded.FlatBuffer, "allocate", self._grow),
+            (reduction.Reduction, "__init__", self._reduce),
+        ):
             setattr(owner, name, self._failing(real))
         return self
 
@@ -1026,7 +1029,9 @@ def test_what_a_unit_kept_is_reduced_though_the_last_microbatch_runs_another_uni
         model(x, "image").sum().backward()
         assert torch.equal(whole(model.text.weight.grad), torch.ones(2, 2))
         assert torch.equal(whole(model.image.weight.grad), torch.ones(2, 2))
-        assert all(parameter.kept is None for module in (model.text, model.image) for parameter in unit_of(module).parameters)
+        assert all(
+            parameter.local_grad is None for module in (model.text, model.image) for parameter in unit_of(module).parameters
+        )
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -1077,7 +1082,7 @@ def test_what_other_models_kept_stays_kept(world: World) -> None:
         with one.accumulate():
             one(x, "text").sum().backward()
         other(x, "image").sum().backward()
-        assert one.text.weight.grad is None and unit_of(one.text).parameters[0].kept is not None
+        assert one.text.weight.grad is None and unit_of(one.text).parameters[0].local_grad is not None
     one(x, "image").sum().backward()
     assert torch.equal(whole(one.text.weight.grad), torch.full((2, 2), 2.0))
 

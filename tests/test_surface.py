@@ -412,7 +412,7 @@ def test_a_subclass_of_two_inner_tensors_travels_in_parts(world: World, legacy: 
         with torch.no_grad():
             fresh = TwoPart.of(model.weight.detach() - 0.1)
             sharded.weight.to_local().copy_(
-                fresh[sharded._fullshard_unit.parameters[0].cut.extent.start :][: sharded.weight.to_local().shape[0]]
+                fresh[sharded._fullshard_unit.parameters[0].sharding.extent.start :][: sharded.weight.to_local().shape[0]]
             )
             model.weight.copy_(fresh.dense())
         sharded.reshard()

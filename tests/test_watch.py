@@ -98,7 +98,7 @@ def test_programs_end_quietly(tmp_path: Path, ending: str) -> None:
 @ranks(2)
 def test_a_timeout_says_for_whom_it_waited(world: World) -> None:
     policy = CheckPolicy(patience=0.2, timeout=1.0)
-    lanes = fullshard.CommPolicy(lanes=lambda device: fullshard.comm.HostLane())  # a waiter of its own
+    lanes = fullshard.CommPolicy(lanes=lambda device: fullshard.collectives.streams.HostLane())  # a waiter of its own
     model = shard_stack(Stack(), world.mesh, check_policy=policy, comm_policy=lanes)
     unit = model._fullshard_unit
     square(model(batch(0))).backward()
@@ -112,7 +112,7 @@ def test_a_timeout_says_for_whom_it_waited(world: World) -> None:
             "rank 1: computing, or elsewhere, after call N, heartbeat"
         )
     else:  # computing, as far as anybody knows
-        until(lambda: unit.runtime.communicator.log_of(unit.axis).verdict)
+        until(lambda: unit.runtime.communicator.log_of(unit.axis).desync_error)
     assert fullshard.any_failed(world.mesh, error)
 
 
@@ -205,8 +205,8 @@ def test_a_record_that_cannot_be_read_is_skipped_and_said_once() -> None:
         job.run(5)
     said = [str(one.message) for one in caught]
     assert len(said) == 3 and all("that it cannot read" in text for text in said), "once on each rank"
-    assert "the ranks parted at call 2" in str(job.ledgers[0].verdict)
-    assert {ledger.verdict for ledger in job.ledgers} == {job.ledgers[0].verdict}, "all say the same"
+    assert "the ranks parted at call 2" in str(job.ledgers[0].desync_error)
+    assert {ledger.desync_error for ledger in job.ledgers} == {job.ledgers[0].desync_error}, "all say the same"
 
 
 def test_a_rank_that_left_by_an_exception_is_named_unless_it_goes_on() -> None:
@@ -218,18 +218,18 @@ def test_a_rank_that_left_by_an_exception_is_named_unless_it_goes_on() -> None:
     for rank in (0, 2):
         waiters[rank].enter(entries[rank])
     job.run(4)
-    assert job.ledgers[0].verdict is None, "they wait for what it said already"
+    assert job.ledgers[0].desync_error is None, "they wait for what it said already"
     job.lines[1].log_call("gather")
     for rank in (0, 2):
         waiters[rank].enter(job.lines[rank].log_call("gather"))
     job.run(4)
-    assert job.ledgers[0].verdict is None, "it went on"
+    assert job.ledgers[0].desync_error is None, "it went on"
     job.ledgers[1].note_exception("'blocks.1' forward", "RuntimeError: bad batch")
     for rank in (0, 2):
         waiters[rank].enter(job.lines[rank].log_call("gather"))
     job.run(4)
     text = "rank 1 left 'blocks.1' forward by RuntimeError: bad batch, and rank "
-    assert all(str(ledger.verdict).startswith(text) for ledger in job.ledgers)
+    assert all(str(ledger.desync_error).startswith(text) for ledger in job.ledgers)
 
 
 def test_others_are_asked_once_for_all_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_an_interrupt_at_any_line_of_a_turned_page_blocks_nobody() -> None:
     """A lock that was held while a page was turned stayed held for ever when Ctrl-C came behind its last line."""
 
     def interrupt(frame: types.FrameType, event: str, _: object) -> object:
-        if frame.f_code.co_filename.endswith("ledger.py") and event == "line":
+        if frame.f_code.co_filename.endswith("collective_log.py") and event == "line":
             lines.append(frame.f_lineno)
             if len(lines) == at:
                 sys.settrace(None)

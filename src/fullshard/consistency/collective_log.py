@@ -61,14 +61,14 @@ class Fingerprint(bytes):
 class LoggedCall:
     """One call, for who made it."""
 
-    __slots__ = ("kind", "ledger", "number")
+    __slots__ = ("fingerprint", "log", "number")
 
-    ledger: CollectiveLog
-    kind: Fingerprint
+    log: CollectiveLog
+    fingerprint: Fingerprint
     number: int  # from 1
 
     def __str__(self) -> str:
-        return f"call {self.number}, {self.kind}"
+        return f"call {self.number}, {self.fingerprint}"
 
 
 class _Block(NamedTuple):
@@ -134,29 +134,29 @@ class CollectiveLog:
         "_silent",
         "_verdicts",
         "before",
+        "desync_error",
         "epoch",
+        "fingerprints",
         "key",
-        "kinds",
-        "largest",
+        "largest_message",
         "name",
         "rank",
         "ranks",
         "say",
         "tagged",
-        "verdict",
     )
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
         """`name`: alike on all `ranks` (global numbers), of which `rank` is this one."""
         self.name, self.ranks, self.rank = name, tuple(ranks), rank
         self.key = f"{crc32(name.encode()):08x}"  # its name, in short
-        self.largest = _SMALL  # bytes: no message of it is longer
+        self.largest_message = _SMALL  # bytes: no message of it is longer
         self._left: Departure | None = None
-        self.verdict: str | None = None  # why nothing can be said any more
+        self.desync_error: str | None = None  # why nothing can be said any more
         self.epoch = 0  # how often all ranks began anew together
         self._pages: tuple[_Block, ...] = ()
         self.before: int  # calls before the last page
-        self.kinds: list[Fingerprint]  # of those on the last page
+        self.fingerprints: list[Fingerprint]  # of those on the last page
         self.say: Callable[
             [Fingerprint], None
         ]  # the next call is of this kind; raises StateError if nothing can be said any more
@@ -186,7 +186,7 @@ class CollectiveLog:
 
     def allow_message_size(self, nbytes: int) -> None:
         """Messages of it may be as long as this from now on."""
-        self.largest = max(self.largest, nbytes)
+        self.largest_message = max(self.largest_message, nbytes)
 
     def mark(self) -> tuple[int, int]:
         """The number of the last call and the hash of all; any thread may ask."""
@@ -212,17 +212,17 @@ class CollectiveLog:
 
     def roll_page(self) -> None:
         """Begin a new page if this one is full, so that none grows for ever. Only for who may also `say`."""
-        if len(self.kinds) >= _FULL:
+        if len(self.fingerprints) >= _FULL:
             self._begin(_Block(self.count, self._pages[-1].hashed(), []), self._pages)
 
     def _begin(self, page: _Block, earlier: tuple[_Block, ...]) -> None:
         while len(earlier) > 1 and page.before - earlier[1].before >= _REMEMBERED:
             earlier = earlier[1:]
         self._pages = (*earlier, page)  # nothing is called between these, so an interrupt comes before all of them or after
-        self.before, self.kinds = page.before, page.kinds
+        self.before, self.fingerprints = page.before, page.kinds
         self.say = page.kinds.append
-        if self.verdict is not None:  # also if another thread closes it just now: that sets its verdict first, then `say`
-            self.say = partial(_refuse, self.verdict)
+        if self.desync_error is not None:  # also if another thread closes it just now: that sets its verdict first, then `say`
+            self.say = partial(_refuse, self.desync_error)
 
     def remembered(self) -> list[tuple[int, int, str]]:
         """The last calls: of each its number, the hash of all up to it, and its kind."""
@@ -252,8 +252,8 @@ class CollectiveLog:
     def close(self, verdict: str) -> None:
         """From now on every call raises, with `verdict`, and what was put off never begins."""
         self._verdicts.append(verdict)  # of several threads the first one counts
-        self.verdict = self._verdicts[0]
-        self.say = partial(_refuse, self.verdict)
+        self.desync_error = self._verdicts[0]
+        self.say = partial(_refuse, self.desync_error)
         self._settle()
 
     def silence(self, unpollable: bool) -> None:
@@ -269,8 +269,8 @@ class CollectiveLog:
         """
         try:
             self._beginning = True
-            if self.verdict is not None:
-                raise StateError(self.verdict)
+            if self.desync_error is not None:
+                raise StateError(self.desync_error)
             if self._silent:
                 raise StateError("the step was given up before this began: run it again")
             return start()
@@ -287,7 +287,7 @@ class CollectiveLog:
         """All ranks agreed to go on from here: what each said before no longer matters."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self._verdicts = []
-        self.verdict = self._left = None
+        self.desync_error = self._left = None
         self._backwards = 0
         self._begin(_Block(0, _hasher(f"{self.name} {self.epoch}"), []), ())
 
@@ -295,12 +295,12 @@ class CollectiveLog:
 class GroupFingerprints(dict[str, Fingerprint]):
     """What one group may say in a ledger: by action, the kind of its entries."""
 
-    __slots__ = ("_label", "_seed", "ledger")
+    __slots__ = ("_label", "_seed", "log")
 
     def __init__(self, ledger: CollectiveLog, label: UnitName, subject: str) -> None:
         """`subject`: what all ranks know alike of the group and no other has."""
         super().__init__()
-        self.ledger, self._label, self._seed = ledger, label, subject
+        self.log, self._label, self._seed = ledger, label, subject
 
     def __missing__(self, action: str) -> Fingerprint:
         kind = self[action] = Fingerprint(self._label, action, f"{self._seed} {action}")
@@ -309,9 +309,9 @@ class GroupFingerprints(dict[str, Fingerprint]):
     def log_call(self, action: str) -> LoggedCall:
         """The next call is this. Raises StateError if the ranks have parted."""
         entry = LoggedCall()
-        entry.ledger, entry.kind = self.ledger, self[action]
-        entry.ledger.say(entry.kind)
-        entry.number = entry.ledger.count
+        entry.log, entry.fingerprint = self.log, self[action]
+        entry.log.say(entry.fingerprint)
+        entry.number = entry.log.count
         return entry
 
 

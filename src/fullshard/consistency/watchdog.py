@@ -41,12 +41,12 @@ _TOLD = 64  # ranks whose whereabouts are told in one sentence
 class WaitState:
     """What one thread waits for. patience, timeout: seconds until it asks the others, until it gives up (None: never)."""
 
-    __slots__ = ("__weakref__", "_seen", "_since", "entry", "patience", "timeout")
+    __slots__ = ("__weakref__", "_seen", "_since", "call", "patience", "timeout")
 
     def __init__(self) -> None:
         self.patience = 1.0
         self.timeout: float | None = None
-        self.entry: LoggedCall | None = None
+        self.call: LoggedCall | None = None
         self._seen: tuple[CollectiveLog, int, int] | None = None  # which it is: itself it would keep what is sent
         self._since = 0.0
 
@@ -54,23 +54,23 @@ class WaitState:
         self.patience, self.timeout = patience, timeout
 
     def enter(self, entry: LoggedCall) -> LoggedCall | None:
-        before, self.entry = self.entry, entry
+        before, self.call = self.call, entry
         return before
 
     def leave(self, before: LoggedCall | None = None) -> None:
-        self.entry = before
+        self.call = before
 
     def seconds_waiting(self, now: float) -> float:
         """For how many seconds it has waited for one call, as far as is known."""
-        entry = self.entry
-        seen = None if entry is None else (entry.ledger, entry.ledger.epoch, entry.number)
+        entry = self.call
+        seen = None if entry is None else (entry.log, entry.log.epoch, entry.number)
         if seen != self._seen:
             self._seen, self._since = seen, now
         return 0.0 if seen is None else now - self._since
 
     def waits_in(self, ledger: CollectiveLog) -> LoggedCall | None:
-        entry = self.entry
-        return entry if entry is not None and entry.ledger is ledger else None
+        entry = self.call
+        return entry if entry is not None and entry.log is ledger else None
 
 
 WAITS, LEFT, ENDED, MEETS = 1, 2, 4, 8
@@ -214,7 +214,7 @@ class Watchdog:
         """Whether others may ask why this rank ended: they were told where it is, or it left something by an exception."""
         told = any(key.endswith("/said") for key in self._told) and _torch.default_store() is _OF.store
         return told or any(
-            ledger.exception_note is not None or ledger.verdict is not None for ledger in list(self._ledgers.values())
+            ledger.exception_note is not None or ledger.desync_error is not None for ledger in list(self._ledgers.values())
         )
 
     # --- the thread ---
@@ -357,8 +357,8 @@ class Watchdog:
 
     def _meeting(self) -> LoggedCall | None:
         """The any_failed() in which this rank waits for others."""
-        entries = [waiter.entry for waiter in self._waiters]
-        return next((entry for entry in entries if entry is not None and entry.ledger.name.startswith(MEETING)), None)
+        entries = [waiter.call for waiter in self._waiters]
+        return next((entry for entry in entries if entry is not None and entry.log.name.startswith(MEETING)), None)
 
     def _said(self, ledger: CollectiveLog) -> bytes:
         """What is told of a ledger in words: the last call, the one it waits for, and how it left or whom it meets."""
@@ -367,7 +367,7 @@ class Watchdog:
         waiting = next((entry.number for waiter in self._waiters if (entry := waiter.waits_in(ledger))), None)
         last = (calls[-1][0], calls[-1][2]) if calls else None
         meeting = self._meeting()
-        meets = None if meeting is None else (meeting.ledger.key, meeting.number, meeting.ledger.ranks)
+        meets = None if meeting is None else (meeting.log.key, meeting.number, meeting.log.ranks)
         waits = None if waiting is None else (waiting, texts.get(waiting, last[1] if last else ""))
         return json.dumps([ledger.epoch, last, waits, ledger.exception_note, meets]).encode()
 
@@ -435,13 +435,13 @@ class Watchdog:
             self._board.post(json.dumps(["verdict", ledger.key, ledger.epoch, text]).encode())
             for _ in range(30):
                 self._hear()
-                if ledger.verdict is not None:
+                if ledger.desync_error is not None:
                     break
                 time.sleep(_TICK)
         except Exception:  # there is no store to say it by
             self._close(ledger, text)
             return
-        if ledger.verdict is None:
+        if ledger.desync_error is None:
             self._close(ledger, text)
         with contextlib.suppress(Exception):
             self._board.ring(ledger.ranks[:_RUNG], self._urgency)
@@ -504,7 +504,7 @@ class Watchdog:
         return found
 
     def _inquire(self, ledger: CollectiveLog, concerned: Sequence[WaitState], now: float) -> None:
-        if ledger.verdict is not None:
+        if ledger.desync_error is not None:
             return
         text = self._diagnose(ledger, concerned, now)
         if text is not None:
@@ -644,7 +644,7 @@ class Watchdog:
         """Begin to let go of ledgers that were closed, by whichever thread."""
         for key, ledger in list(self._ledgers.items()):
             closing = self._closing.get(key)
-            if ledger.verdict is None:
+            if ledger.desync_error is None:
                 self._closing.pop(key, None)
             elif closing is None or closing.epoch != ledger.epoch:
                 self._begin_closing(ledger)
@@ -686,7 +686,7 @@ class Watchdog:
                 if rank in wire.members and wire.name in needs:
                     too_long = 0
                     with contextlib.suppress(RuntimeError):  # it is gone meanwhile, so it waits for nothing
-                        too_long = wire.drain_peer(wire.members.index(rank), needs[wire.name], ledger.largest)
+                        too_long = wire.drain_peer(wire.members.index(rank), needs[wire.name], ledger.largest_message)
                     if too_long:
                         self._warn_unreadable(f"a message of {too_long} bytes of rank {rank}", ValueError("longer than any"))
         if closing.is_over:
@@ -697,7 +697,7 @@ class Watchdog:
         with self._lock:
             self._publish(self._changed())
             for ledger in list(self._ledgers.values()):
-                if ledger.verdict is not None:
+                if ledger.desync_error is not None:
                     self._begin_closing(ledger)
 
     def answer_peers(self, ledger: CollectiveLog) -> None:
@@ -751,7 +751,7 @@ class Watchdog:
 
     def peer_lost(self, entry: LoggedCall, rank: int) -> None:
         """The connection to another rank is closed: if no verdict says why, that rank is gone. Closes the ledger."""
-        ledger = entry.ledger
+        ledger = entry.log
         how = "is gone: it closed its connections"
         with self._lock:
             try:
@@ -765,7 +765,7 @@ class Watchdog:
             except Exception:  # the store is gone, and its host with it
                 if self._board.is_served_by_first_rank and self._rank != 0:
                     rank, how = 0, "is gone, and with it the store of the process group"
-            if ledger.verdict is None:
+            if ledger.desync_error is None:
                 self._convict(ledger, f"rank {rank} {how}, while rank {self._rank} was in {entry}")
 
     def confront(self, ledger: CollectiveLog, seconds: float = 5.0) -> str:
@@ -776,10 +776,10 @@ class Watchdog:
                 self._shows = True
                 self._publish(self._changed())
                 self._hear()
-                if ledger.verdict is None and self._reads(ledger):
+                if ledger.desync_error is None and self._reads(ledger):
                     self._inquire(ledger, (), self._clock())
-                if ledger.verdict is not None:
-                    return ledger.verdict
+                if ledger.desync_error is not None:
+                    return ledger.desync_error
             time.sleep(_TICK)
         return ""
 
@@ -792,16 +792,16 @@ class Watchdog:
         for ledger in ledgers:
             there = ""
             try:
-                for (positions,) in self._asking([ledger], _LAST) if ledger.verdict is None else ():
+                for (positions,) in self._asking([ledger], _LAST) if ledger.desync_error is None else ():
                     with self._lock:
                         there = self._whereabouts(ledger, positions)
             except Exception:  # the store is gone, maybe since its rank ended by the same error meanwhile
                 if not there and self._board.is_served_by_first_rank and self._rank != 0:
                     there = "rank 0 is gone, and with it the store of the process group"
             text = f"rank {self._rank} ended by an error of torch's own collectives, {self._words_of(ledger)}. {there}"
-            if ledger.verdict is None:
+            if ledger.desync_error is None:
                 self._convict(ledger, text)
-            texts[ledger.verdict or text] = None
+            texts[ledger.desync_error or text] = None
         if texts:
             print(f"fullshard: rank {self._rank}: {'; '.join(texts)}", file=sys.stderr, flush=True)
             if self._board.is_served_by_first_rank and self._rank == 0:

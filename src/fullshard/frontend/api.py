@@ -202,8 +202,8 @@ class _ResolvedArguments:
         axis = resolve_mesh(mesh, dp_mesh_dims)
         keep, retain = keep_of(reshard_after_forward, axis)
         options = UnitOptions(
-            keep=keep,
-            retain=retain,
+            reshard_policy=keep,
+            subgroup_size=retain,
             mp=mp_policy,
             offload=offload_policy,
             comm=comm_policy,

@@ -54,7 +54,7 @@ def grad(
             raise StateError(
                 f"grad(): parameter '{logical.name}' was never gathered, so it is in no graph: run a forward first"
             )
-        if logical.kept is not None:
+        if logical.local_grad is not None:
             raise StateError(
                 f"grad(): a gradient of parameter '{logical.name}' is kept on each rank by accumulate() or "
                 "set_requires_gradient_sync(False): run the last backward of the step first"
@@ -101,7 +101,7 @@ def _check(outputs: Sequence[Any], inputs: Sequence[Any], all_used: bool) -> Non
         missed = [parameter for number, parameter in enumerate(sharded) if number not in found]
         how = "no graph of the outputs leads to"
     if missed:
-        names = [f"'{one.name}' of unit '{one.label.name}'" for one in missed]
+        names = [f"'{one.name}' of unit '{one.unit_name.name}'" for one in missed]
         shown = ", ".join(names[:_SHOWN] + ["..."] * (len(names) > _SHOWN))
         several = f"{len(names)} sharded parameters" if len(names) > 1 else "a sharded parameter"
         raise StateError(f"torch.autograd.grad or backward(inputs=) was given {several} that {how}: {shown}. {_INSTEAD}")

@@ -103,7 +103,7 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
     for unit in units:
         runtime_of(unit).ensure_sharded(unit, doing="copying or pickling")
         runtime_of(unit).refresh(unit)
-        for module in (*unit.modules, *(i.module for p in unit.parameters for i in p.installations)):
+        for module in (*unit.modules, *(i.module for p in unit.parameters for i in p.slots)):
             if module is None or id(module) not in inside:
                 raise StateError(
                     f"unit '{unit.name}' also manages modules outside of the {type(root).__name__} that is copied or pickled: "
@@ -125,8 +125,8 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
         parameters = [
             ParameterSnapshot(
                 parameter.name,
-                [(memo[id(i.module)], i.name) for i in parameter.installations],
-                parameter.cut,
+                [(memo[id(i.module)], i.name) for i in parameter.slots],
+                parameter.sharding,
                 memo[id(parameter.sharded)],
                 {key: copy.deepcopy(v, memo) for key, v in vars(parameter.sharded).items() if not is_ours(key)},
             )
@@ -179,7 +179,7 @@ def undo(root: nn.Module, undress: Dress) -> None:
     for unit in units:
         runtime_of(unit).check_idle(unit, doing="undo()")
         runtime_of(unit).check_delivered(unit, doing="undo()")
-        if any(parameter.kept is not None for parameter in unit.parameters):
+        if any(parameter.local_grad is not None for parameter in unit.parameters):
             raise StateError(
                 f"undo() was called while gradients of unit '{unit.name}' are only kept on each rank: run the last backward of "
                 "the step first, or call zero_grad()"

@@ -65,9 +65,9 @@ def full_params(
         with torch.no_grad():
             for talk, parameter in ((unit.setup_collectives("full_params()"), p) for unit in units for p in unit.parameters):
                 sharded: Any = parameter.sharded
-                full = talk.full(parameter.cut, sharded)
-                grad = talk.full(parameter.cut, sharded.grad) if grads and sharded.grad is not None else None
-                if rank0_only and any(coordinate != 0 for coordinate in parameter.cut.mesh.get_coordinate() or ()):
+                full = talk.full(parameter.sharding, sharded)
+                grad = talk.full(parameter.sharding, sharded.grad) if grads and sharded.grad is not None else None
+                if rank0_only and any(coordinate != 0 for coordinate in parameter.sharding.mesh.get_coordinate() or ()):
                     continue
                 plain = nn.Parameter(full.to(dtype=dtype, device=device), requires_grad=parameter.requires_grad)
                 if grad is not None:
@@ -127,7 +127,7 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
                 outputs: Any = _Gathered.apply(handle, source, *tensors)
                 tensors = list(outputs)
             for parameter, tensor in zip(group.parameters, tensors):
-                places = [(i.module, i.name) for i in parameter.installations]
+                places = [(i.module, i.name) for i in parameter.slots]
                 inner = [prefixes[id(m)] + n for m, n in places if id(m) in prefixes]
                 name = inner[0] if inner else f"{unit.name}/{parameter.name}"  # of a list, in a module beside this one
                 found[name] = tensor if parameter.requires_grad else tensor.detach()
@@ -159,7 +159,7 @@ class _Gathered(torch.autograd.Function):
         owned: list[Tensor | None] = [None] * len(grads)  # autograd may give one tensor to several, or expand it
         for index, (parameter, grad) in enumerate(zip(parameters, grads)):
             if grad is not None and parameter.requires_grad:
-                owned[index] = parameter.cut.grad_to_local(grad, name=parameter.name).clone(
+                owned[index] = parameter.sharding.grad_to_local(grad, name=parameter.name).clone(
                     memory_format=torch.contiguous_format
                 )
         source.group.accumulate(owned)

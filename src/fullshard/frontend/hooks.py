@@ -94,7 +94,7 @@ class ForwardHooks:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         unit, runtime = self._unit, self._runtime
         try:
-            if unit.due:
+            if unit.lint_due:
                 lint.examine(unit, module)
             runtime.enter_forward(unit, module)
         except Exception:
@@ -198,7 +198,7 @@ class StateHooks:
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))
         for parameter in self._unit.parameters:
-            for installation in parameter.installations:
+            for installation in parameter.slots:
                 if installation.parameters is held:
                     key = prefix + installation.name
                     value = state_dict.get(key)
@@ -237,7 +237,7 @@ def remove(unit: Unit) -> None:
 
 def purge(unit: Unit, copies: dict[int, Any]) -> None:
     """Remove from copies of modules (by the id of what they are copies of) the copies of the unit's hooks."""
-    for ref, handle in unit.handles:
+    for ref, handle in unit.hooks:
         module = ref()
         copied = None if module is None else copies.get(id(module))
         for name in _REGISTRIES if copied is not None else ():
@@ -249,7 +249,7 @@ def install(unit: Unit) -> None:
     forward, state = ForwardHooks(unit), StateHooks(unit)
     before, after = _torch.disable_tracing(forward.before), _torch.disable_tracing(forward.after)
     share = _torch.disable_tracing(forward.share) if unit.options.buffers != "local" else None
-    holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.installations}
+    holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.slots}
     for root in unit.modules:
         unit.track_hook(root, root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         unit.track_hook(root, root.register_forward_hook(after, always_call=True))

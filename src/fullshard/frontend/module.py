@@ -154,12 +154,13 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
         """As the argument of `fully_shard`, from the next forward on."""
-        kept = [(unit, *keep_of(reshard_after_forward, unit.axis)) for unit in units_of(self, _flag("recurse", recurse))]
-        for unit, keep, retain in kept:
-            if retain == unit.options.retain:
-                unit.configure(keep=keep)
+        told = [(unit, *keep_of(reshard_after_forward, unit.axis)) for unit in units_of(self, _flag("recurse", recurse))]
+        for unit, policy, size in told:
+            if size == unit.options.subgroup_size:
+                unit.configure(reshard_policy=policy)
             else:
-                runtime_of(unit).reconfigure(unit, doing="set_reshard_after_forward()", keep=keep, retain=retain)
+                doing = "set_reshard_after_forward()"
+                runtime_of(unit).reconfigure(unit, doing=doing, reshard_policy=policy, subgroup_size=size)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the full parameters. If not, they are gathered again only once the shards were written."""
@@ -303,7 +304,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         for unit in units_of(self, True):
             runtime_of(unit).reset(unit)
-            runtime_of(unit).delivery.discard(unit)
+            runtime_of(unit).reducer.discard(unit)
 
     def _get_fsdp_state(self) -> UnitView:
         """What FSDP2's programs look at: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
@@ -385,7 +386,7 @@ def accumulate(module: nn.Module) -> Iterator[None]:
 def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     """Around `_apply(fn)` of a module of `unit`, which writes to the shards: they go back into flat memory."""
     for below in units_of(module, True):
-        if runtime_of(below).delivery.is_undelivered(below) and below.changes(fn):
+        if runtime_of(below).reducer.is_undelivered(below) and below.changes(fn):
             runtime_of(below).check_delivered(below, doing="a change of dtype or device")
     runtime_of(unit).ensure_sharded(unit, doing="moving or casting")
     fresh = unit.on_meta() if _torch.allocates(fn) else None
@@ -402,12 +403,12 @@ def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
 def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
     """Forget gradients of the units at and below `module` that `nn.Module.zero_grad` does not reach: kept, or on their way."""
     for unit in units_of(module, True):
-        if runtime_of(unit).delivery.is_undelivered(unit):
-            runtime_of(unit).delivery.discard(unit)
+        if runtime_of(unit).reducer.is_undelivered(unit):
+            runtime_of(unit).reducer.discard(unit)
         for parameter in unit.parameters if unit.shows_full else ():
             parameter.discard_gradient(set_to_none=set_to_none)
         for group in unit.groups:  # the rest is in the slots, which torch's walks
-            if group.keeping:
+            if group.has_local_grads:
                 group.discard_local_grads()
 
 
@@ -553,7 +554,7 @@ def counting(module: nn.Module) -> Iterator[list[Message]]:
     >>> with counting(model) as messages:                                                     # doctest: +SKIP
     ...     model(batch).sum().backward()
     """
-    with _any_unit(module).runtime.communicator.journal.counting() as messages:
+    with _any_unit(module).runtime.communicator.traffic.counting() as messages:
         yield messages
 
 

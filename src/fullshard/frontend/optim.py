@@ -108,7 +108,9 @@ class _Entry:
                 self._options, self._written = options, written
                 values = [f"{options.values[index]} {digest}" for index, digest in zip(self._counts, self._digests)]
                 values.sort()
-                end = f", after a write to the gradient of '{group.parameters[0].name}' of '{group.parameters[0].label.name}'"
+                end = (
+                    f", after a write to the gradient of '{group.parameters[0].name}' of '{group.parameters[0].unit_name.name}'"
+                )
                 text = partial(options.described, self._counts, end if written else "")
                 self._kind = _Step.of(f"{options.name} {values} {written}", text)
             runtime.log_write(ledger, self._kind)
@@ -162,7 +164,7 @@ class _Steps:
             for parameter in logical_parameters(group["params"]):
                 unit = owner_of(parameter)
                 if unit is not None and unit.groups:
-                    ledger = unit.runtime.communicator.log_of(parameter.cut.axis)
+                    ledger = unit.runtime.communicator.log_of(parameter.sharding.axis)
                     found.setdefault(ledger, []).append((index, parameter, unit))
         self._entries = [_Entry(ledger, members) for ledger, members in found.items()]
 
@@ -325,7 +327,7 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     listed = [parameter if (now := successor(parameter)) is None else now for parameter in given]  # a list made before sharding
     for logical in logical_parameters(listed):
-        if logical.kept is not None and logical.sharded.grad is None:
+        if logical.local_grad is not None and logical.sharded.grad is None:
             raise StateError(
                 f"clip_grad_norm_ was called while the gradient of '{logical.name}' is only kept on each rank: run the last "
                 "backward of the step outside of accumulate() or no_sync() first"

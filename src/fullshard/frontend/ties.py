@@ -78,7 +78,7 @@ def find_ties(modules: Sequence[nn.Module], holdings: ManagedTensors, options: U
                 f"parameter '{parameter.name}' of unit '{owner.name}' is tied to '{claim.name}': the unit around both owns it"
             )
         elif all(id(module) in around for module in modules):
-            if all(i.module is not None and id(i.module) in inside for i in parameter.installations):
+            if all(i.module is not None and id(i.module) in inside for i in parameter.slots):
                 ties.taken.append((parameter, owner))  # top-down: the inner module takes over what is its own
             else:
                 ties.left.append(parameter)

@@ -403,7 +403,7 @@ class FullyShardedDataParallel(nn.Module):
         """As `nn.Module.apply`, with full parameters in place, and modules of the class they had; what `fn` writes to
         parameters is kept. Collective.
         """
-        if any(unit.shown for unit in units_of(self, True)):
+        if any(unit.shows_plain for unit in units_of(self, True)):
             return super().apply(fn)  # type: ignore[return-value]
         with full_params(self), class_swap.undressed(units_of(self, True), plain_class):
             return super().apply(fn)  # type: ignore[return-value]
@@ -440,7 +440,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.load_state_dict`, of the form that was set. Names are those that the unwrapped module has."""
-        if any(unit.shown for unit in units_of(self, True)):
+        if any(unit.shows_plain for unit in units_of(self, True)):
             raise StateError("load_state_dict() was called inside summon_full_params(): call it outside of the block")
         try:
             return super().load_state_dict(*args, **kwargs)
@@ -844,7 +844,7 @@ def _after_save(module: Any, state_dict: dict[str, Any], prefix: str, metadata: 
     """Under clean names, in the form that was set. Wrappers below did theirs already, which can only become full."""
     form = _model_form(module._settings)
     unit: Unit | None = module.unit
-    if unit is not None and unit.shown and form.kind is not state_dicts.FULL:
+    if unit is not None and unit.shows_plain and form.kind is not state_dicts.FULL:
         raise StateError(f"a state dict of {form.kind.name} was asked for inside summon_full_params(): take it outside of it")
     keep = form.keeps(first=_is_first(module, None))
     dtypes = module._buffer_dtypes
@@ -896,7 +896,7 @@ def _from_sharded_tensor(key: str, value: Any, parameter: Any) -> Tensor:
         raise ValueError(
             f"'{key}' has shape {tuple(value.size())} in the ShardedTensor to load, expected {tuple(parameter.shape)}"
         )
-    whole = _torch.whole_of(value, torch.device(parameter.cut.mesh.device_type))
+    whole = _torch.whole_of(value, torch.device(parameter.sharding.mesh.device_type))
     return parameter.shard_of(whole, dtype=parameter.local.dtype)
 
 

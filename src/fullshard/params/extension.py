@@ -43,7 +43,7 @@ def travels_alone(tensor: Tensor) -> bool:
 
 def check_extension(parameter: ShardedParameter) -> None:
     """Raises StateError, naming it, if a parameter can be gathered neither as it is nor by itself."""
-    shard, unit = parameter.local, parameter.label.name
+    shard, unit = parameter.local, parameter.unit_name.name
     missing = half_extends(shard)
     if missing is not None:
         raise StateError(
@@ -58,10 +58,10 @@ def check_extension(parameter: ShardedParameter) -> None:
             f"say how. Define {_BEFORE} and {_AFTER}, on the class or on parameter._local_tensor, before the first forward, or "
             "make it a plain torch.Tensor, after fullshard.undo()"
         )
-    if parameter.cut.dim != 0:
+    if parameter.sharding.dim != 0:
         raise StateError(
             f"parameter '{parameter.name}' of unit '{unit}' gathers itself ({_BEFORE}), by rows: it cannot be cut along dim "
-            f"{parameter.cut.dim}"
+            f"{parameter.sharding.dim}"
         )
 
 
@@ -165,7 +165,7 @@ class ExtensionBuffer:
                 self._full, inner = after(outputs, self._metadata, self._dtype)
                 outs = {out.untyped_storage().data_ptr() for out in self._outs}
                 self._inner = [(t, t.untyped_storage().size()) for t in inner if t.untyped_storage().data_ptr() not in outs]
-                rows = self._parameter.cut.whole[0]
+                rows = self._parameter.sharding.local_shape[0]
                 even = self._full.shape[0] == rows
                 self._parameter.make_unsharded(self._full if even else self._full.narrow(0, 0, rows))
                 self._even = even
@@ -187,7 +187,7 @@ class ExtensionBuffer:
 
     def _rows(self) -> Tensor:
         """This rank's shard, padded to as many rows as others have."""
-        local, extent = self._parameter.local, self._parameter.cut.extent
+        local, extent = self._parameter.local, self._parameter.sharding.extent
         if not extent.padding:
             return local
         with torch.no_grad():
@@ -200,15 +200,15 @@ class ExtensionBuffer:
 
     def _ask(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         before: Callable[..., Any] = getattr(shard, _BEFORE)
-        cut = self._parameter.cut
+        cut = self._parameter.sharding
         mesh = cut.axis.mesh if cut.axis.replicas is None else _torch.axis_of(cut.axis.mesh, cut.axis.mesh.ndim - 1)
         arguments = len(inspect.signature(before).parameters)
         with torch.no_grad():
             if arguments == 1:
                 return before(mesh)
             if arguments == 5:
-                strides = _torch.contiguous_strides(cut.whole)
-                return before(mesh, cut.whole, strides, self._parameter.module, self._mp)
+                strides = _torch.contiguous_strides(cut.local_shape)
+                return before(mesh, cut.local_shape, strides, self._parameter.module, self._mp)
         raise StateError(
             f"{_BEFORE} of parameter '{self._parameter.name}' takes {arguments} arguments: expected (mesh) or "
             "(mesh, outer_size, outer_stride, module, mp_policy)"

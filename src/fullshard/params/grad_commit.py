@@ -119,7 +119,7 @@ def _check(parameter: ShardedParameter, gradient: Any, origin: str, dtype: torch
         if isinstance(gradient, DTensor):
             what += f" with {gradient.placements} on {gradient.device_mesh}"
         raise StateError(
-            f"{what} {origin} but parameter '{parameter.name}' of unit '{parameter.label.name}' has DTensors "
+            f"{what} {origin} but parameter '{parameter.name}' of unit '{parameter.unit_name.name}' has DTensors "
             f"{tuple(spec.shape)} of {parameter.local.dtype} with {spec.placements} on {spec.mesh}: make it one with "
             "distribute_tensor(full, parameter.device_mesh, parameter.placements)"
         )

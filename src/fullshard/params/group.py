@@ -77,14 +77,14 @@ class ParamGroup:
         line: GroupFingerprints,
     ) -> None:
         self.parameters = parameters
-        self.line = line
+        self.fingerprints = line
         self.dtypes = dtypes
-        self.carriers = carriers
+        self.collectives = carriers
         self.storage = storage
         itemsize = min(dtypes.storage.itemsize, dtypes.compute.itemsize)
         self.layout: GroupLayout = plan_layout(
-            [tuple(p.cut.whole) for p in parameters],
-            [p.cut.dim for p in parameters],
+            [tuple(p.sharding.local_shape) for p in parameters],
+            [p.sharding.dim for p in parameters],
             ranks=carriers.gather.ranks,
             itemsize=itemsize,
             direct_min_bytes=storage.direct_min_bytes,
@@ -97,9 +97,9 @@ class ParamGroup:
         for parameter, place, value in zip(parameters, self.layout.places, values):
             numel = value.numel()
             if self.extension:
-                parameter.bind_to_flat_shard(own_shard(value, parameter.cut))
+                parameter.bind_to_flat_shard(own_shard(value, parameter.sharding))
                 continue
-            local = _torch.at_origin(self.shard[place.offset : place.offset + numel].view(parameter.cut.shard_shape))
+            local = _torch.at_origin(self.shard[place.offset : place.offset + numel].view(parameter.sharding.shard_shape))
             local.copy_(value)
             parameter.bind_to_flat_shard(local)
         self._full: UnshardedBuffer | None = None
@@ -107,7 +107,7 @@ class ParamGroup:
         self._copying: LaneWork | None = None  # the last gather from the host's memory
         # Of each parameter's gradient in a flat one: local shape, its strides, offset.
         self.views = [
-            (p.cut.shard_shape, _torch.contiguous_strides(p.cut.shard_shape), place.offset)
+            (p.sharding.shard_shape, _torch.contiguous_strides(p.sharding.shard_shape), place.offset)
             for p, place in zip(parameters, self.layout.places)
         ]
         # Under its parameter's key a gradient bears the flat tensor that it is a view of.
@@ -118,7 +118,7 @@ class ParamGroup:
         self.partial: tuple[Tensor, list[bool]] | None = None  # reduced over shards, not yet over replicas; who was used
         self.deferring = False  # whether there is such a gradient, or one on its way
         # Whether a backward without communication ended for the group since it was last reduced, whatever that left here.
-        self.keeping = any(parameter.kept is not None for parameter in parameters)
+        self.has_local_grads = any(parameter.local_grad is not None for parameter in parameters)
         self._epoch = -1  # of the ledger, when the first parameter was last given a gradient
         self._version = 0  # of that gradient, when the group was last reduced
 
@@ -147,7 +147,7 @@ class ParamGroup:
 
     def _versions(self) -> list[int]:
         """One number per parameter that grows when its shard is written: directly, through its DTensor, or by an optimizer."""
-        return [p.writes + p.sharded._version + p.local._version for p in self.parameters]
+        return [p.write_count + p.sharded._version + p.local._version for p in self.parameters]
 
     def adopt_values(self, values: Sequence[Tensor]) -> None:
         """Take over `values` (one local shard per parameter) in place."""
@@ -171,7 +171,7 @@ class ParamGroup:
             with torch.inference_mode(False), torch.no_grad():
                 if self.extension:
                     full = ExtensionBuffer(
-                        self.parameters[0], self.carriers.gather, self.dtypes.compute, self.storage.device, self.storage.mp
+                        self.parameters[0], self.collectives.gather, self.dtypes.compute, self.storage.device, self.storage.mp
                     )
                 else:
                     full = self._full_side()
@@ -188,7 +188,7 @@ class ParamGroup:
         return full
 
     def _full_side(self) -> FlatBuffer:
-        return FlatBuffer(self.layout, self.dtypes, self.carriers, self.storage, self.shard)
+        return FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
 
     def private_buffer(self) -> FlatBuffer:
         """A full side in memory of its own, to be gathered into and read (`lifted`)."""
@@ -205,7 +205,7 @@ class ParamGroup:
 
     def lifted(self, side: FlatBuffer) -> list[Tensor]:
         """What modules compute with, of a side that was gathered: one tensor per parameter."""
-        return [parameter.cut.to_module(view) for parameter, view in zip(self.parameters, side.views)]
+        return [parameter.sharding.to_module(view) for parameter, view in zip(self.parameters, side.views)]
 
     def _check_device(self) -> None:
         shard = self.parameters[0].local if self.extension else self.shard
@@ -289,30 +289,30 @@ class ParamGroup:
                 full.grad = None  # type: ignore[union-attr]
                 found = True
                 if not parameter.is_plain:
-                    grad = parameter.cut.grad_to_local(grad, name=parameter.name)
+                    grad = parameter.sharding.grad_to_local(grad, name=parameter.name)
             grads.append(grad)
         return grads if found else None
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Keep gradients of a backward that does not communicate, in the reduce dtype."""
-        self.keeping = True
+        self.has_local_grads = True
         for parameter, grad in zip(self.parameters, grads):
             if grad is not None:
                 parameter.add_local_grad(grad, self.dtypes.reduce)
 
     def with_accumulated(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """`grads` and what earlier backwards kept."""
-        if not self.keeping:
+        if not self.has_local_grads:
             return grads
-        if any(parameter.kept is not None for parameter in self.parameters):
+        if any(parameter.local_grad is not None for parameter in self.parameters):
             self.accumulate(grads)
             grads = [parameter.take_local_grad() for parameter in self.parameters]
-        self.keeping = False
+        self.has_local_grads = False
         return grads
 
     def discard_local_grads(self) -> None:
         """Forget what backwards without communication kept, and what is reduced over shards only."""
-        self.keeping = self.deferring = False
+        self.has_local_grads = self.deferring = False
         self.partial = None
         for parameter in self.parameters:
             parameter.discard_local_grads()
@@ -339,17 +339,17 @@ class ParamGroup:
             self._version = 0
             return False
         self._version = grad._version
-        return self._epoch == self.line.ledger.epoch
+        return self._epoch == self.fingerprints.log.epoch
 
     def note_given(self) -> None:
         """The first parameter is given its gradient."""
-        self._epoch = self.line.ledger.epoch
+        self._epoch = self.fingerprints.log.epoch
 
     @property
     def rewritten(self) -> bool:
         """Whether somebody wrote to the gradient of the first parameter since it was reduced, where ranks can compare."""
         grad = self.parameters[0].sharded.grad
-        return grad is not None and grad._version != self._version and self._epoch == self.line.ledger.epoch
+        return grad is not None and grad._version != self._version and self._epoch == self.fingerprints.log.epoch
 
     def keep_partial(self, flat: Tensor, used: list[bool]) -> None:
         """Keep a gradient that is reduced over shards, but not yet over replicas."""
@@ -371,6 +371,6 @@ def group_parameters(
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
         alone = index if travels_alone(value) else -1
-        key = (dtypes, value.device, parameter.requires_grad, parameter.cut.axis.key, alone)
+        key = (dtypes, value.device, parameter.requires_grad, parameter.sharding.axis.key, alone)
         groups.setdefault(key, []).append(index)
     return [(key[0], members) for key, members in groups.items()]

@@ -56,7 +56,7 @@ class Reduction:
         if not alike:
             grads, dtype = [None if grad is None else grad.to(reduce) for grad in grads], reduce
         self._group, self._options = group, options
-        replicas = group.carriers.replicate
+        replicas = group.collectives.replicate
         self._replicas = replicas if options.all_reduce else None
         self._deferred = replicas is not None and not options.all_reduce
         divide = options.divide or float(layout.ranks * (replicas.ranks if replicas else 1))
@@ -69,7 +69,7 @@ class Reduction:
         self._ended = False
         self.has_hooks = group.has_hooks
         plan = group.plan
-        memory = group.carriers.reduce_memory or torch.empty
+        memory = group.collectives.reduce_memory or torch.empty
         self._out = memory((layout.shard_numel,), dtype=reduce, device=device)
         self._fulls: list[Tensor] = []
         self._outs: list[Tensor] = []
@@ -121,7 +121,7 @@ class Reduction:
     def start(self) -> StartedWork:
         if not self._fulls:
             return StartedWork()
-        return self._group.carriers.reduce.reduce_scatter(self._outs, self._fulls, self._scale)
+        return self._group.collectives.reduce.reduce_scatter(self._outs, self._fulls, self._scale)
 
     def finish(self) -> None:
         before = self._group.take_partial()
@@ -155,7 +155,7 @@ class Reduction:
             self._flat.copy_(self._out)
         if self._host is not None:
             if self._host.numel():
-                self._group.carriers.journal.record("to_host", [self._flat])
+                self._group.collectives.traffic.record("to_host", [self._flat])
             self._host.copy_(self._flat, non_blocking=True)
 
     def set_work(self, ticket: LaneWork) -> None:
@@ -215,9 +215,9 @@ class Reduction:
         return self._group.parameters
 
     @property
-    def line(self) -> GroupFingerprints:
-        return self._group.line
+    def fingerprints(self) -> GroupFingerprints:
+        return self._group.fingerprints
 
     @property
-    def carriers(self) -> GroupCollectives:
-        return self._group.carriers
+    def collectives(self) -> GroupCollectives:
+        return self._group.collectives

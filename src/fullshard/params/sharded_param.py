@@ -75,7 +75,7 @@ def all_current(parameters: Iterable[ShardedParameter]) -> bool:
     """Whether every slot holds the sharded face over our memory and trainability has not changed since. Runs at each gather."""
     for parameter in parameters:
         sharded, full = parameter.sharded, parameter.full
-        for installation in parameter.installations:
+        for installation in parameter.slots:
             if installation.parameters.get(installation.name) is not sharded:
                 return False
         if _torch.local_tensor(sharded) is not parameter.local:
@@ -92,8 +92,8 @@ def install_full(parameters: Iterable[ShardedParameter]) -> None:
         assert full is not None
         if full.requires_grad is not parameter.sharded.requires_grad:
             full.requires_grad_(parameter.sharded.requires_grad)
-        for installation in parameter.installations:
-            if installation.custom:
+        for installation in parameter.slots:
+            if installation.uses_setattr:
                 installation.put(full)
             else:
                 installation.parameters[installation.name] = full
@@ -103,10 +103,10 @@ def install_sharded(parameters: Iterable[ShardedParameter]) -> None:
     """Give the slots back their sharded face; a Parameter assigned meanwhile stays and is seen at the next gather."""
     for parameter in parameters:
         full, sharded = parameter.full, parameter.sharded
-        for installation in parameter.installations if full is not None else ():
+        for installation in parameter.slots if full is not None else ():
             held, name = installation.parameters, installation.name
             if held.get(name) is full:
-                if installation.custom:
+                if installation.uses_setattr:
                     installation.put(sharded)
                 else:
                     held[name] = sharded
@@ -133,13 +133,13 @@ def move_data(parameter: nn.Parameter, device: torch.device) -> None:
 class ParamSlot:
     """One slot a parameter is installed in. Holds the module's dict of parameters, not the module: no cycle."""
 
-    __slots__ = ("_module", "custom", "name", "parameters")
+    __slots__ = ("_module", "name", "parameters", "uses_setattr")
 
     def __init__(self, slot: Slot) -> None:
         self.parameters = _torch.parameters_of(slot.module)
         self.name = slot.name
         # Modules that keep parameters elsewhere too (RNNs do) learn of a swap through their own __setattr__.
-        self.custom = type(slot.module).__setattr__ is not nn.Module.__setattr__
+        self.uses_setattr = type(slot.module).__setattr__ is not nn.Module.__setattr__
         self._module = weakref.ref(slot.module)
 
     @property
@@ -147,7 +147,7 @@ class ParamSlot:
         return self._module()
 
     def put(self, parameter: nn.Parameter) -> None:
-        module = self._module() if self.custom else None
+        module = self._module() if self.uses_setattr else None
         if module is None:
             self.parameters[self.name] = parameter
         else:
@@ -182,31 +182,31 @@ class ShardedParameter:
         "__weakref__",
         "_lent",
         "before_step",
-        "cut",
         "full",
-        "installations",
         "is_plain",
-        "kept",
-        "label",
         "local",
+        "local_grad",
         "name",
         "sharded",
+        "sharding",
+        "slots",
         "spec",
-        "writes",
+        "unit_name",
+        "write_count",
     )
 
     def __init__(self, claim: ParamRef, cut: ParamSharding, sharded: nn.Parameter | None = None) -> None:
         """`sharded`: the face, where it exists already and the claimed parameter is not the full one."""
         original = claim.parameter
-        self.name, self.cut = claim.name, cut
-        self.installations = [ParamSlot(slot) for slot in claim.slots]
+        self.name, self.sharding = claim.name, cut
+        self.slots = [ParamSlot(slot) for slot in claim.slots]
         self.spec = cut.spec(original.dtype)
         self.full: nn.Parameter | None = None
-        self.kept: Tensor | None = None
-        self.writes = 0
-        self.is_plain = cut.dense is None and len(cut.shape) > 0  # modules compute with `cut.whole` as it is
+        self.local_grad: Tensor | None = None
+        self.write_count = 0
+        self.is_plain = cut.dense is None and len(cut.shape) > 0  # modules compute with `cut.local_shape` as it is
         self.before_step: WriteGuard | None = None
-        self.label = UnitName("")
+        self.unit_name = UnitName("")
         self._lent: tuple[int, int] | None = None
         self.local: Tensor = cut.slice(inside(original.detach())) if sharded is None else inside(sharded)
         if sharded is None:
@@ -217,18 +217,18 @@ class ShardedParameter:
     @property
     def module(self) -> nn.Module | None:
         """The first module it is installed in."""
-        return self.installations[0].module
+        return self.slots[0].module
 
     @property
     def current(self) -> nn.Parameter:
         """The face that its module has now."""
-        installation, full = self.installations[0], self.full
+        installation, full = self.slots[0], self.full
         return full if full is not None and installation.parameters.get(installation.name) is full else self.sharded
 
     @property
     def shape(self) -> torch.Size:
         """Of the full tensor."""
-        return self.cut.shape
+        return self.sharding.shape
 
     def replace_original(self, original: nn.Parameter) -> None:
         """Take the place of the caller's parameter: its slots, attributes, hooks, gradient and identity."""
@@ -239,10 +239,10 @@ class ShardedParameter:
         _torch.carry_hooks(original, self.sharded)
         if original.grad is not None:
             self.sharded.grad = self.dtensor_like_shard(
-                self.cut.slice(self.cut.grad_to_local(original.grad, name=self.name)).contiguous().clone()
+                self.sharding.slice(self.sharding.grad_to_local(original.grad, name=self.name)).contiguous().clone()
             )
         replace(original, self.sharded)
-        for installation in self.installations:
+        for installation in self.slots:
             installation.put(self.sharded)
 
     @property
@@ -254,27 +254,27 @@ class ShardedParameter:
 
         `action`: by a caller, who must have done so on all ranks.
         """
-        self.writes += 1
+        self.write_count += 1
         if action and self.before_step is not None:
             self.before_step.note_write(self, action)
 
     def add_local_grad(self, grad: Tensor, dtype: torch.dtype) -> None:
         """Add to what backwards without communication kept."""
-        self.kept = grad.to(dtype) if self.kept is None else self.kept.add_(grad)
+        self.local_grad = grad.to(dtype) if self.local_grad is None else self.local_grad.add_(grad)
 
     def take_local_grad(self) -> Tensor | None:
-        kept, self.kept = self.kept, None
+        kept, self.local_grad = self.local_grad, None
         return kept
 
     def discard_local_grads(self) -> None:
         """Forget what only this rank holds: what backwards without communication kept, and what lies at the full face."""
-        self.kept = None
+        self.local_grad = None
         if self.full is not None:
             self.full.grad = None
 
     def discard_gradient(self, *, set_to_none: bool) -> None:
         """As `zero_grad`, including what was kept."""
-        self.kept = None
+        self.local_grad = None
         if self.sharded.grad is not None:
             if set_to_none:
                 self.sharded.grad = None
@@ -283,24 +283,24 @@ class ShardedParameter:
 
     def slice(self, full: Tensor) -> Tensor:
         """This rank's rows of a plain tensor of the full shape."""
-        return self.cut.slice(self.cut.local_of(full))
+        return self.sharding.slice(self.sharding.local_of(full))
 
     def dtensor_like_shard(self, local: Tensor) -> DTensor:
         """A DTensor like the sharded parameter over other local data, for gradients and optimizer states."""
         if local.dtype != self.local.dtype or local.device != self.local.device or not self.is_plain:
-            return _torch.dtensor(local, self.cut.spec(local.dtype))
+            return _torch.dtensor(local, self.sharding.spec(local.dtype))
         return _torch.dtensor_like(self.local, local, self.spec)
 
     def shard_of(self, full: Tensor, *, dtype: torch.dtype) -> DTensor:
         """A DTensor like the sharded parameter with this rank's rows of `full`, where the shard is (or will be, if on meta)."""
         device = full.device if self.local.device.type == "meta" else self.local.device
         local = self.slice(full).to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
-        return _torch.dtensor(local, self.cut.spec(dtype))
+        return _torch.dtensor(local, self.sharding.spec(dtype))
 
     def bind_to_flat_shard(self, local: Tensor) -> None:
         """The shard lives in `local` from now on, a view of a group's flat shard that holds its values already."""
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
-            self.spec = self.cut.spec(local.dtype)
+            self.spec = self.sharding.spec(local.dtype)
         self.local = local
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device:
             # The wrapper's own dtype and device are fixed when it is made: give this object the inside of a fresh one.
@@ -313,8 +313,8 @@ class ShardedParameter:
         self.sharded.__dict__[LOGICAL] = WeakBackReference(self)
 
     def make_unsharded(self, view: Tensor) -> None:
-        """`view` (cut.whole, over the full storage) becomes the full face."""
-        self.full = nn.Parameter(self.cut.to_module(view), requires_grad=self.sharded.requires_grad)
+        """`view` (cut.local_shape, over the full storage) becomes the full face."""
+        self.full = nn.Parameter(self.sharding.to_module(view), requires_grad=self.sharded.requires_grad)
         redirect_to(self.full, self.sharded)
 
     def read_slots(self) -> Tensor:
@@ -326,7 +326,7 @@ class ShardedParameter:
         """
         found: list[nn.Parameter] = []
         kept = False
-        for installation in self.installations:
+        for installation in self.slots:
             current = installation.parameters.get(installation.name)
             if current is None:
                 raise StateError(
@@ -351,7 +351,7 @@ class ShardedParameter:
         others = [*values[1:], ours] if kept else values[1:]
         if not all(value.device.type == "meta" or torch.equal(value, values[0]) for value in others):
             raise StateError(
-                f"parameter '{self.name}' is installed in {len(self.installations)} slots (it is tied), which now hold "
+                f"parameter '{self.name}' is installed in {len(self.slots)} slots (it is tied), which now hold "
                 "different values: assign the same Parameter to all of them, or untie them before fully_shard"
             )
         return values[0]
@@ -364,7 +364,7 @@ class ShardedParameter:
             )
         if not isinstance(value, DTensor):
             return self.slice(value)
-        cut = self.cut
+        cut = self.sharding
         if value.device_mesh == cut.mesh and value.placements == cut.placements:
             return _torch.local_tensor(value)
         if cut.dense is not None and (value.device_mesh, value.placements) == (cut.dense.mesh, cut.dense.placements):
@@ -398,11 +398,11 @@ class ShardedParameter:
             return
         if full.dtype != self.local.dtype:
             raise StateError(
-                f"parameter '{self.name}' of unit '{self.label.name}' was written in a registered method as {full.dtype}, but "
-                f"is stored as {self.local.dtype}: write to it in `with fullshard.full_params(module):`"
+                f"parameter '{self.name}' of unit '{self.unit_name.name}' was written in a registered method as {full.dtype}, "
+                f"but is stored as {self.local.dtype}: write to it in `with fullshard.full_params(module):`"
             )
         with torch.no_grad():
-            self.local.copy_(self.cut.slice(inside(full.detach())))
+            self.local.copy_(self.sharding.slice(inside(full.detach())))
         self.note_write()
 
     def check_unwritten(self) -> None:
@@ -410,7 +410,7 @@ class ShardedParameter:
         lent, self._lent = self._lent, None
         if lent is not None and self.full is not None and lent != (self.full._version, self.full.data_ptr()):
             raise StateError(
-                f"parameter '{self.name}' of unit '{self.label.name}' was written while it was unsharded by hand, which "
+                f"parameter '{self.name}' of unit '{self.unit_name.name}' was written while it was unsharded by hand, which "
                 "reshard() loses: write to it in `with fullshard.full_params(module):`, or to its shard while it is sharded"
             )
 
@@ -421,23 +421,23 @@ class ShardedParameter:
 
     def install_in(self, slots: Iterable[Slot]) -> None:
         """Also be installed in these slots, if it is not yet."""
-        known = {(id(installation.parameters), installation.name) for installation in self.installations}
+        known = {(id(installation.parameters), installation.name) for installation in self.slots}
         for slot in slots:
             if (id(_torch.parameters_of(slot.module)), slot.name) not in known:
-                self.installations.append(ParamSlot(slot))
-                self.installations[-1].put(self.sharded)
+                self.slots.append(ParamSlot(slot))
+                self.slots[-1].put(self.sharded)
 
     def install_plain(self, plain: nn.Parameter) -> None:
         """Have the slots hold `plain` for a while."""
         redirect_to(plain, self.sharded)
-        for installation in self.installations:
+        for installation in self.slots:
             installation.put(plain)
 
     def restore(self, plain: nn.Parameter) -> bool:
         """The end of `show`; False if another Parameter was assigned meanwhile, which the next gather honours."""
         self.sharded.requires_grad_(plain.requires_grad)
         found = True
-        for installation in self.installations:
+        for installation in self.slots:
             if installation.parameters.get(installation.name) is plain:
                 installation.put(self.sharded)
             else:
@@ -456,7 +456,7 @@ class ShardedParameter:
         if self.local.device.type == "meta":
             local = self.dtensor_like_shard(rows.to(self.local.dtype, copy=True).contiguous())
             fresh = nn.Parameter(local, requires_grad=self.sharded.requires_grad)
-            for installation in self.installations:
+            for installation in self.slots:
                 installation.put(fresh)
         else:
             self.local.copy_(rows)
@@ -472,14 +472,14 @@ class ShardedParameter:
 
         `whole`: what this rank computes with, of a DTensor that is cut so (collective).
         """
-        plain = nn.Parameter(self.cut.to_module(whole(self.cut, self.sharded)), requires_grad=self.requires_grad)
+        plain = nn.Parameter(self.sharding.to_module(whole(self.sharding, self.sharded)), requires_grad=self.requires_grad)
         plain.__dict__.update({key: value for key, value in self.sharded.__dict__.items() if not is_ours(key)})
         _torch.carry_hooks(self.sharded, plain)
         if self.sharded.grad is not None:
-            plain.grad = self.cut.to_module(whole(self.cut, self.sharded.grad))
+            plain.grad = self.sharding.to_module(whole(self.sharding, self.sharded.grad))
         redirect_to(self.sharded, plain)
         self.sharded.__dict__.pop(LOGICAL, None)
-        for installation in self.installations:
+        for installation in self.slots:
             installation.put(plain)
         return plain
 
@@ -487,7 +487,7 @@ class ShardedParameter:
         """As `install_sharded`, whatever the slots hold: the trainability of a Parameter assigned there is taken over, unless
         what they hold is to be forgotten.
         """
-        for installation in self.installations:
+        for installation in self.slots:
             current = installation.parameters.get(installation.name)
             if current is not self.sharded:
                 if current is not None and current is not self.full and not forget:

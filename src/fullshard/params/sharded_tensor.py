@@ -229,7 +229,7 @@ def _part(face: ShardedDTensor, full: Tensor) -> Tensor:
     back = face.__dict__.get(LOGICAL) or face.__dict__.get(_VIEWED)
     logical = None if back is None else back()
     spec = _torch.spec_of(face)
-    if logical is not None and face.shape == logical.shape and spec.placements == logical.cut.placements:
+    if logical is not None and face.shape == logical.shape and spec.placements == logical.sharding.placements:
         return logical.slice(full).view(_torch.local_tensor(face).shape)  # type: ignore[no-any-return]
     return _torch.local_tensor(distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None))
 
@@ -309,7 +309,7 @@ def _names(faces: list[ShardedDTensor]) -> str:
     """Which parameters they are, and that their units' forward is not running; empty for parameters of units that are gone."""
     backs = [face.__dict__.get(LOGICAL) or face.__dict__.get(_VIEWED) for face in faces]
     found = [logical for back in backs if back is not None and (logical := back()) is not None]
-    parts = [f"parameter '{one.name}' of unit '{one.label.name}', whose forward is not running," for one in found]
+    parts = [f"parameter '{one.name}' of unit '{one.unit_name.name}', whose forward is not running," for one in found]
     return " and ".join(dict.fromkeys(parts))
 
 

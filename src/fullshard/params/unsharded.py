@@ -28,7 +28,7 @@ class GroupCollectives:
     reduce: Collectives
     replicate: Collectives | None
     retain: Collectives | None
-    journal: TrafficCounter
+    traffic: TrafficCounter
 
     @property
     def gather_memory(self) -> Allocate | None:
@@ -118,7 +118,7 @@ class FlatBuffer:
         self, layout: GroupLayout, dtypes: Dtypes, carriers: GroupCollectives, storage: Storage, shard: Tensor
     ) -> None:
         dtype, device = dtypes.compute, storage.device
-        self._journal, self._retainer = carriers.journal, carriers.retain
+        self._journal, self._retainer = carriers.traffic, carriers.retain
         self._poison = storage.poison
         self._flat = torch.empty(layout.full_numel, dtype=dtype, device=device)
         temporary: list[Tensor] = []
@@ -136,7 +136,7 @@ class FlatBuffer:
         if self._staging.numel():
             temporary.append(self._staging)
         outs = [
-            self._flat[bucket.pieces[0].region :][: layout.ranks * bucket.size] if bucket.direct else self._staging
+            self._flat[bucket.pieces[0].full_offset :][: layout.ranks * bucket.size] if bucket.direct else self._staging
             for bucket in layout.buckets
         ]
         self._shards = [self._arrived[bucket.offset : bucket.offset + bucket.size] for bucket in layout.buckets]
@@ -158,13 +158,13 @@ class FlatBuffer:
             place = layout.places[piece.parameter] if piece.parameter >= 0 else None
             if place is not None and place.folded:
                 if piece.size:
-                    self._folded.append((self._apart(piece.region, place.shape), place, column))
+                    self._folded.append((self._apart(piece.full_offset, place.shape), place, column))
             elif piece.size and not self._folded:
                 self._sizes.append(piece.size)
-                self._regions.append(self._apart(piece.region, (layout.ranks, piece.size)))
+                self._regions.append(self._apart(piece.full_offset, (layout.ranks, piece.size)))
             column += piece.size
         self._views(self._staging)
-        self.views = [self._apart(place.region, place.shape) for place in layout.places]
+        self.views = [self._apart(place.full_offset, place.shape) for place in layout.places]
         self._storage = _ResizableStorage.of(self._flat)  # between `grow` and `shrink`
         self._temporary = [_ResizableStorage.of(tensor) for tensor in temporary]  # between `grow` and `settle`
         self.versions: list[int] = []  # of what was gathered last

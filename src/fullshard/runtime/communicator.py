@@ -40,43 +40,43 @@ class TrackedWork(LoggedCall):
     `Communicator.send` fills it in, which saves each message a call of Python's.
     """
 
-    __slots__ = ("communicator", "hash", "start", "ticket")
+    __slots__ = ("communicator", "hash", "start", "work")
 
     communicator: Communicator
-    ticket: LaneWork
+    work: LaneWork
     start: Callable[[], StartedWork] | None  # there is none, nor a hash, if the lane was given it
     hash: int  # of all calls up to this, if its messages bear it
 
     def begin(self) -> StartedWork:
         """Send its messages. Raises StateError if nothing is begun any more."""
-        tag, ledger = self.communicator.tag, self.ledger
+        tag, ledger = self.communicator.message_tag, self.log
         tag.hash, tag.book = self.hash, ledger
         start, self.start = self.start, None  # what it belongs to may hold us
         assert start is not None
         return ledger.begin(start)
 
     def done(self) -> bool:
-        return self.ticket.done()
+        return self.work.done()
 
     def wait(self, *, block: bool = False) -> None:
         """Raises StateError if the work failed, or ended because the ranks parted."""
-        ticket, waiter = self.ticket, self.communicator.waiter
+        ticket, waiter = self.work, self.communicator.wait_state
         if waiter is None:
             return ticket.block() if block else ticket.wait()
-        before, waiter.entry = waiter.entry, self
+        before, waiter.call = waiter.call, self
         try:
             if block:
                 ticket.block()
             else:
                 ticket.wait()
         except Interrupted as failure:  # there is nothing to ask the others
-            raise StateError(f"rank {self.ledger.rank}, {self}: {failure}") from failure
+            raise StateError(f"rank {self.log.rank}, {self}: {failure}") from failure
         except Exception as failure:
             raise self.communicator.explained(failure, self) from failure
         finally:
-            waiter.entry = before
-        if self.ledger.verdict is not None:
-            raise StateError(self.ledger.verdict)
+            waiter.call = before
+        if self.log.desync_error is not None:
+            raise StateError(self.log.desync_error)
 
     def block(self) -> None:
         self.wait(block=True)
@@ -90,10 +90,10 @@ class Communicator:
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane], delays: Delays | None = None) -> None:
         self.device, self._delays = device, delays
         self.away = None if device.type == "cpu" else device  # to ask a device for its type takes longer than a heartbeat
-        self.journal = TrafficCounter()
-        self.tag = MessageTag()
-        self.watch: Watchdog | None = None
-        self.waiter: WaitState | None = None  # None as long as nobody else takes part in anything
+        self.traffic = TrafficCounter()
+        self.message_tag = MessageTag()
+        self.watchdog: Watchdog | None = None
+        self.wait_state: WaitState | None = None  # None as long as nobody else takes part in anything
         self.gather_lane, self.reduce_lane, self.replicate_lane = lanes(device), lanes(device), lanes(device)
         self._prompt = {type(self.gather_lane), type(self.reduce_lane), type(self.replicate_lane)} <= _PROMPT
         self._ledgers: dict[
@@ -127,9 +127,9 @@ class Communicator:
             found.tagged = self.away is None and backend == "gloo"
             watch = watch_of(backend)
             if watch is not None:
-                if watch is not self.watch:  # also of a process group that was made anew
-                    self.watch, self.waiter = watch, watch.new_wait_state()
-                    self.waiter.configure(self._patience, self._timeout)
+                if watch is not self.watchdog:  # also of a process group that was made anew
+                    self.watchdog, self.wait_state = watch, watch.new_wait_state()
+                    self.wait_state.configure(self._patience, self._timeout)
                 watch.add(found)
         return found
 
@@ -141,8 +141,8 @@ class Communicator:
         """An exception leaves this place: ranks that wait for this one are told so, unless it goes on soon."""
         for ledger in self.ledgers:
             ledger.note_exception(place, failure)
-        if self.watch is not None:
-            self.watch.stay_attentive()
+        if self.watchdog is not None:
+            self.watchdog.stay_attentive()
 
     @contextmanager
     def leaving(self, place: str) -> Iterator[None]:
@@ -162,19 +162,19 @@ class Communicator:
         """Of what the units were told, the shortest patience counts."""
         self._patience = min((check.patience for check in checks), default=1.0)
         self._timeout = min((check.timeout for check in checks if check.timeout is not None), default=None)
-        if self.waiter is not None:
-            self.waiter.configure(self._patience, self._timeout)
+        if self.wait_state is not None:
+            self.wait_state.configure(self._patience, self._timeout)
 
     def explained(self, failure: BaseException, entry: LoggedCall) -> StateError:
         """What a failed collective was about, and where the other ranks are."""
-        ledger = entry.ledger
-        if ledger.verdict is None and isinstance(failure, PeerLost) and self.watch is not None:
-            self.watch.peer_lost(entry, failure.rank)
-        if ledger.verdict is not None:
-            return StateError(ledger.verdict)
-        where = "" if self.watch is None else self.watch.survey(ledger)
+        ledger = entry.log
+        if ledger.desync_error is None and isinstance(failure, PeerLost) and self.watchdog is not None:
+            self.watchdog.peer_lost(entry, failure.rank)
+        if ledger.desync_error is not None:
+            return StateError(ledger.desync_error)
+        where = "" if self.watchdog is None else self.watchdog.survey(ledger)
         text = f"rank {ledger.rank}, {entry}: {headline(failure)}. {where}"
-        return StateError(text if ledger.verdict is None else ledger.verdict)
+        return StateError(text if ledger.desync_error is None else ledger.desync_error)
 
     def send(
         self,
@@ -193,17 +193,17 @@ class Communicator:
         """
         sent = TrackedWork()
         sent.communicator = self
-        sent.ledger = ledger = line.ledger
-        sent.kind = kind = line[action]
+        sent.log = ledger = line.log
+        sent.fingerprint = kind = line[action]
         if not part:
             ledger.say(kind)
-        sent.number = ledger.before + len(ledger.kinds)
+        sent.number = ledger.before + len(ledger.fingerprints)
         begin = start  # at once: the ledger was open a moment ago
         if ledger.tagged or after is not None or not self._prompt:
             sent.start, begin = start, sent.begin
             sent.hash = ledger.hash if ledger.tagged else sent.number  # which is for nobody then, and hashing takes its time
         try:
-            sent.ticket = lane.run(begin, finish) if after is None else lane.run(begin, finish, after=after.ticket)
+            sent.work = lane.run(begin, finish) if after is None else lane.run(begin, finish, after=after.work)
         except (StateError, torch.OutOfMemoryError):
             raise
         except RuntimeError as failure:
@@ -214,14 +214,14 @@ class Communicator:
         self, axis: ShardAxis, line: GroupFingerprints, action: str, tensor: Tensor, *, maximum: bool = False
     ) -> None:
         """Sum a tensor over the shards (or take the maximum), in place, by torch's own collectives, and wait for it."""
-        collectives = collectives_for(axis.group, self.device, self.tag)
+        collectives = collectives_for(axis.group, self.device, self.message_tag)
         reduce = collectives.all_reduce_max if maximum else collectives.all_reduce
         self.send(self.reduce_lane, line, action, partial(reduce, tensor)).wait()
 
     def order_behind_lanes(self) -> None:
         """Nothing is waited for any longer, and the compute lane is ordered behind whatever the others were given."""
-        if self.waiter is not None:
-            self.waiter.leave()
+        if self.wait_state is not None:
+            self.wait_state.leave()
         for lane in (self.gather_lane, self.reduce_lane, self.replicate_lane):
             lane.run(StartedWork, nothing).wait()
         if self.away is not None:  # a lane may have been cut short before it was ordered behind the backend's own stream
@@ -238,7 +238,7 @@ class Communicator:
         """torch's collectives on a group of a ledger's."""
         found = self._bare.get(held(group))
         if found is None:
-            found = self._bare[held(group)] = collectives_for(group, self.device, self.tag)
+            found = self._bare[held(group)] = collectives_for(group, self.device, self.message_tag)
         return found
 
     def carriers(self, axis: ShardAxis, options: UnitOptions) -> GroupCollectives:
@@ -252,19 +252,19 @@ class Communicator:
         if axis.group is not None:
             if options.all_gather is not None:
                 custom = CustomCollectives(gather.inner, axis.group, options.all_gather)
-                gather = CountedCollectives(custom, self.journal, keeps=gather)
+                gather = CountedCollectives(custom, self.traffic, keeps=gather)
             if options.reduce_scatter is not None:
                 custom = CustomCollectives(reduce.inner, axis.group, None, options.reduce_scatter)
-                reduce = CountedCollectives(custom, self.journal, keeps=reduce)
+                reduce = CountedCollectives(custom, self.traffic, keeps=reduce)
         replicate = retain = None
         if axis.replicas is not None:
             replicate = self._known(axis, "replicate", axis.replicas.group, options.comm)
-        if options.retain is not None and axis.group is not None and axis.ranks % options.retain == 0:
-            first = axis.rank - axis.rank % options.retain
-            ranks = dist.get_process_group_ranks(axis.group)[first : first + options.retain]
+        if options.subgroup_size is not None and axis.group is not None and axis.ranks % options.subgroup_size == 0:
+            first = axis.rank - axis.rank % options.subgroup_size
+            ranks = dist.get_process_group_ranks(axis.group)[first : first + options.subgroup_size]
             if len(ranks) < axis.ranks:
-                retain = self._known(axis, f"retain {options.retain}", ranks, options.comm)
-        return GroupCollectives(gather, reduce, replicate, retain, self.journal)
+                retain = self._known(axis, f"retain {options.subgroup_size}", ranks, options.comm)
+        return GroupCollectives(gather, reduce, replicate, retain, self.traffic)
 
     def _main_collectives(self, axis: ShardAxis, comm: CommPolicy) -> CountedCollectives:
         found = self._known(axis, "shard" if axis.group is not None else "alone", axis.group, comm)
@@ -289,12 +289,12 @@ class Communicator:
         if comm.collectives is not None and made is not None:
             given = comm.collectives(made)
             if isinstance(getattr(given, "tag", None), MessageTag):
-                given.tag = self.tag
-            return CountedCollectives(given, self.journal)
+                given.tag = self.message_tag
+            return CountedCollectives(given, self.traffic)
         key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.held)}")
         found = self._collectives.get(key)
         if found is None:
-            found = CountedCollectives(collectives_for(made, axis.device, self.tag), self.journal, keeps=owner)
+            found = CountedCollectives(collectives_for(made, axis.device, self.message_tag), self.traffic, keeps=owner)
             self._collectives[key] = found
         return found
 

@@ -84,7 +84,7 @@ class Runtime:
         self.device = device
         self.planner = Planner(self._can_prefetch)
         self.communicator = Communicator(device, lanes, delays)
-        self.delivery = GradientReducer(self.communicator)
+        self.reducer = GradientReducer(self.communicator)
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._thread = get_ident()
@@ -112,7 +112,7 @@ class Runtime:
         self._dismiss_gone()
         number = next(self._numbers)
         self._units[number] = unit
-        self.planner.register(number, keep=unit.options.keep)
+        self.planner.register(number, keep=unit.options.reshard_policy)
         weakref.finalize(unit, self._deleted, number)
         return number
 
@@ -137,7 +137,7 @@ class Runtime:
 
     def unregister(self, unit: Unit) -> None:
         """The unit was taken off its modules."""
-        self.delivery.discard(unit)
+        self.reducer.discard(unit)
         if self._units.pop(unit.number, None) is not None:
             self._dismiss(unit.number)
 
@@ -148,7 +148,7 @@ class Runtime:
         self.planner.unregister(number)
         self.update_timeouts()
         for group, ticket in self._gathering.pop(number, ()):
-            self.delivery.track(ticket, group.free_unsharded)
+            self.reducer.track(ticket, group.free_unsharded)
 
     # --- events ---
 
@@ -160,7 +160,7 @@ class Runtime:
                 f"unit '{unit.name}' was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev), which cannot "
                 "gather: use torch.autograd.grad or fullshard.grad, or compute with the tensors of fullshard.gathered()"
             )
-        if unit.shown:
+        if unit.shows_plain:
             raise StateError(
                 f"the forward of unit '{unit.name}' was called inside full_params(), which shows its parameters to read and "
                 "write: call it outside, or keep the model gathered with resident()"
@@ -194,7 +194,7 @@ class Runtime:
             self._dismiss_gone()
             unit.assign_names(module)
             self._trace.clear()
-            self.delivery.read_beats()
+            self.reducer.read_beats()
             self.communicator.roll_pages()
             if self._event is not None:
                 _torch.wait_for_event(self.device, self._event)
@@ -239,7 +239,7 @@ class Runtime:
         if grad and not unit.options.in_backward and unit.residency is Residency.SHARDED:
             for group in unit.groups:
                 group.invalidate_autograd()
-        self.delivery.poll()
+        self.reducer.poll()
         return ended.call if grad else None
 
     def _left_forward(self, unit: Unit) -> None:
@@ -262,7 +262,7 @@ class Runtime:
         self._recover_if_stale()
         first = self._begin_backward()
         self._units_in_backward[unit.number] = unit
-        self.delivery.poll()
+        self.reducer.poll()
         self._joined.backward_reached(call)
         if len(self._joined):
             self._join_backward(beyond=call.end)
@@ -300,9 +300,9 @@ class Runtime:
                     if not self.planner.is_pinned(unit.number):
                         self._uninstall(unit)
                     self._reduce_late(unit)
-                self.delivery.collect(list(self._units_in_backward.values()), self._all_units)
+                self.reducer.collect(list(self._units_in_backward.values()), self._all_units)
             except BaseException:
-                if self.delivery.decided is None:
+                if self.reducer.decided is None:
                     # Whoever keeps what is raised keeps our caller alive, by whose death we know of backwards that raised.
                     self._backward = weakref.ref(FinalCallback(self.leave_backward))
                     self._backward_died(None)
@@ -318,7 +318,7 @@ class Runtime:
         """Nothing can undo it any more."""
         self._backward = None
         self._units_in_backward.clear()
-        self.delivery.assign_grads()
+        self.reducer.assign_grads()
 
     # --- taking part without computing ---
 
@@ -354,7 +354,7 @@ class Runtime:
                 self._joined.add(last)
             if inner.options.buffers != "local":
                 share_buffers(inner, inner.modules[0], self.communicator)
-        self.delivery.poll()
+        self.reducer.poll()
         if last is None:
             return torch.zeros((), device=self.device)
         zero = torch.zeros((), device=self.device, requires_grad=True).clone()
@@ -435,7 +435,9 @@ class Runtime:
         """What modules compute with, gathered into memory of its own: one tensor per parameter (collective)."""
         with torch.no_grad():
             side = group.private_buffer()
-            self.communicator.send(self.communicator.gather_lane, group.line, "gather by hand", side.start, side.finish).wait()
+            self.communicator.send(
+                self.communicator.gather_lane, group.fingerprints, "gather by hand", side.start, side.finish
+            ).wait()
             side.release_staging()
         return group.lifted(side)
 
@@ -445,7 +447,7 @@ class Runtime:
         self.check_idle(unit, doing="post_backward()")
         if group.trainable:
             with torch.no_grad():
-                self.delivery.reduce(unit, group, group.take_gradients() or [None] * len(group.parameters))
+                self.reducer.reduce(unit, group, group.take_gradients() or [None] * len(group.parameters))
         if not unit.options.keep_after_backward:
             self.reshard(unit)
 
@@ -458,8 +460,8 @@ class Runtime:
     def finish_reductions(self, unit: Unit) -> None:
         """Wait for what is in flight and hand out gradients, for a caller that runs backwards piece by piece."""
         with torch.no_grad():
-            self.delivery.collect([unit], self._all_units)
-            self.delivery.assign_grads()
+            self.reducer.collect([unit], self._all_units)
+            self.reducer.assign_grads()
 
     def register_copied_use(self, unit: Unit) -> BackwardHook:
         """The unit's parameters are used in a copy of their own; what is returned tells of its backward."""
@@ -476,7 +478,7 @@ class Runtime:
         self._abort_in_progress()
         self.planner.reset_orders()
         for unit in list(self._units.values()):
-            self.delivery.discard(unit)
+            self.reducer.discard(unit)
             unit.reset_call_counts()
 
     @_event
@@ -563,7 +565,7 @@ class Runtime:
     def check_idle(self, unit: Unit, *, doing: str) -> None:
         """Raises StateError if the unit's forward or backward is under way, or it shows full parameters."""
         self._recover_if_stale()
-        if unit.shown:
+        if unit.shows_plain:
             raise StateError(
                 f"{doing} was called inside full_params() of unit '{unit.name}': call it before or after the block"
             )
@@ -576,7 +578,7 @@ class Runtime:
 
     def check_delivered(self, unit: Unit, *, doing: str) -> None:
         """Raises StateError if gradients of the unit are on their way, to groups that are about to be made anew."""
-        if self.delivery.is_undelivered(unit):
+        if self.reducer.is_undelivered(unit):
             raise StateError(
                 f"{doing} came while gradients of unit '{unit.name}' are reduced, but not yet delivered: run the last backward "
                 "of the step first, or call zero_grad()"
@@ -586,12 +588,12 @@ class Runtime:
     def check_step(self, unit: Unit) -> None:
         """Raises StateError if an optimizer may not write the unit's shards now."""
         self._recover_if_stale()
-        self.delivery.read_beats()
+        self.reducer.read_beats()
         if self.planner.running(unit.number) and any(_torch.is_in_forward(module) for module in unit.modules):
             raise StateError(f"optimizer.step() was called inside the forward of unit '{unit.name}': call it after backward")
         for group in unit.groups:
             group.synchronize_host()
-        self.delivery.check_arrived(unit)
+        self.reducer.check_arrived(unit)
 
     def log_write(self, ledger: CollectiveLog, kind: Fingerprint) -> None:
         """Enter in the ledger that the caller wrote to shards.
@@ -600,8 +602,8 @@ class Runtime:
         other threads do. Ranks that parted are told by the next message, which is soon enough for what is done already.
         """
         if (
-            ledger.verdict is None
-            and self.delivery.decided is None
+            ledger.desync_error is None
+            and self.reducer.decided is None
             and _torch.current_graph_task() == -1
             and get_ident() == self._thread
         ):
@@ -675,7 +677,9 @@ class Runtime:
         for group in unit.groups:
             full = group.allocate_unsharded()
             try:
-                ticket = self.communicator.send(self.communicator.gather_lane, group.line, action, full.start, full.finish)
+                ticket = self.communicator.send(
+                    self.communicator.gather_lane, group.fingerprints, action, full.start, full.finish
+                )
             except BaseException:
                 group.drop_unsharded()
                 raise
@@ -714,15 +718,15 @@ class Runtime:
             self._uninstall(unit)
         for group in unit.groups:
             if group.trainable:
-                self.delivery.reduce(unit, group, group.take_gradients() or [None] * len(group.parameters))
-        self.delivery.poll()
+                self.reducer.reduce(unit, group, group.take_gradients() or [None] * len(group.parameters))
+        self.reducer.poll()
 
     def _reduce_late(self, unit: Unit) -> None:
         """Gradients that came after their unit was reduced, from a second graph for example."""
         for group in unit.groups:
             grads = group.take_gradients()
             if grads is not None:
-                self.delivery.reduce(unit, group, grads)
+                self.reducer.reduce(unit, group, grads)
 
     # --- backward's end, and what to do when it never comes ---
 
@@ -752,16 +756,16 @@ class Runtime:
         gone = self._warn_of_backward()
         self._abort_in_progress()
         for unit in gone:
-            self.delivery.discard(unit)
+            self.reducer.discard(unit)
 
     def _warn_of_backward(self) -> list[Unit]:
         """Say that a backward raised; the units of which it is to discard also what earlier ones of the step left."""
         names = ", ".join(f"'{unit.name}'" for unit in self._units_in_backward.values()) or "no unit"
         step = self._units_of_step()
         kept = (
-            self.delivery.merged
+            self.reducer.merged
             or any(group.deferring for unit in step for group in unit.groups)
-            or any(parameter.kept is not None for unit in step for parameter in unit.parameters)
+            or any(parameter.local_grad is not None for unit in step for parameter in unit.parameters)
         )
         also = ", and with them what earlier backwards of the step had kept without communication" if kept else ""
         warnings.warn(
@@ -786,10 +790,10 @@ class Runtime:
 
     def _reset_after_interrupt(self) -> None:
         """An interrupt came between any two lines of ours. What those left is not believed: all units hold nothing then."""
-        if self.delivery.decided is not None:
+        if self.reducer.decided is not None:
             self._end_backward()
         units = list(self._units.values())
-        gone = [unit for unit in units if self.delivery.is_undelivered(unit)]
+        gone = [unit for unit in units if self.reducer.is_undelivered(unit)]
         if self._backward is not None:
             gone += self._warn_of_backward()
         elif gone:
@@ -797,7 +801,7 @@ class Runtime:
             warnings.warn(f"an interrupt came while gradients of {names} were reduced: they are discarded", stacklevel=3)
         self._backward = None
         self._joined.clear()
-        self.delivery.abort()
+        self.reducer.abort()
         self.communicator.order_behind_lanes()
         while self._gathering:
             self._settle_or_abandon(self._gathering.popitem()[1])
@@ -808,7 +812,7 @@ class Runtime:
                 group.drop_unsharded()
                 group.take_gradients()
         for unit in gone:
-            self.delivery.discard(unit)
+            self.reducer.discard(unit)
         self.planner.start_over()
         self._units_in_backward.clear()
         self.interrupted = False
@@ -819,7 +823,7 @@ class Runtime:
             unit.forget_exposed()
         self._backward = None
         self._joined.clear()
-        self.delivery.abort()
+        self.reducer.abort()
         for number in list(self._gathering):
             gathering = self._units.get(number)
             try:
@@ -837,7 +841,7 @@ class Runtime:
         for unit in self._units_in_backward.values():
             for group in unit.groups:
                 group.take_gradients()
-        self.delivery.forget(self._units_in_backward)
+        self.reducer.forget(self._units_in_backward)
         self._units_in_backward.clear()
 
 

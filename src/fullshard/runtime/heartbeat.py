@@ -68,10 +68,10 @@ class Heartbeat:
             self._host = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def start(self) -> StartedWork:
-        return self.reductions[0].carriers.reduce.all_reduce_max(self._message)
+        return self.reductions[0].collectives.reduce.all_reduce_max(self._message)
 
     def start_over_replicas(self) -> StartedWork:
-        replicas = self.reductions[0].carriers.replicate
+        replicas = self.reductions[0].collectives.replicate
         return StartedWork() if replicas is None else replicas.all_reduce_max(self._message)
 
     def finish(self) -> None:

@@ -41,7 +41,7 @@ def _added(module: nn.Module, name: str, value: object) -> None:
         unit = back()
         # Units themselves put parameters into slots that are there.
         if unit is not None and (isinstance(value, nn.Module) or name not in _torch.parameters_of(module)):
-            unit.examine(True)
+            unit.request_lint(True)
 
 
 _torch.on_registration(_added)
@@ -52,7 +52,7 @@ def examine(unit: Unit, root: nn.Module) -> None:
     unit.request_lint(False)
     mark(unit)
     if unit.axis.ranks * unit.axis.replicated > 1 and torch.is_grad_enabled() and "added" not in unit.options.checks.silence:
-        slots = {(id(i.parameters), i.name) for parameter in unit.parameters for i in parameter.installations}
+        slots = {(id(i.parameters), i.name) for parameter in unit.parameters for i in parameter.slots}
         stray = [name for module in unit.modules for name, p in _unowned(module, slots) if _IGNORED not in p.__dict__]
         if stray:
             unit.request_lint(True)
@@ -61,7 +61,7 @@ def examine(unit: Unit, root: nn.Module) -> None:
                 "alone: add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their "
                 "gradients yourself, pass CheckPolicy(silence=('added',))"
             )
-    if unit.runtime.planner.outermost() is None and not unit.examined and _is_first_rank(unit):
+    if unit.runtime.planner.outermost() is None and not unit.linted and _is_first_rank(unit):
         unit.finish_lint()
         unit.assign_names(root)
         for name, line in remarks(root):
@@ -104,7 +104,7 @@ def remarks(root: nn.Module) -> list[tuple[str, str]]:
     The names are those of `CheckPolicy(silence=...)`.
     """
     units = list(dict.fromkeys(unit for module in root.modules() if (unit := unit_of(module)) is not None))
-    sizes = [sum(p.cut.whole.numel() for p in unit.parameters) for unit in units]
+    sizes = [sum(p.sharding.local_shape.numel() for p in unit.parameters) for unit in units]
     total = sum(sizes)
     found: list[tuple[str, str]] = []
     if len(units) > 1 and units[0].modules[0] is root:
@@ -128,7 +128,7 @@ def remarks(root: nn.Module) -> list[tuple[str, str]]:
                 )
             )
     for unit in units:
-        real = sum(p.cut.whole.numel() for group in unit.groups if not group.extension for p in group.parameters)
+        real = sum(p.sharding.local_shape.numel() for group in unit.groups if not group.extension for p in group.parameters)
         held = sum(group.layout.shard_numel * group.layout.ranks for group in unit.groups if not group.extension)
         if real and held - real > max(real // 10, _LARGE):
             found.append(

@@ -16,12 +16,12 @@ _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 class UnitOptions:
     """What a unit was told, without None."""
 
-    keep: ReshardPolicy
+    reshard_policy: ReshardPolicy
     mp: MixedPrecisionPolicy
     comm: CommPolicy
     checks: CheckPolicy
     offload: OffloadPolicy = _NO_OFFLOAD
-    retain: int | None = None  # ranks that keep one copy together between forward and backward
+    subgroup_size: int | None = None  # ranks that keep one copy together between forward and backward
     reduce: ReduceOptions = _REDUCE
     sync: str = "check"
     buffers: str = "local"

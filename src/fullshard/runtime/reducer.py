@@ -77,13 +77,13 @@ class GradientReducer:
         if frozen:
             action = f"{action}, without {', '.join(frozen)}"
         communicator = self._communicator
-        ticket = communicator.send(communicator.reduce_lane, group.line, action, reduction.start, reduction.finish)
+        ticket = communicator.send(communicator.reduce_lane, group.fingerprints, action, reduction.start, reduction.finish)
         # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
         self._in_flight.push(ticket, reduction.release_messages, polled=not reduction.replicated)
         if reduction.replicated:
             ticket = communicator.send(
                 communicator.replicate_lane,
-                group.line,
+                group.fingerprints,
                 "sum over replicas",
                 reduction.replicate,
                 reduction.finish_replicated,
@@ -145,7 +145,7 @@ class GradientReducer:
     def check_arrived(self, unit: Unit) -> None:
         """Raises StateError if gradients of the unit are not where an optimizer would look for them."""
         for parameter in unit.parameters:
-            if parameter.kept is not None:
+            if parameter.local_grad is not None:
                 raise StateError(
                     f"optimizer.step() was called while the gradient of '{parameter.name}' in unit '{unit.name}' is only kept "
                     "on each rank: run the last backward of the step outside of accumulate(), or after "
@@ -184,7 +184,7 @@ class GradientReducer:
             return
         beats = self._beat(reduced, left, None)
         beating = {beat.ledger for beat, _ in beats}
-        more = [(unit, group) for unit, group in left if group.line.ledger not in beating]
+        more = [(unit, group) for unit, group in left if group.fingerprints.log not in beating]
         for beat, _ in beats:
             slots = beat.kept_units() if self._communicator.away is None or self._kept or keeping else ()
             if slots:
@@ -195,12 +195,12 @@ class GradientReducer:
             for unit, group in more:
                 self.reduce(unit, group, [None] * len(group.parameters))
             late = self._due()
-            unpollable = {reduction.line.ledger for _, reduction in reduced} - beating
-            beats += self._beat(late, [], {reduction.line.ledger for _, reduction in late} - unpollable)
+            unpollable = {reduction.fingerprints.log for _, reduction in reduced} - beating
+            beats += self._beat(late, [], {reduction.fingerprints.log for _, reduction in late} - unpollable)
             reduced += late
         if keeping:
             for number, unit in list(self._keeping.items()):
-                if not any(group.keeping or group.deferring for group in unit.groups):
+                if not any(group.has_local_grads or group.deferring for group in unit.groups):
                     del self._keeping[number]
         self._kept = False
         used: dict[int, list[bool]] = {}  # anywhere, where that is known
@@ -270,7 +270,7 @@ class GradientReducer:
             if _ends_here(unit, trees):
                 for group in unit.groups:
                     deferred = group.deferring and unit.options.reduce.all_reduce
-                    if group.trainable and (group.keeping or deferred):
+                    if group.trainable and (group.has_local_grads or deferred):
                         found.append((unit, group))
         return found
 
@@ -287,7 +287,7 @@ class GradientReducer:
             for unit in units
             if unit.global_id % SLOTS in slots and _ends_here(unit, trees)
             for group in unit.groups
-            if group.line.ledger is beat.ledger and group.trainable and id(group) not in reduced
+            if group.fingerprints.log is beat.ledger and group.trainable and id(group) not in reduced
         ]
 
     def assign_grads(self) -> None:
@@ -312,7 +312,7 @@ class GradientReducer:
         for unit, reduction in reduced:
             checks = unit.options.checks
             if checks.heartbeat:
-                ledger = reduction.line.ledger
+                ledger = reduction.fingerprints.log
                 if ledger not in axes:
                     axes[ledger] = checks.every, []
                 axes[ledger][1].append(reduction)
@@ -322,10 +322,10 @@ class GradientReducer:
             line = self._lines.get(ledger)
             if line is None:
                 line = self._lines[ledger] = GroupFingerprints(ledger, _NOBODY, "")
-            slots = [unit.global_id % SLOTS for unit, group in left if group.line.ledger is ledger]
+            slots = [unit.global_id % SLOTS for unit, group in left if group.fingerprints.log is ledger]
             beat = Heartbeat(ledger, reductions, communicator.away, self._page, slots)
             self._page = None
-            over = reductions[0].carriers.replicate is not None
+            over = reductions[0].collectives.replicate is not None
             finish = nothing if over else beat.finish
             ticket = communicator.send(communicator.reduce_lane, line, "heartbeat", beat.start, finish)
             if over:
@@ -337,10 +337,10 @@ class GradientReducer:
     def _check_beat(self, beat: Heartbeat) -> None:
         """Raises StateError if the ranks did not run the same."""
         if beat.is_desynced():
-            watch = self._communicator.watch
+            watch = self._communicator.watchdog
             text = "" if watch is None else watch.confront(beat.ledger)
             beat.ledger.close(text or "the ranks ran different units, or the same ones in different orders, in this step")
-            raise StateError(beat.ledger.verdict)
+            raise StateError(beat.ledger.desync_error)
 
     def read_beats(self, *, keep: int | None = None) -> None:
         """On an accelerator: look at what has arrived, and wait for all but the last `keep`, if that is given."""

@@ -24,7 +24,7 @@ def check_replicas(unit: Unit) -> None:
     axes: dict[int, tuple[ShardAxis, list[tuple[str, Tensor]]]] = {}
     for p in unit.parameters:
         name = f"parameter '{p.name}' of unit '{unit.name}'"
-        axes.setdefault(id(p.cut.axis), (p.cut.axis, []))[1].append((name, p.local))
+        axes.setdefault(id(p.sharding.axis), (p.sharding.axis, []))[1].append((name, p.local))
     for axis, shards in axes.values():
         talk = unit.setup_collectives("comparison of replicas", shards=False).about(axis)
         if unit.options.sync == "broadcast":
@@ -56,13 +56,13 @@ def share_buffers(unit: Unit, root: nn.Module, communicator: Communicator) -> No
             slots.append((_torch.buffers_of(module), name, buffer))
     shared: dict[int, Tensor] = {}
     carriers = communicator.carriers(axis, unit.options)
-    line = GroupFingerprints(communicator.log_of(axis), unit.label, f"{unit.global_id} buffers")
+    line = GroupFingerprints(communicator.log_of(axis), unit.unit_name, f"{unit.global_id} buffers")
     with torch.no_grad():
         for dtype, found in kinds.items():
             buffers = list(found.values())
             message = torch.cat([buffer.reshape(-1) for buffer in buffers])
             message = message.to(torch.uint8) if dtype is torch.bool else message
-            line.ledger.allow_message_size(message.nbytes)
+            line.log.allow_message_size(message.nbytes)
             averaged = mean and dtype.is_floating_point
             if not (averaged or first):
                 message.zero_()

@@ -106,8 +106,8 @@ class SetupCollectives:
                 mine.copy_(moved)
 
     def whole(self, cut: ParamSharding, sharded: DTensor) -> Tensor:
-        """What this rank computes with (cut.whole; of a scalar one element), of a DTensor that is cut so, in memory of its own
-        where its part is.
+        """What this rank computes with (cut.local_shape; of a scalar one element), of a DTensor that is cut so, in memory
+        of its own where its part is.
         """
         return self._whole(cut, sharded) if _is_cut_so(cut, sharded) else cut.local_of(self._by_torch(sharded)).clone()
 
@@ -123,20 +123,20 @@ class SetupCollectives:
         if not cut.shape or group is None or cut.axis.ranks == 1:
             return local.clone()
         if local.device.type == "meta":
-            return local.new_empty(cut.whole)
+            return local.new_empty(cut.local_shape)
         part = local.movedim(cut.dim, 0).to(cut.axis.device).contiguous()
         if cut.extent.padding:
             part = torch.cat([part, part.new_zeros((cut.extent.padding, *part.shape[1:]))])
         found = part.new_empty((cut.axis.ranks * part.shape[0], *part.shape[1:]))
         self.about(cut.axis)._gather(found, part, group)
-        return found[: cut.whole[cut.dim]].movedim(0, cut.dim).contiguous().to(local.device)
+        return found[: cut.local_shape[cut.dim]].movedim(0, cut.dim).contiguous().to(local.device)
 
     def _by_torch(self, sharded: Any) -> Tensor:
         """As DTensor knows to: tensor parallelism, subclasses, gradients that a caller cut in another way. Its collectives
         know no names, so the ranks meet before, and the watch knows this call for what it is.
         """
         self.meet()
-        waiter = self._communicator.waiter
+        waiter = self._communicator.wait_state
         if waiter is None or self._last is None:
             return full_tensor(sharded)
         before = waiter.enter(self._last)
@@ -161,7 +161,7 @@ class SetupCollectives:
         communicator = self._communicator
         if self._line is None:
             self._line = GroupFingerprints(communicator.log_of(self.axis), self._label, self._subject)
-        communicator.journal.record(KIND, fulls, group.size())
+        communicator.traffic.record(KIND, fulls, group.size())
         sent = communicator.send(communicator.reduce_lane, self._line, self._doing, start)
         sent.wait()
         self._last = sent

@@ -86,7 +86,7 @@ class Unit:
     ) -> None:
         """`global_id`: of the unit that this one is a copy of."""
         self.runtime = runtime
-        self.label = UnitName(type(modules[0]).__name__)
+        self.unit_name = UnitName(type(modules[0]).__name__)
         self.global_id = runtime.communicator.log_of(axis).next_unit_id() if global_id is None else global_id
         self.axis = axis
         self.options = options
@@ -94,9 +94,9 @@ class Unit:
         self.groups: list[ParamGroup] = []
         self.decided = False  # whether it is known how each parameter is gathered
         self._modules = [weakref.ref(module) for module in modules]
-        self.due = True  # whether to look for parameters that nobody reduces before the next forward
-        self.examined = False  # whether remarks were made about the model it is the outermost unit of
-        self.handles: list[tuple[weakref.ref[nn.Module], Any]] = []  # of the hooks, and the modules that have them
+        self.lint_due = True  # whether to look for parameters that nobody reduces before the next forward
+        self.linted = False  # whether remarks were made about the model it is the outermost unit of
+        self.hooks: list[tuple[weakref.ref[nn.Module], Any]] = []  # of the hooks, and the modules that have them
         self._left: set[int] = set()  # modules (by id) that this round of forwards has yet to run
         self._round = CallsPerRun()
         self._path: list[tuple[weakref.ref[nn.Module], str]] = []  # from the outermost module to it: parent, name
@@ -110,7 +110,7 @@ class Unit:
         self._traced_from = 0
         self._live_graphs = 0
         self.output_has_graph: bool | None = None  # whether its last forward had an output with a graph
-        self.shown = False  # full_params() has plain Parameters in its slots
+        self.shows_plain = False  # full_params() has plain Parameters in its slots
         self._lent = False  # full parameters were handed to the caller
         self._methods = 0  # calls of registered methods under way
         self._named_below = False
@@ -130,12 +130,12 @@ class Unit:
 
     @property
     def name(self) -> str:
-        return self.label.name
+        return self.unit_name.name
 
     def setup_collectives(self, doing: str, *, shards: bool = True) -> SetupCollectives:
         """What the ranks say to each other in a call about it that is neither forward nor backward."""
         return SetupCollectives(
-            self.runtime.communicator, self.axis, self.label, doing, f"{self.global_id} {doing}", shards=shards
+            self.runtime.communicator, self.axis, self.unit_name, doing, f"{self.global_id} {doing}", shards=shards
         )
 
     @property
@@ -162,7 +162,7 @@ class Unit:
         options = self.options
         self.runtime.planner.configure(
             self.number,
-            keep=options.keep,
+            keep=options.reshard_policy,
             keep_after_backward=options.keep_after_backward,
             in_backward=options.in_backward,
             nbytes=sum(group.full_nbytes for group in self.groups),
@@ -179,7 +179,7 @@ class Unit:
         groups: list[ParamGroup] = []
         with torch.inference_mode(False), torch.no_grad():
             for shared, members in group_parameters(self.parameters, values, dtypes):
-                carriers = self.runtime.communicator.carriers(self.parameters[members[0]].cut.axis, options)
+                carriers = self.runtime.communicator.carriers(self.parameters[members[0]].sharding.axis, options)
                 direct = options.comm.direct_min_bytes
                 # Custom collectives work in memory of their own, so everything is packed there.
                 packed = max(carriers.gather.direct_min_bytes, carriers.reduce.direct_min_bytes)
@@ -194,9 +194,9 @@ class Unit:
                 )
                 parameters = [self.parameters[i] for i in members]
                 subject = f"{self.global_id}.{len(groups)} {[(p.name, tuple(p.shape)) for p in parameters]} {shared}"
-                ledger = self.runtime.communicator.log_of(parameters[0].cut.axis)
+                ledger = self.runtime.communicator.log_of(parameters[0].sharding.axis)
                 ledger.allow_message_size(_WIDEST * sum(parameter.shape.numel() for parameter in parameters))
-                line = GroupFingerprints(ledger, self.label, subject)
+                line = GroupFingerprints(ledger, self.unit_name, subject)
                 groups.append(
                     ParamGroup(
                         parameters, [values[i] for i in members], dtypes=shared, carriers=carriers, storage=storage, line=line
@@ -205,7 +205,7 @@ class Unit:
         self.groups, self.decided = groups, False
         self.runtime.update_timeouts()
         for parameter in self.parameters:
-            parameter.before_step, parameter.label = self.check, self.label
+            parameter.before_step, parameter.unit_name = self.check, self.unit_name
         self._update_planner()
 
     def decide(self) -> None:
@@ -259,7 +259,7 @@ class Unit:
             if full is not None and full.requires_grad and _torch.is_in_graph(full):
                 self.hook_late_grads()
                 if "hidden" not in self.options.checks.silence:
-                    if self.options.keep is ReshardPolicy.ALWAYS:
+                    if self.options.reshard_policy is ReshardPolicy.ALWAYS:
                         why, otherwise = "is right only if no other backward comes first, which frees the parameters", ""
                     else:
                         why = "cannot be gathered for"
@@ -297,16 +297,16 @@ class Unit:
 
     def log_write(self, action: str) -> None:
         """The caller did this to its shards, as all ranks must."""
-        lines = {group.line.ledger: group.line for group in reversed(self.groups)}
+        lines = {group.fingerprints.log: group.fingerprints for group in reversed(self.groups)}
         for ledger, line in lines.items():
             self.runtime.log_write(ledger, line[action])
 
     def request_lint(self, due: bool) -> None:
         """Whether to look at its modules before its next forward."""
-        self.due = due
+        self.lint_due = due
 
     def finish_lint(self) -> None:
-        self.examined = True
+        self.linted = True
 
     def begin_recording(self, at: int) -> None:
         """Its forward begins at this place of the runtime's trace."""
@@ -371,10 +371,10 @@ class Unit:
 
     def track_hook(self, module: nn.Module, handle: Any) -> None:
         """Remember a hook that was put on `module`."""
-        self.handles.append((weakref.ref(module), handle))
+        self.hooks.append((weakref.ref(module), handle))
 
     def take_hooks(self) -> list[tuple[weakref.ref[nn.Module], Any]]:
-        handles, self.handles = self.handles, []
+        handles, self.hooks = self.hooks, []
         return handles
 
     @property
@@ -420,15 +420,15 @@ class Unit:
 
     def set_plain_shown(self, shown: bool) -> None:
         """Whether the slots show plain full Parameters, for the length of a block."""
-        self.shown = shown
+        self.shows_plain = shown
 
     def set_name(self, name: str) -> None:
-        self.label.name = name
+        self.unit_name.name = name
 
     @property
     def shows_full(self) -> bool:
         """Whether slots hold full parameters, so that walking the modules does not find the sharded ones."""
-        return self.shown or any(group.installed for group in self.groups)
+        return self.shows_plain or any(group.installed for group in self.groups)
 
     def changes(self, fn: Callable[[Tensor], Tensor]) -> bool:
         """Whether `fn`, as given to `Module._apply`, changes the dtype or device of what the unit has."""
@@ -572,8 +572,8 @@ class StepCheck:
         unit = self._unit()
         if unit is not None:
             subject = f"{unit.global_id} {parameter.name} {action}"
-            kind = Fingerprint(unit.label, f"{action} of '{parameter.name}'", subject)
-            unit.runtime.log_write(unit.runtime.communicator.log_of(parameter.cut.axis), kind)
+            kind = Fingerprint(unit.unit_name, f"{action} of '{parameter.name}'", subject)
+            unit.runtime.log_write(unit.runtime.communicator.log_of(parameter.sharding.axis), kind)
 
 
 class LateGradHook:

@@ -25,7 +25,7 @@ from fullshard.schedule.residency import (
 class UnitRecord:
     """What the planner knows of one unit."""
 
-    keep: ReshardPolicy
+    reshard_policy: ReshardPolicy
     keep_after_backward: bool = False
     in_backward: bool = True  # whether its backward needs the parameters
     nbytes: int = 0  # of its full parameters
@@ -34,12 +34,14 @@ class UnitRecord:
     next_backward: tuple[int, ...] | None = None
     resident: bool = False  # stays full whatever ends
     residency: Residency = Residency.SHARDED
-    waiting: int = 0  # calls whose backward may still come, by the order of events alone: every rank agrees
-    alive: int = 0  # calls whose graph exists on this rank and waits: says what is legal, never what is sent
+    pending_backwards: int = 0  # calls whose backward may still come, by the order of events alone: every rank agrees
+    live_graphs: int = 0  # calls whose graph exists on this rank and waits: says what is legal, never what is sent
     last: ForwardCall | None = None  # the last forward outside backward; a recomputation takes its place in time from it
     had_grad: bool = False  # whether that forward, or a recomputation of it, had grad, so that its backward announces itself
-    held: bool = False  # unsharded by the caller
-    again: int = -1  # the run in which a backward made a graph of its own, which needs the parameters until the next one ends
+    unsharded_by_user: bool = False  # unsharded by the caller
+    create_graph_run: int = (
+        -1
+    )  # the run in which a backward made a graph of its own, which needs the parameters until the next one ends
 
     def move(self, unit: int, to: Residency) -> None:
         if (self.residency, to) not in MOVES:
@@ -49,12 +51,12 @@ class UnitRecord:
     def set(
         self, *, keep: ReshardPolicy, keep_after_backward: bool, in_backward: bool, nbytes: int, budget: int | None
     ) -> None:
-        self.keep, self.keep_after_backward, self.in_backward = keep, keep_after_backward, in_backward
+        self.reshard_policy, self.keep_after_backward, self.in_backward = keep, keep_after_backward, in_backward
         self.nbytes, self.budget = nbytes, budget
 
     def clear(self) -> None:
         """The data is gone, whatever was planned."""
-        self.residency, self.held, self.again = Residency.SHARDED, False, -1
+        self.residency, self.unsharded_by_user, self.create_graph_run = Residency.SHARDED, False, -1
 
 
 @dataclass(slots=True)
@@ -147,7 +149,7 @@ class Planner:
     def awaits_backward(self, unit: int) -> bool:
         """Whether a graph on this rank may still need the unit's full parameters."""
         record = self._records[unit]
-        return record.alive > 0 or unit in self._entered
+        return record.live_graphs > 0 or unit in self._entered
 
     def underway(self) -> list[int]:
         """Units whose forward has begun and not ended."""
@@ -181,7 +183,7 @@ class Planner:
 
     def expects_backward(self, unit: int) -> bool:
         """Whether a backward of the unit may come, or is under way, by the order of events alone."""
-        return self._records[unit].waiting > 0 or unit in self._entered
+        return self._records[unit].pending_backwards > 0 or unit in self._entered
 
     def is_prefetched(self, unit: int) -> bool:
         """Whether the unit was gathered in expectation, by the planner itself and in the forward or backward under way."""
@@ -190,12 +192,12 @@ class Planner:
     def is_unsharded_by_user(self, unit: int) -> bool:
         """Whether the caller unsharded the unit, and nothing freed it since."""
         record = self._records[unit]
-        return record.held and record.residency is Residency.FULL
+        return record.unsharded_by_user and record.residency is Residency.FULL
 
     def is_pinned(self, unit: int) -> bool:
         """Whether the caller wants the unit full: unsharded by hand, or resident."""
         record = self._records[unit]
-        return (record.held or record.resident) and record.residency is Residency.FULL
+        return (record.unsharded_by_user or record.resident) and record.residency is Residency.FULL
 
     def in_backward(self, unit: int) -> bool:
         return unit in self._entered
@@ -236,7 +238,7 @@ class Planner:
             closed.append(inner.unit)
             record = self._records[inner.unit]
             record.last, record.had_grad = ForwardCall(inner.unit, inner.start, self.clock), grad
-            if not grad or record.keep is not ReshardPolicy.ALWAYS:
+            if not grad or record.reshard_policy is not ReshardPolicy.ALWAYS:
                 actions += self._free(inner.unit)
         index = len(self._running) - 1
         while self._running[index].unit != unit:
@@ -246,13 +248,21 @@ class Planner:
         record.last, record.had_grad = call, grad
         if self.running(unit):  # a module that calls itself
             return ForwardResult(call, closed, actions)
-        record.held = record.held and not record.resident
+        record.unsharded_by_user = record.unsharded_by_user and not record.resident
         if not self._running and self._was_nested(call):
             self._forward_order.close()  # what follows is another model: some ranks may have deleted it
-        keep = grad and (record.keep is ReshardPolicy.ALWAYS or (record.keep is ReshardPolicy.OUTERMOST and not self._running))
+        keep = grad and (
+            record.reshard_policy is ReshardPolicy.ALWAYS
+            or (record.reshard_policy is ReshardPolicy.OUTERMOST and not self._running)
+        )
         if keep:
             return ForwardResult(call, closed, actions)
-        if grad and record.keep is ReshardPolicy.PARTLY and record.residency is Residency.FULL and not record.resident:
+        if (
+            grad
+            and record.reshard_policy is ReshardPolicy.PARTLY
+            and record.residency is Residency.FULL
+            and not record.resident
+        ):
             actions.append(SaveSubgroupShard(unit))
         return ForwardResult(call, closed, actions + self._free(unit))
 
@@ -274,10 +284,10 @@ class Planner:
     def expect_backward(self, call: ForwardCall) -> None:
         """An output of `call` requires grad."""
         record = self._records[call.unit]
-        record.alive += 1
+        record.live_graphs += 1
         if call.end not in self._calls:  # a recomputation may repeat a call that still waits
             self._calls[call.end] = call
-            record.waiting += 1
+            record.pending_backwards += 1
 
     def graph_released(self, call: ForwardCall) -> None:
         """The graph of `call` is gone, or its backward has begun.
@@ -285,12 +295,12 @@ class Planner:
         When that happens differs from rank to rank, so nothing that is sent depends on it.
         """
         if call.unit in self._records and call.end > self._since:
-            self._records[call.unit].alive -= 1
+            self._records[call.unit].live_graphs -= 1
 
     def _reached(self, call: ForwardCall) -> None:
         """Nobody waits for the backward of `call` any longer."""
         if self._calls.pop(call.end, None) is not None:
-            self._records[call.unit].waiting -= 1
+            self._records[call.unit].pending_backwards -= 1
 
     def _expire(self, *, before: int) -> None:
         for call in [call for call in self._calls.values() if call.start < before]:
@@ -333,7 +343,7 @@ class Planner:
         again: this backward makes a graph (`create_graph=True`), so the unit stays full until the next backward ends.
         """
         if again and not copied_use:
-            self._records[call.unit].again = self._run
+            self._records[call.unit].create_graph_run = self._run
         actions = self._finish(beyond=call.end)
         self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
         self._latest = max(self._latest, call.start)
@@ -348,17 +358,22 @@ class Planner:
         """Backward is over: reduce what is left, free what nobody will use. Calls older than what it reached will not come."""
         self._recomputing.clear()
         for record in self._records.values():
-            if record.again != self._run:
-                record.again = -1
+            if record.create_graph_run != self._run:
+                record.create_graph_run = -1
         self._run += 1
         actions = self._finish(beyond=-1, even_if_waiting=True)
         self._expire(before=self._latest)
         self._latest = -1
         actions += self._drop_unused_prefetch()
         for unit, record in list(self._records.items()):
-            if record.residency is not Residency.FULL or record.held or record.keep_after_backward or self.running(unit):
+            if (
+                record.residency is not Residency.FULL
+                or record.unsharded_by_user
+                or record.keep_after_backward
+                or self.running(unit)
+            ):
                 continue
-            if record.waiting == 0 or record.keep is ReshardPolicy.NEVER:
+            if record.pending_backwards == 0 or record.reshard_policy is ReshardPolicy.NEVER:
                 actions += self._free(unit)
         self._forward_order.close()
         self._backward_order.close()
@@ -373,7 +388,7 @@ class Planner:
         self._ahead.clear()
         self._latest = -1
         for record in self._records.values():
-            record.again = -1
+            record.create_graph_run = -1
         self._expire(before=self.clock + 1)
         self._forward_order.restart()
         self._backward_order.restart()
@@ -381,7 +396,7 @@ class Planner:
             if record.residency is Residency.GATHERING:
                 actions += [Wait(unit)]
                 record.move(unit, Residency.FULL)
-            if record.residency is Residency.FULL and not record.held:
+            if record.residency is Residency.FULL and not record.unsharded_by_user:
                 actions += self._free(unit)
         return actions
 
@@ -398,14 +413,14 @@ class Planner:
         self._backward_order.restart()
         for record in self._records.values():
             record.clear()
-            record.waiting = record.alive = 0
+            record.pending_backwards = record.live_graphs = 0
 
     def reset_orders(self) -> None:
         """As if nothing had run yet: after a step that ended at different places on different ranks."""
         self._forward_order, self._backward_order = ExecutionOrder(), ExecutionOrder()
         self._runs.clear()
         for record in self._records.values():
-            record.last, record.had_grad, record.again = None, False, -1
+            record.last, record.had_grad, record.create_graph_run = None, False, -1
 
     def unshard(self, unit: int, *, stale: bool = False) -> list[Action]:
         """The caller asked for the full parameters; started, not waited for."""
@@ -416,7 +431,7 @@ class Planner:
         if record.residency is Residency.SHARDED:
             actions += self._gather(unit)
         self._ahead.pop(unit, None)
-        record.held = True
+        record.unsharded_by_user = True
         return actions
 
     def finish_unshard(self, unit: int) -> list[Action]:
@@ -440,7 +455,7 @@ class Planner:
     def reshard(self, unit: int) -> list[Action]:
         """The caller gives the full parameters back."""
         record = self._records[unit]
-        record.held = False
+        record.unsharded_by_user = False
         actions = self.finish_unshard(unit)
         return actions + (self._free(unit, even_resident=True) if record.residency is Residency.FULL else [])
 
@@ -453,8 +468,8 @@ class Planner:
 
     def _free(self, unit: int, *, even_resident: bool = False) -> list[Action]:
         record = self._records[unit]
-        record.held = False
-        if record.residency is not Residency.FULL or ((record.resident or record.again != -1) and not even_resident):
+        record.unsharded_by_user = False
+        if record.residency is not Residency.FULL or ((record.resident or record.create_graph_run != -1) and not even_resident):
             return []
         record.move(unit, Residency.SHARDED)
         return [Reshard(unit)]
@@ -479,9 +494,9 @@ class Planner:
         if stale and record.residency is Residency.GATHERING:
             actions += self.finish_unshard(unit)
         if stale and record.residency is Residency.FULL:
-            held = record.held
+            held = record.unsharded_by_user
             actions += self._free(unit, even_resident=True)
-            record.held = held
+            record.unsharded_by_user = held
         if record.residency is Residency.SHARDED and itself:
             order = self._backward_order if self._entered else self._forward_order
             self.stats.missed += order.at_known_place
@@ -526,7 +541,7 @@ class Planner:
         actions: list[Action] = []
         for unit, start in list(self._entered.items()):
             record = self._records[unit]
-            if start > beyond and (even_if_waiting or record.waiting == 0) and unit not in self._recomputing:
+            if start > beyond and (even_if_waiting or record.pending_backwards == 0) and unit not in self._recomputing:
                 del self._entered[unit]
                 if not record.keep_after_backward:
                     actions += self._free(unit)

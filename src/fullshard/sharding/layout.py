@@ -53,7 +53,7 @@ class ParamOffsets:
     dim: int
     offset: int
     size: int
-    region: int
+    full_offset: int
     direct: bool
 
     @property
@@ -71,7 +71,7 @@ class Segment:
 
     parameter: int
     size: int
-    region: int  # where its copy-out lands in the full storage
+    full_offset: int  # where its copy-out lands in the full storage
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,21 +59,21 @@ class ParamSharding:
     axis: ShardAxis
     dim: int
     shape: torch.Size
-    whole: torch.Size
+    local_shape: torch.Size
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     dense: TensorParallelSpec | None = None
     extent: Extent = field(init=False)
 
     def __post_init__(self) -> None:
-        extent = Extent.cut(self.whole[self.dim], ranks=self.axis.ranks, rank=self.axis.rank)
+        extent = Extent.cut(self.local_shape[self.dim], ranks=self.axis.ranks, rank=self.axis.rank)
         object.__setattr__(self, "extent", extent)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
         if not self.shape:
             return ()
-        return (*self.whole[: self.dim], self.extent.rows, *self.whole[self.dim + 1 :])
+        return (*self.local_shape[: self.dim], self.extent.rows, *self.local_shape[self.dim + 1 :])
 
     def slice(self, whole: Tensor) -> Tensor:
         """This rank's rows of `whole`; a view."""
