@@ -14,8 +14,7 @@ from models import batch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import fully_shard
-from fullshard.tools import verify
+from fullshard import fully_shard, verify
 
 
 class Texts(expecttest.TestCase):
