@@ -12,6 +12,7 @@ import itertools
 import re
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard import CheckPolicy, LintWarning, MixedPrecisionPolicy, StateError, errors, fully_shard
+from fullshard.runtime.unit import unit_of
 
 ROOT = Path(__file__).parent.parent
 EAGER = CheckPolicy(patience=0.2)
@@ -782,6 +784,25 @@ def test_what_one_rank_alone_does_to_its_shards_is_named_on_all(world: World, do
     told = [f"the ranks parted at call N. rank 0: {first}; {rest}: {second}. All ranks" for rest in OTHERS]
     said = re.sub(r"call \d+", "call N", str(caught.value))
     assert any(said.startswith(text) for text in told), said
+
+
+@ranks(2)
+def test_a_step_that_one_rank_skips_is_named_also_after_groups_were_made_anew(world: World) -> None:
+    """The entry of an optimizer outlives the groups that it was first made for."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mesh=world.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.randn(2, 4)
+    alone(model, optimizer, x)
+    before = weakref.ref(unit_of(model[0]).groups[0])
+    model.double()
+    assert before() is None
+    with pytest.raises(StateError, match=r"SGD\.step\(\) of 4 parameters") as caught:
+        skip(world, model, optimizer, x.double())
+        for _ in range(2):
+            alone(model, optimizer, x.double())
+    assert fullshard.any_failed(world.mesh, caught.value)
 
 
 # --- the document --------------------------------------------------------------------------------------------------------

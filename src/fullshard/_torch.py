@@ -794,7 +794,12 @@ def exception_on(thread: int) -> BaseException | None:
 
 
 def ends_by_collective() -> bool:
-    """Whether the exception that ends the program was raised by a collective of torch.distributed."""
+    """Whether the exception that ends the program was raised by a collective of torch.distributed.
+
+    An interactive interpreter remembers the last exception, though the program went on: there the answer is no.
+    """
+    if hasattr(sys, "ps1"):
+        return False
     failure: Any = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if not isinstance(failure, RuntimeError) or failure.__traceback__ is None:
         return False

@@ -16,7 +16,7 @@ KIB = 1024
 class StartedWork:
     """A collective that was started: `works` to wait for, then `then()` to finish it on the lane it was started on.
 
-    silent: these works never say that they are over (asking gloo's messages costs 25 us, in vain); only waiting tells.
+    unpollable: these works never say that they are over (asking gloo's messages costs 25 us, in vain); only waiting tells.
     """
 
     works: Sequence[Any] = ()

@@ -204,7 +204,7 @@ class P2PChannel:
         self.forget_answers()
 
     def forget_answers(self) -> None:
-        """Everybody has received what `answer` sent."""
+        """Everybody has received what `drain_peer` sent."""
         self._answers.clear()
         self._under_way.clear()
         self._answered.clear()

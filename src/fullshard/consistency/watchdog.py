@@ -799,8 +799,9 @@ class Watchdog:
                 if not there and self._board.is_served_by_first_rank and self._rank != 0:
                     there = "rank 0 is gone, and with it the store of the process group"
             text = f"rank {self._rank} ended by an error of torch's own collectives, {self._words_of(ledger)}. {there}"
-            if ledger.desync_error is None:
-                self._convict(ledger, text)
+            with self._lock:
+                if ledger.desync_error is None:
+                    self._convict(ledger, text)
             texts[ledger.desync_error or text] = None
         if texts:
             print(f"fullshard: rank {self._rank}: {'; '.join(texts)}", file=sys.stderr, flush=True)

@@ -85,12 +85,12 @@ class _Entry:
     optimizer), and whether gradients were written since they came.
     """
 
-    __slots__ = ("_counts", "_digests", "_first", "_keeper", "_kind", "_ledger", "_options", "_written")
+    __slots__ = ("_counts", "_digests", "_fingerprint", "_log", "_options", "_unit", "_written")
 
     def __init__(self, ledger: CollectiveLog, members: Sequence[tuple[int, ShardedParameter, Unit]]) -> None:
         """`members`: the group of the optimizer that each parameter is in, and its unit."""
         first = min((unit for _, _, unit in members), key=lambda unit: unit.global_id)
-        self._first, self._keeper, self._ledger = weakref.ref(first.groups[0]), weakref.ref(first.runtime), weakref.ref(ledger)
+        self._unit, self._log = weakref.ref(first), weakref.ref(ledger)  # its groups may be made anew
         names: dict[int, list[str]] = {}  # of parameters, by group
         for index, parameter, unit in members:
             names.setdefault(index, []).append(f"{unit.global_id} {parameter.name}")
@@ -101,8 +101,9 @@ class _Entry:
 
     def say(self, options: _Options) -> None:
         """A step ended, of an optimizer with these options."""
-        group, runtime, ledger = self._first(), self._keeper(), self._ledger()
-        if group is not None and runtime is not None and ledger is not None:
+        unit, log = self._unit(), self._log()
+        if unit is not None and unit.groups and log is not None:
+            group = unit.groups[0]
             written = group.rewritten
             if options is not self._options or written is not self._written:
                 self._options, self._written = options, written
@@ -112,8 +113,8 @@ class _Entry:
                     f", after a write to the gradient of '{group.parameters[0].name}' of '{group.parameters[0].unit_name.name}'"
                 )
                 text = partial(options.described, self._counts, end if written else "")
-                self._kind = _Step.of(f"{options.name} {values} {written}", text)
-            runtime.log_write(ledger, self._kind)
+                self._fingerprint = _Step.of(f"{options.name} {values} {written}", text)
+            unit.runtime.log_write(log, self._fingerprint)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -93,8 +93,8 @@ class ExtensionBuffer:
 
         shard --fsdp_pre_all_gather--> tensors --all-gather of each, as bytes--> outputs --fsdp_post_all_gather--> full
 
-    The outputs, and the inner tensors that the first `fsdp_post_all_gather` names, have memory between `grow` and
-    `shrink`. A shard with fewer rows than others is padded before it is asked.
+    The outputs, and the inner tensors that the first `fsdp_post_all_gather` names, have memory between `allocate` and
+    `free`. A shard with fewer rows than others is padded before it is asked.
     """
 
     def __init__(

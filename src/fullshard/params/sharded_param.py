@@ -172,9 +172,9 @@ class ShardedParameter:
     name: qualified within its unit.        cut: its shapes, and which rows are this rank's.
     sharded: the DTensor Parameter callers see, over `local` (cut.shard_shape), a view of the group's flat shard.
     full: the Parameter modules compute with, over the group's full storage; None until first gathered.
-    writes: how often an optimizer wrote the shard.
-    label: of the unit that gathers it.
-    kept: the full gradient of backwards that did not communicate, in the reduce dtype.
+    write_count: how often an optimizer wrote the shard.
+    unit_name: of the unit that gathers it.
+    local_grad: the full gradient of backwards that did not communicate, in the reduce dtype.
     before_step: asked before an optimizer writes the shard, and told of other writes.
     """
 
@@ -434,7 +434,7 @@ class ShardedParameter:
             installation.put(plain)
 
     def restore(self, plain: nn.Parameter) -> bool:
-        """The end of `show`; False if another Parameter was assigned meanwhile, which the next gather honours."""
+        """The end of `install_plain`; False if another Parameter was assigned meanwhile, which the next gather honours."""
         self.sharded.requires_grad_(plain.requires_grad)
         found = True
         for installation in self.slots:

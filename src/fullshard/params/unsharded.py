@@ -110,7 +110,7 @@ class FlatBuffer:
         shard views --(cast into own slot, or nothing)--> region of a large parameter     no copy
         shard range --> slot in staging (ranks, packed) --all-gather--> split_copy --> regions of the small ones
 
-    Memory exists between `grow` and `shrink`; the Parameters made over it keep their identity, and their version
+    Memory exists between `allocate` and `free`; the Parameters made over it keep their identity, and their version
     counters move only when the weights behind them did.
     """
 
@@ -165,8 +165,8 @@ class FlatBuffer:
             column += piece.size
         self._views(self._staging)
         self.views = [self._apart(place.full_offset, place.shape) for place in layout.places]
-        self._storage = _ResizableStorage.of(self._flat)  # between `grow` and `shrink`
-        self._temporary = [_ResizableStorage.of(tensor) for tensor in temporary]  # between `grow` and `settle`
+        self._storage = _ResizableStorage.of(self._flat)  # between `allocate` and `free`
+        self._temporary = [_ResizableStorage.of(tensor) for tensor in temporary]  # between `allocate` and `release_staging`
         self.versions: list[int] = []  # of what was gathered last
         self._retained: Tensor | None = None
         self._from_retained = False

@@ -32,13 +32,13 @@ from fullshard.sharding.module_tree import clean_name
 
 _UNIT = "_fullshard_unit"
 _WIDEST = 16  # bytes of an element, in whichever dtype it travels
-_LATE = "_fullshard_late"  # on a full parameter: the handle of its LateHook
+_LATE = "_fullshard_late"  # on a full parameter: the handle of its LateGradHook
 
 
 class UnitRuntime(Protocol):
     """Who moves a unit and hears from its hooks: the runtime.
 
-    torn: an interrupt came in the midst of what it does.
+    interrupted: an interrupt came in the midst of what it does.
     """
 
     interrupted: bool

@@ -97,7 +97,7 @@ class ParamSharding:
         return _torch.dtensor(whole, _torch.spec(self.dense.mesh, self.dense.placements, self.shape, whole.dtype))
 
     def grad_to_local(self, tensor: Tensor, *, name: str) -> Tensor:
-        """The inverse of `lift`, for a gradient: redistributed as the parameter is, then this rank's part.
+        """The inverse of `to_module`, for a gradient: redistributed as the parameter is, then this rank's part.
 
         Over data-parallel axes nothing is redistributed: that sum is ours.
         """
