@@ -233,7 +233,7 @@ def test_poison_shows_who_computes_before_the_gather_was_waited_for(world: World
         # One unit: a gather that was put off begins when its next one is posted, which has grown its memory again.
         model = fullshard.fully_shard(Stack(), mesh=world.mesh, check_policy=CheckPolicy(poison=True))
         square(model(world.mine(batch(0)))).backward()
-        model._fullshard_unit.runtime._run[Wait] = lambda unit: None  # a missing wait
+        model._fullshard_unit.runtime.executor._run[Wait] = lambda unit: None  # a missing wait
         with torch.no_grad():
             seen.extend(model(world.mine(batch(0))) for _ in range(20))
 

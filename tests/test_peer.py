@@ -66,7 +66,7 @@ def test_b_the_root_is_fresh_after_an_evaluation_and_an_optimizer_step(world: Wo
 @ranks(2)
 def test_c_a_hundred_evaluations_leave_nothing_behind_and_cost_no_gather_later(world: World) -> None:
     sharded = shard_stack(Stack(), world.mesh, reshard_after_forward=True)
-    order = sharded._fullshard_unit.runtime.planner._forward_order
+    order = sharded._fullshard_unit.runtime.planner.prefetch.forward_order
 
     def remembered() -> int:
         return len(order.now) + sum(map(len, order.runs.values()))

@@ -14,7 +14,7 @@ from fullshard.errors import StateError, warn_once
 from fullshard.params.sharded_param import WeakBackReference, logical_parameters
 from fullshard.params.stale_params import successor
 from fullshard.policies import LINTS, LintWarning
-from fullshard.runtime.unit import Unit, own_modules, unit_of
+from fullshard.runtime.unit import Unit, name_units_in, own_modules, unit_of
 from fullshard.sharding.module_tree import clean_name
 
 _OWNER = "_fullshard_owner"  # on a module: the way back to its unit
@@ -41,7 +41,7 @@ def _added(module: nn.Module, name: str, value: object) -> None:
         unit = back()
         # Units themselves put parameters into slots that are there.
         if unit is not None and (isinstance(value, nn.Module) or name not in _torch.parameters_of(module)):
-            unit.request_lint(True)
+            unit.checks.lint = True
 
 
 _torch.on_registration(_added)
@@ -49,21 +49,23 @@ _torch.on_registration(_added)
 
 def examine(unit: Unit, root: nn.Module) -> None:
     """Before a forward if the unit is new or something was added. Raises StateError for parameters that nobody would reduce."""
-    unit.request_lint(False)
+    unit.checks.lint = False
     mark(unit)
     if unit.axis.ranks * unit.axis.replicated > 1 and torch.is_grad_enabled() and "added" not in unit.options.checks.silence:
         slots = {(id(i.parameters), i.name) for parameter in unit.parameters for i in parameter.slots}
         stray = [name for module in unit.modules for name, p in _unowned(module, slots) if _IGNORED not in p.__dict__]
         if stray:
-            unit.request_lint(True)
+            unit.checks.lint = True
             raise StateError(
                 f"unit '{unit.name}': parameters added after fully_shard ({_listed(stray)}) would be trained by each rank "
                 "alone: add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their "
                 "gradients yourself, pass CheckPolicy(silence=('added',))"
             )
-    if unit.runtime.planner.outermost() is None and not unit.linted and _is_first_rank(unit):
-        unit.finish_lint()
-        unit.assign_names(root)
+    if not unit.runtime.planner.running and unit.checks.remarks and _is_first_rank(unit):
+        unit.checks.remarks = False
+        if unit.checks.names:
+            unit.checks.names = False
+            name_units_in(root, place=True)
         for name, line in remarks(root):
             if name not in unit.options.checks.silence:
                 warn_once(line, LintWarning)
@@ -153,7 +155,7 @@ def remarks(root: nn.Module) -> list[tuple[str, str]]:
 
 def remark_on_prefetch(unit: Unit) -> None:
     """After many steps: gathers that nothing announced, since the order of units keeps changing."""
-    stats = unit.runtime.planner.stats
+    stats = unit.runtime.planner.prefetch.stats
     often = stats.gathers >= 50 and stats.missed > stats.gathers / 5
     if often and "prefetch" not in unit.options.checks.silence and _is_first_rank(unit):
         warn_once(

@@ -118,6 +118,14 @@ class GradientReducer:
             held is unit and not reduction.landed for held, reduction in self._reduced
         )
 
+    def check_delivered(self, unit: Unit, *, doing: str) -> None:
+        """Raises StateError if gradients of the unit are on their way, to groups that are about to be made anew."""
+        if self.is_undelivered(unit):
+            raise StateError(
+                f"{doing} came while gradients of unit '{unit.name}' are reduced, but not yet delivered: run the last backward "
+                "of the step first, or call zero_grad()"
+            )
+
     def discard(self, unit: Unit) -> None:
         """Forget the gradients of the unit that are not delivered: kept on this rank, deferred, or on their way."""
         if any(held is unit for held, _ in self._reduced) or any(group.deferring for group in unit.groups):
@@ -177,7 +185,7 @@ class GradientReducer:
         `touched`: the units that the backward entered. `units`: gives all that live, in the order in which they were made.
         """
         keeping = len(self._keeping) > 0
-        trees = {unit.tree for unit in touched} if keeping else set()
+        trees = {unit.place.tree for unit in touched} if keeping else set()
         left = self._left(trees) if keeping else []
         reduced = self._due()
         if not reduced and not left:
@@ -188,7 +196,7 @@ class GradientReducer:
         for beat, _ in beats:
             slots = beat.kept_units() if self._communicator.away is None or self._kept or keeping else ()
             if slots:
-                trees = trees or {unit.tree for unit in touched}
+                trees = trees or {unit.place.tree for unit in touched}
                 more += self._to_reduce(beat, slots, trees, units())
         if more:
             more.sort(key=lambda entry: entry[0].number)
@@ -352,7 +360,7 @@ class GradientReducer:
 
 def _ends_here(unit: Unit, trees: Container[nn.Module | None]) -> bool:
     """Whether a synchronised backward in these models ends the step of the unit, whether or not it entered it."""
-    return unit.options.sync_gradients and unit.options.last_backward and unit.tree in trees
+    return unit.options.sync_gradients and unit.options.last_backward and unit.place.tree in trees
 
 
 __all__ = ["GradientReducer"]
