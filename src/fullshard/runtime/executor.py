@@ -14,12 +14,10 @@ from threading import get_ident, local
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from fullshard import _torch
-from fullshard.collectives.delays import Delays
 from fullshard.collectives.streams import Lane, LaneWork, lane_for
 from fullshard.consistency.collective_log import CollectiveLog, Fingerprint, described
 from fullshard.errors import StateError
@@ -66,24 +64,22 @@ class Runtime:
     _of_thread = local()
 
     @classmethod
-    def of(cls, device: torch.device, comm: CommPolicy, checks: CheckPolicy = CheckPolicy()) -> Runtime:
-        """The runtime of this thread and device; policies that bring lanes of their own, or delays, have one of their own."""
-        known: dict[tuple[torch.device, object, bool], Runtime] = cls._of_thread.__dict__.setdefault("runtimes", {})
-        delayed = checks.poison and comm.lanes is None
-        key = (device, comm.lanes, delayed)
+    def of(cls, device: torch.device, comm: CommPolicy) -> Runtime:
+        """The runtime of this thread and device; policies that bring lanes of their own have one of their own."""
+        known: dict[tuple[torch.device, object], Runtime] = cls._of_thread.__dict__.setdefault("runtimes", {})
+        key = (device, comm.lanes)
         if key not in known:
-            delays = Delays(dist.get_rank()) if delayed else None
-            known[key] = cls(device, comm.lanes or (lane_for if delays is None else delays.lane), delays)
+            known[key] = cls(device, comm.lanes or lane_for)
         return known[key]
 
     @classmethod
     def all_of_thread(cls) -> list[Runtime]:
         return list(cls._of_thread.__dict__.get("runtimes", {}).values())
 
-    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane], delays: Delays | None = None) -> None:
+    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
         self.device = device
         self.planner = Planner(self._can_prefetch)
-        self.communicator = Communicator(device, lanes, delays)
+        self.communicator = Communicator(device, lanes)
         self.reducer = GradientReducer(self.communicator)
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
@@ -861,7 +857,7 @@ def make_unit(
     global_id: int | None = None,
 ) -> Unit:
     """A unit, and its runtime if that is the first one there. `global_id`: of the unit that it is a copy of."""
-    return Unit(modules, parameters, axis, options, Runtime.of(axis.device, options.comm, options.checks), global_id=global_id)
+    return Unit(modules, parameters, axis, options, Runtime.of(axis.device, options.comm), global_id=global_id)
 
 
 __all__ = ["Runtime", "make_unit", "runtime_of"]
