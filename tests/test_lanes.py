@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from delays import late_lanes
 from harness import World, ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -216,13 +217,13 @@ def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "accumulate", "eval", "checkpoint"])
 @ranks(1, 2, 3)
-def test_poison_mode_delays_collectives_at_random_and_changes_nothing(world: World, kind: str) -> None:
-    """`CheckPolicy(poison=True)` alone: memory is NaN wherever nobody has waited, and each rank begins messages when it likes."""
+def test_collectives_that_begin_late_at_random_change_nothing(world: World, kind: str) -> None:
+    """Memory is NaN wherever nobody has waited, and each rank begins messages when its own dice say so."""
     for reshard in (True, None):
-        train(world, CommPolicy(), kind=kind, reshard_after_forward=reshard)
+        train(world, CommPolicy(lanes=late_lanes()), kind=kind, reshard_after_forward=reshard)
     if world.size == 2:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        train(world, CommPolicy(reductions_in_flight=2), kind=kind, mesh=mesh)
+        train(world, CommPolicy(reductions_in_flight=2, lanes=late_lanes()), kind=kind, mesh=mesh)
 
 
 @ranks(1)  # of several ranks, messages would arrive in memory that is gone with the model
@@ -231,7 +232,8 @@ def test_poison_shows_who_computes_before_the_gather_was_waited_for(world: World
 
     def compute() -> None:
         # One unit: a gather that was put off begins when its next one is posted, which has grown its memory again.
-        model = fullshard.fully_shard(Stack(), mesh=world.mesh, check_policy=CheckPolicy(poison=True))
+        late = CommPolicy(lanes=late_lanes())
+        model = fullshard.fully_shard(Stack(), mesh=world.mesh, check_policy=CheckPolicy(poison=True), comm_policy=late)
         square(model(world.mine(batch(0)))).backward()
         model._fullshard_unit.runtime.executor._run[Wait] = lambda unit: None  # a missing wait
         with torch.no_grad():

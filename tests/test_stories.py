@@ -753,7 +753,7 @@ def test_sums_over_replicas_never_begin_when_a_rank_happens_to_be_ready(world: W
     class AllToAll(GlooCollectives):
         def _reduce_scatter_pair(self, outs: Any, fulls: Any, scale: float) -> StartedWork:
             received = [torch.empty_like(full) for full in fulls]
-            works = [_torch.all_to_all(self._held(), parts, full) for parts, full in zip(received, fulls)]
+            works = [_torch.all_to_all(self._held.group, parts, full) for parts, full in zip(received, fulls)]
 
             def add() -> None:
                 for parts, out in zip(received, outs):

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.autograd import profiler
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,7 +89,6 @@ __all__ = [
     "is_over",
     "is_wrap_policy",
     "join_meshes",
-    "keep_busy",
     "leads_to",
     "left_out_of",
     "local_tensor",
@@ -574,9 +572,8 @@ def _mute_group(rank: int, ranks: int) -> dist.ProcessGroup:
     return group
 
 
-def profiling() -> bool:
-    """Whether a profiler runs: `record_function` costs 8 us even when none does."""
-    return profiler._is_profiler_enabled
+profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler runs on this thread: `record_function` costs 8 us even when none does."""
 
 
 # --- collectives: methods of the process group, which cost half of what torch.distributed's functions do ----------------
@@ -628,12 +625,6 @@ def on_stream(stream: Any, fn: Callable[..., Any], *args: Any) -> None:
     with module.stream(stream):
         fn(*args)
     current.wait_stream(stream)
-
-
-def keep_busy(device: torch.device, cycles: int) -> None:
-    """Have the current stream of `device` do nothing for so many cycles, where it can be told to."""
-    if device.type == "cuda":
-        torch.cuda._sleep(cycles)
 
 
 def wait_for_event(device: torch.device, event: Any) -> None:

@@ -164,9 +164,9 @@ class CheckPolicy:
         fully_shard, whose gradients the caller reduces.
     timeout: seconds after which a rank that waits gives up, naming the unit and where the others are (up to five more if some
         did not say so yet); None waits as long as the process group does.
-    poison: for tests. Memory of gathered parameters is filled with NaN before it is gathered into and before it is freed, and
-        collectives begin late at random, so that whatever computes too early or too late cannot go unnoticed. Costs two
-        passes over the memory.
+    poison: for tests. Memory of gathered parameters is filled with NaN before it is gathered into and before it is freed, so
+        that computing too early or too late shows; on lanes that begin messages late (`CommPolicy.lanes`) it always does.
+        Costs two passes over the memory.
     """
 
     heartbeat: bool = True

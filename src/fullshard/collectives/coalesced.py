@@ -23,21 +23,21 @@ class CoalescedCollectives:
         self.ranks, self.rank = group.size(), group.rank()
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        group = self._held
+        held = self._held
         if len(outs) == 1:
             out, shard = outs[0], shards[0]
-            return lambda: StartedWork((_torch.all_gather_base(group(), out, shard),))
-        return lambda: StartedWork((_torch.all_gather_coalesced(group(), outs, shards),))
+            return lambda: StartedWork((_torch.all_gather_base(held.group, out, shard),))
+        return lambda: StartedWork((_torch.all_gather_coalesced(held.group, outs, shards),))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         if len(outs) == 1:
-            work = _torch.reduce_scatter_base(self._held(), outs[0], fulls[0])
+            work = _torch.reduce_scatter_base(self._held.group, outs[0], fulls[0])
         else:
-            work = _torch.reduce_scatter_coalesced(self._held(), outs, fulls)
+            work = _torch.reduce_scatter_coalesced(self._held.group, outs, fulls)
         return StartedWork((work,), partial(_torch.scale, outs, scale) if scale != 1.0 else None)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
-        return StartedWork((_torch.all_reduce_sum(self._held(), tensor),))
+        return StartedWork((_torch.all_reduce_sum(self._held.group, tensor),))
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        return StartedWork((_torch.all_reduce_max(self._held(), tensor),))
+        return StartedWork((_torch.all_reduce_max(self._held.group, tensor),))

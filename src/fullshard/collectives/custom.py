@@ -49,14 +49,18 @@ class ReduceScatter(Comm):
         """Reduce chunk `rank` of `input_tensor` (ranks * size,) over all ranks by `op` (a sum) into `output_tensor` (size,)."""
 
 
-class GatherInMemory(AllGather):
-    """torch's all-gather, in memory that `memory` allocates."""
+class _InMemory(Comm):
+    """Collectives of torch's, in memory that `memory` allocates."""
 
     def __init__(self, memory: Allocate) -> None:
         self._memory = memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._memory(size, dtype=dtype, device=device)
+
+
+class GatherInMemory(_InMemory, AllGather):
+    """torch's all-gather, in memory that `memory` allocates."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -64,14 +68,8 @@ class GatherInMemory(AllGather):
         return _torch.all_gather_base(group, output_tensor, input_tensor)
 
 
-class ReduceInMemory(ReduceScatter):
+class ReduceInMemory(_InMemory, ReduceScatter):
     """torch's reduce-scatter, in memory that `memory` allocates."""
-
-    def __init__(self, memory: Allocate) -> None:
-        self._memory = memory
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._memory(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -114,7 +112,7 @@ class CustomCollectives:
                 slot = out.view(self.ranks, -1)[self.rank]
                 if slot.data_ptr() != shard.data_ptr():
                     slot.copy_(shard)
-                works.append(call(out, slot, self._held(), async_op=True))
+                works.append(call(out, slot, self._held.group, async_op=True))
             return StartedWork([work for work in works if work is not None])
 
         return gather
@@ -122,7 +120,7 @@ class CustomCollectives:
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
-        group, add = self._held(), dist.ReduceOp.SUM
+        group, add = self._held.group, dist.ReduceOp.SUM
         works = [self._reduce(out, full, group, add, async_op=True) for out, full in zip(outs, fulls)]
         then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
         return StartedWork([work for work in works if work is not None], then)

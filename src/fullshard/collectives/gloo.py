@@ -158,7 +158,7 @@ class P2PChannel:
         messages = Messages(self, posted, receives, sends)
         self._under_way.add(messages)
         try:
-            _torch.exchange(messages.works, self._held(), receives, sends, posted.tag)
+            _torch.exchange(messages.works, self._held.group, receives, sends, posted.tag)
         except RuntimeError as failure:
             raise messages.lost(len(messages.works), failure) from failure
         finally:  # if it raises one of the ranks is gone
@@ -190,7 +190,7 @@ class P2PChannel:
         for theirs in missing:
             self._answered.add((peer, theirs.tag))
             for size in theirs.sizes:
-                _torch.exchange(self._answers, self._held(), [(received[:size], peer)], [(sent[:size], peer)], theirs.tag)
+                _torch.exchange(self._answers, self._held.group, [(received[:size], peer)], [(sent[:size], peer)], theirs.tag)
         return too_long
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,31 +13,31 @@ from fullshard.errors import StateError
 
 
 class HeldGroup:
-    """A process group that `release` lets go of."""
+    """A process group that `release` lets go of. `group` is an attribute until then; reading it raises StateError after."""
 
-    __slots__ = ("__weakref__", "_group")
+    __slots__ = ("__weakref__", "group", "is_released")
+
+    group: dist.ProcessGroup
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group: dist.ProcessGroup | None = group
+        self.group = group
+        self.is_released = False
 
-    def __call__(self) -> dist.ProcessGroup:
-        """Raises StateError once it is released."""
-        if self._group is None:
+    def __getattr__(self, name: str) -> Any:
+        """Python asks here only for what is not there: the group, once it is released."""
+        if name == "group":
             raise StateError(
                 "the process group of this model was destroyed (destroy_process_group()): load its weights into a model that "
                 "is sharded on the new one"
             )
-        return self._group
-
-    @property
-    def is_released(self) -> bool:
-        return self._group is None
+        raise AttributeError(name)
 
     def release(self) -> bool:
         """Let go of the group if torch destroyed it; whether it did."""
-        if self._group is not None and not _torch.is_alive(self._group):
-            self._group = None
-        return self._group is None
+        if not self.is_released and not _torch.is_alive(self.group):
+            self.is_released = True
+            del self.group
+        return self.is_released
 
 
 _HELD: dict[int, HeldGroup] = {}  # by the id of the group
@@ -45,7 +46,7 @@ _RELEASING = threading.Lock()
 
 
 def held(group: dist.ProcessGroup) -> HeldGroup:
-    """One per process group."""
+    """The one HeldGroup of a process group."""
     found = _HELD.get(id(group))
     if found is None:
         found = _HELD[id(group)] = HeldGroup(group)
@@ -57,7 +58,7 @@ def release() -> None:
 
     Others may have been made since.
     """
-    with _RELEASING:  # the thread that watches may find the same as the one that makes new groups
+    with _RELEASING:  # the thread of the watchdog may find the same as a thread that makes new groups
         for key, one in list(_HELD.items()):
             if one.release():
                 del _HELD[key]

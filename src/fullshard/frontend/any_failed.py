@@ -155,8 +155,6 @@ def _restart_together(meeting: FailureVote, runtimes: Sequence[Runtime], ledgers
     """Forget on all ranks what any of them was in the midst of."""
     for ledger in ledgers:
         ledger.close("the step failed on some rank, and any_failed() is under way")
-    for runtime in runtimes:
-        runtime.communicator.flush()
     if meeting.watch is not None:
         meeting.watch.publish_state()
     meeting.agree(True)  # now everybody has told what it waits for

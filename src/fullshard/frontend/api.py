@@ -132,7 +132,7 @@ def fully_shard(  # type: ignore[misc]
         sync,
         buffers,
     )
-    communicator = Runtime.of(shaped.axis.device, comm_policy, check_policy).communicator
+    communicator = Runtime.of(shaped.axis.device, comm_policy).communicator
     with communicator.leaving(f"'{type(modules[0]).__name__}' fully_shard()"):
         _shard(modules, shaped, ignored, frozenset())
     return module
@@ -237,7 +237,7 @@ def _inspect(
     claims = [claim for claim in holdings.claims if not ties.knows(claim)]
     _check_parameters(claims, axis)
     _check_buffers(holdings, axis)
-    Runtime.of(axis.device, options.comm, options.checks).communicator.carriers(axis, options)
+    Runtime.of(axis.device, options.comm).communicator.carriers(axis, options)
     return _Inspection(holdings, ties, claims, [_cut(claim, axis, shaped.placement_fn) for claim in claims])
 
 
@@ -268,7 +268,7 @@ class PreparedShard:
 
 def _talk(modules: list[nn.Module], shaped: _ResolvedArguments) -> SetupCollectives:
     """What the ranks say to each other in this call."""
-    runtime = Runtime.of(shaped.axis.device, shaped.options.comm, shaped.options.checks)
+    runtime = Runtime.of(shaped.axis.device, shaped.options.comm)
     runtime.executor.update_timeouts(shaped.options.checks)
     classes = ", ".join(type(module).__name__ for module in modules)
     return SetupCollectives(runtime.communicator, shaped.axis, UnitName(type(modules[0]).__name__), "fully_shard()", classes)

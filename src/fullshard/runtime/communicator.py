@@ -17,7 +17,6 @@ from fullshard import _torch
 from fullshard.collectives.backends import collectives_for
 from fullshard.collectives.base import Collectives, StartedWork
 from fullshard.collectives.custom import CustomCollectives
-from fullshard.collectives.delays import Delays
 from fullshard.collectives.gloo import MessageTag, PeerLost
 from fullshard.collectives.process_groups import HeldGroup, held
 from fullshard.collectives.streams import HostLane, Interrupted, Lane, LaneWork, StreamLane, nothing
@@ -87,8 +86,8 @@ class Communicator:
     replicas; collectives, one object per process group and role.
     """
 
-    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane], delays: Delays | None = None) -> None:
-        self.device, self._delays = device, delays
+    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
+        self.device = device
         self.away = None if device.type == "cpu" else device  # to ask a device for its type takes longer than a heartbeat
         self.traffic = TrafficCounter()
         self.message_tag = MessageTag()
@@ -123,7 +122,7 @@ class Communicator:
         self._ledgers[axis.key] = found, groups
         over = groups[0] if groups[0] is not None else groups[1]
         if len(ranks) > 1 and over is not None:
-            backend = _torch.backend_name(over(), axis.device)
+            backend = _torch.backend_name(over.group, axis.device)
             found.tagged = self.away is None and backend == "gloo"
             watch = watch_of(backend)
             if watch is not None:
@@ -226,11 +225,6 @@ class Communicator:
             lane.run(StartedWork, nothing).wait()
         if self.away is not None:  # a lane may have been cut short before it was ordered behind the backend's own stream
             torch.accelerator.synchronize(self.device)
-
-    def flush(self) -> None:
-        """Have everything begin that was put off."""
-        if self._delays is not None:
-            self._delays.start_all()
 
     # --- who carries it ---
 

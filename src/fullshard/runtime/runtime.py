@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from threading import local
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fullshard.collectives.delays import Delays
 from fullshard.collectives.streams import Lane, lane_for
 from fullshard.consistency.collective_log import CollectiveLog, Fingerprint
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.policies import CheckPolicy, CommPolicy
+from fullshard.policies import CommPolicy
 from fullshard.runtime.communicator import Communicator
 from fullshard.runtime.executor import Executor
 from fullshard.runtime.join import Join
@@ -38,14 +36,12 @@ class Runtime:
     _of_thread = local()
 
     @classmethod
-    def of(cls, device: torch.device, comm: CommPolicy, checks: CheckPolicy = CheckPolicy()) -> Runtime:
-        """The runtime of this thread and device; policies that bring lanes of their own, or delays, have one of their own."""
-        known: dict[tuple[torch.device, object, bool], Runtime] = cls._of_thread.__dict__.setdefault("runtimes", {})
-        delayed = checks.poison and comm.lanes is None
-        key = (device, comm.lanes, delayed)
+    def of(cls, device: torch.device, comm: CommPolicy) -> Runtime:
+        """The runtime of this thread and device; policies that bring lanes of their own have one of their own."""
+        known: dict[tuple[torch.device, object], Runtime] = cls._of_thread.__dict__.setdefault("runtimes", {})
+        key = (device, comm.lanes)
         if key not in known:
-            delays = Delays(dist.get_rank()) if delayed else None
-            known[key] = cls(device, comm.lanes or (lane_for if delays is None else delays.lane), delays)
+            known[key] = cls(device, comm.lanes or lane_for)
         return known[key]
 
     @classmethod
@@ -53,8 +49,8 @@ class Runtime:
         """Those of this thread."""
         return list(cls._of_thread.__dict__.get("runtimes", {}).values())
 
-    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane], delays: Delays | None = None) -> None:
-        self.communicator = Communicator(device, lanes, delays)
+    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
+        self.communicator = Communicator(device, lanes)
         self.executor = Executor(self.communicator)
         self.planner, self.reducer = self.executor.planner, self.executor.reducer
         joined = JoinedCalls(self.planner)
@@ -103,7 +99,7 @@ def make_unit(
     global_id: int | None = None,
 ) -> Unit:
     """A unit, and its runtime if that is the first one there. `global_id`: of the unit that it is a copy of."""
-    return Unit(modules, parameters, axis, options, Runtime.of(axis.device, options.comm, options.checks), global_id=global_id)
+    return Unit(modules, parameters, axis, options, Runtime.of(axis.device, options.comm), global_id=global_id)
 
 
 __all__ = ["Runtime", "make_unit", "runtime_of"]

@@ -57,7 +57,7 @@ class ReplicateAxis:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return self.held()
+        return self.held.group
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class ShardAxis:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        return None if self.held is None else self.held()
+        return None if self.held is None else self.held.group
 
     @property
     def members(self) -> tuple[int, ...]:
