@@ -14,6 +14,7 @@ join.py               join(): taking part without computing
 backward.py           hooks on graphs, and the backward that is under way
 late_grads.py         gradients that no output announced
 reducer.py            GradientReducer: reductions under way, and when their gradients are handed out
+kept_grads.py         gradients that backwards kept without communication
 heartbeat.py          the message that ends a synchronised backward
 communicator.py       lanes, process groups, and the log of what is said on them
 setup_collectives.py  what ranks settle outside of forward and backward

@@ -195,7 +195,7 @@ class Requests:
     def check_step(self, unit: Unit) -> None:
         """Raises StateError if an optimizer may not write the unit's shards now."""
         self.recovery.recover()
-        self._executor.reducer.read_beats()
+        self._executor.reducer.read_heartbeats()
         if self._planner.running.has(unit.number) and any(_torch.is_in_forward(module) for module in unit.modules):
             raise StateError(f"optimizer.step() was called inside the forward of unit '{unit.name}': call it after backward")
         for group in unit.groups:

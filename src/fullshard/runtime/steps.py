@@ -105,7 +105,7 @@ class Steps:
             unit.checks.names = False
             name_units_in(module, place=True)
         self.trace.clear()
-        executor.reducer.read_beats()
+        executor.reducer.read_heartbeats()
         executor.communicator.roll_pages()
         if self.next_event is not None:
             _torch.wait_for_event(executor.communicator.device, self.next_event)
