@@ -191,6 +191,6 @@ def undo(root: nn.Module, undress: Dress) -> None:
         runtime_of(unit).requests.reshard(unit, doing="undo()")
         runtime_of(unit).requests.refresh(unit)
         for parameter in unit.parameters:
-            parameter.unshard_permanently(talk.whole)
+            parameter.unshard_permanently(talk.unsharded)
     for unit in units:
         disassemble(unit, undress)

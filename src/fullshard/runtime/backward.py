@@ -31,6 +31,7 @@ class BackwardHook:
 
     @marks_interrupts
     def __call__(self, *_: object) -> None:
+        """Run before the first node of the call's backward, once in each backward."""
         task = _torch.current_graph_task()
         if task != self._task:
             self._task = task
@@ -71,6 +72,7 @@ class NodeHooks:
             self._hooks.append(hook)
 
     def __call__(self, *grads: object) -> None:
+        """Run before the node."""
         for hook in reversed(self._hooks):
             hook(*grads)
 

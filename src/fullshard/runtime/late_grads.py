@@ -26,6 +26,7 @@ class LateGradHook:
         self._unit = weakref.ref(unit)
 
     def __call__(self, _: Tensor) -> None:
+        """Run when the gradient was accumulated."""
         unit = self._unit()
         if unit is not None:
             unit.runtime.enter_late(unit)

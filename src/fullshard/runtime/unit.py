@@ -339,6 +339,7 @@ class StepCheck:
         return self._unit()
 
     def __call__(self) -> None:
+        """Raises StateError if the shards may not be written now."""
         unit = self._unit()
         if unit is not None:
             unit.runtime.check_step(unit)
