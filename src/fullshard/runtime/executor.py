@@ -22,6 +22,7 @@ from fullshard.collectives.streams import Lane, LaneWork, lane_for
 from fullshard.consistency.collective_log import CollectiveLog, Fingerprint, described
 from fullshard.errors import StateError
 from fullshard.params.group import ParamGroup
+from fullshard.params.shard_values import read_slots
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.params.sharded_tensor import wake
 from fullshard.policies import CheckPolicy, CommPolicy
@@ -430,12 +431,12 @@ class Runtime:
     def gather_copy(self, group: ParamGroup) -> list[Tensor]:
         """What modules compute with, gathered into memory of its own: one tensor per parameter (collective)."""
         with torch.no_grad():
-            side = group.private_buffer()
+            copy, gather = group.gather_copy()
             self.communicator.send(
-                self.communicator.gather_lane, group.fingerprints, "gather by hand", side.start, side.finish
+                self.communicator.gather_lane, group.fingerprints, "gather by hand", gather.start, gather.finish
             ).wait()
-            side.release_staging()
-        return group.lifted(side)
+            copy.release_staging()
+        return group.values_in(copy)
 
     @_event
     def reduce_now(self, unit: Unit, group: ParamGroup) -> None:
@@ -514,7 +515,7 @@ class Runtime:
     def _refresh(self, unit: Unit) -> None:
         if unit.is_current():
             return
-        values = [parameter.read_slots() for parameter in unit.parameters]
+        values = [read_slots(parameter) for parameter in unit.parameters]
         fits = all(
             value.dtype == parameter.local.dtype and value.device == parameter.local.device
             for parameter, value in zip(unit.parameters, values)
@@ -671,10 +672,10 @@ class Runtime:
         tickets: list[tuple[ParamGroup, LaneWork]] = []
         self._gathering[unit.number] = tickets
         for group in unit.groups:
-            full = group.allocate_unsharded()
+            gather = group.allocate_unsharded()
             try:
                 ticket = self.communicator.send(
-                    self.communicator.gather_lane, group.fingerprints, action, full.start, full.finish
+                    self.communicator.gather_lane, group.fingerprints, action, gather.start, gather.finish
                 )
             except BaseException:
                 group.drop_unsharded()
@@ -760,7 +761,7 @@ class Runtime:
         step = self._units_of_step()
         kept = (
             self.reducer.merged
-            or any(group.deferring for unit in step for group in unit.groups)
+            or any(group.grads.deferred is not None for unit in step for group in unit.groups)
             or any(parameter.local_grad is not None for unit in step for parameter in unit.parameters)
         )
         also = ", and with them what earlier backwards of the step had kept without communication" if kept else ""

@@ -68,10 +68,10 @@ class Heartbeat:
             self._host = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def start(self) -> StartedWork:
-        return self.reductions[0].collectives.reduce.all_reduce_max(self._message)
+        return self.reductions[0].group.collectives.reduce.all_reduce_max(self._message)
 
     def start_over_replicas(self) -> StartedWork:
-        replicas = self.reductions[0].collectives.replicate
+        replicas = self.reductions[0].group.collectives.replicate
         return StartedWork() if replicas is None else replicas.all_reduce_max(self._message)
 
     def finish(self) -> None:

@@ -55,7 +55,7 @@ class GradientReducer:
     def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None]) -> None:
         """Send the gradients of a group on their way, or keep them on this rank. Takes them out of `grads`."""
         if not unit.options.sync_gradients:
-            group.accumulate(grads)
+            group.grads.accumulate(grads)
             self._keeping[unit.number] = unit
             self._kept = True
             return
@@ -63,7 +63,7 @@ class GradientReducer:
         self._in_flight.make_room(limit)
         while len(self._hooked) >= limit:
             self._land_early(self._hooked.popleft())
-        merged = group.with_accumulated(grads)
+        merged = group.grads.merge(grads)
         self.merged = self.merged or merged is not grads
         reduction = Reduction(group, merged, unit.options.reduce)
         grads.clear()
@@ -71,7 +71,7 @@ class GradientReducer:
         # Ranks must agree on it. Those that step in hooks may have their gradients in different orders.
         action = (
             "reduction, added to the gradients that are there"
-            if group.accumulates() and not reduction.has_hooks
+            if group.grads.adds() and not reduction.has_hooks
             else "reduction"
         )
         if frozen:
@@ -79,8 +79,8 @@ class GradientReducer:
         communicator = self._communicator
         ticket = communicator.send(communicator.reduce_lane, group.fingerprints, action, reduction.start, reduction.finish)
         # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
-        self._in_flight.push(ticket, reduction.release_messages, polled=not reduction.replicated)
-        if reduction.replicated:
+        self._in_flight.push(ticket, reduction.release_messages, polled=not reduction.steps.replicated)
+        if reduction.steps.replicated:
             ticket = communicator.send(
                 communicator.replicate_lane,
                 group.fingerprints,
@@ -89,11 +89,10 @@ class GradientReducer:
                 reduction.finish_replicated,
                 after=ticket,
             )
-            self._replicating.push(ticket, reduction.complete, polled=reduction.polled)
+            self._replicating.push(ticket, reduction.release_sum, polled=reduction.steps.hook is None)
             self._replicates = True
-        reduction.set_work(ticket)
-        group.set_deferring(reduction.deferred)
-        if reduction.deferred:
+        reduction.sent(ticket)
+        if reduction.steps.deferred:
             self._keeping[unit.number] = unit
             self._kept = True
             return
@@ -114,20 +113,20 @@ class GradientReducer:
 
     def is_undelivered(self, unit: Unit) -> bool:
         """Whether gradients of the unit are on their way: reduced or being reduced, and in no `.grad` yet."""
-        return any(group.deferring for group in unit.groups) or any(
-            held is unit and not reduction.landed for held, reduction in self._reduced
+        return any(group.grads.deferred is not None for group in unit.groups) or any(
+            held is unit and not reduction.committed for held, reduction in self._reduced
         )
 
     def discard(self, unit: Unit) -> None:
         """Forget the gradients of the unit that are not delivered: kept on this rank, deferred, or on their way."""
-        if any(held is unit for held, _ in self._reduced) or any(group.deferring for group in unit.groups):
+        if any(held is unit for held, _ in self._reduced) or any(group.grads.deferred is not None for group in unit.groups):
             self._in_flight.drain_quietly()
             self._replicating.drain_quietly()
             dropped = [reduction for held, reduction in self._reduced if held is unit]
             self._reduced = [entry for entry in self._reduced if entry[0] is not unit]
             self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)
         for group in unit.groups:
-            group.discard_local_grads()
+            group.grads.discard()
         self._keeping.pop(unit.number, None)
 
     def abort(self) -> None:
@@ -151,12 +150,12 @@ class GradientReducer:
                     "on each rank: run the last backward of the step outside of accumulate(), or after "
                     "set_requires_gradient_sync(True)"
                 )
-        if any(group.deferring for group in unit.groups):
+        if any(group.grads.deferred is not None for group in unit.groups):
             raise StateError(
                 f"optimizer.step() was called while gradients of unit '{unit.name}' are reduced over shards, but not over "
                 "replicas: call set_requires_all_reduce(True) before the last backward of the step"
             )
-        if any(held is unit and not reduction.landed for held, reduction in self._reduced):
+        if any(held is unit and not reduction.committed for held, reduction in self._reduced):
             raise StateError(
                 f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived: "
                 "call set_is_last_backward(True) before the last backward of the step"
@@ -195,12 +194,12 @@ class GradientReducer:
             for unit, group in more:
                 self.reduce(unit, group, [None] * len(group.parameters))
             late = self._due()
-            unpollable = {reduction.fingerprints.log for _, reduction in reduced} - beating
-            beats += self._beat(late, [], {reduction.fingerprints.log for _, reduction in late} - unpollable)
+            unpollable = {reduction.group.fingerprints.log for _, reduction in reduced} - beating
+            beats += self._beat(late, [], {reduction.group.fingerprints.log for _, reduction in late} - unpollable)
             reduced += late
         if keeping:
             for number, unit in list(self._keeping.items()):
-                if not any(group.has_local_grads or group.deferring for group in unit.groups):
+                if not any(group.grads.has_local or group.grads.deferred is not None for group in unit.groups):
                     del self._keeping[number]
         self._kept = False
         used: dict[int, list[bool]] = {}  # anywhere, where that is known
@@ -216,7 +215,7 @@ class GradientReducer:
             reduction.wait_on_host(on_host=on_host)
             anywhere = used.get(id(reduction), [True] * len(reduction.used))
             if anywhere[0] or reduction.used[0]:
-                reduction.group.note_given()
+                reduction.group.grads.note_given()
             handover = reduction.grad_commit(anywhere)
             if handover is not None:
                 handovers.append(handover)
@@ -269,8 +268,8 @@ class GradientReducer:
         for _, unit in sorted(self._keeping.items()):
             if _ends_here(unit, trees):
                 for group in unit.groups:
-                    deferred = group.deferring and unit.options.reduce.all_reduce
-                    if group.trainable and (group.has_local_grads or deferred):
+                    deferred = group.grads.deferred is not None and unit.options.reduce.all_reduce
+                    if group.trainable and (group.grads.has_local or deferred):
                         found.append((unit, group))
         return found
 
@@ -312,7 +311,7 @@ class GradientReducer:
         for unit, reduction in reduced:
             checks = unit.options.checks
             if checks.heartbeat:
-                ledger = reduction.fingerprints.log
+                ledger = reduction.group.fingerprints.log
                 if ledger not in axes:
                     axes[ledger] = checks.every, []
                 axes[ledger][1].append(reduction)
@@ -325,7 +324,7 @@ class GradientReducer:
             slots = [unit.global_id % SLOTS for unit, group in left if group.fingerprints.log is ledger]
             beat = Heartbeat(ledger, reductions, communicator.away, self._page, slots)
             self._page = None
-            over = reductions[0].collectives.replicate is not None
+            over = reductions[0].group.collectives.replicate is not None
             finish = nothing if over else beat.finish
             ticket = communicator.send(communicator.reduce_lane, line, "heartbeat", beat.start, finish)
             if over:
