@@ -25,6 +25,7 @@ import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.collectives.base import StartedWork
 from fullshard.collectives.streams import HostLane, InFlight
+from fullshard.errors import InternalError
 from fullshard.schedule.residency import Wait
 
 
@@ -167,7 +168,7 @@ def test_the_procrastinator_finds_a_missing_wait(world: World, missing: str) -> 
 
     class Forgetful(Procrastinator):
         def until(self, ticket: _Later) -> None:
-            if (missing == "gather") != ticket.finish.__qualname__.startswith("FlatBuffer"):
+            if (missing == "gather") != ticket.finish.__qualname__.startswith("Gather"):
                 super().until(ticket)
             elif ticket in self._queue:
                 self._queue.remove(ticket)
@@ -183,10 +184,8 @@ def test_the_procrastinator_finds_a_missing_wait(world: World, missing: str) -> 
     if missing == "gather":
         assert output.isnan().all()
         return
-    square(output).backward()
-    square(model(batch(0))).backward()
-    with pytest.raises(AssertionError, match="off by"):
-        assert_same_grads(sharded, model)
+    with pytest.raises(InternalError, match="a reduction of unit .* that is packed cannot be committed"):
+        square(output).backward()
 
 
 def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:

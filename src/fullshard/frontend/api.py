@@ -18,7 +18,8 @@ from fullshard.frontend.fsdp2_state import view_of
 from fullshard.frontend.module import keep_of, plain_class, sharded_class
 from fullshard.frontend.ties import Ties, find_ties
 from fullshard.params.extension import half_extends, is_plain, own_shard, travels_alone
-from fullshard.params.sharded_param import ShardedParameter, inside, move_data
+from fullshard.params.shard_values import move_data, replace_original
+from fullshard.params.sharded_param import ShardedParameter, inside
 from fullshard.params.stale_params import successor
 from fullshard.policies import (
     CheckPolicy,
@@ -152,7 +153,7 @@ def _shard(
         taken, merged = found.ties.take(plain_class)
         unit = make_unit(roots_of([*merged, *modules]), [*taken, *new], axis, options)
         for parameter, claim in zip(new, claims):
-            parameter.replace_original(claim.parameter)
+            replace_original(parameter, claim.parameter)
         found.ties.settle()
     for left_alone in ignored:
         mark_ignored(left_alone)

@@ -15,6 +15,7 @@ from fullshard import _torch
 from fullshard.errors import StateError
 from fullshard.frontend import hooks
 from fullshard.frontend.fsdp2_state import UnitView
+from fullshard.params.shard_values import clone_shard, unshard_permanently
 from fullshard.params.sharded_param import ShardedParameter, is_ours
 from fullshard.runtime import lint
 from fullshard.runtime.options import UnitOptions
@@ -111,7 +112,7 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
                 )
         memo[id(unit)] = None
         for parameter in unit.parameters:
-            memo[id(parameter.sharded)] = parameter.copied()
+            memo[id(parameter.sharded)] = clone_shard(parameter)
     dressed = [any(undress(type(module)) is not type(module) for module in unit.modules) for unit in units]
     with undressed(units, undress):
         plain = copy.deepcopy(root, memo)
@@ -191,6 +192,6 @@ def undo(root: nn.Module, undress: Dress) -> None:
         runtime_of(unit).requests.reshard(unit, doing="undo()")
         runtime_of(unit).requests.refresh(unit)
         for parameter in unit.parameters:
-            parameter.unshard_permanently(talk.unsharded)
+            unshard_permanently(parameter, talk.unsharded)
     for unit in units:
         disassemble(unit, undress)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fullshard.errors import StateError
 from fullshard.frontend.module import units_of
 from fullshard.params.group import ParamGroup
+from fullshard.params.shard_values import write_full
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.runtime.backward import BackwardHook
 from fullshard.runtime.runtime import runtime_of
@@ -88,7 +89,7 @@ def full_params(
     if write:
         with torch.no_grad():
             for parameter, plain in shown:
-                parameter.write(plain, grad=grads)
+                write_full(parameter, plain, grad=grads)
 
 
 # --- differentiable ------------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ class _Gathered(torch.autograd.Function):
                 owned[index] = parameter.sharding.grad_to_local(grad, name=parameter.name).clone(
                     memory_format=torch.contiguous_format
                 )
-        source.group.accumulate(owned)
+        source.group.grads.accumulate(owned)
         return (None, None, *(None for _ in grads))
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.errors import StateError
+from fullshard.params.shard_values import shard_of
 from fullshard.params.sharded_tensor import wake
 from fullshard.runtime import lint
 from fullshard.runtime.backward import BackwardHook, NodeHooks
@@ -198,7 +199,7 @@ class StateHooks:
                     value = state_dict.get(key)
                     self._loads = self._loads or value is not None
                     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
-                        loaded = parameter.shard_of(value.detach(), dtype=value.dtype if assign else parameter.local.dtype)
+                        loaded = shard_of(parameter, value.detach(), dtype=value.dtype if assign else parameter.local.dtype)
                         state_dict[key] = (
                             nn.Parameter(loaded, parameter.requires_grad) if isinstance(value, nn.Parameter) else loaded
                         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.errors import StateError
 from fullshard.frontend.module import units_of
+from fullshard.params.shard_values import replace_rows
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.params.uninitialized import is_marked, mark
 from fullshard.runtime.runtime import runtime_of
@@ -135,7 +136,7 @@ def _fill(
             filled[id(parameter)] = made
         else:
             owner.sharded.requires_grad_(value.requires_grad)
-            owner.replace(owner.slice(value.detach()))
+            replace_rows(owner, owner.slice(value.detach()))
             filled[id(parameter)] = parameter
     for key, parameter in shared.items():
         if id(parameter) not in owners:

@@ -17,6 +17,7 @@ from fullshard.collectives.traffic import Message
 from fullshard.errors import StateError, warn_once
 from fullshard.frontend import class_swap, forward_methods
 from fullshard.frontend.fsdp2_state import UnitView
+from fullshard.params.shard_values import discard_gradient
 from fullshard.runtime import lint
 from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, unit_of
@@ -408,10 +409,10 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
         if runtime_of(unit).reducer.is_undelivered(unit):
             runtime_of(unit).reducer.discard(unit)
         for parameter in unit.parameters if unit.shows_full else ():
-            parameter.discard_gradient(set_to_none=set_to_none)
+            discard_gradient(parameter, set_to_none=set_to_none)
         for group in unit.groups:  # the rest is in the slots, which torch's walks
-            if group.has_local_grads:
-                group.discard_local_grads()
+            if group.grads.has_local:
+                group.grads.discard()
 
 
 def _put_together(parts: class_swap.ShardedSnapshot) -> nn.Module:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.consistency.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName
 from fullshard.errors import StateError
+from fullshard.params.shard_values import shard_of
 from fullshard.params.sharded_param import ShardedParameter, inside, logical_parameters
 from fullshard.params.sharded_tensor import sleep, wake
 from fullshard.params.stale_params import successor
@@ -57,8 +58,10 @@ def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
     if logical is None:  # plain again: its state becomes whole (collective, as undo() was)
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
-        return logical.dtensor_like_shard(logical.local_rows_of(value, what="has in its optimizer").clone())
-    return logical.shard_of(value, dtype=value.dtype)
+        return logical.dtensor_like_shard(
+            logical.sharding.rows_of(value, name=logical.name, doing="has in its optimizer").clone()
+        )
+    return shard_of(logical, value, dtype=value.dtype)
 
 
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))  # options that do not change what is computed
@@ -104,7 +107,7 @@ class _Entry:
         unit, log = self._unit(), self._log()
         if unit is not None and unit.groups and log is not None:
             group = unit.groups[0]
-            written = group.rewritten
+            written = group.grads.rewritten
             if options is not self._options or written is not self._written:
                 self._options, self._written = options, written
                 values = [f"{options.values[index]} {digest}" for index, digest in zip(self._counts, self._digests)]

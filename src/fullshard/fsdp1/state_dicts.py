@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.frontend.optim import rebind
 from fullshard.fsdp1.agreement import Facts, Ranks
-from fullshard.params.sharded_param import ShardedParameter, full_tensor, logical_parameters
+from fullshard.params.shard_values import full_tensor, shard_of
+from fullshard.params.sharded_param import ShardedParameter, logical_parameters
 from fullshard.sharding.module_tree import clean_name
 
 FULL, SHARDED, LOCAL = (
@@ -245,7 +246,7 @@ def load_optimizer_state(
             if isinstance(value, _torch.ShardedTensor):
                 parameter = next(iter(logical_parameters([ready.parameters[name]])), None)
                 whole = _torch.whole_of(value, ranks.device)
-                values[key] = whole if parameter is None else parameter.shard_of(whole, dtype=whole.dtype)
+                values[key] = whole if parameter is None else shard_of(parameter, whole, dtype=whole.dtype)
     places = {name: place for place, name in enumerate(ready.parameters)}
     keys: dict[str, Any] = {name: name for name in places} if by_name else dict(places)
     settings = [{**entry, "params": [keys[name] for name in entry["params"]]} for entry in ready.settings or ()]
@@ -353,14 +354,16 @@ def _fit(value: Any, parameter: Tensor, name: str, key: Any, *, local: bool) -> 
         return value.clone()
     if isinstance(value, DTensor):
         return logical.dtensor_like_shard(
-            logical.local_rows_of(value, what="has in the saved optimizer").to(logical.local.device, copy=True)
+            logical.sharding.rows_of(value, name=logical.name, doing="has in the saved optimizer").to(
+                logical.local.device, copy=True
+            )
         )
     wanted = logical.local.shape if local else logical.shape
     if value.shape == wanted:
         return (
             logical.dtensor_like_shard(value.to(logical.local.device, copy=True))
             if local
-            else logical.shard_of(value, dtype=value.dtype)
+            else shard_of(logical, value, dtype=value.dtype)
         )
     if value.ndim == len(wanted):
         hint = ", the rows of this rank: it was saved on another number of ranks, or in another form" if local else ""

@@ -57,6 +57,7 @@ from fullshard.fsdp1 import state_dicts
 from fullshard.fsdp1.agreement import Ranks
 from fullshard.fsdp1.arguments import HYBRID, FSDP1Arguments, cast_buffers, device_type_of, materialize, mesh_of
 from fullshard.fsdp1.state_dicts import StateDictFormat
+from fullshard.params.shard_values import shard_of
 from fullshard.params.sharded_param import logical_parameters
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.runtime.runtime import runtime_of
@@ -897,7 +898,7 @@ def _from_sharded_tensor(key: str, value: Any, parameter: Any) -> Tensor:
             f"'{key}' has shape {tuple(value.size())} in the ShardedTensor to load, expected {tuple(parameter.shape)}"
         )
     whole = _torch.whole_of(value, torch.device(parameter.sharding.mesh.device_type))
-    return parameter.shard_of(whole, dtype=parameter.local.dtype)
+    return shard_of(parameter, whole, dtype=parameter.local.dtype)
 
 
 def _after_load(module: Any, incompatible: Any) -> None:
@@ -937,7 +938,7 @@ def _scatter(
     def cut(name: str, whole: Tensor) -> Any:
         parameter = logical.get(name)
         fits = parameter is not None and whole.shape == parameter.shape
-        return parameter.shard_of(whole, dtype=whole.dtype) if parameter is not None and fits else whole
+        return shard_of(parameter, whole, dtype=whole.dtype) if parameter is not None and fits else whole
 
     mesh = units[0].axis.mesh if units else None
     if group is None and mesh is not None and mesh.ndim == 1:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -14,7 +15,7 @@ from fullshard import _torch
 from fullshard.collectives.base import Collectives, StartedWork
 from fullshard.errors import StateError
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.policies import MixedPrecisionPolicy
+from fullshard.params.unsharded import Storage
 from fullshard.sharding.param_sharding import ParamSharding
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -65,15 +66,15 @@ def check_extension(parameter: ShardedParameter) -> None:
         )
 
 
-def own_shard(value: Tensor, cut: ParamSharding) -> Tensor:
+def own_shard(value: Tensor, sharding: ParamSharding) -> Tensor:
     """A shard in memory of its own, that does not keep the full tensor alive.
 
-    By what every subclass that shards implements: `clone` of some quantizes anew, which changes the values. A plain tensor
-    stays the object that it is, to which the caller gave methods.
+    It is made by `new_zeros` and `copy_`, which every subclass that shards implements: `clone` of some quantizes anew, which
+    changes the values. A plain tensor stays the object that it is, to which the caller gave methods.
     """
     if is_plain(value):
         return value.set_(value.clone())  # type: ignore[call-overload]
-    shard = value.new_zeros(cut.shard_shape)
+    shard = value.new_zeros(sharding.shard_shape)
     if value.numel():
         shard.copy_(value)
     _take_attributes(value, shard)
@@ -81,15 +82,23 @@ def own_shard(value: Tensor, cut: ParamSharding) -> Tensor:
 
 
 def _take_attributes(source: Tensor, target: Tensor) -> None:
-    """What a tensor keeps beside its data, a precomputed scale say, or methods of its own, which are of `target` then."""
+    """Give `target` the attributes that `source` keeps beside its data: a precomputed scale, say, or methods of its own."""
     for key, kept in vars(source).items():
         if vars(target).get(key) is None:
             bound = isinstance(kept, MethodType) and kept.__self__ is source
             setattr(target, key, MethodType(kept.__func__, target) if bound else kept)
 
 
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """The tensors that are gathered of a shard, and what fsdp_pre_all_gather said beside them."""
+
+    tensors: list[Tensor]
+    metadata: Any
+
+
 class ExtensionBuffer:
-    """The gathered side of one parameter of a subclass.
+    """The unsharded buffer of one parameter of a subclass, and its one way to gather.
 
         shard --fsdp_pre_all_gather--> tensors --all-gather of each, as bytes--> outputs --fsdp_post_all_gather--> full
 
@@ -97,43 +106,30 @@ class ExtensionBuffer:
     `free`. A shard with fewer rows than others is padded before it is asked.
     """
 
-    def __init__(
-        self,
-        parameter: ShardedParameter,
-        collectives: Collectives,
-        dtype: torch.dtype,
-        device: torch.device,
-        mp: MixedPrecisionPolicy,
-    ) -> None:
-        self._parameter, self._collectives, self._dtype, self._mp = parameter, collectives, dtype, mp
-        self._device = device
+    def __init__(self, parameter: ShardedParameter, collectives: Collectives, dtype: torch.dtype, storage: Storage) -> None:
+        """`dtype`: that is computed in."""
+        self._parameter, self._collectives, self._dtype, self._storage = parameter, collectives, dtype, storage
         self.versions: list[int] = []
         self._full: Tensor | None = None  # what the first fsdp_post_all_gather made, padding rows included
         self._padded: Tensor | None = None
-        self._metadata: Any = None
-        self._inputs: list[Tensor] = []
+        self._inputs: _Inputs | None = None  # gathered, and not yet handed to fsdp_post_all_gather
         self._outs: list[Tensor] = []
-        self._inner: list[tuple[Tensor, int]] = []
-        self._fresh = False  # gathered, and not yet handed to fsdp_post_all_gather
+        self._inner: list[tuple[Tensor, int]] = []  # named by fsdp_post_all_gather, and their bytes
 
-    def gathered(self, versions: list[int]) -> None:
+    def allocate(self, versions: list[int]) -> ExtensionBuffer:
+        """As `UnshardedBuffer.allocate`; asks the shard for what is gathered."""
         self.versions = versions
-
-    def owns(self, tensor: Tensor) -> bool:
-        return any(out.numel() and _torch.same_memory(tensor, out) for out in (*self._outs, *(i for i, _ in self._inner)))
-
-    def allocate(self) -> None:
         shard = self._rows()
-        if shard.device != self._device:  # offloaded
-            home, shard = shard, shard.to(self._device, non_blocking=True)
+        if shard.device != self._storage.device:  # offloaded
+            home, shard = shard, shard.to(self._storage.device, non_blocking=True)
             _take_attributes(home, shard)
-        inputs, self._metadata = self._ask(shard)
-        self._inputs = [tensor.contiguous() for tensor in inputs]
-        ranks = self._collectives.ranks
+        tensors, metadata = self._ask(shard)
+        self._inputs = _Inputs([tensor.contiguous() for tensor in tensors], metadata)
+        ranks, tensors = self._collectives.ranks, self._inputs.tensors
         if not self._outs:
-            self._outs = [torch.empty(ranks * t.numel(), dtype=t.dtype, device=t.device) for t in self._inputs]
-        if [out.numel() for out in self._outs] != [ranks * t.numel() for t in self._inputs]:
-            shapes = [tuple(t.shape) for t in self._inputs]
+            self._outs = [torch.empty(ranks * t.numel(), dtype=t.dtype, device=t.device) for t in tensors]
+        if [out.numel() for out in self._outs] != [ranks * t.numel() for t in tensors]:
+            shapes = [tuple(t.shape) for t in tensors]
             raise StateError(
                 f"{_BEFORE} of parameter '{self._parameter.name}' gave tensors of shapes {shapes}, other than the first time: "
                 "the sizes of what is gathered must not change"
@@ -142,48 +138,46 @@ class ExtensionBuffer:
             out.untyped_storage().resize_(out.numel() * out.itemsize)
         for inner, nbytes in self._inner:
             inner.untyped_storage().resize_(nbytes)
+        return self
 
     def start(self) -> StartedWork:
-        self._fresh = True
+        """As `GatherWork.start`."""
+        assert self._inputs is not None
         outs = [out.view(torch.uint8) for out in self._outs]
         # as_strided: of one element, `view(-1)` may keep a stride that `view(dtype)` refuses.
-        flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in self._inputs]
+        flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in self._inputs.tensors]
         return self._collectives.gatherer(outs, flat)()
 
     def finish(self) -> None:
-        pass
+        """As `GatherWork.finish`: the outputs are where they belong."""
 
     def release_staging(self) -> None:
-        """On the compute lane, behind the gather."""
-        if not self._fresh:
+        """The compute lane is ordered behind the gather: hand the outputs to fsdp_post_all_gather."""
+        inputs, self._inputs = self._inputs, None
+        if inputs is None:
             return
-        self._fresh = False
-        outputs = tuple(out.view(-1, *given.shape[1:]) for out, given in zip(self._outs, self._inputs))
+        outputs = tuple(out.view(-1, *given.shape[1:]) for out, given in zip(self._outs, inputs.tensors))
         after: Callable[..., Any] = getattr(self._parameter.local, _AFTER)
+        rows = self._parameter.sharding.local_shape[0]
         with torch.no_grad():
             if self._full is None:
-                self._full, inner = after(outputs, self._metadata, self._dtype)
+                self._full, inner = after(outputs, inputs.metadata, self._dtype)
                 outs = {out.untyped_storage().data_ptr() for out in self._outs}
                 self._inner = [(t, t.untyped_storage().size()) for t in inner if t.untyped_storage().data_ptr() not in outs]
-                rows = self._parameter.sharding.local_shape[0]
                 even = self._full.shape[0] == rows
                 self._parameter.make_unsharded(self._full if even else self._full.narrow(0, 0, rows))
-                self._even = even
             else:
-                after(outputs, self._metadata, self._dtype, out=self._parameter.full if self._even else self._full)
-        self._inputs, self._metadata = [], None
-
-    def save_subgroup_shard(self) -> None:
-        pass  # the caller's tensors are gathered over the shard axis, whatever reshard_after_forward says
-
-    def drop_subgroup_shard(self) -> None:
-        pass
+                even = self._full.shape[0] == rows
+                after(outputs, inputs.metadata, self._dtype, out=self._parameter.full if even else self._full)
 
     def free(self) -> None:
-        for out in self._outs:
-            out.untyped_storage().resize_(0)
-        for inner, _ in self._inner:
-            inner.untyped_storage().resize_(0)
+        """As `UnshardedBuffer.free`."""
+        for tensor in (*self._outs, *(inner for inner, _ in self._inner)):
+            tensor.untyped_storage().resize_(0)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """As `UnshardedBuffer.owns`."""
+        return any(out.numel() and _torch.same_memory(tensor, out) for out in (*self._outs, *(i for i, _ in self._inner)))
 
     def _rows(self) -> Tensor:
         """This rank's shard, padded to as many rows as others have."""
@@ -198,17 +192,19 @@ class ExtensionBuffer:
         _take_attributes(local, self._padded)
         return self._padded
 
-    def _ask(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+    def _ask(self, shard: Tensor) -> tuple[Sequence[Tensor], Any]:
+        """The tensors that are gathered of `shard`, and what fsdp_post_all_gather needs beside them."""
         before: Callable[..., Any] = getattr(shard, _BEFORE)
-        cut = self._parameter.sharding
-        mesh = cut.axis.mesh if cut.axis.replicas is None else _torch.axis_of(cut.axis.mesh, cut.axis.mesh.ndim - 1)
+        sharding = self._parameter.sharding
+        axis = sharding.axis
+        mesh = axis.mesh if axis.replicas is None else _torch.axis_of(axis.mesh, axis.mesh.ndim - 1)
         arguments = len(inspect.signature(before).parameters)
         with torch.no_grad():
             if arguments == 1:
                 return before(mesh)
             if arguments == 5:
-                strides = _torch.contiguous_strides(cut.local_shape)
-                return before(mesh, cut.local_shape, strides, self._parameter.module, self._mp)
+                strides = _torch.contiguous_strides(sharding.local_shape)
+                return before(mesh, sharding.local_shape, strides, self._parameter.module, self._storage.mp)
         raise StateError(
             f"{_BEFORE} of parameter '{self._parameter.name}' takes {arguments} arguments: expected (mesh) or "
             "(mesh, outer_size, outer_stride, module, mp_policy)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 class GradCommit:
     """The gradients of one group, (shard_numel,) in the storage dtype, for the parameters that are `used`.
 
-    Python may be interrupted (Ctrl-C) between any two calls, so `commit` can be begun again: a gradient that is set says by
-    what is on it that it was, and one that is added to by the version of the tensor that was written. A gradient bears the flat
-    tensor that it is a view of, under a key of its parameter: one that the caller put there bears none, or that of another.
+    Python may be interrupted (Ctrl-C) between any two calls, so `commit` can be begun again: the mark on a gradient that is set
+    says that it was, and the version of a tensor that is added to says whether that was done. A gradient bears its mark, the
+    flat tensor that it is a view of and how that is laid out, under a key of its parameter: a gradient that the caller put
+    there bears none, or that of another.
     """
 
-    __slots__ = ("_flat", "_gradients", "_group", "_mark", "_versions")
+    __slots__ = ("_flat", "_group", "_mark", "_versions", "gradients")
 
     def __init__(self, group: ParamGroup, flat: Tensor, used: Sequence[bool], *, has_hooks: bool) -> None:
         """Calls the hooks that callers put on the parameters for their gradients (`register_hook`).
@@ -33,37 +34,42 @@ class GradCommit:
         Raises StateError, naming the parameter, if a hook or a caller left something there that is not its gradient.
         """
         self._group, self._flat = group, flat
-        self._mark = (group.token, flat)
-        self._gradients: list[Any] | None = None  # what hooks made of them; None: views of the flat tensor, all of them
-        self._versions: dict[int, int] = {}  # of what is added to, before that
+        plan = group.reduction
+        self._mark = (plan.views, flat)
+        self.gradients: list[Any] | None = None  # what hooks made of them; None: views of the flat tensor, all of them
+        self._versions: dict[int, int] = {}  # of tensors that are added to, before that
         if has_hooks or not all(used):
-            self._gradients = [
-                parameter.hooked_gradient(flat.as_strided(*view)) if is_used else None
-                for parameter, view, is_used in zip(group.parameters, group.views, used)
+            self.gradients = [
+                _hooked(parameter, flat.as_strided(*view)) if is_used else None
+                for parameter, view, is_used in zip(group.parameters, plan.views, used)
             ]
-            for parameter, gradient in zip(group.parameters, self._gradients):
+            for parameter, gradient in zip(group.parameters, self.gradients):
                 if gradient is not None:
                     _check(parameter, gradient, "is what a hook on it made of its gradient,", parameter.local.dtype)
-        for parameter, key, is_used in zip(group.parameters, group.keys, used):
+        for parameter, key, is_used in zip(group.parameters, plan.keys, used):
             grad = parameter.sharded.grad
             mark = None if grad is None else grad.__dict__.get(key)
-            if is_used and grad is not None and (mark is None or mark[0] is not group.token):
+            if is_used and grad is not None and (mark is None or mark[0] is not plan.views):
                 _check(parameter, grad, "was put into its `.grad`, to which its gradient is to be added,")
 
     def commit(self) -> None:
-        if self._gradients is None:
-            if not self._is_flat():
-                group, flat = self._group, self._flat
-                first: list[Any] = []  # gradients of a step
-                for index, (parameter, key, view) in enumerate(zip(group.parameters, group.keys, group.views)):
-                    grad = parameter.sharded.grad
-                    if grad is None:
-                        first.append((parameter.sharded, parameter.local, flat.as_strided(*view), parameter.spec, key))
-                    elif grad.__dict__.get(key) is not self._mark:
-                        self._add(index, grad, parameter.dtensor_like_shard(flat.as_strided(*view)))
-                _torch.set_gradients(first, self._mark)
+        """Give the parameters their gradients, or add to those that are there."""
+        if self.gradients is not None:
+            return self._commit_each(self.gradients)
+        if self._is_added():
             return
-        for index, (parameter, gradient) in enumerate(zip(self._group.parameters, self._gradients)):
+        group, flat, plan = self._group, self._flat, self._group.reduction
+        first: list[Any] = []  # gradients of a step
+        for index, (parameter, key, view) in enumerate(zip(group.parameters, plan.keys, plan.views)):
+            grad = parameter.sharded.grad
+            if grad is None:
+                first.append((parameter.sharded, parameter.local, flat.as_strided(*view), parameter.spec, key))
+            elif grad.__dict__.get(key) is not self._mark:
+                self._add(index, grad, parameter.dtensor_like_shard(flat.as_strided(*view)))
+        _torch.set_gradients(first, self._mark)
+
+    def _commit_each(self, gradients: Sequence[Any]) -> None:
+        for index, (parameter, gradient) in enumerate(zip(self._group.parameters, gradients)):
             grad = parameter.sharded.grad
             if gradient is None or grad is gradient:
                 continue
@@ -74,25 +80,24 @@ class GradCommit:
 
     def run_post_grad_hooks(self) -> None:
         """Call the hooks that callers put on the parameters for when their gradients are there."""
-        if self._gradients is not None:
-            for parameter, gradient in zip(self._group.parameters, self._gradients):
-                if gradient is not None:
-                    parameter.run_post_grad_hooks()
+        for parameter, gradient in zip(self._group.parameters, self.gradients or ()):
+            if gradient is not None:
+                for hook in _torch.parameter_hooks(parameter.sharded)[1]:
+                    hook(parameter.sharded)
 
-    def _is_flat(self) -> bool:
-        """Whether all gradients are the views of one flat tensor that we gave, which is added to in one call."""
-        grads = [parameter.sharded.grad for parameter in self._group.parameters]
-        keys = self._group.keys
-        before: Any = None if grads[0] is None else grads[0].__dict__.get(keys[0])
-        if before is None or any(grad is None or grad.__dict__.get(key) is not before for grad, key in zip(grads, keys)):
-            return False
-        token, total = before
-        if before is self._mark:
-            return True
-        if token is not self._group.token:
-            return False
-        self._add(-1, total, self._flat)
-        return True
+    def _is_added(self) -> bool:
+        """Add all gradients in one call, if those that are there are the views of one flat tensor of the same layout."""
+        before: Any = None
+        for parameter, key in zip(self._group.parameters, self._group.reduction.keys):
+            grad = parameter.sharded.grad
+            mark = None if grad is None else grad.__dict__.get(key)
+            if mark is None or (before is not None and mark is not before):
+                return False
+            before = mark
+        views, total = before
+        if before is not self._mark and views is self._mark[0]:
+            self._add(-1, total, self._flat)
+        return views is self._mark[0]
 
     def _add(self, index: int, total: Tensor, more: Tensor) -> None:
         """Once, however often it is called."""
@@ -103,7 +108,18 @@ class GradCommit:
             total.add_(more)
 
 
+def _hooked(parameter: ShardedParameter, local: Tensor) -> Any:
+    """A reduced gradient, (sharding.shard_shape), as hooks that callers put on the sharded parameter make it."""
+    gradient: Any = parameter.dtensor_like_shard(local)
+    hook: Callable[..., Any]
+    for hook in _torch.parameter_hooks(parameter.sharded)[0]:
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
 def _check(parameter: ShardedParameter, gradient: Any, origin: str, dtype: torch.dtype | None = None) -> None:
+    """Raises StateError unless `gradient` is a DTensor like the sharded parameter (of `dtype`, if that is given)."""
     spec = parameter.spec
     fits = (
         isinstance(gradient, DTensor)
@@ -125,14 +141,14 @@ def _check(parameter: ShardedParameter, gradient: Any, origin: str, dtype: torch
         )
 
 
-def commit_all(handovers: Sequence[GradCommit]) -> None:
-    """Have all of them happen. An interrupt is raised when that is done; an error has nothing left to come from."""
+def commit_all(commits: Sequence[GradCommit]) -> None:
+    """Commit all of them, then run hooks. An interrupt is raised when all is committed; an error leaves at once."""
     interrupt: BaseException | None = None
     done = False
     while not done:
         try:
-            for handover in handovers:
-                handover.commit()
+            for one in commits:
+                one.commit()
             done = True
         except Exception:
             raise
@@ -140,8 +156,9 @@ def commit_all(handovers: Sequence[GradCommit]) -> None:
             interrupt = interrupt or caught
     if interrupt is not None:
         raise interrupt
-    for handover in handovers:
-        handover.run_post_grad_hooks()
+    for one in commits:
+        if one.gradients is not None:
+            one.run_post_grad_hooks()
 
 
 __all__ = ["GradCommit", "commit_all"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, log2
 from typing import Any
 
@@ -11,21 +13,22 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.collectives.base import StartedWork
+from fullshard.collectives.base import Allocate, Collectives, StartedWork
 from fullshard.collectives.streams import LaneWork
-from fullshard.consistency.collective_log import GroupFingerprints
+from fullshard.errors import InternalError
 from fullshard.params.grad_commit import GradCommit
 from fullshard.params.group import ParamGroup
-from fullshard.params.sharded_param import ShardedParameter
-from fullshard.params.unsharded import GroupCollectives, dim_permutation
+from fullshard.params.unsharded import dim_permutation
 
 ReduceHook = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceOptions:
-    """How gradients become one: `divide` by a number (None: by the ranks they come from), over replicas or not yet, and
-    the caller's own step behind that.
+    """How gradients become one.
+
+    divide: by a number; None: by the ranks that they come from.      all_reduce: over replicas now, or by a later backward.
+    hook, hook_stream: the caller's own step behind that, and the stream that it runs on.
     """
 
     divide: float | None = None
@@ -34,190 +37,247 @@ class ReduceOptions:
     hook_stream: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class SumSteps:
+    """The steps that make one sum of packed gradients: by which factors it is scaled, and what follows the sum over shards.
+
+    first, scale, last: before the reduce-scatter, in it, and behind everything.
+    replicas: the collectives of the sum over replicas, None if there is none now.
+    deferred: whether that sum is left to a later reduction.
+    replicated: whether a second step follows the sum over shards: over replicas, or the caller's (`hook`).
+    """
+
+    first: float
+    scale: float
+    last: float
+    replicas: Collectives | None
+    deferred: bool
+    replicated: bool
+    hook: Callable[[Tensor], None] | None
+
+    @classmethod
+    def of(cls, group: ParamGroup, options: ReduceOptions) -> SumSteps:
+        """The steps for gradients of `group`.
+
+        A sum of halves overflows early, a quotient of halves underflows: float16 is divided in two steps, the first by a power
+        of two.
+        """
+        replicas = group.collectives.replicate
+        divide = options.divide or float(group.layout.ranks * (replicas.ranks if replicas else 1))
+        half = group.dtypes.reduce is torch.float16
+        before = 2.0 ** ceil(log2(divide) / 2) if half and divide > 1 else 1.0
+        deferred = replicas is not None and not options.all_reduce
+        hook = options.hook
+        if hook is not None and options.hook_stream is not None:
+            hook = partial(_torch.on_stream, options.hook_stream, hook)
+        return cls(
+            first=1.0 / before,
+            scale=1.0 if half else 1.0 / divide,
+            last=before / divide if half else 1.0,
+            replicas=None if deferred else replicas,
+            deferred=deferred,
+            replicated=not deferred and (replicas is not None or hook is not None),
+            hook=hook,
+        )
+
+
+class Stage(enum.Enum):
+    """How far a reduction is. On an accelerator, where lanes are streams: how far it is queued."""
+
+    PACKED = "packed"
+    SUMMED = "summed over shards"
+    ABSORBED = "part of a later sum"
+    REDUCED = "reduced"
+    COMMITTED = "committed"
+
+
+MOVES = {
+    (Stage.PACKED, Stage.SUMMED): "the reduce-scatter is done",
+    (Stage.SUMMED, Stage.REDUCED): "no sum over replicas follows, or it is done, and so is the caller's hook",
+    (Stage.SUMMED, Stage.ABSORBED): "the sum over replicas was left to a later reduction, which adds this sum to its own",
+    (Stage.REDUCED, Stage.COMMITTED): "a step ends, or hooks on parameters want their gradients now",
+    (Stage.COMMITTED, Stage.COMMITTED): "other ranks used a parameter that this one did not",
+}
+
+
 class Reduction:
     """The gradients of one group on their way to the shards: packed and cast on the compute lane, reduced on others.
 
-        gradients of large, even parameters ------------------------------------> message of its own   no copy
-        the others --(chunk_cat: cut, pad, cast)--> one packed message (ranks, s) --reduce-scatter--> flat (shard_numel,)
-        flat --all-reduce over replicas--> the caller's hook --> storage dtype --> the host, if shards are there
+        large, even parameters ----------------------------------> message of its own    no copy
+        the others --(chunk_cat: cut, pad, cast)--> one packed message (ranks, numel)
+        PACKED ------reduce-scatter------> SUMMED ---all-reduce over replicas, the caller's hook---> REDUCED ---> COMMITTED
+                                              |         (storage dtype; on the host, if shards are)       in `.grad`
+                                              +--> ABSORBED by a later reduction (all_reduce=False)
 
     The message is fixed when the group is made: every parameter is in it, with zeros where this rank has no gradient.
     """
 
     def __init__(self, group: ParamGroup, grads: Sequence[Tensor | None], options: ReduceOptions) -> None:
-        layout, reduce = group.layout, group.dtypes.reduce
-        device = group.storage.device
-        dtype = group.dtypes.compute
-        self.used: list[bool] = []
+        """`grads`: of each parameter, (sharding.local_shape), None if this rank did not use it."""
+        self.group, self.steps = group, SumSteps.of(group, options)
+        self.stage = Stage.PACKED
+        self.has_hooks = group.has_hooks
+        self.used: list[bool] = []  # of each parameter: whether this rank has a gradient
+        self._given: list[bool] | None = None  # of each parameter: whether it has its gradient
+        self._work: LaneWork | None = None  # the last of it
+        dtypes, layout, device = group.dtypes, group.layout, group.storage.device
         alike = True
         for grad in grads:
             self.used.append(grad is not None)
-            alike = alike and (grad is None or grad.dtype == dtype)
+            alike = alike and (grad is None or grad.dtype == dtypes.compute)
         if not alike:
-            grads, dtype = [None if grad is None else grad.to(reduce) for grad in grads], reduce
-        self._group, self._options = group, options
-        replicas = group.collectives.replicate
-        self._replicas = replicas if options.all_reduce else None
-        self._deferred = replicas is not None and not options.all_reduce
-        divide = options.divide or float(layout.ranks * (replicas.ranks if replicas else 1))
-        # A sum of halves overflows early, a quotient of halves underflows: divide in two steps, the first a power of two.
-        before = 2.0 ** ceil(log2(divide) / 2) if reduce is torch.float16 and divide > 1 else 1.0
-        self._scale = 1.0 if reduce is torch.float16 else 1.0 / divide
-        self._last_scale = before / divide if reduce is torch.float16 else 1.0
-        self._given: list[bool] | None = None  # who has its gradient
-        self._ticket: LaneWork | None = None
-        self._ended = False
-        self.has_hooks = group.has_hooks
-        plan = group.plan
+            grads = [None if grad is None else grad.to(dtypes.reduce) for grad in grads]
+        self._earlier = group.grads.deferred
+        if self._earlier is not None:
+            self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
         memory = group.collectives.reduce_memory or torch.empty
-        self._out = memory((layout.shard_numel,), dtype=reduce, device=device)
-        self._fulls: list[Tensor] = []
-        self._outs: list[Tensor] = []
-        if plan.packed:
-            message = memory((layout.ranks * plan.numel,), dtype=reduce, device=device).view(layout.ranks, -1)
-            parts = [*group.blanks(dtype)]
-            for index, parameter in plan.sources:
-                grad, shape = grads[parameter], layout.places[parameter].shape
-                parts[index] = torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
-            _torch.chunk_cat(parts, message)
-            for piece in plan.folded:
-                grad, place = grads[piece.parameter], layout.places[piece.parameter]
-                if grad is not None:
-                    wholes, blocks = dim_permutation(grad, message[:, place.offset : place.offset + place.size], place)
-                    torch._foreach_copy_(blocks, wholes)
-            self._fulls.append(message.view(-1))
-            self._outs.append(self._out if plan.numel == layout.shard_numel else self._out[: plan.numel])
-        for index in plan.alone:
-            place = layout.places[index]
-            grad = grads[index]
-            full = torch.zeros(place.shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
-            self._fulls.append(full.view(-1))
-            self._outs.append(self._out[place.offset : place.offset + place.size])
-        if before != 1.0 and self._fulls:
-            torch._foreach_mul_(self._fulls, 1.0 / before)
-        storage = group.dtypes.storage
-        same = storage == reduce and memory is torch.empty  # gradients do not stay in memory that is for messages
-        self._flat = self._out if same else torch.empty(layout.shard_numel, dtype=storage, device=device)
+        self._sum = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
+        self._messages = _pack(group, grads, dtypes.compute if alike else dtypes.reduce, self._sum, memory)
+        if self.steps.first != 1.0 and self._messages:
+            torch._foreach_mul_([full for full, _ in self._messages], self.steps.first)
+        self._flat = self._sum
+        if (dtypes.storage != dtypes.reduce or memory is not torch.empty) and not self.steps.deferred:
+            # Gradients do not stay in memory that is for messages.
+            self._flat = torch.empty(layout.shard_numel, dtype=dtypes.storage, device=device)
         self._host: Tensor | None = None
-        if group.storage.host:
-            self._host = torch.empty(layout.shard_numel, dtype=storage, pin_memory=group.storage.pinned)
-        self._absorbed: Tensor | None = None
+        if group.storage.host and not self.steps.deferred:
+            self._host = torch.empty(layout.shard_numel, dtype=dtypes.storage, pin_memory=group.storage.pinned)
+
+    def _move(self, to: Stage) -> None:
+        if (self.stage, to) not in MOVES:
+            name = self.group.parameters[0].unit_name.name
+            raise InternalError(f"a reduction of unit '{name}' that is {self.stage.value} cannot be {to.value}")
+        self.stage = to
 
     @property
-    def replicated(self) -> bool:
-        """Whether a second step, over the replicas or the caller's, follows."""
-        return not self._deferred and (self._replicas is not None or self._options.hook is not None)
+    def committed(self) -> bool:
+        """Whether it was handed out, or begun to be."""
+        return self.stage is Stage.COMMITTED
 
-    @property
-    def polled(self) -> bool:
-        """Whether it may end as soon as it is done, or calls something that may talk to other ranks."""
-        return self._options.hook is None
-
-    @property
-    def deferred(self) -> bool:
-        """Whether the sum over replicas is left to a later reduction."""
-        return self._deferred
+    # --- on lanes ---
 
     def start(self) -> StartedWork:
-        if not self._fulls:
+        """Begin the sum over shards."""
+        if not self._messages:
             return StartedWork()
-        return self._group.collectives.reduce.reduce_scatter(self._outs, self._fulls, self._scale)
+        fulls, outs = zip(*self._messages)
+        return self.group.collectives.reduce.reduce_scatter(outs, fulls, self.steps.scale)
 
     def finish(self) -> None:
-        before = self._group.take_partial()
-        if before is not None:
-            self._absorbed, used = before
-            self._out.add_(self._absorbed)
-            self.used = [now or then for now, then in zip(self.used, used)]
-        if self._deferred:
-            self._group.keep_partial(self._out, self.used)
-        elif not self.replicated:
-            self._complete()
+        """The sum over shards is there."""
+        self._move(Stage.SUMMED)
+        if self._earlier is not None:
+            self._earlier.add_to(self._sum)
+        if not (self.steps.replicated or self.steps.deferred):
+            self._end()
+
+    def add_to(self, total: Tensor) -> None:
+        """Become part of a later sum over shards."""
+        assert self._work is not None
+        self._work.wait()
+        self._move(Stage.ABSORBED)
+        total.add_(self._sum)
 
     def replicate(self) -> StartedWork:
-        if self._replicas is None or not self._out.numel():
+        """Begin the sum over replicas."""
+        if self.steps.replicas is None or not self._sum.numel():
             return StartedWork()
-        return self._replicas.all_reduce(self._out)
+        return self.steps.replicas.all_reduce(self._sum)
 
     def finish_replicated(self) -> None:
-        hook, stream = self._options.hook, self._options.hook_stream
-        if hook is not None:
-            if stream is None:
-                hook(self._out)
-            else:
-                _torch.on_stream(stream, hook, self._out)
-        self._complete()
+        """The sum over replicas is there: the caller's hook is next."""
+        if self.steps.hook is not None:
+            self.steps.hook(self._sum)
+        self._end()
 
-    def _complete(self) -> None:
-        if self._last_scale != 1.0:
-            self._out.mul_(self._last_scale)
-        if self._flat is not self._out:
-            self._flat.copy_(self._out)
+    def _end(self) -> None:
+        """All sums are there: scale and cast them, and copy them to the host if shards are there."""
+        self._move(Stage.REDUCED)
+        if self.steps.last != 1.0:
+            self._sum.mul_(self.steps.last)
+        if self._flat is not self._sum:
+            self._flat.copy_(self._sum)
         if self._host is not None:
             if self._host.numel():
-                self._group.collectives.traffic.record("to_host", [self._flat])
+                self.group.collectives.traffic.record("to_host", [self._flat])
             self._host.copy_(self._flat, non_blocking=True)
 
-    def set_work(self, ticket: LaneWork) -> None:
-        """`ticket` is the last of its work."""
-        self._ticket = ticket
+    # --- on the compute lane ---
+
+    def sent(self, work: LaneWork) -> None:
+        """It is on its way; `work` is the last of it."""
+        self._work = work
+        self.group.grads.deferred = self if self.steps.deferred else None
 
     def release_messages(self) -> None:
         """The compute lane is ordered behind the reduce-scatter: let the messages go."""
-        self._fulls, self._outs, self._absorbed = [], [], None
-        if not self.replicated:
-            self.complete()
+        self._messages, self._earlier = [], None
+        if not self.steps.replicated:
+            self._sum = self._flat
 
-    def complete(self) -> None:
-        """The compute lane is ordered behind all of it."""
-        self._out = self._flat
-        self._ended = True
+    def release_sum(self) -> None:
+        """The compute lane is ordered behind all of it: only the gradients stay."""
+        self._sum = self._flat
 
     def wait_on_host(self, *, on_host: bool) -> None:
-        """Have the sum be here, where the shards are. Who waits on a lane may be another than who did; a host is one."""
-        if self._ticket is not None and not (on_host and self._ended):
-            self._ticket.wait()
+        """Have the sum be where the shards are.
+
+        on_host: lanes are the host's own, which does nothing twice. Of an accelerator each stream that goes on must wait.
+        """
+        assert self._work is not None
+        if not on_host or self.stage in (Stage.PACKED, Stage.SUMMED):
+            self._work.wait()
         if self._host is not None:
-            if self._ticket is not None:
-                self._ticket.block()
+            self._work.block()
             self._flat = self._host
 
+    # --- what the parameters get ---
+
     def grad_commit(self, used_somewhere: Sequence[bool] | None = None) -> GradCommit | None:
-        """What the parameters are to have that this rank used, or any did (None: nobody asked), and do not have yet."""
-        parameters, given = self._group.parameters, self._given
-        due = self.used
-        if used_somewhere is not None:
+        """The gradients of parameters that this rank used, or any did (None: nobody asked), and that were not given yet."""
+        given, due = self._given, self.used
+        if used_somewhere is not None and not all(due):
+            parameters = self.group.parameters
             due = [here or (there and p.requires_grad) for here, there, p in zip(due, used_somewhere, parameters)]
         wanted = due if given is None else [now and not then for now, then in zip(due, given)]
         if given is not None and not any(wanted):
             return None
+        self._move(Stage.COMMITTED)
         self._given = due
-        return GradCommit(self._group, self._flat, wanted, has_hooks=self.has_hooks)
-
-    @property
-    def group(self) -> ParamGroup:
-        return self._group
-
-    @property
-    def landed(self) -> bool:
-        """Whether it was handed out, or begun to be."""
-        return self._given is not None
+        return GradCommit(self.group, self._flat, wanted, has_hooks=self.has_hooks)
 
     @property
     def undecided(self) -> bool:
-        """Whether this rank must learn which of the parameters it did not use others did."""
-        if all(self.used):
-            return False
-        return any(not used and p.requires_grad for used, p in zip(self.used, self._group.parameters))
+        """Whether this rank must learn which of the parameters that it did not use others did."""
+        return any(not used and p.requires_grad for used, p in zip(self.used, self.group.parameters))
 
-    @property
-    def parameters(self) -> Sequence[ShardedParameter]:
-        return self._group.parameters
 
-    @property
-    def fingerprints(self) -> GroupFingerprints:
-        return self._group.fingerprints
+def _pack(
+    group: ParamGroup, grads: Sequence[Tensor | None], dtype: torch.dtype, total: Tensor, memory: Allocate
+) -> list[tuple[Tensor, Tensor]]:
+    """Messages: (chunks for all ranks (ranks * size,), where in `total` the sum of this rank's chunks goes (size,)).
 
-    @property
-    def collectives(self) -> GroupCollectives:
-        return self._group.collectives
+    `dtype`: of the gradients; where it is not the reduce dtype, all are packed, which casts them.
+    """
+    layout, plan, device = group.layout, group.reduction, group.storage.device
+    messages: list[tuple[Tensor, Tensor]] = []
+    if plan.numel:
+        message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
+        parts = plan.blank.copy() if dtype == group.dtypes.compute else [blank.to(dtype) for blank in plan.blank]
+        for index, parameter in plan.packed:
+            grad, place = grads[parameter], layout.places[parameter]
+            if grad is not None and place.dim == 0:
+                parts[index] = grad.contiguous()
+                continue
+            shape = place.shape if place.dim == 0 else (layout.ranks, place.size)
+            parts[index] = torch.zeros(shape, dtype=dtype, device=device)
+            if grad is not None:
+                of_grad, of_blocks = dim_permutation(grad, parts[index], place)
+                torch._foreach_copy_(of_blocks, of_grad)
+        _torch.chunk_cat(parts, message.view(layout.ranks, -1))
+        messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))
+    for index in plan.direct:
+        place, grad = layout.places[index], grads[index]
+        full = torch.zeros(place.shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
+        messages.append((full.view(-1), total[place.offset : place.offset + place.size]))
+    return messages

@@ -1,9 +1,11 @@
-"""The gathered side of a group: memory that comes and goes, and the collective that fills it, planned once."""
+"""The unsharded buffer of a group: memory that comes and goes, and the ways to gather into it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
 from typing import Protocol
 
 import torch
@@ -18,25 +20,26 @@ from fullshard.sharding.layout import Extent, GroupLayout, ParamOffsets
 
 @dataclass(frozen=True, eq=False)
 class GroupCollectives:
-    """Who carries the messages of a group. group n - 1 carriers.
+    """The collectives that carry the messages of a group. group n - 1 GroupCollectives.
 
     replicate: over the ranks that hold the same shards, None if there are none.
-    retain: over the smaller group that keeps the parameters between forward and backward, None if none does.
+    subgroup: over the smaller group that keeps the parameters between forward and backward, None if none does.
     """
 
     gather: Collectives
     reduce: Collectives
     replicate: Collectives | None
-    retain: Collectives | None
+    subgroup: Collectives | None
     traffic: TrafficCounter
 
-    @property
+    @cached_property
     def gather_memory(self) -> Allocate | None:
         """The caller's memory for gathers, None for our own."""
         return getattr(self.gather, "gather_memory", None)
 
-    @property
+    @cached_property
     def reduce_memory(self) -> Allocate | None:
+        """The caller's memory for reductions, None for our own."""
         return getattr(self.reduce, "reduce_memory", None)
 
 
@@ -57,209 +60,238 @@ class Storage:
         return torch.device("cpu") if self.host else self.device
 
 
+class GatherWork(Protocol):
+    """One way to gather. `start` and `finish` run on a lane, in this order."""
+
+    def start(self) -> StartedWork:
+        """Begin the collective."""
+        ...
+
+    def finish(self) -> None:
+        """The collective is done: put what it brought where the full parameters are."""
+        ...
+
+
 class UnshardedBuffer(Protocol):
-    """What a group gathers into."""
+    """The memory that a group gathers into. `versions`: of the shards that it shows; empty until it was gathered into."""
 
     versions: list[int]
 
-    def gathered(self, versions: list[int]) -> None: ...
-    def owns(self, tensor: Tensor) -> bool: ...
-    def allocate(self) -> None: ...
-    def start(self) -> StartedWork: ...
-    def finish(self) -> None: ...
-    def release_staging(self) -> None: ...
-    def save_subgroup_shard(self) -> None: ...
-    def drop_subgroup_shard(self) -> None: ...
-    def free(self) -> None: ...
+    def allocate(self, versions: list[int]) -> GatherWork:
+        """Memory for shards of these versions, on the compute lane, and what gathers them."""
+        ...
+
+    def release_staging(self) -> None:
+        """The compute lane is ordered behind the gather: memory that only the gather needed can go."""
+        ...
+
+    def free(self) -> None:
+        """Give the memory back."""
+        ...
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in this memory."""
+        ...
 
 
-def dim_permutation(whole: Tensor, blocks: Tensor, place: ParamOffsets) -> tuple[list[Tensor], list[Tensor]]:
-    """(parts of `whole`, the same parts of `blocks` (ranks, size)) of a parameter that is cut along another dim than 0."""
+def dim_permutation(full: Tensor, blocks: Tensor, place: ParamOffsets) -> tuple[list[Tensor], list[Tensor]]:
+    """(parts of `full`, the same parts of `blocks` (ranks, size)) of a parameter that is cut along another dim than 0."""
     ranks, length = blocks.shape[0], place.shape[place.dim]
-    wholes: list[Tensor] = []
-    parts: list[Tensor] = []
+    of_full: list[Tensor] = []
+    of_blocks: list[Tensor] = []
     for rank in range(ranks):
         extent = Extent.cut(length, ranks=ranks, rank=rank)
         if extent.rows:
-            part = whole.narrow(place.dim, extent.start, extent.rows)
-            wholes.append(part)
-            parts.append(blocks[rank, : part.numel()].view(part.shape))
-    return wholes, parts
+            part = full.narrow(place.dim, extent.start, extent.rows)
+            of_full.append(part)
+            of_blocks.append(blocks[rank, : part.numel()].view(part.shape))
+    return of_full, of_blocks
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ResizableStorage:
-    """Memory that comes and goes behind tensors that stay."""
+def over(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+    """A tensor over the storage of `flat` that is no view of another, so that its version counter is its own."""
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(flat.untyped_storage(), offset, tuple(shape))  # type: ignore[call-overload]
 
-    tensor: Tensor
-    storage: torch.UntypedStorage
-    nbytes: int
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _ResizableStorage:
-        return cls(tensor, tensor.untyped_storage(), tensor.untyped_storage().size())
+Step = Callable[[], object]
 
-    def poison(self) -> None:
-        if self.tensor.numel():
-            self.tensor.fill_(float("nan") if self.tensor.is_floating_point() else 1)
+
+def copies_out(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[Step]:
+    """Steps that copy the packed message in `staging` (ranks * size,) to the places of its parameters in `flat`.
+
+    Stretches up to the first parameter that is cut along another dim than 0 go in one call, the others behind it in a second.
+    """
+    sizes: list[int] = []
+    stretches: list[Tensor] = []
+    permuted: list[Tensor] = []
+    blocks: list[Tensor] = []
+    if layout.packed is None or not staging.numel():
+        return []
+    packed, column = staging.view(layout.ranks, -1), 0
+    for segment in layout.packed.pieces:
+        place = layout.places[segment.parameter] if segment.parameter >= 0 else None
+        if segment.size and place is not None and place.folded:
+            full = flat[segment.full_offset :][: prod(place.shape)].view(place.shape)
+            of_full, of_blocks = dim_permutation(full, packed[:, column : column + segment.size], place)
+            permuted += of_full
+            blocks += of_blocks
+        elif segment.size and not permuted:
+            sizes.append(segment.size)
+            stretches.append(flat[segment.full_offset :][: layout.ranks * segment.size].view(layout.ranks, -1))
+        column += segment.size
+    steps: list[Step] = []
+    if sizes:
+        steps.append(partial(_torch.split_copy, packed[:, : sum(sizes)], sizes, stretches))
+    if permuted:
+        steps.append(partial(torch._foreach_copy_, permuted, blocks))
+    return steps
+
+
+class Gather:
+    """Steps before a collective, the collective, and steps behind it, all planned."""
+
+    __slots__ = ("_after", "_before", "_begin")
+
+    def __init__(self, begin: Callable[[], StartedWork], before: Sequence[Step] = (), after: Sequence[Step] = ()) -> None:
+        self._begin, self._before, self._after = begin, before, after
+
+    def start(self) -> StartedWork:
+        """As `GatherWork.start`."""
+        for step in self._before:
+            step()
+        return self._begin()
+
+    def finish(self) -> None:
+        """As `GatherWork.finish`."""
+        for step in self._after:
+            step()
+
+
+class CallerMemoryGather(Gather):
+    """A gather of one packed message in memory that the caller's all-gather allocates, each time anew."""
+
+    __slots__ = ("_flat", "_gather", "_layout", "_memory", "_shard")
+
+    def __init__(
+        self, layout: GroupLayout, gather: Collectives, memory: Allocate, flat: Tensor, shard: Tensor, before: Sequence[Step]
+    ) -> None:
+        super().__init__(StartedWork, before)
+        self._layout, self._gather, self._memory, self._flat, self._shard = layout, gather, memory, flat, shard
+
+    def start(self) -> StartedWork:
+        """As `GatherWork.start`."""
+        super().start()
+        ranks, size = self._layout.ranks, self._shard.numel()
+        staging = self._memory((ranks * size,), dtype=self._flat.dtype, device=self._flat.device)
+        slot = staging[self._gather.rank * size :][:size]
+        slot.copy_(self._shard)
+        self._after = copies_out(self._layout, self._flat, staging)
+        return self._gather.gatherer([staging], [slot])()
+
+    def finish(self) -> None:
+        """As `GatherWork.finish`; the memory is the caller's again."""
+        super().finish()
+        self._after = ()
 
 
 class FlatBuffer:
-    """The gathered side of a group, planned once: storage, views, and the prepared collective.
+    """The unsharded buffer of a group whose shards lie in a flat one.
 
         shard views --(cast into own slot, or nothing)--> region of a large parameter     no copy
         shard range --> slot in staging (ranks, packed) --all-gather--> split_copy --> regions of the small ones
 
-    Memory exists between `allocate` and `free`; the Parameters made over it keep their identity, and their version
+    Memory exists between `allocate` and `free`; the Parameters made over it (`views`) keep their identity, and their version
     counters move only when the weights behind them did.
     """
 
     def __init__(
-        self, layout: GroupLayout, dtypes: Dtypes, carriers: GroupCollectives, storage: Storage, shard: Tensor
+        self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
     ) -> None:
-        dtype, device = dtypes.compute, storage.device
-        self._journal, self._retainer = carriers.traffic, carriers.retain
+        self._flat = torch.empty(layout.full_numel, dtype=dtypes.compute, device=storage.device)
+        self._staging: list[Tensor] = []  # what only a gather needs
         self._poison = storage.poison
-        self._flat = torch.empty(layout.full_numel, dtype=dtype, device=device)
-        temporary: list[Tensor] = []
-        self._home = shard
-        self._arrived = shard
-        if storage.host:
-            self._arrived = torch.empty_like(shard, device=device, pin_memory=False)
-            temporary.append(self._arrived)
-
-        self._memory = carriers.gather_memory if layout.packed else None
-        self._packed = layout.packed
-        self._staging_numel = layout.ranks * layout.packed.size if layout.packed else 0
-        self._collectives = carriers.gather
-        self._staging = torch.empty(0 if self._memory else self._staging_numel, dtype=dtype, device=device)
-        if self._staging.numel():
-            temporary.append(self._staging)
-        outs = [
-            self._flat[bucket.pieces[0].full_offset :][: layout.ranks * bucket.size] if bucket.direct else self._staging
-            for bucket in layout.buckets
-        ]
-        self._shards = [self._arrived[bucket.offset : bucket.offset + bucket.size] for bucket in layout.buckets]
-        self._gather: Callable[[], StartedWork] = StartedWork
-        self._casts: tuple[list[Tensor], list[Tensor]] | None = None
-        if self._memory is None and layout.full_numel:
-            shards = self._shards
-            if dtypes.storage != dtype:
-                rank = carriers.gather.rank
-                slots = [out[rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
-                self._casts, shards = (slots, shards), slots
-            self._gather = self._collectives.gatherer(outs, shards)
-
-        self._sizes: list[int] = []
-        self._regions: list[Tensor] = []
-        self._folded: list[tuple[Tensor, ParamOffsets, int]] = []  # (region, place, first column in the message)
-        column = 0
-        for piece in layout.packed.pieces if layout.packed else ():
-            place = layout.places[piece.parameter] if piece.parameter >= 0 else None
-            if place is not None and place.folded:
-                if piece.size:
-                    self._folded.append((self._apart(piece.full_offset, place.shape), place, column))
-            elif piece.size and not self._folded:
-                self._sizes.append(piece.size)
-                self._regions.append(self._apart(piece.full_offset, (layout.ranks, piece.size)))
-            column += piece.size
-        self._views(self._staging)
-        self.views = [self._apart(place.full_offset, place.shape) for place in layout.places]
-        self._storage = _ResizableStorage.of(self._flat)  # between `allocate` and `free`
-        self._temporary = [_ResizableStorage.of(tensor) for tensor in temporary]  # between `allocate` and `release_staging`
-        self.versions: list[int] = []  # of what was gathered last
-        self._retained: Tensor | None = None
-        self._from_retained = False
+        self.views = [over(self._flat, place.full_offset, place.shape) for place in layout.places]
+        self.versions: list[int] = []
+        self._gather = self._plan(layout, dtypes, collectives, storage, shard)
+        self._subgroup = collectives.subgroup
+        self._saved: Gather | None = None  # from the smaller group, of what it keeps of these versions
+        self._running: Gather | None = None  # keeps the memory that it reads
+        self._memory = [(tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in (self._flat, *self._staging)]
         self.free()
 
-    def _views(self, staging: Tensor) -> None:
-        """What is copied out of `staging` (ranks * packed,), and to where."""
-        self._columns: Tensor | None = None
-        self._unfold: tuple[list[Tensor], list[Tensor]] | None = None
-        if not staging.numel():
-            return
-        packed = staging.view(self._collectives.ranks, -1)
-        if self._sizes:
-            self._columns = packed[:, : sum(self._sizes)]
-        if self._folded:
-            self._unfold = ([], [])
-            for region, place, column in self._folded:
-                wholes, parts = dim_permutation(region, packed[:, column : column + place.size], place)
-                self._unfold[0].extend(wholes)
-                self._unfold[1].extend(parts)
+    def _plan(
+        self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
+    ) -> Gather:
+        """The gather over all ranks."""
+        gather, flat = collectives.gather, self._flat
+        before: list[Step] = []
+        if storage.host:
+            home, shard = shard, torch.empty_like(shard, device=storage.device, pin_memory=False)
+            self._staging.append(shard)
+            if home.numel():
+                before.append(partial(collectives.traffic.record, "to_device", [home]))
+                before.append(partial(shard.copy_, home, non_blocking=True))
+        if not layout.full_numel:
+            return Gather(StartedWork, before)
+        if collectives.gather_memory is not None and layout.packed is not None:
+            return CallerMemoryGather(layout, gather, collectives.gather_memory, flat, shard, before)
+        staging = flat.new_empty(layout.ranks * layout.packed.size if layout.packed else 0)
+        if staging.numel():
+            self._staging.append(staging)
+        outs = [
+            flat[bucket.pieces[0].full_offset :][: layout.ranks * bucket.size] if bucket.direct else staging
+            for bucket in layout.buckets
+        ]
+        shards = [shard[bucket.offset : bucket.offset + bucket.size] for bucket in layout.buckets]
+        if dtypes.storage != dtypes.compute:
+            slots = [out[gather.rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
+            before.append(partial(torch._foreach_copy_, slots, shards))
+            shards = slots
+        return Gather(gather.gatherer(outs, shards), before, copies_out(layout, flat, staging))
 
-    def _apart(self, offset: int, shape: Sequence[int]) -> Tensor:
-        """A tensor over the full storage that is no view of another, so that its version counter is its own."""
-        empty = torch.empty(0, dtype=self._flat.dtype, device=self._flat.device)
-        return empty.set_(self._flat.untyped_storage(), offset, tuple(shape))  # type: ignore[call-overload]
-
-    def gathered(self, versions: list[int]) -> None:
-        """These are the versions of the shards that this storage shows."""
-        self.versions = versions
-        self._retained = None
-
-    def owns(self, tensor: Tensor) -> bool:
-        return self._flat.numel() > 0 and _torch.is_over(tensor, self._flat.untyped_storage())
-
-    def allocate(self) -> None:
-        self._storage.storage.resize_(self._storage.nbytes)
-        if self._retained is None:
-            for temporary in self._temporary:
-                temporary.storage.resize_(temporary.nbytes)
+    def allocate(self, versions: list[int]) -> Gather:
+        """As `UnshardedBuffer.allocate`."""
+        saved, self._saved = self._saved, None
+        if versions != self.versions:
+            self.versions, saved = versions, None
+        for storage, nbytes in self._memory if saved is None else self._memory[:1]:
+            storage.resize_(nbytes)
         if self._poison:
-            for storage in (self._storage, *(self._temporary if self._retained is None else ())):
-                storage.poison()
-
-    def start(self) -> StartedWork:
-        self._from_retained = self._retained is not None
-        if self._retained is not None and self._retainer is not None:
-            return self._retainer.gatherer([self._flat], [self._retained])()
-        if self._arrived is not self._home and self._home.numel():
-            self._journal.record("to_device", [self._home])
-            self._arrived.copy_(self._home, non_blocking=True)
-        if self._memory is not None:
-            return self._start_in_their_memory(self._memory)
-        if self._casts is not None:
-            torch._foreach_copy_(*self._casts)
-        return self._gather()
-
-    def _start_in_their_memory(self, allocate: Callable[..., Tensor]) -> StartedWork:
-        """The caller's all-gather works on memory that it allocates, for each gather anew."""
-        self._staging = allocate((self._staging_numel,), dtype=self._flat.dtype, device=self._flat.device)
-        slot = self._staging.view(self._collectives.ranks, -1)[self._collectives.rank]
-        slot.copy_(self._shards[0])
-        self._views(self._staging)
-        return self._collectives.gatherer([self._staging], [slot])()
-
-    def finish(self) -> None:
-        if self._from_retained:
-            return
-        if self._columns is not None:
-            _torch.split_copy(self._columns, self._sizes, self._regions)
-        if self._unfold is not None:
-            torch._foreach_copy_(*self._unfold)
+            self._fill_with_nan()
+        self._running = gather = saved or self._gather
+        return gather
 
     def release_staging(self) -> None:
-        """The compute lane is ordered behind the gather: what only the gather needed can go."""
-        self._retained = None
-        for temporary in self._temporary:
-            temporary.storage.resize_(0)
-        if self._memory is not None:
-            self._staging = self._staging[:0].clone()
-            self._views(self._staging)
-
-    def save_subgroup_shard(self) -> None:
-        """Keep this rank's part of a smaller group's copy: one stretch of the full storage, whatever is in it."""
-        if self._retainer is not None and self._flat.untyped_storage().size():
-            parts = self._flat.view(self._retainer.ranks, -1)
-            self._retained = parts[self._retainer.rank].clone()
-
-    def drop_subgroup_shard(self) -> None:
-        """Drop what was retained."""
-        self._retained = None
+        """As `UnshardedBuffer.release_staging`."""
+        self._running = None
+        for storage, _ in self._memory[1:]:
+            storage.resize_(0)
 
     def free(self) -> None:
-        for storage in (self._storage, *self._temporary):
-            if self._poison and storage.storage.size():
-                storage.poison()
-            storage.storage.resize_(0)
+        """As `UnshardedBuffer.free`."""
+        if self._poison:
+            self._fill_with_nan()
+        for storage, _ in self._memory:
+            storage.resize_(0)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """As `UnshardedBuffer.owns`."""
+        return self._flat.numel() > 0 and _torch.is_over(tensor, self._flat.untyped_storage())
+
+    def save_subgroup_shard(self) -> None:
+        """Keep this rank's part of the smaller group's copy: one stretch of the buffer, whatever is in it."""
+        subgroup = self._subgroup
+        if subgroup is not None and self._flat.untyped_storage().size():
+            part = self._flat.view(subgroup.ranks, -1)[subgroup.rank].clone()
+            self._saved = Gather(subgroup.gatherer([self._flat], [part]))
+
+    def drop_subgroup_shard(self) -> None:
+        """Keep that part no longer."""
+        self._saved = None
+
+    def _fill_with_nan(self) -> None:
+        """`CheckPolicy(poison=True)`: have all memory that is there hold NaN."""
+        for tensor in (self._flat, *self._staging):
+            if tensor.untyped_storage().size() and tensor.numel():
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 1)

@@ -12,6 +12,7 @@ from fullshard import _torch
 from fullshard.collectives.streams import LaneWork
 from fullshard.errors import StateError
 from fullshard.params.group import ParamGroup
+from fullshard.params.shard_values import read_slots
 from fullshard.policies import CheckPolicy
 from fullshard.runtime.backward import RunningBackward
 from fullshard.runtime.communicator import Communicator
@@ -109,9 +110,9 @@ class Executor:
         self._gathering[unit.record.number] = works
         communicator = self.communicator
         for group in unit.groups:
-            full = group.allocate_unsharded()
+            gather = group.allocate_unsharded()
             try:
-                work = communicator.send(communicator.gather_lane, group.fingerprints, action, full.start, full.finish)
+                work = communicator.send(communicator.gather_lane, group.fingerprints, action, gather.start, gather.finish)
             except BaseException:
                 group.drop_unsharded()
                 raise
@@ -190,7 +191,7 @@ class Executor:
         """
         if unit.is_current():
             return
-        values = [parameter.read_slots() for parameter in unit.parameters]
+        values = [read_slots(parameter) for parameter in unit.parameters]
         fits = all(
             value.dtype == parameter.local.dtype and value.device == parameter.local.device
             for parameter, value in zip(unit.parameters, values)

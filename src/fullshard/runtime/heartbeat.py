@@ -73,11 +73,11 @@ class Heartbeat:
 
     def start(self) -> StartedWork:
         """Send it over the shards."""
-        return self.reductions[0].collectives.reduce.all_reduce_max(self._message)
+        return self.reductions[0].group.collectives.reduce.all_reduce_max(self._message)
 
     def start_over_replicas(self) -> StartedWork:
         """Send it over the replicas, behind that."""
-        replicas = self.reductions[0].collectives.replicate
+        replicas = self.reductions[0].group.collectives.replicate
         return StartedWork() if replicas is None else replicas.all_reduce_max(self._message)
 
     def finish(self) -> None:
@@ -142,7 +142,7 @@ class Heartbeats:
         """
         logs: dict[CollectiveLog, tuple[int, list[Reduction]]] = {}
         for every, reduction in reductions:
-            logs.setdefault(reduction.fingerprints.log, (every, []))[1].append(reduction)
+            logs.setdefault(reduction.group.fingerprints.log, (every, []))[1].append(reduction)
         return [
             self._send(log, mine, [slot for slot, other in kept if other is log])
             for log, (every, mine) in logs.items()
@@ -156,7 +156,7 @@ class Heartbeats:
             fingerprints = self._fingerprints[log] = GroupFingerprints(log, _NOBODY, "")
         beat = Heartbeat(log, reductions, communicator.away, self._page, slots)
         self._page = None
-        over = reductions[0].collectives.replicate is not None
+        over = reductions[0].group.collectives.replicate is not None
         finish = nothing if over else beat.finish
         work = communicator.send(communicator.reduce_lane, fingerprints, "heartbeat", beat.start, finish)
         if over:

@@ -42,7 +42,7 @@ class KeptGradients:
         """Gradients are handed out: forget the units that have nothing left."""
         self.since_last_step = False
         for number, unit in list(self._units.items()):
-            if not any(group.has_local_grads or group.deferring for group in unit.groups):
+            if not any(group.grads.has_local or group.grads.deferred is not None for group in unit.groups):
                 del self._units[number]
 
     def known_here(self, touched: Sequence[Unit]) -> list[Kept]:
@@ -54,8 +54,8 @@ class KeptGradients:
         for _, unit in sorted(self._units.items()):
             if _ends_here(unit, trees):
                 for group in unit.groups:
-                    deferred = group.deferring and unit.options.reduce.all_reduce
-                    if group.trainable and (group.has_local_grads or deferred):
+                    deferred = group.grads.deferred is not None and unit.options.reduce.all_reduce
+                    if group.trainable and (group.grads.has_local or deferred):
                         found.append((unit, group))
         return found
 

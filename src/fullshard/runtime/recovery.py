@@ -115,7 +115,7 @@ class Recovery:
         step = self._units_of_step()
         kept = (
             executor.reducer.merged
-            or any(group.deferring for unit in step for group in unit.groups)
+            or any(group.grads.deferred is not None for unit in step for group in unit.groups)
             or any(parameter.local_grad is not None for unit in step for parameter in unit.parameters)
         )
         also = ", and with them what earlier backwards of the step had kept without communication" if kept else ""

@@ -49,14 +49,14 @@ class GradientReducer:
     def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None]) -> None:
         """Send the gradients of a group on their way, or keep them on this rank. Takes them out of `grads`."""
         if not unit.options.sync_gradients:
-            group.accumulate(grads)
+            group.grads.accumulate(grads)
             self._kept.add(unit)
             return
         limit = unit.options.comm.reductions_in_flight
         self._in_flight.make_room(limit)
         while len(self._hooked) >= limit:
             self._land_early(self._hooked.popleft())
-        merged = group.with_accumulated(grads)
+        merged = group.grads.merge(grads)
         self.merged = self.merged or merged is not grads
         reduction = Reduction(group, merged, unit.options.reduce)
         grads.clear()
@@ -64,7 +64,7 @@ class GradientReducer:
         # Ranks must agree on it. Those that step in hooks may have their gradients in different orders.
         action = (
             "reduction, added to the gradients that are there"
-            if group.accumulates() and not reduction.has_hooks
+            if group.grads.adds() and not reduction.has_hooks
             else "reduction"
         )
         if frozen:
@@ -72,8 +72,8 @@ class GradientReducer:
         communicator = self._communicator
         work = communicator.send(communicator.reduce_lane, group.fingerprints, action, reduction.start, reduction.finish)
         # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
-        self._in_flight.push(work, reduction.release_messages, polled=not reduction.replicated)
-        if reduction.replicated:
+        self._in_flight.push(work, reduction.release_messages, polled=not reduction.steps.replicated)
+        if reduction.steps.replicated:
             work = communicator.send(
                 communicator.replicate_lane,
                 group.fingerprints,
@@ -82,11 +82,10 @@ class GradientReducer:
                 reduction.finish_replicated,
                 after=work,
             )
-            self._replicating.push(work, reduction.complete, polled=reduction.polled)
+            self._replicating.push(work, reduction.release_sum, polled=reduction.steps.hook is None)
             self._replicates = True
-        reduction.set_work(work)
-        group.set_deferring(reduction.deferred)
-        if reduction.deferred:
+        reduction.sent(work)
+        if reduction.steps.deferred:
             self._kept.add(unit)
             return
         self._reduced.append((unit, reduction))
@@ -106,8 +105,8 @@ class GradientReducer:
 
     def is_undelivered(self, unit: Unit) -> bool:
         """Whether gradients of the unit are on their way: reduced or being reduced, and in no `.grad` yet."""
-        return any(group.deferring for group in unit.groups) or any(
-            held is unit and not reduction.landed for held, reduction in self._reduced
+        return any(group.grads.deferred is not None for group in unit.groups) or any(
+            held is unit and not reduction.committed for held, reduction in self._reduced
         )
 
     def check_delivered(self, unit: Unit, *, doing: str) -> None:
@@ -120,14 +119,14 @@ class GradientReducer:
 
     def discard(self, unit: Unit) -> None:
         """Forget the gradients of the unit that are not delivered: kept on this rank, deferred, or on their way."""
-        if any(held is unit for held, _ in self._reduced) or any(group.deferring for group in unit.groups):
+        if any(held is unit for held, _ in self._reduced) or any(group.grads.deferred is not None for group in unit.groups):
             self._in_flight.drain_quietly()
             self._replicating.drain_quietly()
             dropped = [reduction for held, reduction in self._reduced if held is unit]
             self._reduced = [entry for entry in self._reduced if entry[0] is not unit]
             self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)
         for group in unit.groups:
-            group.discard_local_grads()
+            group.grads.discard()
         self._kept.discard(unit)
 
     def abort(self) -> None:
@@ -151,12 +150,12 @@ class GradientReducer:
                     "on each rank: run the last backward of the step outside of accumulate(), or after "
                     "set_requires_gradient_sync(True)"
                 )
-        if any(group.deferring for group in unit.groups):
+        if any(group.grads.deferred is not None for group in unit.groups):
             raise StateError(
                 f"optimizer.step() was called while gradients of unit '{unit.name}' are reduced over shards, but not over "
                 "replicas: call set_requires_all_reduce(True) before the last backward of the step"
             )
-        if any(held is unit and not reduction.landed for held, reduction in self._reduced):
+        if any(held is unit and not reduction.committed for held, reduction in self._reduced):
             raise StateError(
                 f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived: "
                 "call set_is_last_backward(True) before the last backward of the step"
@@ -188,8 +187,8 @@ class GradientReducer:
                 self.reduce(unit, group, [None] * len(group.parameters))
             late = self._take_due()
             beating = {beat.log for beat, _ in sent}
-            silent = {reduction.fingerprints.log for _, reduction in reduced} - beating
-            sent += self._send_heartbeats(late, [], {reduction.fingerprints.log for _, reduction in late} - silent)
+            silent = {reduction.group.fingerprints.log for _, reduction in reduced} - beating
+            sent += self._send_heartbeats(late, [], {reduction.group.fingerprints.log for _, reduction in late} - silent)
             reduced += late
         self._kept.end_step()
         self._decide([reduction for _, reduction in reduced], sent)
@@ -242,7 +241,7 @@ class GradientReducer:
             reduction.wait_on_host(on_host=on_host)
             anywhere = used.get(id(reduction), [True] * len(reduction.used))
             if anywhere[0] or reduction.used[0]:
-                reduction.group.note_given()
+                reduction.group.grads.note_given()
             commit = reduction.grad_commit(anywhere)
             if commit is not None:
                 commits.append(commit)

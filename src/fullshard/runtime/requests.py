@@ -72,12 +72,12 @@ class Requests:
         """What modules compute with, gathered into memory of its own: one tensor per parameter (collective)."""
         communicator = self._executor.communicator
         with torch.no_grad():
-            buffer = group.private_buffer()
+            copy, gather = group.gather_copy()
             communicator.send(
-                communicator.gather_lane, group.fingerprints, "gather by hand", buffer.start, buffer.finish
+                communicator.gather_lane, group.fingerprints, "gather by hand", gather.start, gather.finish
             ).wait()
-            buffer.release_staging()
-        return group.lifted(buffer)
+            copy.release_staging()
+        return group.values_in(copy)
 
     def register_copied_use(self, unit: Unit) -> BackwardHook:
         """The unit's parameters are used in a copy of their own; what is returned tells of its backward."""

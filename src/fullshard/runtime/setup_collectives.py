@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.collectives.base import Collectives, StartedWork
 from fullshard.consistency.collective_log import GroupFingerprints, LoggedCall, UnitName
-from fullshard.params.sharded_param import full_tensor
+from fullshard.params.shard_values import full_tensor
 from fullshard.runtime.communicator import Communicator
 from fullshard.sharding.mesh import ShardAxis
 from fullshard.sharding.param_sharding import ParamSharding

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fullshard.consistency.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName
 from fullshard.errors import StateError, warn_once
 from fullshard.params.extension import check_extension, travels_alone
-from fullshard.params.group import ParamGroup, group_parameters
+from fullshard.params.group import ParamGroup, group_parameters, make_group
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.params.uninitialized import UninitializedTensors
 from fullshard.params.unsharded import Storage
@@ -186,13 +186,13 @@ class Unit:
                 log = self.runtime.communicator.log_of(axis)
                 log.allow_message_size(_WIDEST * sum(parameter.shape.numel() for parameter in parameters))
                 groups.append(
-                    ParamGroup(
+                    make_group(
                         parameters,
                         [values[i] for i in members],
                         dtypes=shared,
-                        carriers=collectives,
+                        collectives=collectives,
                         storage=self._storage(packed),
-                        line=GroupFingerprints(log, self.unit_name, subject),
+                        fingerprints=GroupFingerprints(log, self.unit_name, subject),
                     )
                 )
         self.groups, self.checks.gathers = groups, True

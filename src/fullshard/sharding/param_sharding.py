@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fullshard import _torch
+from fullshard.errors import StateError
 from fullshard.sharding.layout import Extent
 from fullshard.sharding.mesh import ShardAxis, everywhere, resolve_mesh
 
@@ -64,10 +65,12 @@ class ParamSharding:
     placements: tuple[Placement, ...]
     dense: TensorParallelSpec | None = None
     extent: Extent = field(init=False)
+    is_plain: bool = field(init=False)  # modules compute with a tensor of `local_shape` as it is: no DTensor, no scalar
 
     def __post_init__(self) -> None:
         extent = Extent.cut(self.local_shape[self.dim], ranks=self.axis.ranks, rank=self.axis.rank)
         object.__setattr__(self, "extent", extent)
+        object.__setattr__(self, "is_plain", self.dense is None and len(self.shape) > 0)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -83,6 +86,24 @@ class ParamSharding:
             return whole.narrow(self.dim, self.extent.start, self.extent.rows)
         parts = whole.chunk(self.axis.ranks, self.dim)  # what subclasses that shard implement is this
         return parts[self.axis.rank] if self.axis.rank < len(parts) else parts[0].new_zeros(self.shard_shape)
+
+    def rows_of(self, value: Tensor, *, name: str, doing: str) -> Tensor:
+        """This rank's rows of `value`: a full tensor, a DTensor sharded like this parameter, or one as modules compute with.
+
+        Raises StateError for another shape or placement. name, doing: which parameter got `value`, and how, for its text.
+        """
+        if value.shape != self.shape:
+            raise StateError(f"parameter '{name}' of shape {tuple(self.shape)} {doing} a tensor of shape {tuple(value.shape)}")
+        if not isinstance(value, DTensor):
+            return self.slice(self.local_of(value))
+        if value.device_mesh == self.mesh and value.placements == self.placements:
+            return _torch.local_tensor(value)
+        if self.dense is not None and (value.device_mesh, value.placements) == (self.dense.mesh, self.dense.placements):
+            return self.slice(_torch.local_tensor(value))
+        raise StateError(
+            f"parameter '{name}' {doing} a DTensor on {value.device_mesh} with {value.placements}; expected "
+            f"{self.mesh} with {self.placements}: redistribute() it first, or give the full tensor"
+        )
 
     def spec(self, dtype: torch.dtype) -> _torch.DTensorSpec:
         """Of the sharded DTensor."""

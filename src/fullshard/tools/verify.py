@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.frontend.any_failed import any_failed
-from fullshard.params.sharded_param import full_tensor
+from fullshard.params.shard_values import full_tensor
 from fullshard.wrap.whole_model import shard_model
 
 

@@ -1,0 +1,159 @@
+"""Values that callers put into shards and take out of them: parameters that replace others, loads, full tensors, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.errors import StateError
+from fullshard.params.sharded_param import ShardedParameter, is_ours
+from fullshard.params.sharded_tensor import LOGICAL, as_parameter
+from fullshard.params.stale_params import redirect_to, replace
+from fullshard.sharding.param_sharding import ParamSharding
+
+# --- before and after sharding ---
+
+
+def move_data(parameter: nn.Parameter, device: torch.device) -> None:
+    """Move a parameter that is not sharded yet, and its gradient, in place; what is on meta stays there."""
+    if parameter.device.type in ("meta", device.type):
+        return
+    if isinstance(parameter, DTensor):
+        for tensor in (parameter, parameter.grad):
+            if isinstance(tensor, DTensor):
+                _torch.point_at(tensor, _torch.local_tensor(tensor).to(device))
+    elif type(parameter.data) is Tensor:
+        parameter.data = parameter.data.to(device)
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(device)
+    else:  # `.data` of a wrapper subclass cannot go to another device
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(device), parameter.requires_grad))
+
+
+def replace_original(parameter: ShardedParameter, original: nn.Parameter) -> None:
+    """Have a sharded parameter take the place of the caller's: its slots, attributes, hooks, gradient and identity."""
+    sharded, sharding = parameter.sharded, parameter.sharding
+    for key, value in original.__dict__.items():
+        sharded.__dict__.setdefault(key, value)
+    _torch.carry_hooks(original, sharded)
+    if original.grad is not None:
+        rows = sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name))
+        sharded.grad = parameter.dtensor_like_shard(rows.contiguous().clone())
+    replace(original, sharded)
+    parameter.put(sharded)
+
+
+def unshard_permanently(parameter: ShardedParameter, gather: Callable[[ParamSharding, Any], Tensor]) -> None:
+    """Put one ordinary Parameter with the full value into every slot; gradients, attributes and hooks too.
+
+    `gather`: gives what this rank computes with, of a DTensor that is sharded so (collective).
+    """
+    sharded, sharding = parameter.sharded, parameter.sharding
+    plain = nn.Parameter(sharding.to_module(gather(sharding, sharded)), requires_grad=sharded.requires_grad)
+    plain.__dict__.update({key: value for key, value in sharded.__dict__.items() if not is_ours(key)})
+    _torch.carry_hooks(sharded, plain)
+    if sharded.grad is not None:
+        plain.grad = sharding.to_module(gather(sharding, sharded.grad))
+    redirect_to(sharded, plain)
+    sharded.__dict__.pop(LOGICAL, None)
+    parameter.put(plain)
+
+
+def clone_shard(parameter: ShardedParameter) -> nn.Parameter:
+    """A sharded Parameter with memory of its own, for a copy of the model."""
+    return as_parameter(_torch.dtensor(parameter.local.detach().clone(), parameter.spec), parameter.requires_grad)
+
+
+# --- values of callers ---
+
+
+def read_slots(parameter: ShardedParameter) -> Tensor:
+    """The values that the slots say this rank's shard has now, (sharding.shard_shape); the caller may have put others there.
+
+    A Parameter that was assigned is honoured if it is a full tensor or a DTensor like ours: its values and (by
+    `restore_sharded`) its trainability are taken over, the identity of the sharded parameter stays. Changes nothing itself.
+    Raises StateError for what cannot be honoured.
+    """
+    found: list[nn.Parameter] = []
+    kept = False
+    for slot in parameter.slots:
+        current = slot.content
+        if current is None:
+            raise StateError(
+                f"parameter '{parameter.name}' was removed from its module after fully_shard: "
+                "remove it before sharding, or set requires_grad_(False) on it"
+            )
+        if current is parameter.sharded or current is parameter.full:
+            kept = True
+        elif not isinstance(current, nn.Parameter) or _torch.in_functional_call():
+            raise StateError(
+                f"parameter '{parameter.name}' was replaced by a {type(current).__name__} for the length of a call, as "
+                "torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the "
+                "model, or compute with the tensors of fullshard.gathered()"
+            )
+        elif all(current is not other for other in found):
+            found.append(current)
+    ours = _torch.local_tensor(parameter.sharded)  # type: ignore[arg-type]
+    if not found:
+        return ours
+    values = [parameter.sharding.rows_of(one.detach(), name=parameter.name, doing="was assigned") for one in found]
+    others = [*values[1:], ours] if kept else values[1:]
+    if not all(value.device.type == "meta" or torch.equal(value, values[0]) for value in others):
+        raise StateError(
+            f"parameter '{parameter.name}' is installed in {len(parameter.slots)} slots (it is tied), which now hold "
+            "different values: assign the same Parameter to all of them, or untie them before fully_shard"
+        )
+    return values[0]
+
+
+def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -> DTensor:
+    """A DTensor like the sharded parameter with this rank's rows of `full`, where the shard is (or will be, if on meta)."""
+    device = full.device if parameter.local.device.type == "meta" else parameter.local.device
+    rows = parameter.slice(full).to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    return _torch.dtensor(rows, parameter.sharding.spec(dtype))
+
+
+def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
+    """Make `rows` the values of the shard; one that is on meta gets memory where they are."""
+    if parameter.local.device.type == "meta":
+        local = parameter.dtensor_like_shard(rows.to(parameter.local.dtype, copy=True).contiguous())
+        parameter.put(nn.Parameter(local, requires_grad=parameter.requires_grad))
+    else:
+        parameter.local.copy_(rows)
+        parameter.note_write()
+
+
+def write_full(parameter: ShardedParameter, full: Tensor, *, grad: bool) -> None:
+    """Take this rank's rows of a full plain tensor, and with `grad` of its gradient."""
+    replace_rows(parameter, parameter.slice(full.detach()))
+    if grad and full.grad is None:
+        parameter.sharded.grad = None
+    elif grad:
+        rows = parameter.slice(full.grad).to(parameter.local.device, parameter.local.dtype, copy=True)  # type: ignore[arg-type]
+        parameter.sharded.grad = parameter.dtensor_like_shard(rows.contiguous())
+
+
+def full_tensor(sharded: DTensor) -> Tensor:
+    """The full tensor of a DTensor, where its own part is (collective). A part that is kept in the host's memory travels by
+    the device of its mesh.
+    """
+    local = _torch.local_tensor(sharded).detach()
+    kind = sharded.device_mesh.device_type
+    if local.device.type in (kind, "meta"):
+        return sharded.detach().full_tensor()  # type: ignore[attr-defined]
+    moved = local.to(torch.device(kind, torch.get_device_module(kind).current_device()))
+    return _torch.dtensor(moved, _torch.spec_of(sharded)).full_tensor().to(local.device)
+
+
+def discard_gradient(parameter: ShardedParameter, *, set_to_none: bool) -> None:
+    """As `zero_grad`, of a parameter whose slots hold the full one."""
+    grad = parameter.sharded.grad
+    if grad is not None and set_to_none:
+        parameter.sharded.grad = None
+    elif grad is not None:
+        grad.detach_().zero_()
