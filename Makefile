@@ -70,7 +70,7 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	@touch $@
 
 gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about eight minutes)
-	@$(PYTHON) benchmarks/gpu_check.py
+	@$(PYTHON) tests/gpu/gpu_check.py
 
 clean:  ## remove what was set up and produced
 	rm -rf $(VENV) $(CLIENTS) runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import World, ranks
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def blocks(page: str) -> list[tuple[int, str]]:

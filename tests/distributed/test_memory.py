@@ -17,7 +17,7 @@ from models import Stack, batch, shard_stack, square
 
 from fullshard.frontend.module import units_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_forward_needs_two_units_and_backward_three() -> None:

@@ -37,7 +37,7 @@ def live(model: nn.Module) -> int:
 
 @ranks(2)
 def test_a_the_forward_peak_is_two_units_and_no_third_is_left_behind(world: World) -> None:
-    """A stray reference there keeps the gather before last alive (its bytes are counted in test_memory.py)."""
+    """A stray reference there keeps the gather before last alive (its bytes are counted in distributed/test_memory.py)."""
     model = shard_stack(Stack(6, 8, 24), world.mesh, reshard_after_forward=True)
     one = 2 * model.blocks[0]._fullshard_unit.groups[0].shard.numel() * 4
     root = 2 * model._fullshard_unit.groups[0].shard.numel() * 4
