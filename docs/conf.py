@@ -1,4 +1,4 @@
-"""How Sphinx builds the site: markdown by MyST, the reference from Google-style docstrings; `make docs`, offline, warnings are errors."""
+"""How Sphinx builds the site: markdown by MyST, the reference from Google-style docstrings; offline, with warnings as errors."""
 
 import sys
 from pathlib import Path
