@@ -1,4 +1,4 @@
-"""How Sphinx builds the site: markdown by MyST, the reference from Google-style docstrings; offline, with warnings as errors."""
+"""How Sphinx builds the site: markdown by MyST, the reference from Google-style docstrings; offline, warnings are errors."""
 
 import sys
 from pathlib import Path
