@@ -86,6 +86,28 @@ def test_the_signature_of_fully_shard_in_the_reference_is_its_own() -> None:
     assert [name for name in names if name != "*"] == list(inspect.signature(fullshard.fully_shard).parameters)
 
 
+@pytest.mark.parametrize(
+    "page", [DOCS / f"{name}.md" for name in ("architecture", "data-plane", "schedule", "error-detection")], ids=name_of
+)
+def test_files_and_classes_that_the_design_names_exist(page: Path) -> None:
+    """`wing/file`, `wing.file.Name`, `Class.method` of this package, and files of tests and benchmarks."""
+    source = ROOT / "src" / "fullshard"
+    wings = "|".join(wing.name for wing in source.iterdir() if (wing / "__init__.py").exists())
+    code = "\n".join(path.read_text() for path in source.rglob("*.py"))
+    text = FENCED.sub("", page.read_text())
+    for wing, file in re.findall(rf"`({wings})/(\w+)(?:\.py)?`", text):
+        assert (source / wing / f"{file}.py").exists(), f"{wing}/{file}"
+    for wing, file, name in re.findall(rf"`({wings})\.(\w+)\.(\w+)`", text):
+        assert re.search(rf"^(class|def) {name}\b", (source / wing / f"{file}.py").read_text(), re.MULTILINE), name
+    for name, attribute in re.findall(r"`([A-Z]\w+)\.(\w+)`", text):
+        assert re.search(rf"^class {name}\b", code, re.MULTILINE) and re.search(rf"\b{attribute}\b", code), (
+            f"{name}.{attribute}"
+        )
+    files = {path.name for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")}
+    for name in re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", text):
+        assert name in files, name
+
+
 def test_commands_and_extras_that_the_pages_name_exist() -> None:
     makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]:
