@@ -322,10 +322,11 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
         `model.zero_grad()` discards what was kept; an optimizer's `zero_grad()` does not see it.
 
-        with model.accumulate():
-            for batch in batches[:-1]:
-                model(batch).backward()
-        model(batches[-1]).backward()
+        Example:
+            >>> with model.accumulate():                                                      # doctest: +SKIP
+            ...     for batch in batches[:-1]:
+            ...         model(batch).backward()
+            >>> model(batches[-1]).backward()                                                 # doctest: +SKIP
         """
         return accumulate(_module(self))
 
