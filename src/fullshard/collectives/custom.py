@@ -17,25 +17,53 @@ from fullshard.collectives.process_groups import held
 
 
 class Comm(ABC):
-    """A collective of the caller's, and the memory it works on. Same interface as the class of this name in FSDP2."""
+    """A collective of the caller's, and the memory it works on. Same interface as the class of this name in FSDP2.
+
+    Source: `torch.distributed.fsdp.Comm`.
+    """
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of `size` (one dim) for messages."""
+        """Allocate memory for messages.
+
+        Args:
+            size: elements, as a shape of one dim.
+            dtype: of the messages.
+            device: of the mesh.
+
+        Returns:
+            A contiguous tensor (elements,), whose values do not matter.
+        """
 
 
 class AllGather(Comm):
-    """An all-gather of the caller's, for `FSDPModule.set_custom_all_gather`."""
+    """An all-gather of the caller's, for `FSDPModule.set_custom_all_gather`.
+
+    Source: `torch.distributed.fsdp.AllGather`.
+    """
 
     @abstractmethod
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather `input_tensor` (size,), this rank's slot of `output_tensor` (ranks * size,), from all ranks into it."""
+        """Gather `input_tensor` of all ranks, in rank order, into `output_tensor`.
+
+        Args:
+            output_tensor: (ranks * size,), memory that `allocate` gave.
+            input_tensor: (size,), this rank's slot of `output_tensor`.
+            group: the ranks that take part.
+            async_op: whether to return before it is done; fullshard passes True.
+
+        Returns:
+            The work to wait for, or None if there is nothing to wait for.
+        """
 
 
 class ReduceScatter(Comm):
-    """A reduce-scatter of the caller's, for `FSDPModule.set_custom_reduce_scatter`."""
+    """A reduce-scatter of the caller's, for `FSDPModule.set_custom_reduce_scatter`.
+
+    Source: `torch.distributed.fsdp.ReduceScatter`.
+    """
 
     @abstractmethod
     def __call__(
@@ -46,7 +74,18 @@ class ReduceScatter(Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce chunk `rank` of `input_tensor` (ranks * size,) over all ranks by `op` (a sum) into `output_tensor` (size,)."""
+        """Reduce chunk `rank` of `input_tensor` over all ranks into `output_tensor`.
+
+        Args:
+            output_tensor: (size,), memory that `allocate` gave, or the flat gradient itself.
+            input_tensor: (ranks * size,), memory that `allocate` gave.
+            group: the ranks that take part.
+            op: the torch.distributed.ReduceOp; fullshard passes SUM, and scales behind it.
+            async_op: whether to return before it is done; fullshard passes True.
+
+        Returns:
+            The work to wait for, or None if there is nothing to wait for.
+        """
 
 
 class _InMemory(Comm):
@@ -65,6 +104,7 @@ class GatherInMemory(_InMemory, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        """As `AllGather.__call__`, by torch."""
         return _torch.all_gather_base(group, output_tensor, input_tensor)
 
 
@@ -79,6 +119,7 @@ class ReduceInMemory(_InMemory, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        """As `ReduceScatter.__call__`, by torch."""
         return _torch.reduce_scatter_base(group, output_tensor, input_tensor)
 
 
@@ -102,6 +143,7 @@ class CustomCollectives:
         self.reduce_memory: Allocate | None = reduce_scatter.allocate if reduce_scatter is not None else None
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """As `Collectives.gatherer`, by the caller's all-gather if there is one."""
         call = self._gather
         if call is None:
             return self._inner.gatherer(outs, shards)
@@ -118,6 +160,7 @@ class CustomCollectives:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """As `Collectives.reduce_scatter`, by the caller's if there is one: sums, scaled behind them."""
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
         group, add = self._held.group, dist.ReduceOp.SUM
@@ -126,7 +169,9 @@ class CustomCollectives:
         return StartedWork([work for work in works if work is not None], then)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
+        """As `inner` does it."""
         return self._inner.all_reduce(tensor)
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+        """As `inner` does it."""
         return self._inner.all_reduce_max(tensor)
