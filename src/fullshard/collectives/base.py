@@ -79,10 +79,10 @@ class Collectives(Protocol):
         ...
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        """Start an element-wise maximum over all ranks, in place.
+        """Start an element-wise maximum over all ranks, in place. Heartbeats and set-up use it, for small integers.
 
         Args:
-            tensor: (size,), uint8, read and written.
+            tensor: (size,), read and written.
 
         Returns:
             The work that was started.

@@ -77,7 +77,7 @@ class ReduceScatter(Comm):
         """Reduce chunk `rank` of `input_tensor` over all ranks into `output_tensor`.
 
         Args:
-            output_tensor: (size,), memory that `allocate` gave, or the flat gradient itself.
+            output_tensor: (size,), memory that `allocate` gave.
             input_tensor: (ranks * size,), memory that `allocate` gave.
             group: the ranks that take part.
             op: the torch.distributed.ReduceOp; fullshard passes SUM, and scales behind it.

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class SendGate(Protocol):
-    """What messages belong to: a ledger."""
+    """What messages belong to, and what may refuse them: a collective log."""
 
     name: str
 
@@ -46,8 +46,9 @@ class _OpenGate:
 
 @dataclass(slots=True)
 class MessageTag:
-    """A number (24 bits) for the messages that are started now, equal on all ranks that are to exchange them, and the ledger
-    that it comes from.
+    """A number (24 bits) for the messages that are started now, and the log that it comes from.
+
+    The number is equal on all ranks that are to exchange these messages.
     """
 
     hash: int = 0  # of all calls up to the one they are of
@@ -55,6 +56,7 @@ class MessageTag:
 
     @property
     def now(self) -> int:
+        """The 24 bits for the messages that are started next."""
         return (self.hash ^ (self.hash >> 31)) & 0xFFFFFF
 
 
@@ -86,8 +88,10 @@ _DESTROYED: Any = _Destroyed()
 
 
 class Messages:
-    """Those of one call. They are kept until they were waited for, whatever becomes of the caller: gloo reads nothing more
-    from a peer that sends to a receive that is gone.
+    """The messages of one call.
+
+    They are kept until they were waited for, whatever becomes of the caller: gloo reads nothing more from a peer that sends
+    to a receive that is gone.
     """
 
     __slots__ = ("_receives", "_sends", "_wire", "posted", "works")
@@ -104,16 +108,16 @@ class Messages:
         self._wire, self._receives, self._sends = wire, receives, sends
 
     def lost(self, at: int, failure: BaseException) -> PeerLost:
-        """The error of message number `at`."""
+        """The error for message number `at`."""
         _, peer = [*self._receives, *self._sends][at]
         return PeerLost(self._wire.members[peer], failure)
 
     def drop(self) -> None:
-        """Their process group was destroyed: nothing here may keep its connections open."""
+        """Let go of the messages of a process group that was destroyed: nothing here may keep its connections open."""
         self.works = [_DESTROYED]
 
     def wait(self) -> None:
-        """Raises PeerLost if one of the other ranks closed its connection."""
+        """Wait for every message. Raises PeerLost if one of the other ranks closed its connection."""
         at = 0
         try:
             for work in self.works:
@@ -127,7 +131,7 @@ class Messages:
 
 
 class P2PChannel:
-    """What one process group sends and receives, whoever asks for it. process group 1 - 1 wire."""
+    """The messages that one process group sends and receives, of all its callers. process group 1 - 1 channel."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.name = _torch.group_name(group)  # the same on all its ranks
@@ -140,6 +144,7 @@ class P2PChannel:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> P2PChannel:
+        """The one channel of a process group."""
         name = _torch.group_name(group)
         found = _WIRES.get(name)
         if found is None or not found.carries(group):
@@ -149,6 +154,7 @@ class P2PChannel:
         return found
 
     def carries(self, group: dist.ProcessGroup) -> bool:
+        """Whether this is the channel of `group`, and not of a former group of the same name."""
         return self._held is held(group)
 
     def exchange(
@@ -167,19 +173,25 @@ class P2PChannel:
         return messages
 
     def landed(self, messages: Messages) -> None:
-        """They were waited for."""
+        """Forget messages that were waited for."""
         self._under_way.discard(messages)
 
     def under_way(self, book: str) -> list[PostedMessages]:
-        """Messages of a ledger that were begun and not waited for."""
+        """The messages of a log that were begun and not waited for."""
         return [messages.posted for messages in list(self._under_way) if messages.posted.book == book]
 
     def drain_peer(self, peer: int, posted: Sequence[PostedMessages], limit: int) -> int:
-        """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank has
-        no part in, and will have none, so that nobody waits for them any longer.
+        """Exchange meaningless messages with `peer` for those of its collectives that this rank has no part in.
 
-        limit: bytes; a longer message cannot be of this program and is left alone. Returns the bytes of such a one, 0 if
-            there is none.
+        This rank will have none, so nobody waits for them any longer.
+
+        Args:
+            peer: its rank in the group.
+            posted: the messages that it says it exchanges.
+            limit: bytes; a longer message cannot be of this program and is left alone.
+
+        Returns:
+            The bytes of the longest message above `limit`, 0 if there is none.
         """
         known = {mine.tag for mine in list(self.posted)}
         missing = [theirs for theirs in posted if theirs.tag not in known and (peer, theirs.tag) not in self._answered]
@@ -195,16 +207,17 @@ class P2PChannel:
 
     @property
     def is_released(self) -> bool:
+        """Whether the process group was destroyed."""
         return self._held.is_released
 
     def release(self) -> None:
-        """The process group was destroyed."""
+        """Let go of everything: the process group was destroyed."""
         for messages in list(self._under_way):
             messages.drop()
         self.forget_answers()
 
     def forget_answers(self) -> None:
-        """Everybody has received what `drain_peer` sent."""
+        """Forget the messages of the epoch that ends: every rank has received what `drain_peer` sent."""
         self._answers.clear()
         self._under_way.clear()
         self._answered.clear()
@@ -223,7 +236,7 @@ def _release() -> None:
 
 
 def wires() -> list[P2PChannel]:
-    """Those of this process, whatever became of the models that used them: others may still wait for their messages."""
+    """The channels of this process, whatever became of the models that used them: peers may still wait for their messages."""
     return list(_WIRES.values())
 
 
@@ -248,10 +261,11 @@ class GlooCollectives:
         self._wire = P2PChannel.of(group)
 
     def _post(self, sizes: tuple[int, ...]) -> PostedMessages:
-        """What the messages that are begun next go by."""
+        """The name of the messages that are begun next."""
         return PostedMessages(self.tag.book.name, _TAGS + (self.tag.now << _STAGES), sizes)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """As `Collectives.gatherer`: shards are received straight into their slots of `outs`."""
         rank, ranks = self.rank, self.ranks
         receives: list[tuple[Tensor, int]] = []
         sends: list[tuple[Tensor, int]] = []
@@ -276,6 +290,7 @@ class GlooCollectives:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """As `Collectives.reduce_scatter`: chunks are exchanged, and summed in the order of ranks when they are waited for."""
         if self.ranks == 2:
             return self._reduce_scatter_pair(outs, fulls, scale)
         messages, received, _ = self._exchange(fulls)
@@ -383,7 +398,7 @@ class GlooCollectives:
         return StartedWork((messages,), partial(self._merge, tensor, received, sent, merge), unpollable=True)
 
     def _merge(self, tensor: Tensor, received: list[Tensor], sent: Tensor, merge: Callable[..., Tensor]) -> None:
-        """In one order on all ranks, so that all get the same bits."""
+        """Merge in one order on all ranks, so that all get the same bits."""
         parts = dict(zip(self._others, received))
         tensor.copy_(sent if self.rank == 0 else parts[0])
         for rank in range(1, self.ranks):

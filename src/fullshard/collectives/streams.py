@@ -194,7 +194,6 @@ def lane_for(device: torch.device) -> Lane:
 
 def nothing() -> None:
     """Finish work that needs no finish."""
-    pass
 
 
 class InFlight:

@@ -29,10 +29,10 @@ from fullshard.runtime.unit import Unit, owner_of
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
-    """Let `optimizer` train what stands for the parameters it was built with (sharded ones for plain ones, or the other way
-    round after `undo`); how many there were.
+    """Let `optimizer` train what stands for the parameters it was built with; how many there were.
 
-    State it holds already (momenta of the full shape) is sliced. Runs by itself before every `step()`.
+    That is sharded ones for plain ones, or the other way round after `undo`. State it holds already (momenta of the full
+    shape) is sliced. Runs by itself before every `step()`.
     """
     count = 0
     for group in optimizer.param_groups:
@@ -84,8 +84,10 @@ class _Step(Fingerprint):
 
 
 class _Entry:
-    """What one ledger is told of each step of an optimizer: class, options, parameters (a hash for each group of the
-    optimizer), and whether gradients were written since they came.
+    """The entries of one log about the steps of an optimizer.
+
+    Each has class, options, parameters (a hash for each group of the optimizer), and whether gradients were written since
+    they came.
     """
 
     __slots__ = ("_counts", "_digests", "_fingerprint", "_log", "_options", "_unit", "_written")

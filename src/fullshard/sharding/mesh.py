@@ -67,6 +67,7 @@ class ReplicateAxis:
 
     @property
     def group(self) -> dist.ProcessGroup:
+        """The process group of the ranks that hold equal shards."""
         return self.held.group
 
 
@@ -91,6 +92,7 @@ class ShardAxis:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that parameters are sharded over; None if nothing is sharded."""
         return None if self.held is None else self.held.group
 
     @property
@@ -113,6 +115,7 @@ class ShardAxis:
 
     @property
     def is_replicated(self) -> bool:
+        """Whether every rank holds the whole: there is nothing to gather."""
         return self.held is None and (self.dims is None or bool(self.dims.shard_names))
 
 

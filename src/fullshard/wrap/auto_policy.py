@@ -200,8 +200,9 @@ class _Survey:
         return units
 
     def _beside(self, taken: set[int]) -> list[nn.Module]:
-        """The modules without parts directly beside the blocks or lists of them, in order; of a model that knows its
-        embeddings and heads, these alone, and norms.
+        """The modules without parts directly beside the blocks or lists of them, in order.
+
+        Of a model that knows its embeddings and heads, these alone, and norms.
         """
         around = {id(m) for m in self._model.modules() if any(id(inner) in taken for inner in m.modules())}
         known = {id(table) for table in self._tables_told()}

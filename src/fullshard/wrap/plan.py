@@ -416,7 +416,8 @@ def _span(first: str, last: str) -> str:
 
 
 def _bytes(number: float) -> str:
-    """
+    """A number of bytes, as a reader wants it.
+
     >>> _bytes(512), _bytes(3 * 2**20)
     ('512 B', '3.0 MiB')
     """
