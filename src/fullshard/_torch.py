@@ -258,7 +258,7 @@ def writes(operation: Any) -> bool:
 
 
 def operation_name(operation: Any) -> str:
-    """As it is written in Python.
+    """The name of an operation as it is written in Python.
 
     >>> operation_name(torch.ops.aten.zero_.default)
     'zero_()'
@@ -306,7 +306,7 @@ local_tensor: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 
 
 def point_at(tensor: DTensor, local: Tensor) -> None:
-    """Make `tensor` a face of the memory of `local`. Its global shape and dtype must already fit."""
+    """Make `tensor` a DTensor over the memory of `local`. Its global shape and dtype must already fit."""
     tensor._local_tensor = local
     tensor.__dict__.pop("_fullshard_bare", None)
 
@@ -417,7 +417,7 @@ def view_base(tensor: Tensor) -> Tensor | None:
 
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
-"""What all batch norms are."""
+"""The base class of all batch norms."""
 
 
 def is_wrap_policy(policy: Any) -> bool:
@@ -564,7 +564,7 @@ def show_collective(kind: str, rank: int, ranks: int, out: Tensor, given: Tensor
 
 @cache
 def _mute_group(rank: int, ranks: int) -> dist.ProcessGroup:
-    """Of torch's fake backend, whose collectives send nothing."""
+    """A group of torch's fake backend, whose collectives send nothing."""
     from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
     group = dist.ProcessGroup(HashStore(), rank, ranks)
@@ -582,7 +582,7 @@ profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def _method(name: str, before: str) -> str:
-    """What a method of process groups is called; subclasses in Python override the newest name only."""
+    """The name of a method of process groups; subclasses in Python override the newest name only."""
     return name if hasattr(dist.ProcessGroup, name) else before
 
 
@@ -693,7 +693,7 @@ def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Who carries tensors of `device` in `group`, also in one that was made for several kinds of device."""
+    """The name of the backend that carries tensors of `device` in `group`, which may be for several kinds of device."""
     try:
         return group._get_backend(device).name()
     except RuntimeError:
@@ -763,10 +763,10 @@ def own_store(store: Any, prefix: str) -> Any:
 
 
 StoreError: type[Exception] = dist.DistStoreError
-"""What requests to a store raise that took too long."""
+"""The error of requests to a store that took too long."""
 
 NetworkError: type[Exception] = dist.DistNetworkError
-"""What requests to a store raise once its host is gone."""
+"""The error of requests to a store whose host is gone."""
 
 
 def has_extended_api(store: Any) -> bool:
@@ -874,7 +874,7 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor]:
-    """What allocates message memory of the backend of `group`. Raises ValueError if it has none."""
+    """The allocator of message memory of the backend of `group`. Raises ValueError if it has none."""
     name = backend_name(group, device)
     backend = group._get_backend(device) if name != THREADED else None
     supports = getattr(backend, "supports_tensor_alloc", None)
@@ -888,7 +888,7 @@ def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Call
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: str) -> Callable[..., Tensor]:
-    """What allocates symmetric memory of `backend` for `group`. Raises ValueError if there is none."""
+    """The allocator of symmetric memory of `backend` for `group`. Raises ValueError if there is none."""
     if device.type != "cuda":
         raise ValueError(f"symmetric memory needs CUDA devices, the mesh computes on {device.type}: leave this setting off")
     import torch.distributed._symmetric_memory as symmetric

@@ -85,7 +85,7 @@ def resolve_mp(policy: Any) -> MixedPrecisionPolicy:
 
 
 def resolve_offload(policy: Any) -> OffloadPolicy:
-    """As `resolve_mp`, for where shards are stored."""
+    """The policy as one of ours, as `resolve_mp`, for where shards are stored."""
     if isinstance(policy, OffloadPolicy):
         return policy
     if not _is_of_torch(policy) or type(policy).__name__ not in ("OffloadPolicy", "CPUOffloadPolicy"):
@@ -172,7 +172,7 @@ class LintWarning(UserWarning):
 
 @dataclass(frozen=True)
 class CheckPolicy:
-    """What is checked while training.
+    """The checks that run while training.
 
     Args:
         heartbeat: one all-reduce ends each synchronised backward: a hash of what this rank ran, which must be that of all,

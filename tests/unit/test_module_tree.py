@@ -21,20 +21,20 @@ def test_children_come_before_parents_in_registration_order() -> None:
     tree = Tree()
     found = collect([tree])
     assert found.modules == [tree.a, tree.b[0], tree.b[1], tree.b, tree]
-    assert [c.name for c in found.claims] == ["a.weight", "a.bias", "b.0.weight", "b.0.bias", "b.1.weight", "b.1.bias", "own"]
+    assert [c.name for c in found.refs] == ["a.weight", "a.bias", "b.0.weight", "b.0.bias", "b.1.weight", "b.1.bias", "own"]
     assert [name for name, _, _ in found.buffers] == ["b.0.running_mean", "b.0.running_var", "b.0.num_batches_tracked", "table"]
 
 
 def test_units_inside_are_not_entered() -> None:
     tree = Tree()
     found = collect([tree], is_unit=lambda m: m is tree.b)
-    assert [c.name for c in found.claims] == ["a.weight", "a.bias", "own"]
+    assert [c.name for c in found.refs] == ["a.weight", "a.bias", "own"]
     assert tree.b not in found.modules
 
 
 def test_a_root_is_entered_though_it_is_a_unit() -> None:
     tree = Tree()
-    assert len(collect([tree], is_unit=lambda m: True).claims) == 1
+    assert len(collect([tree], is_unit=lambda m: True).refs) == 1
 
 
 def test_modules_under_replicate_are_not_entered() -> None:
@@ -50,7 +50,7 @@ def test_modules_under_replicate_are_not_entered() -> None:
         found = collect([tree])
     finally:
         dist.destroy_process_group()
-    assert [c.name for c in found.claims] == ["a.weight", "a.bias", "own"]
+    assert [c.name for c in found.refs] == ["a.weight", "a.bias", "own"]
 
 
 def test_shared_modules_parameters_and_buffers_come_once_with_every_slot() -> None:
@@ -61,23 +61,23 @@ def test_shared_modules_parameters_and_buffers_come_once_with_every_slot() -> No
     tree.register_buffer("same", tree.table)
     found = collect([tree])
     assert found.modules.count(tree.a) == 1
-    (claim,) = [c for c in found.claims if c.parameter is tree.a.weight]
-    assert [(slot.module, slot.name) for slot in claim.slots] == [(tree.a, "weight"), (tree.tied, "weight")]
+    (ref,) = [c for c in found.refs if c.parameter is tree.a.weight]
+    assert [(slot.module, slot.name) for slot in ref.slots] == [(tree.a, "weight"), (tree.tied, "weight")]
     assert sum(buffer is tree.table for _, _, buffer in found.buffers) == 1
 
 
 def test_one_module_may_hold_a_parameter_under_two_names() -> None:
     layer = nn.Linear(2, 2)
     layer.also = layer.weight
-    (claim, _) = collect([layer]).claims
-    assert [slot.name for slot in claim.slots] == ["weight", "also"]
+    (ref, _) = collect([layer]).refs
+    assert [slot.name for slot in ref.slots] == ["weight", "also"]
 
 
 def test_ignored_parameters_and_modules_that_hold_nothing_else_are_left_out() -> None:
     tree = Tree()
     found = collect([tree], ignored=[*tree.a.parameters(), tree.own])
     assert tree.a not in found.modules and tree in found.modules
-    assert [c.name for c in found.claims] == ["b.0.weight", "b.0.bias", "b.1.weight", "b.1.bias"]
+    assert [c.name for c in found.refs] == ["b.0.weight", "b.0.bias", "b.1.weight", "b.1.bias"]
 
 
 def test_roots_inside_other_roots_are_dropped() -> None:

@@ -1,4 +1,4 @@
-"""gloo on the CPU: every collective as messages between pairs of ranks, under tags by which strangers never meet."""
+"""gloo on the CPU: every collective as messages between pairs of ranks, under tags that differ from call to call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class SendGate(Protocol):
-    """What messages belong to, and what may refuse them: a collective log."""
+    """A collective log as messages see it: they belong to it, and it may refuse them."""
 
     name: str
 
@@ -78,7 +78,7 @@ class PeerLost(RuntimeError):
 
 
 class _Destroyed:
-    """In the place of messages of a process group that is gone."""
+    """Stands in the place of messages of a process group that is gone."""
 
     def wait(self) -> None:
         raise StateError("the process group of this message was destroyed (destroy_process_group()) before it was waited for")
@@ -94,23 +94,23 @@ class Messages:
     to a receive that is gone.
     """
 
-    __slots__ = ("_receives", "_sends", "_wire", "posted", "works")
+    __slots__ = ("_channel", "_receives", "_sends", "posted", "works")
 
     def __init__(
         self,
-        wire: P2PChannel,
+        channel: P2PChannel,
         posted: PostedMessages,
         receives: Sequence[tuple[Tensor, int]],
         sends: Sequence[tuple[Tensor, int]],
     ) -> None:
         self.works: list[dist.Work] = []
         self.posted = posted
-        self._wire, self._receives, self._sends = wire, receives, sends
+        self._channel, self._receives, self._sends = channel, receives, sends
 
     def lost(self, at: int, failure: BaseException) -> PeerLost:
         """The error for message number `at`."""
         _, peer = [*self._receives, *self._sends][at]
-        return PeerLost(self._wire.members[peer], failure)
+        return PeerLost(self._channel.members[peer], failure)
 
     def drop(self) -> None:
         """Let go of the messages of a process group that was destroyed: nothing here may keep its connections open."""
@@ -127,7 +127,7 @@ class Messages:
             raise
         except RuntimeError as failure:
             raise self.lost(at, failure) from failure
-        self._wire.landed(self)
+        self._channel.landed(self)
 
 
 class P2PChannel:
@@ -146,11 +146,11 @@ class P2PChannel:
     def of(cls, group: dist.ProcessGroup) -> P2PChannel:
         """The one channel of a process group."""
         name = _torch.group_name(group)
-        found = _WIRES.get(name)
+        found = _CHANNELS.get(name)
         if found is None or not found.carries(group):
             if found is not None:  # its group was destroyed, and another one has its name
                 found.release()
-            found = _WIRES[name] = cls(group)
+            found = _CHANNELS[name] = cls(group)
         return found
 
     def carries(self, group: dist.ProcessGroup) -> bool:
@@ -224,20 +224,20 @@ class P2PChannel:
         self.posted.clear()
 
 
-_WIRES: dict[str, P2PChannel] = {}
+_CHANNELS: dict[str, P2PChannel] = {}
 
 
 @on_release
 def _release() -> None:
-    for name, wire in list(_WIRES.items()):
-        if wire.is_released:
-            wire.release()
-            del _WIRES[name]
+    for name, channel in list(_CHANNELS.items()):
+        if channel.is_released:
+            channel.release()
+            del _CHANNELS[name]
 
 
 def wires() -> list[P2PChannel]:
     """The channels of this process, whatever became of the models that used them: peers may still wait for their messages."""
-    return list(_WIRES.values())
+    return list(_CHANNELS.values())
 
 
 class GlooCollectives:
@@ -258,7 +258,7 @@ class GlooCollectives:
         self.ranks, self.rank = group.size(), group.rank()
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self._held = held(group)
-        self._wire = P2PChannel.of(group)
+        self._channel = P2PChannel.of(group)
 
     def _post(self, sizes: tuple[int, ...]) -> PostedMessages:
         """The name of the messages that are begun next."""
@@ -279,10 +279,10 @@ class GlooCollectives:
             for step in range(1, ranks):
                 receives.append((slots[(rank - step) % ranks], (rank - step) % ranks))
                 sends.append((shard, (rank + step) % ranks))
-        sizes, wire = _sizes(shards), self._wire
+        sizes, channel = _sizes(shards), self._channel
 
         def gather() -> StartedWork:
-            messages = wire.exchange(self._post(sizes), receives, sends)
+            messages = channel.exchange(self._post(sizes), receives, sends)
             for slot, shard in copies:
                 slot.copy_(shard)
             return StartedWork((messages,), unpollable=True)
@@ -312,19 +312,19 @@ class GlooCollectives:
         filled = [(chunk, parts) for chunk, parts in zip(chunks, received) if chunk.numel()]
         receives = [(parts[peer], peer) for _, parts in filled for peer in self._others]
         sends = [(chunk[peer], peer) for chunk, _ in filled for peer in self._others]
-        messages = self._wire.exchange(posted, receives, sends)
+        messages = self._channel.exchange(posted, receives, sends)
         for chunk, parts in filled:
             parts[self.rank].copy_(chunk[self.rank])
         return messages, received, posted
 
     def _reduce_scatter_pair(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """Of two ranks: send the other's half, receive mine, and average in as few passes over memory as there can be."""
+        """For two ranks: send the other's half, receive mine, and average in as few passes over memory as there can be."""
         peer = 1 - self.rank
         halves = [full.view(2, -1) for full in fulls]
         received = [torch.empty_like(half[0]) for half in halves]
         receives = [(theirs, peer) for theirs in received if theirs.numel()]
         sends = [(half[peer], peer) for half in halves if half.numel()]
-        messages = self._wire.exchange(self._post(_sizes(received)), receives, sends)
+        messages = self._channel.exchange(self._post(_sizes(received)), receives, sends)
 
         def add() -> None:
             for half, theirs, out in zip(halves, received, outs):
@@ -335,7 +335,7 @@ class GlooCollectives:
         return StartedWork((messages,), add, unpollable=True)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
-        """Of more than two ranks in two stages, the second when the first is waited for; as many bytes as a ring."""
+        """Sum over more than two ranks in two stages, the second when the first is waited for; as many bytes as a ring."""
         if self.ranks == 2 or tensor.numel() < self.ranks:
             return self._all_exchange(tensor, torch.add)
         numel, chunk = tensor.numel(), -(-tensor.numel() // self.ranks)
@@ -351,13 +351,13 @@ class GlooCollectives:
             slots = padded.view(self.ranks, -1)
             receives = [(slots[peer], peer) for peer in self._others]
             sends = [(mine, peer) for peer in self._others]
-            book.begin(partial(self._wire.exchange, second, receives, sends)).wait()
+            book.begin(partial(self._channel.exchange, second, receives, sends)).wait()
             tensor.copy_(padded[:numel])
 
         return StartedWork((messages,), share, unpollable=True)
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        """Of more than a few ranks in log2(ranks) stages, all but the first when that is waited for: N * log2(N) messages.
+        """Maximum over many ranks in log2(ranks) stages, all but the first when that is waited for: N * log2(N) messages.
 
         stage 0   from rank - 1: the largest of 2 ranks, wherever they begin
         stage 1   from rank - 2: of 4;  stage 2, from rank - 4: of 8;  the last reaches back over all, some of them twice,
@@ -373,7 +373,7 @@ class GlooCollectives:
             received, sent, distance = torch.empty_like(tensor), tensor.clone(), 1 << stage
             kept.append(sent)
             source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
-            return self._wire.exchange(posted, [(received, source)], [(sent, target)]), received
+            return self._channel.exchange(posted, [(received, source)], [(sent, target)]), received
 
         messages, received = begin(0)
 
@@ -394,7 +394,7 @@ class GlooCollectives:
         if not tensor.numel():
             return StartedWork()
         sends = [(sent, peer) for peer in self._others]
-        messages = self._wire.exchange(self._post(_sizes([tensor])), list(zip(received, self._others)), sends)
+        messages = self._channel.exchange(self._post(_sizes([tensor])), list(zip(received, self._others)), sends)
         return StartedWork((messages,), partial(self._merge, tensor, received, sent, merge), unpollable=True)
 
     def _merge(self, tensor: Tensor, received: list[Tensor], sent: Tensor, merge: Callable[..., Tensor]) -> None:

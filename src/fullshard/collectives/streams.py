@@ -51,7 +51,7 @@ class Lane(Protocol):
 
 
 class Interrupted(RuntimeError):
-    """What waiting again for work raises after an interrupt came while it was waited for."""
+    """The error of waiting again for work after an interrupt came while it was waited for."""
 
 
 class _HostWork:
@@ -98,7 +98,7 @@ class _HostWork:
         except Exception as failure:
             self._failure = failure
             raise
-        except BaseException as interrupt:  # it is for who waits now; how far it came until then nobody knows
+        except BaseException as interrupt:  # the interrupt is the waiter's; how far the work came is unknown
             self._failure = Interrupted(f"{type(interrupt).__name__} came before it was finished: run the step again")
             raise
 
@@ -109,30 +109,30 @@ class _HostWork:
 class _ChainedWork:
     """Work that begins when other work was waited for."""
 
-    __slots__ = ("_before", "_finish", "_start", "_ticket")
+    __slots__ = ("_before", "_finish", "_start", "_work")
 
     def __init__(self, before: LaneWork, start: Callable[[], StartedWork], finish: Callable[[], None]) -> None:
         self._before, self._start, self._finish = before, start, finish
-        self._ticket: _HostWork | None = None
+        self._work: _HostWork | None = None
 
     def begin(self) -> None:
-        self._ticket = _HostWork(self._start(), self._finish)
+        self._work = _HostWork(self._start(), self._finish)
 
     def done(self) -> bool:
-        return self._ticket is not None and self._ticket.done()
+        return self._work is not None and self._work.done()
 
     def wait(self) -> None:
         self._before.wait()
-        if self._ticket is None:
+        if self._work is None:
             raise Interrupted("what it begins behind was interrupted: run the step again")
-        self._ticket.wait()
+        self._work.wait()
 
     def block(self) -> None:
         self.wait()
 
 
 class HostLane:
-    """The CPU: collectives run in the backend's threads from the start, their finish in whoever waits."""
+    """The CPU: collectives run in the backend's threads from the start, their finish in the thread that waits."""
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
         """As `Lane.run`; with `after`, `start` is called when that is waited for."""
@@ -213,13 +213,13 @@ class InFlight:
         while len(self._entries) >= limit:
             self._leave()
 
-    def push(self, ticket: LaneWork, landed: Callable[[], None], *, polled: bool = True) -> None:
-        """Keep what `landed` refers to alive until `ticket` was waited for, then call it.
+    def push(self, work: LaneWork, landed: Callable[[], None], *, polled: bool = True) -> None:
+        """Keep what `landed` refers to alive until `work` was waited for, then call it.
 
         polled: whether it may leave as soon as it is done. That moment differs from rank to rank, so not if its end
             starts a collective.
         """
-        self._entries.append((ticket, landed, polled))
+        self._entries.append((work, landed, polled))
 
     def poll(self) -> None:
         """Let go of what is finished already."""
@@ -237,6 +237,6 @@ class InFlight:
                 self._leave()
 
     def _leave(self) -> None:
-        ticket, landed, _ = self._entries.popleft()
-        ticket.wait()
+        work, landed, _ = self._entries.popleft()
+        work.wait()
         landed()

@@ -1,4 +1,4 @@
-"""Counting of messages: what passes through the collectives while somebody looks."""
+"""Counting of messages: the messages that pass through the collectives while a caller looks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Message:
 
 @dataclass(slots=True)
 class TrafficCounter:
-    """Remembers messages while somebody is counting: `listeners` are the lists that are open."""
+    """Remembers messages while a caller is counting: `listeners` are the lists that are open."""
 
     listeners: list[list[Message]] = field(default_factory=list)
 

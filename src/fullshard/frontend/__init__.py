@@ -1,4 +1,4 @@
-"""What callers and torch touch.
+"""The front end: everything that callers and torch touch.
 
 api.py              fully_shard()
 module.py           FSDPModule (the class that is mixed in), UnshardHandle, counting(), stats(), undo()

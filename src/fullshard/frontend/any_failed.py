@@ -1,4 +1,4 @@
-"""What ranks decide together: whether a step failed anywhere, so that all of them skip it and go on."""
+"""The vote of the ranks on whether a step failed anywhere, so that all of them skip it and go on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fullshard.sharding.mesh import resolve_mesh
 
 
 class FailureVote:
-    """Where the ranks of a mesh meet: a ledger of its own, whatever they said elsewhere."""
+    """A place for the ranks of a mesh to vote, with a log of its own: it works wherever their other logs have parted."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -36,14 +36,14 @@ class FailureVote:
         self._held = [held(group) for group in groups]
         self._collectives: list[Collectives] = [collectives_for(group, self.device, self._tag) for group in groups]
         self.watch: Watchdog | None = watch_of(_torch.backend_name(groups[0], self.device)) if groups else None
-        self._ledger = CollectiveLog(
+        self._log = CollectiveLog(
             f"{name} {next(_NUMBERS.setdefault(name, itertools.count()))}", self.ranks, _torch.global_rank()
         )
-        self._line = GroupFingerprints(self._ledger, UnitName(""), "")
-        self._waiter = WaitState()
+        self._fingerprints = GroupFingerprints(self._log, UnitName(""), "")
+        self._wait_state = WaitState()
         if self.watch is not None:
-            self.watch.add(self._ledger)
-            self._waiter = self.watch.new_wait_state()
+            self.watch.add(self._log)
+            self._wait_state = self.watch.new_wait_state()
 
     @property
     def is_released(self) -> bool:
@@ -53,10 +53,10 @@ class FailureVote:
     def agree(self, flag: bool) -> bool:
         """Whether any rank says so (collective)."""
         for collectives in self._collectives:
-            entry = self._line.log_call("any_failed()")
+            entry = self._fingerprints.log_call("any_failed()")
             message = torch.tensor([flag], dtype=torch.uint8, device=self.device)
-            self._tag.hash, self._tag.book = self._ledger.hash, self._ledger
-            before = self._waiter.enter(entry)
+            self._tag.hash, self._tag.book = self._log.hash, self._log
+            before = self._wait_state.enter(entry)
             try:
                 pending = collectives.all_reduce_max(message)
                 for work in pending.works:
@@ -64,24 +64,24 @@ class FailureVote:
                 if pending.then is not None:
                     pending.then()
             except Exception as failure:
-                where = "" if self.watch is None else self.watch.survey(self._ledger)
-                raise StateError(f"rank {self._ledger.rank}, any_failed(): {headline(failure)}. {where}") from failure
+                where = "" if self.watch is None else self.watch.survey(self._log)
+                raise StateError(f"rank {self._log.rank}, any_failed(): {headline(failure)}. {where}") from failure
             finally:
-                self._waiter.leave(before)
+                self._wait_state.leave(before)
             flag = bool(message.item())
         return flag
 
 
 _NUMBERS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()
-_MEETINGS: _torch.PerRank[int, FailureVote] = _torch.PerRank()
+_VOTES: _torch.PerRank[int, FailureVote] = _torch.PerRank()
 _WORLD: _torch.PerRank[int, tuple[object, DeviceMesh]] = _torch.PerRank()  # the default process group, and the mesh of all
 
 
 @on_release
-def _forget_meetings() -> None:
-    for key, meeting in list(_MEETINGS.items()):
-        if meeting.is_released:
-            del _MEETINGS[key]
+def _forget_votes() -> None:
+    for key, vote in list(_VOTES.items()):
+        if vote.is_released:
+            del _VOTES[key]
     if _WORLD and not _torch.is_alive(_WORLD[0][0]):
         _WORLD.clear()
 
@@ -92,7 +92,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _meeting(mesh: DeviceMesh | None) -> FailureVote:
+def _vote_of(mesh: DeviceMesh | None) -> FailureVote:
     if mesh is None:
         world = dist.group.WORLD
         if not _WORLD or _WORLD[0][0] is not world:
@@ -100,9 +100,9 @@ def _meeting(mesh: DeviceMesh | None) -> FailureVote:
         mesh = _WORLD[0][1]
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"any_failed takes a DeviceMesh or None, got {type(mesh).__name__}")
-    found = _MEETINGS.get(id(mesh))
+    found = _VOTES.get(id(mesh))
     if found is None or found.mesh is not mesh:
-        found = _MEETINGS[id(mesh)] = FailureVote(mesh)
+        found = _VOTES[id(mesh)] = FailureVote(mesh)
     return found
 
 
@@ -139,41 +139,41 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
         ... else:
         ...     optimizer.step()
     """
-    meeting = _meeting(mesh)
+    vote = _vote_of(mesh)
     runtimes = Runtime.all_of_thread()
-    inside = set(meeting.ranks)
-    ledgers = [ledger for runtime in runtimes for ledger in runtime.communicator.ledgers if inside.issuperset(ledger.ranks)]
+    inside = set(vote.ranks)
+    logs = [log for runtime in runtimes for log in runtime.communicator.ledgers if inside.issuperset(log.ranks)]
     try:
-        for ledger in ledgers:
-            ledger.silence(True)
-        result = meeting.agree(bool(failed))
+        for log in logs:
+            log.silence(True)
+        result = vote.agree(bool(failed))
         if result:
-            _restart_together(meeting, runtimes, ledgers)
+            _restart_together(vote, runtimes, logs)
     finally:
-        for ledger in ledgers:
-            ledger.silence(False)
+        for log in logs:
+            log.silence(False)
     return result
 
 
-def _restart_together(meeting: FailureVote, runtimes: Sequence[Runtime], ledgers: Sequence[CollectiveLog]) -> None:
+def _restart_together(vote: FailureVote, runtimes: Sequence[Runtime], logs: Sequence[CollectiveLog]) -> None:
     """Forget on all ranks what any of them was in the midst of."""
-    for ledger in ledgers:
-        ledger.close("the step failed on some rank, and any_failed() is under way")
-    if meeting.watch is not None:
-        meeting.watch.publish_state()
-    meeting.agree(True)  # now everybody has told what it waits for
-    if meeting.watch is not None:
-        for ledger in ledgers:
-            meeting.watch.answer_peers(ledger)
+    for log in logs:
+        log.close("the step failed on some rank, and any_failed() is under way")
+    if vote.watch is not None:
+        vote.watch.publish_state()
+    vote.agree(True)  # now every rank has published what it waits for
+    if vote.watch is not None:
+        for log in logs:
+            vote.watch.answer_peers(log)
     for runtime in runtimes:
         runtime.recovery.abort_step()
-    meeting.agree(True)  # now nobody waits for anything
-    with meeting.watch.paused() if meeting.watch is not None else nullcontext():  # what it has read is of the old epoch
-        for wire in wires():
-            if set(meeting.ranks).issuperset(wire.members):
-                wire.forget_answers()
-        for ledger in ledgers:
-            ledger.start_epoch()
+    vote.agree(True)  # now no rank waits for anything
+    with vote.watch.paused() if vote.watch is not None else nullcontext():  # the watchdog has read states of the old epoch
+        for channel in wires():
+            if set(vote.ranks).issuperset(channel.members):
+                channel.forget_answers()
+        for log in logs:
+            log.start_epoch()
 
 
 __all__ = ["any_failed"]

@@ -1,4 +1,4 @@
-"""What a caller meets: `fully_shard`."""
+"""`fully_shard`: checks, moves and cuts the parameters of modules, and makes a unit of them."""
 
 from __future__ import annotations
 
@@ -144,20 +144,20 @@ def _shard(
 ) -> None:
     """Make a unit of `modules`. `planned`: modules (by id) that others will be made of, and that this one does not enter."""
     found = _inspect(modules, shaped, ignored, planned)
-    axis, options, claims = shaped.axis, shaped.options, found.claims
-    _synchronise(found, _talk(modules, shaped), options.sync)
+    axis, options, refs = shaped.axis, shaped.options, found.refs
+    _synchronise(found, _setup(modules, shaped), options.sync)
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
-    _move(claims, found.holdings, home, axis.device)
+    _move(refs, found.managed, home, axis.device)
     with torch.no_grad():
-        new = [ShardedParameter(claim, how) for claim, how in zip(claims, found.cuts)]
+        new = [ShardedParameter(ref, how) for ref, how in zip(refs, found.shardings)]
         taken, merged = found.ties.take(plain_class)
         unit = make_unit(roots_of([*merged, *modules]), [*taken, *new], axis, options)
-        for parameter, claim in zip(new, claims):
-            replace_original(parameter, claim.parameter)
-        found.ties.settle()
+        for parameter, ref in zip(new, refs):
+            replace_original(parameter, ref.parameter)
+        found.ties.install()
     for left_alone in ignored:
         mark_ignored(left_alone)
-    class_swap.assemble(unit, sharded_class, found.holdings.modules)
+    class_swap.assemble(unit, sharded_class, found.managed.modules)
     for root in unit.modules:
         name_units_in(root)
 
@@ -167,7 +167,7 @@ def _shard(
 
 @dataclass(frozen=True)
 class _ResolvedArguments:
-    """What a call of `fully_shard` asks for, resolved."""
+    """The arguments of a call of `fully_shard`, resolved."""
 
     axis: ShardAxis
     options: UnitOptions
@@ -189,7 +189,7 @@ class _ResolvedArguments:
     ) -> _ResolvedArguments:
         sync = os.environ.get("FULLSHARD_SYNC", sync) if sync == "check" else sync
         if sync == "check" and _torch.threads_are_ranks():
-            sync = "off"  # they share a generator, so that each builds another model, however it is seeded
+            sync = "off"  # threads share a generator, so that each builds another model, however it is seeded
         for option, choice, allowed in (("sync", sync, SYNCS), ("buffers", buffers, BUFFERS)):
             if choice not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {choice!r}")
@@ -217,12 +217,12 @@ class _ResolvedArguments:
 
 @dataclass(frozen=True)
 class _Inspection:
-    """What a call of `fully_shard` would take."""
+    """The parameters and buffers that a call of `fully_shard` would take."""
 
-    holdings: ManagedTensors
+    managed: ManagedTensors
     ties: Ties
-    claims: list[ParamRef]
-    cuts: list[ParamSharding]
+    refs: list[ParamRef]
+    shardings: list[ParamSharding]
 
 
 def _inspect(
@@ -233,13 +233,13 @@ def _inspect(
 ) -> _Inspection:
     """Everything that can be refused is refused here. May make process groups, so it is collective."""
     axis, options = shaped.axis, shaped.options
-    holdings = collect(modules, ignored=ignored, is_unit=lambda inner: id(inner) in planned or unit_of(inner) is not None)
-    ties = find_ties(modules, holdings, options)
-    claims = [claim for claim in holdings.claims if not ties.knows(claim)]
-    _check_parameters(claims, axis)
-    _check_buffers(holdings, axis)
+    managed = collect(modules, ignored=ignored, is_unit=lambda inner: id(inner) in planned or unit_of(inner) is not None)
+    ties = find_ties(modules, managed, options)
+    refs = [ref for ref in managed.refs if not ties.knows(ref)]
+    _check_parameters(refs, axis)
+    _check_buffers(managed, axis)
     Runtime.of(axis.device, options.comm).communicator.carriers(axis, options)
-    return _Inspection(holdings, ties, claims, [_cut(claim, axis, shaped.placement_fn) for claim in claims])
+    return _Inspection(managed, ties, refs, [_cut(ref, axis, shaped.placement_fn) for ref in refs])
 
 
 class PreparedShard:
@@ -268,29 +268,29 @@ class PreparedShard:
         _shard(self._modules, self._shaped, self._ignored, self._planned)
 
 
-def _talk(modules: list[nn.Module], shaped: _ResolvedArguments) -> SetupCollectives:
-    """What the ranks say to each other in this call."""
+def _setup(modules: list[nn.Module], shaped: _ResolvedArguments) -> SetupCollectives:
+    """The setup collectives of this call."""
     runtime = Runtime.of(shaped.axis.device, shaped.options.comm)
     runtime.executor.update_timeouts(shaped.options.checks)
     classes = ", ".join(type(module).__name__ for module in modules)
     return SetupCollectives(runtime.communicator, shaped.axis, UnitName(type(modules[0]).__name__), "fully_shard()", classes)
 
 
-def _synchronise(found: _Inspection, talk: SetupCollectives, how: str) -> None:
+def _synchronise(found: _Inspection, setup: SetupCollectives, how: str) -> None:
     """Raises ValueError on every rank if the ranks hold different parameters or values, or have all hold those of the first."""
-    wrong = check_structure([(f"'{claim.name}'", claim.parameter) for claim in found.claims], talk)
+    wrong = check_structure([(f"'{ref.name}'", ref.parameter) for ref in found.refs], setup)
     if wrong is not None:
         raise ValueError(f"the ranks call fully_shard for different parameters. {wrong}. Build the same model on all ranks")
-    if how == "off" or not (found.claims or found.holdings.buffers):
+    if how == "off" or not (found.refs or found.managed.buffers):
         return
-    axis = talk.axis
+    axis = setup.axis
     sets: dict[tuple[int, int], tuple[ShardAxis, list[tuple[str, torch.Tensor]]]] = {}  # by the ranks that should agree
-    for claim, how_cut in zip(found.claims, found.cuts):
+    for ref, how_cut in zip(found.refs, found.shardings):
         where = axis if how_cut.axis.is_replicated else how_cut.axis
-        sets.setdefault(where.key, (where, []))[1].append((f"parameter '{claim.name}'", claim.parameter))
+        sets.setdefault(where.key, (where, []))[1].append((f"parameter '{ref.name}'", ref.parameter))
     if how == "check":
         for where, named in sets.values():
-            wrong = check_alike(named, talk.about(where))
+            wrong = check_alike(named, setup.about(where))
             if wrong is not None:
                 raise ValueError(
                     f"{wrong}: each would keep a part of a different model. Seed all ranks alike before the model is built, "
@@ -299,15 +299,15 @@ def _synchronise(found: _Inspection, talk: SetupCollectives, how: str) -> None:
                 )
         return
     own = sets.setdefault(axis.key, (axis, []))[1]
-    own += [(f"buffer '{name}'", buffer) for name, _, buffer in found.holdings.buffers]
+    own += [(f"buffer '{name}'", buffer) for name, _, buffer in found.managed.buffers]
     for where, named in sets.values():
-        partly = has_values_everywhere(named, talk.about(where))
+        partly = has_values_everywhere(named, setup.about(where))
         if partly is not None:
             raise ValueError(
                 f"sync='broadcast': {partly} is on meta on some ranks and not on others: call to_empty() on those ranks first"
             )
     for where, named in sets.values():
-        broadcast([tensor for _, tensor in named], talk.about(where))
+        broadcast([tensor for _, tensor in named], setup.about(where))
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
@@ -343,15 +343,15 @@ def _check_ignored(ignored: Iterable[nn.Parameter] | None) -> tuple[nn.Parameter
     return found
 
 
-def _cut(claim: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | None) -> ParamSharding:
-    how = cut(claim.parameter, axis, placement_fn, name=claim.name)
-    tensor = inside(claim.parameter.data)
+def _cut(ref: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | None) -> ParamSharding:
+    how = cut(ref.parameter, axis, placement_fn, name=ref.name)
+    tensor = inside(ref.parameter.data)
     if how.dim != 0 and travels_alone(tensor):
         raise ValueError(
-            f"parameter '{claim.name}' gathers itself (fsdp_pre_all_gather), by rows: it cannot be cut along dim {how.dim}"
+            f"parameter '{ref.name}' gathers itself (fsdp_pre_all_gather), by rows: it cannot be cut along dim {how.dim}"
         )
     if not is_plain(tensor):
-        _check_cuts(claim.name, tensor, how)
+        _check_cuts(ref.name, tensor, how)
     return how
 
 
@@ -370,12 +370,12 @@ def _check_cuts(name: str, tensor: torch.Tensor, how: ParamSharding) -> None:
         )
 
 
-def _check_parameters(claims: Sequence[ParamRef], axis: ShardAxis) -> None:
-    for claim in claims:
-        reason = _unsupported_reason(claim.parameter)
+def _check_parameters(refs: Sequence[ParamRef], axis: ShardAxis) -> None:
+    for ref in refs:
+        reason = _unsupported_reason(ref.parameter)
         if reason is not None:
-            raise ValueError(f"parameter '{claim.name}' cannot be sharded: {reason}")
-        _check_device(f"parameter '{claim.name}'", claim.parameter, axis)
+            raise ValueError(f"parameter '{ref.name}' cannot be sharded: {reason}")
+        _check_device(f"parameter '{ref.name}'", ref.parameter, axis)
 
 
 def _unsupported_reason(parameter: nn.Parameter) -> str | None:
@@ -393,8 +393,8 @@ def _unsupported_reason(parameter: nn.Parameter) -> str | None:
     return None
 
 
-def _check_buffers(holdings: ManagedTensors, axis: ShardAxis) -> None:
-    for name, _, buffer in holdings.buffers:
+def _check_buffers(managed: ManagedTensors, axis: ShardAxis) -> None:
+    for name, _, buffer in managed.buffers:
         _check_device(f"buffer '{name}'", buffer, axis)
 
 
@@ -407,11 +407,11 @@ def _check_device(what: str, tensor: torch.Tensor, axis: ShardAxis) -> None:
         )
 
 
-def _move(claims: Sequence[ParamRef], holdings: ManagedTensors, home: torch.device, device: torch.device) -> None:
+def _move(refs: Sequence[ParamRef], managed: ManagedTensors, home: torch.device, device: torch.device) -> None:
     """Parameters go to where shards are kept, buffers to where they are computed with; what is on meta stays there."""
-    for claim in claims:
-        move_data(claim.parameter, home)
-    for _, _slot, buffer in holdings.buffers:
+    for ref in refs:
+        move_data(ref.parameter, home)
+    for _, _slot, buffer in managed.buffers:
         if buffer.device.type not in ("meta", device.type):
             buffer.data = buffer.data.to(device)
 

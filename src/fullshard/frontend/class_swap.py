@@ -142,10 +142,10 @@ def put_together(parts: ShardedSnapshot, dress: Dress) -> nn.Module:
     for part in parts.units:
         rebuilt: list[ShardedParameter] = []
         with torch.no_grad():
-            for piece in part.parameters:
-                claim = ParamRef(piece.name, piece.shard, [Slot(module, name) for module, name in piece.slots])
-                parameter = ShardedParameter(claim, piece.cut, sharded=piece.shard)
-                parameter.sharded.__dict__.update(piece.attributes)
+            for snapshot in part.parameters:
+                ref = ParamRef(snapshot.name, snapshot.shard, [Slot(module, name) for module, name in snapshot.slots])
+                parameter = ShardedParameter(ref, snapshot.cut, sharded=snapshot.shard)
+                parameter.sharded.__dict__.update(snapshot.attributes)
                 rebuilt.append(parameter)
             unit = make_unit(part.modules, rebuilt, part.axis, part.options, global_id=part.global_id)
             unit.unit_name.name = part.name
@@ -188,10 +188,10 @@ def undo(root: nn.Module, undress: Dress) -> None:
     for unit in units[:1]:
         runtime_of(unit).requests.meet(unit, doing="undo()")
     for unit in units:
-        talk = unit.setup_collectives("undo()")
+        setup = unit.setup_collectives("undo()")
         runtime_of(unit).requests.reshard(unit, doing="undo()")
         runtime_of(unit).requests.refresh(unit)
         for parameter in unit.parameters:
-            unshard_permanently(parameter, talk.unsharded)
+            unshard_permanently(parameter, setup.unsharded)
     for unit in units:
         disassemble(unit, undress)

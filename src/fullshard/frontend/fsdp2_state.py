@@ -1,4 +1,4 @@
-"""What programs written for FSDP2 look at behind its modules: its state objects, as views on units."""
+"""FSDP2's state objects, which some programs look at behind its modules, as views on units."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GroupView:
 
 
 class ContextView:
-    """What the units of one tree share, under FSDP2's names."""
+    """The context that the units of one tree share, under FSDP2's names."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -69,7 +69,7 @@ class ContextView:
 
 
 class UnitView:
-    """One unit, under FSDP2's names: what `fully_shard.state(module)` and `module._get_fsdp_state()` return."""
+    """One unit, under FSDP2's names: the result of `fully_shard.state(module)` and `module._get_fsdp_state()`."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -118,6 +118,6 @@ def units_below(unit: Unit) -> Iterator[Unit]:
 
 
 def view_of(module: nn.Module) -> UnitView | None:
-    """What `fully_shard.state(module)` returns: None for a module that is no unit."""
+    """The result of `fully_shard.state(module)`: None for a module that is no unit."""
     unit = unit_of(module)
     return None if unit is None else UnitView(unit)

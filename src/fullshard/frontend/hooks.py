@@ -121,7 +121,7 @@ class ForwardHooks:
         return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
 
     def share(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Behind a forward that did not raise."""
+        """Share the buffers, behind a forward that did not raise."""
         share_buffers(self._unit, module, self._unit.runtime.communicator)
 
     def _own(self, module: nn.Module, output: Any) -> Any:

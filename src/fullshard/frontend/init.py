@@ -189,9 +189,9 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def common_seed(talk: SetupCollectives) -> int:
+def common_seed(setup: SetupCollectives) -> int:
     """Drawn on the first rank, the same on all (collective)."""
-    return int(talk.first(torch.randint(2**62, (1,), dtype=torch.int64).to(talk.axis.device)).item())
+    return int(setup.first(torch.randint(2**62, (1,), dtype=torch.int64).to(setup.axis.device)).item())
 
 
 __all__ = ["common_seed", "materialize", "seeded"]

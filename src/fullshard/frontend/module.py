@@ -1,4 +1,4 @@
-"""What a sharded module can do: the class that is mixed into it, the handle of an asynchronous gather, and looking at both."""
+"""The methods of a sharded module: the class that is mixed into it, the handle of an asynchronous gather, and counts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def keep_of(reshard_after_forward: bool | int | None, axis: ShardAxis) -> tuple[ReshardPolicy, int | None]:
-    """What stays after forward, and how many ranks keep one copy together if it is a part."""
+    """The reshard policy that an argument means, and how many ranks keep one copy together if they keep a part."""
     if reshard_after_forward is None:
         return ReshardPolicy.OUTERMOST, None
     if isinstance(reshard_after_forward, bool):
@@ -492,7 +492,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             runtime_of(unit).recovery.forget_step(unit)
 
     def _get_fsdp_state(self) -> UnitView:
-        """What FSDP2's programs look at: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
+        """The state that FSDP2's programs look at: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
         return UnitView(_unit(self))
 
     def resident(self) -> AbstractContextManager[None]:

@@ -69,7 +69,7 @@ _SHOWN = 4  # groups of parameters with options of their own
 
 
 class _Step(Fingerprint):
-    """A step of an optimizer. Its text, which is long, is made when somebody asks for it."""
+    """A step of an optimizer. Its text, which is long, is made when it is asked for."""
 
     text: Callable[[], str]
 
@@ -92,10 +92,10 @@ class _Entry:
 
     __slots__ = ("_counts", "_digests", "_fingerprint", "_log", "_options", "_unit", "_written")
 
-    def __init__(self, ledger: CollectiveLog, members: Sequence[tuple[int, ShardedParameter, Unit]]) -> None:
+    def __init__(self, log: CollectiveLog, members: Sequence[tuple[int, ShardedParameter, Unit]]) -> None:
         """`members`: the group of the optimizer that each parameter is in, and its unit."""
         first = min((unit for _, _, unit in members), key=lambda unit: unit.global_id)
-        self._unit, self._log = weakref.ref(first), weakref.ref(ledger)  # its groups may be made anew
+        self._unit, self._log = weakref.ref(first), weakref.ref(log)  # its groups may be made anew
         names: dict[int, list[str]] = {}  # of parameters, by group
         for index, parameter, unit in members:
             names.setdefault(index, []).append(f"{unit.global_id} {parameter.name}")
@@ -105,7 +105,7 @@ class _Entry:
         self._written = False
 
     def say(self, options: _Options) -> None:
-        """A step ended, of an optimizer with these options."""
+        """Enter in the log that a step of an optimizer with these options ended."""
         unit, log = self._unit(), self._log()
         if unit is not None and unit.groups and log is not None:
             group = unit.groups[0]
@@ -124,7 +124,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Options:
-    """Those of an optimizer of class `name`, in each of its groups, in the order of `keys`."""
+    """The options of an optimizer of class `name`, in each of its groups, in the order of `keys`."""
 
     name: str
     keys: Sequence[str]
@@ -150,9 +150,9 @@ class _Options:
 
 
 class _Steps:
-    """What the ranks must agree on of each step of an optimizer: its class, its options, and which parameters it has.
+    """The part of each step of an optimizer that the ranks must agree on: its class, its options, and which parameters it has.
 
-    steps 1 - n entries, one per ledger that sharded parameters lie in. Options are those of the optimizer's defaults, plain
+    steps 1 - n entries, one per log that sharded parameters lie in. Options are those of the optimizer's defaults, plain
     values and tensors of one element on the host; what an optimizer counts in its groups beside them is its own.
     """
 
@@ -170,15 +170,15 @@ class _Steps:
             for parameter in logical_parameters(group["params"]):
                 unit = owner_of(parameter)
                 if unit is not None and unit.groups:
-                    ledger = unit.runtime.communicator.log_of(parameter.sharding.axis)
-                    found.setdefault(ledger, []).append((index, parameter, unit))
-        self._entries = [_Entry(ledger, members) for ledger, members in found.items()]
+                    log = unit.runtime.communicator.log_of(parameter.sharding.axis)
+                    found.setdefault(log, []).append((index, parameter, unit))
+        self._entries = [_Entry(log, members) for log, members in found.items()]
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the optimizer makes its own
 
     def say(self, groups: Sequence[dict[str, Any]]) -> None:
-        """A step ended."""
+        """Enter a step in every log."""
         try:
             held = [*map(self._read, groups)] == self._known
         except (KeyError, RuntimeError):  # an option is gone, or became a tensor of several elements
@@ -189,7 +189,7 @@ class _Steps:
             entry.say(self._options)
 
     def _look_up(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Options are others than in the step before."""
+        """Read the options anew: they are others than in the step before."""
         self._options = _Options(self._options.name, self._names, [*map(self._read_plain, groups)])
         held = [[group.get(name) for name in self._names] for group in groups]
         if len(self._names) < 2 or any(value is None or isinstance(value, Tensor) for values in held for value in values):
@@ -296,12 +296,12 @@ def _axes(tensors: Iterable[Tensor]) -> dict[tuple[dist.ProcessGroup | None, ...
 
 
 def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], axes: Any, *, maximum: bool) -> None:
-    """Over ranks that also gather together, this is one of the calls that they must make alike, or be told."""
+    """Reduce over process groups; over the ranks of a unit it is logged as one of the calls that they must make alike."""
     unit: Unit | None = axes.get(groups)
     if unit is not None:
         communicator = unit.runtime.communicator
-        line = GroupFingerprints(communicator.log_of(unit.axis), UnitName(""), "")
-        return communicator.all_reduce(unit.axis, line, "clip_grad_norm_()", part, maximum=maximum)
+        fingerprints = GroupFingerprints(communicator.log_of(unit.axis), UnitName(""), "")
+        return communicator.all_reduce(unit.axis, fingerprints, "clip_grad_norm_()", part, maximum=maximum)
     for group in groups:
         dist.all_reduce(part, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
 

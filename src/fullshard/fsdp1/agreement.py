@@ -52,7 +52,7 @@ class Ranks:
         return result
 
     def _all_equal(self, text: str) -> bool:
-        """Whether all ranks say the same (collective)."""
+        """Whether the text is equal on all ranks (collective)."""
         digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device=self.device)
         message = torch.cat([digest, 255 - digest])
         for group in self.groups:
@@ -61,7 +61,7 @@ class Ranks:
         return bool((largest + smallest == 255).all())
 
     def _gathered(self, mine: tuple[str, Facts]) -> dict[int, tuple[str, Facts]]:
-        """What each rank says (collective)."""
+        """The text and facts of each rank, by rank (collective)."""
         found = {dist.get_rank(): mine}
         for group in self.groups:
             parts: list[dict[int, tuple[str, Facts]]] = [{} for _ in range(group.size())]

@@ -1,4 +1,4 @@
-"""What FSDP1's constructor was told, resolved: strategy, mesh, device, what is left alone, and first values."""
+"""The arguments of FSDP1's constructor, resolved: strategy, mesh, device, what is left alone, and first values."""
 
 from __future__ import annotations
 
@@ -307,32 +307,32 @@ def _nodes(kind: str) -> tuple[int, int]:
 # --- first values ---
 
 
-def materialize(holdings: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh) -> None:
+def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh) -> None:
     """Memory and values for what is on meta, and the first rank's values for all, if that was asked for. Collective.
 
     Raises ValueError, on every rank, if some ranks have values and others do not, without `sync_module_states`.
     """
-    for claim in holdings.claims:  # tied to what a wrapper before this one gave memory to
-        _install(claim, claim.parameter.__dict__.get(_MATERIALIZED))
-    shared = _shared_buffers(holdings)
-    waiting = [module for module in holdings.modules if _on_meta(module, given)]
+    for ref in managed.refs:  # tied to what a wrapper before this one gave memory to
+        _install(ref, ref.parameter.__dict__.get(_MATERIALIZED))
+    shared = _shared_buffers(managed)
+    waiting = [module for module in managed.modules if _on_meta(module, given)]
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device.type).current_device())
-    talk = _talk(holdings, mesh, device)
-    if not given.sync and len(_said(talk, bool(waiting))) > 1:
+    setup = _setup(managed, mesh, device)
+    if not given.sync and len(_said(setup, bool(waiting))) > 1:
         raise ValueError(
             "some ranks have this module on meta and others have values for it: pass sync_module_states=True, so that all get "
             "those of the first rank"
         )
     ranks = Ranks(tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1), device)
-    # What the first rank draws goes to all in the end, or all draw the same.
-    drawing: Any = seeded(device, common_seed(talk)) if waiting and not given.sync else nullcontext()
+    # Values of the first rank go to all in the end, or all draw the same.
+    drawing: Any = seeded(device, common_seed(setup)) if waiting and not given.sync else nullcontext()
 
     def give_values() -> ManagedTensors:
         with torch.no_grad(), drawing:
-            _give_values(waiting, given, holdings, shared, device)
-        return holdings
+            _give_values(waiting, given, managed, shared, device)
+        return managed
 
     if waiting or given.sync:
         ranks.agree(
@@ -342,18 +342,18 @@ def materialize(holdings: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMes
             advice="Build the same module on all ranks",
         )
     if given.sync:
-        tensors = [claim.parameter for claim in holdings.claims] + [buffer for _, _, buffer in holdings.buffers]
-        talk.broadcast(tensor.detach() for tensor in tensors)
+        tensors = [ref.parameter for ref in managed.refs] + [buffer for _, _, buffer in managed.buffers]
+        setup.broadcast(tensor.detach() for tensor in tensors)
 
 
 def _give_values(
     waiting: list[nn.Module],
     given: FSDP1Arguments,
-    holdings: ManagedTensors,
+    managed: ManagedTensors,
     shared: list[list[tuple[nn.Module, str]]],
     device: torch.device,
 ) -> None:
-    """Memory and values for the modules in `waiting`; `holdings` then has the tensors that took the place of those on meta."""
+    """Memory and values for the modules in `waiting`; `managed` then has the tensors that took the place of those on meta."""
     if not waiting:
         return
     _warn_of_partly_meta(waiting, given)
@@ -366,39 +366,37 @@ def _give_values(
             f"param_init_fn left parameters or buffers of {left[:3]} on meta: it must give each module it is called with "
             "memory, module.to_empty(device=..., recurse=False), and values"
         )
-    for claim in holdings.claims:  # they have Parameters of their own now: tied ones have one again
-        made = _torch.parameters_of(claim.slots[0].module)[claim.slots[0].name]
-        if made is not claim.parameter:
-            claim.parameter.__dict__[_MATERIALIZED] = made
-            _install(claim, made)
+    for ref in managed.refs:  # they have Parameters of their own now: tied ones have one again
+        made = _torch.parameters_of(ref.slots[0].module)[ref.slots[0].name]
+        if made is not ref.parameter:
+            ref.parameter.__dict__[_MATERIALIZED] = made
+            _install(ref, made)
     for (module, name), *others in shared:
         for other, alias in others:
             _torch.buffers_of(other)[alias] = _torch.buffers_of(module)[name]
-    fresh = collect([holdings.modules[-1]], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
-    holdings.claims[:], holdings.buffers[:] = fresh.claims, fresh.buffers
+    fresh = collect([managed.modules[-1]], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
+    managed.refs[:], managed.buffers[:] = fresh.refs, fresh.buffers
 
 
-def _layout(holdings: ManagedTensors) -> Facts:
-    """What is broadcast, tensor by tensor."""
-    named = [(claim.name, claim.parameter) for claim in holdings.claims] + [
-        (name, buffer) for name, _, buffer in holdings.buffers
-    ]
+def _layout(managed: ManagedTensors) -> Facts:
+    """The names, shapes and dtypes of all that is broadcast, tensor by tensor."""
+    named = [(ref.name, ref.parameter) for ref in managed.refs] + [(name, buffer) for name, _, buffer in managed.buffers]
     return {name: {"is": f"(shape {tuple(tensor.shape)}, {tensor.dtype})"} for name, tensor in named}
 
 
 _MATERIALIZED = "_fullshard_materialized"  # on a parameter that was on meta: the one with memory that took its place
 
 
-def _install(claim: ParamRef, parameter: nn.Parameter | None) -> None:
-    """Have every slot of `claim` hold `parameter`, unless that is None."""
-    for slot in claim.slots if parameter is not None else ():
+def _install(ref: ParamRef, parameter: nn.Parameter | None) -> None:
+    """Have every slot of `ref` hold `parameter`, unless that is None."""
+    for slot in ref.slots if parameter is not None else ():
         setattr(slot.module, slot.name, parameter)
 
 
-def _shared_buffers(holdings: ManagedTensors) -> list[list[tuple[nn.Module, str]]]:
+def _shared_buffers(managed: ManagedTensors) -> list[list[tuple[nn.Module, str]]]:
     """The slots of each buffer that has several."""
     slots: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in holdings.modules:
+    for module in managed.modules:
         for name, buffer in _torch.buffers_of(module).items():
             if buffer is not None:
                 slots.setdefault(id(buffer), []).append((module, name))
@@ -437,28 +435,28 @@ def _reset(module: nn.Module, device: torch.device) -> None:
     reset()
 
 
-def _talk(holdings: ManagedTensors, mesh: DeviceMesh, device: torch.device) -> SetupCollectives:
-    """What the ranks say to each other while a wrapper is made."""
-    name = type(holdings.modules[-1]).__name__
+def _setup(managed: ManagedTensors, mesh: DeviceMesh, device: torch.device) -> SetupCollectives:
+    """The setup collectives of a wrapper that is made."""
+    name = type(managed.modules[-1]).__name__
     return SetupCollectives(
         Runtime.of(device, CommPolicy()).communicator, resolve_mesh(mesh), UnitName(name), "FullyShardedDataParallel()", name
     )
 
 
-def _said(talk: SetupCollectives, flag: bool) -> set[bool]:
-    """What the ranks say."""
-    votes = talk.maximum(torch.tensor([flag, not flag], dtype=torch.uint8, device=talk.axis.device))
+def _said(setup: SetupCollectives, flag: bool) -> set[bool]:
+    """The set of all ranks' answers."""
+    votes = setup.maximum(torch.tensor([flag, not flag], dtype=torch.uint8, device=setup.axis.device))
     return {value for value, said in zip((True, False), votes.tolist()) if said}
 
 
-def cast_buffers(module: nn.Module, holdings: ManagedTensors, given: FSDP1Arguments) -> dict[str, torch.dtype]:
+def cast_buffers(module: nn.Module, managed: ManagedTensors, given: FSDP1Arguments) -> dict[str, torch.dtype]:
     """Cast the wrapper's own floating-point buffers, if that was asked for; what they were, by every name they have."""
     dtype = given.mixed_precision.buffer_dtype if given.mixed_precision is not None else None
     if dtype is None:
         return {}
     left_out = set(map(id, given.ignored_modules))
     before: dict[int, torch.dtype] = {}
-    for _, slot, buffer in holdings.buffers:
+    for _, slot, buffer in managed.buffers:
         if buffer.is_floating_point() and id(slot.module) not in left_out:
             before[id(buffer)] = buffer.dtype
             buffer.data = buffer.data.to(dtype)

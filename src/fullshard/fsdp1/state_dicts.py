@@ -103,7 +103,7 @@ class _Held:
     form: StateDictFormat
 
     def facts(self) -> Facts:
-        """What must be equal on all ranks: which parameters, the kinds of their states, and their numeric settings."""
+        """The facts that must be equal on all ranks: parameters, the kinds of their states, and their numeric settings."""
         found: dict[str, dict[str, str]] = {"state_dict_type": {"it is": self.form.kind.name}}
         for entry in self.settings or ():
             own = {key: str(value) for key, value in entry.items() if _is_setting(value)}
@@ -226,7 +226,7 @@ def load_optimizer_state(
     local: bool = False,
     by_name: bool = False,
 ) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes, of what `optimizer_state` gave in any form (collective).
+    """Fit what `optimizer_state` gave, in any form, to `optimizer.load_state_dict` (collective).
 
     Full tensors and ShardedTensors are cut to this rank's rows, DTensors must be cut as the parameters are, and `local` says
     that plain tensors are this rank's rows already. Keys are places in the optimizer, or with `by_name` names. Without
@@ -263,7 +263,7 @@ class _ToLoad:
     settings: list[dict[str, Any]] | None
 
     def facts(self) -> Facts:
-        """What must be equal on all ranks: what is gathered."""
+        """The facts that must be equal on all ranks: all that is gathered."""
         found: dict[str, dict[str, str]] = {}
         for name in self.parameters:
             values = self.state.get(name, {}).items()
@@ -376,7 +376,7 @@ def _fit(value: Any, parameter: Tensor, name: str, key: Any, *, local: bool) -> 
 def scattered(
     saved: dict[str, Any] | None, group: dist.ProcessGroup | None, device: torch.device, cut: Callable[[str, Any], Any]
 ) -> dict[str, Any]:
-    """What only the first rank of `group` has, on all of them (collective): one tensor at a time is whole, `cut` keeps a part.
+    """Scatter a state that only the first rank of `group` has (collective): one tensor at a time is whole, `cut` keeps a part.
 
     Raises ValueError on every rank if the first has nothing, or no such dict.
     """

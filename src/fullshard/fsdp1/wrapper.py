@@ -82,7 +82,7 @@ class _Hookable:
 
     @property
     def tag(self) -> Any:
-        """Of the messages of the inner ones."""
+        """The tag of the messages of the inner ones."""
         return getattr(self._inner, "tag", None)
 
     @tag.setter
@@ -316,7 +316,7 @@ class FullyShardedDataParallel(nn.Module):
         return unit_of(self.sharded)
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper does not have, the wrapped module may, or the unit that it is."""
+        """Look for an attribute that the wrapper does not have in the wrapped module, then in the unit that it is."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -1029,13 +1029,13 @@ class _Items(nn.Module):
         raise NotImplementedError
 
 
-def _is_list(module: nn.Module, holdings: ManagedTensors) -> bool:
+def _is_list(module: nn.Module, managed: ManagedTensors) -> bool:
     """Whether `module` is a list or dict of modules, without a forward. Raises ValueError if it holds what no unit does."""
     if not _has_no_forward(module):
         return False
-    if holdings.claims:
+    if managed.refs:
         raise ValueError(
-            f"the {type(module).__name__} to wrap has no forward, so nobody would gather '{holdings.claims[0].name}', which no "
+            f"the {type(module).__name__} to wrap has no forward, so nobody would gather '{managed.refs[0].name}', which no "
             "wrapper below it holds: wrap its items, or give an auto_wrap_policy that chooses them"
         )
     return True

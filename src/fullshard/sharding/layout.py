@@ -115,7 +115,7 @@ class GroupLayout:
     def reduction(self, *, direct: bool) -> tuple[Bucket | None, tuple[int, ...]]:
         """(the packed message, or None if empty; the parameters reduced directly) with direct reductions on or off."""
         stop = self.direct_grad_offset if direct else self.shard_numel
-        pieces = tuple(piece for bucket in self.buckets if bucket.offset < stop for piece in bucket.pieces)
+        pieces = tuple(segment for bucket in self.buckets if bucket.offset < stop for segment in bucket.pieces)
         alone = tuple(i for i, place in enumerate(self.places) if place.direct and place.offset >= stop)
         return (Bucket(False, 0, stop, pieces) if stop else None), alone
 
@@ -158,18 +158,18 @@ def plan_layout(
     for index in order:
         size, alone = chunks[index], is_direct(index)
         places[index] = ParamOffsets(tuple(shapes[index]), dims[index], offset, size, region, alone)
-        piece, gap = Segment(index, size, region), -size % align
+        segment, gap = Segment(index, size, region), -size % align
         if alone:
             if direct_grad_offset is None and is_even(index):
                 direct_grad_offset = offset
-            direct.append(Bucket(True, offset, size, (piece,)))
+            direct.append(Bucket(True, offset, size, (segment,)))
         else:
-            packed.append(piece)
+            packed.append(segment)
         offset, region = offset + size, region + ranks * size
         if gap:  # never behind a direct parameter: its chunk is a multiple of 16 bytes in the smaller dtype
             packed.append(Segment(-1, gap, region))
             offset, region = offset + gap, region + ranks * gap
-    head = [Bucket(False, 0, sum(piece.size for piece in packed), tuple(packed))] if packed else []
+    head = [Bucket(False, 0, sum(segment.size for segment in packed), tuple(packed))] if packed else []
     assert all(place is not None for place in places)
     return GroupLayout(
         ranks=ranks,

@@ -1,4 +1,4 @@
-"""Who owns which parameter and buffer: a depth-first walk over modules that stops at other units."""
+"""The owner of each parameter and buffer: a depth-first walk over modules that stops at other units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fullshard import _torch
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A name under which a module holds a tensor. Modules are held weakly by whoever keeps slots."""
+    """A name under which a module holds a tensor. A holder of slots keeps modules weakly."""
 
     module: nn.Module
     name: str
@@ -20,7 +20,7 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class ParamRef:
-    """claim 1 - n slots: one parameter and every slot it is installed in (more than one if it is tied)."""
+    """reference 1 - n slots: one parameter and every slot it is installed in (more than one if it is tied)."""
 
     name: str  # qualified, within the modules that were walked
     parameter: nn.Parameter
@@ -29,10 +29,10 @@ class ParamRef:
 
 @dataclass(slots=True)
 class ManagedTensors:
-    """What one unit manages, each thing once, in post-order."""
+    """The modules, parameters and buffers that one unit manages, each once, in post-order."""
 
     modules: list[nn.Module]
-    claims: list[ParamRef]
+    refs: list[ParamRef]
     buffers: list[tuple[str, Slot, Tensor]]
 
 
@@ -58,7 +58,7 @@ def collect(
     ignored_ids = {id(parameter) for parameter in ignored}
     root_ids = {id(root) for root in roots}
     modules: list[nn.Module] = []
-    claims: dict[int, ParamRef] = {}
+    refs: dict[int, ParamRef] = {}
     buffers: dict[int, tuple[str, Slot, Tensor]] = {}
     seen: set[int] = set()
     for index, root in enumerate(roots):
@@ -67,10 +67,10 @@ def collect(
                 modules.append(module)
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if id(parameter) not in ignored_ids:
-                    claims.setdefault(id(parameter), ParamRef(prefix + name, parameter)).slots.append(Slot(module, name))
+                    refs.setdefault(id(parameter), ParamRef(prefix + name, parameter)).slots.append(Slot(module, name))
             for name, buffer in module.named_buffers(recurse=False):
                 buffers.setdefault(id(buffer), (prefix + name, Slot(module, name), buffer))
-    return ManagedTensors(modules, list(claims.values()), list(buffers.values()))
+    return ManagedTensors(modules, list(refs.values()), list(buffers.values()))
 
 
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")

@@ -19,7 +19,7 @@ from fullshard.sharding.mesh import ShardAxis, everywhere, resolve_mesh
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What `shard_placement_fn` may return: along which dim a parameter is cut, and over which mesh.
+    """A result of `shard_placement_fn`: along which dim a parameter is cut, and over which mesh.
 
     Args:
         placement: `Shard(dim)`, None for `Shard(0)`.
@@ -43,7 +43,7 @@ PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorParallelSpec:
-    """What modules compute with under tensor parallelism: DTensors on `mesh`, of which each rank holds its part."""
+    """The form that modules compute with under tensor parallelism: DTensors on `mesh`, of which each rank holds its part."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -52,11 +52,11 @@ class TensorParallelSpec:
 
 @dataclass(frozen=True, eq=False)
 class ParamSharding:
-    """How one parameter is cut. parameter 1 - 1 cut, cut n - 1 shard axis.
+    """How one parameter is cut. parameter 1 - 1 sharding, sharding n - 1 shard axis.
 
-        global shape  --tensor parallelism-->  whole: what this rank computes with  --dim, axis-->  shard: what it keeps
+        global shape  --tensor parallelism-->  local: what this rank computes with  --dim, axis-->  shard: what it keeps
 
-    shape: global.  whole: (rows of all ranks along `dim`); (1,) of a scalar.  extent: this rank's rows of it along `dim`.
+    shape: global.  local_shape: (rows of all ranks along `dim`); (1,) of a scalar.  extent: this rank's rows of it along `dim`.
     mesh, placements: of the sharded DTensor.  dense: of the DTensor computed with, None for a plain tensor.
     """
 
@@ -110,11 +110,11 @@ class ParamSharding:
         )
 
     def spec(self, dtype: torch.dtype) -> _torch.DTensorSpec:
-        """Of the sharded DTensor."""
+        """The spec of the sharded DTensor."""
         return _torch.spec(self.mesh, self.placements, self.shape, dtype)
 
     def to_module(self, whole: Tensor) -> Tensor:
-        """What modules compute with: `whole` itself, or the DTensor it is this rank's part of."""
+        """The tensor that modules compute with: `whole` itself, or the DTensor it is this rank's part of."""
         if not self.shape:
             whole = whole.view(())
         if self.dense is None:

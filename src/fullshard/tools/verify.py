@@ -21,7 +21,7 @@ from fullshard.wrap.whole_model import shard_model
 
 @dataclass(frozen=True)
 class Difference:
-    """What differed first: `what` of a parameter (its gradient, or its value after the optimizer's step), or the loss.
+    """The first difference: `what` of a parameter (its gradient, or its value after the optimizer's step), or the loss.
 
     Args:
         step: the step in which it differed, from 0.

@@ -16,7 +16,9 @@ from fullshard.wrap.plan import PlannedUnit
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _TABLES = (nn.Linear, nn.Embedding, nn.EmbeddingBag)
-_CHOICE = re.compile(r"(^|_)(router|gate|gating|selector)s?$")  # what chooses among the items of a list beside it
+_CHOICE = re.compile(
+    r"(^|_)(router|gate|gating|selector)s?$"
+)  # the name of a module that chooses among the items of a list beside it
 _MIB = 1 << 20
 
 
@@ -223,7 +225,7 @@ class _Survey:
         return list(row.values())
 
     def _tables_told(self) -> list[nn.Module]:
-        """What models of transformers, and the models inside them, say are their embeddings and heads."""
+        """The embeddings and heads that models of transformers, and the models inside them, name themselves."""
         found: list[nn.Module] = []
         for module in self._model.modules():
             for name in ("get_input_embeddings", "get_output_embeddings"):

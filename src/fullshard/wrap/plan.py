@@ -24,7 +24,7 @@ class PlanEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """What planning needs of a model: names and sizes. module 1 - n modules; module n - n parameters (ties).
+    """The names and sizes of a model, which planning needs. module 1 - n modules; module n - n parameters (ties).
 
     Modules are known by their first qualified name, "" is the model itself; all in post-order.
     """
@@ -178,7 +178,7 @@ class Plan:
                 raise ValueError(f"a Plan takes PlannedUnits, got {unit!r}")
         if not any("" in unit.modules for unit in chosen):
             chosen.append(PlannedUnit(("",), "what is left"))
-        self._settle(chosen)
+        self._set_units(chosen)
 
     @property
     def units(self) -> tuple[PlannedUnit, ...]:
@@ -223,7 +223,7 @@ class Plan:
         modules = tuple(map(self._named, modules))
         gone = set(modules)
         kept = [replace(unit, modules=tuple(m for m in unit.modules if m not in gone)) for unit in self._units]
-        self._settle([*(unit for unit in kept if unit.modules), PlannedUnit(modules, why, options)])
+        self._set_units([*(unit for unit in kept if unit.modules), PlannedUnit(modules, why, options)])
 
     def drop(self, module: str) -> None:
         """Make no unit of `module`: what it holds goes to the unit around it.
@@ -240,7 +240,7 @@ class Plan:
         unit = self._unit_of(module)
         left = tuple(name for name in unit.modules if name != module)
         others = [other for other in self._units if other is not unit]
-        self._settle([*others, replace(unit, modules=left)] if left else others)
+        self._set_units([*others, replace(unit, modules=left)] if left else others)
 
     def merge(self, *modules: str) -> None:
         """Make one unit of the units of these modules, with the options of the first.
@@ -255,7 +255,7 @@ class Plan:
         if len(units) < 2:
             raise ValueError(f"Plan.merge takes modules of at least two units, got {modules}")
         merged = replace(units[0], modules=tuple(name for unit in units for name in unit.modules), why="merged")
-        self._settle([*(unit for unit in self._units if unit not in units), merged])
+        self._set_units([*(unit for unit in self._units if unit not in units), merged])
 
     def set(self, module: str, **options: Any) -> None:
         """Change options of `fully_shard` for the unit of `module` alone.
@@ -325,7 +325,7 @@ class Plan:
         options = ", ".join(f"{key}={_short(value)}" for key, value in unit.options.items())
         return kind, len(entries), sum(e.numel for e in entries), sum(e.nbytes for e in entries), options, unit.why
 
-    # --- who holds what ---
+    # --- the units of each parameter ---
 
     def _held(self) -> list[tuple[PlannedUnit, list[PlanEntry]]]:
         owners = self._owners(self._units)
@@ -336,7 +336,7 @@ class Plan:
         return [(unit, found[id(unit)]) for unit in self._units]
 
     def _owners(self, units: Sequence[PlannedUnit]) -> dict[int, list[PlannedUnit]]:
-        """Of each parameter the units that find it, without those inside another that does."""
+        """The units that find each parameter, by its index, without those inside another that does."""
         stops = frozenset(name for unit in units for name in unit.modules)
         found: dict[int, list[PlannedUnit]] = {}
         for unit in units:
@@ -355,7 +355,7 @@ class Plan:
             return False
         return "" in outer.modules or not set(inner.modules) & set(self.outline.below([""], stop=frozenset(outer.modules)))
 
-    def _settle(self, units: Sequence[PlannedUnit]) -> None:
+    def _set_units(self, units: Sequence[PlannedUnit]) -> None:
         """Take these units, in post-order; those that share a parameter become one."""
         merged = [replace(unit, modules=tuple(map(self._named, unit.modules))) for unit in units]
         seen: set[str] = set()

@@ -31,7 +31,9 @@ def plan_model(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
 ) -> Plan:
-    """What `shard_model` would do, as a `Plan` to print and edit. Nothing is touched, and no process group is needed.
+    """Choose the units that `shard_model` would make, as a `Plan` to print and edit.
+
+    Nothing is touched, and no process group is needed.
 
     Args:
         model: a model that has no units yet.
