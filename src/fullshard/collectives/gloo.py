@@ -305,7 +305,7 @@ class GlooCollectives:
         return StartedWork((messages,), add, unpollable=True)
 
     def _exchange(self, fulls: Sequence[Tensor]) -> tuple[Messages, list[Tensor], PostedMessages]:
-        """Each rank gets its chunk of everybody's `fulls`: messages, per full one tensor (ranks, size), and their name."""
+        """Exchange chunks: each rank gets its own of all ranks' `fulls`. Messages, per full one tensor (ranks, size), and their name."""
         chunks = [full.view(self.ranks, -1) for full in fulls]
         received = [torch.empty_like(chunk) for chunk in chunks]
         posted = self._post(_sizes([chunk[0] for chunk in chunks]))
@@ -388,7 +388,7 @@ class GlooCollectives:
         return StartedWork((messages,), spread, unpollable=True)
 
     def _all_exchange(self, tensor: Tensor, merge: Callable[..., Tensor]) -> StartedWork:
-        """Each rank gets the whole of everybody's `tensor`, for two ranks or little data."""
+        """Exchange whole tensors: each rank gets all ranks' `tensor`, for two ranks or little data."""
         received = [torch.empty_like(tensor) for _ in self._others]
         sent = tensor.clone()
         if not tensor.numel():

@@ -164,7 +164,7 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """Where gathered tensors come from, and who is told of their backward."""
+    """The group that gathered tensors come from, and the hook of their backward."""
 
     group: ParamGroup
     hook: BackwardHook

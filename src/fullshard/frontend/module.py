@@ -588,7 +588,7 @@ def accumulate(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
-    """Around `_apply(fn)` of a module of `unit`, which writes to the shards: they go back into flat memory."""
+    """Have the shards go back into flat memory after `_apply(fn)` of a module of `unit`, which writes to them."""
     for below in units_of(module, True):
         if runtime_of(below).reducer.is_undelivered(below) and below.changes(fn):
             runtime_of(below).requests.check_delivered(below, doing="a change of dtype or device")

@@ -286,7 +286,7 @@ def _cut_over(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _axes(tensors: Iterable[Tensor]) -> dict[tuple[dist.ProcessGroup | None, ...], Unit]:
-    """By process groups: a unit whose shards lie on just those."""
+    """A unit for each set of process groups, whose shards lie on just those."""
     found: dict[tuple[dist.ProcessGroup | None, ...], Unit] = {}
     for logical in logical_parameters(tensors):
         unit = owner_of(logical)

@@ -383,7 +383,7 @@ class FullyShardedDataParallel(nn.Module):
         return unit.axis
 
     def __getitem__(self, key: Any) -> Any:
-        """That of a wrapped Sequential."""
+        """The item of a wrapped Sequential."""
         return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
 
     def check_is_root(self) -> bool:
@@ -1116,7 +1116,7 @@ def _optimizer_form(settings: StateDictSettings) -> StateDictFormat:
 
 
 def _after_save(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Under clean names, in the form that was set. Wrappers below did theirs already, which can only become full."""
+    """Put values under clean names, in the form that was set. Wrappers below did theirs, which can only become full."""
     form = _model_form(module._settings)
     unit: Unit | None = module.unit
     if unit is not None and unit.exposure.plain and form.kind is not state_dicts.FULL:

@@ -53,7 +53,7 @@ def collect(
 
     Not entered: modules for which `is_unit` holds and modules under torch's `replicate`. `ignored` parameters are left
     out, and so are modules below the roots that hold ignored parameters and nothing else. Shared modules, parameters
-    and buffers come once; a shared parameter's claim lists every slot.
+    and buffers come once; a shared parameter's reference lists every slot.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     root_ids = {id(root) for root in roots}

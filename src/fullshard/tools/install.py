@@ -38,7 +38,7 @@ _HOMES = (  # where torch keeps them, and hands them out
 )
 
 
-_IMPLEMENTATION = "torch.distributed.fsdp._fully_shard._fully_shard"  # whose own names are its own business
+_IMPLEMENTATION = "torch.distributed.fsdp._fully_shard._fully_shard"  # its own names stay
 _USERS = ("torch.distributed._composable.replicate_with_fsdp", "torch.distributed.pipelining")
 
 

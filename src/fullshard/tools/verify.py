@@ -223,7 +223,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _first_of_all(mine: Difference | None) -> Difference | None:
-    """That of the first rank that found one."""
+    """The difference of the first rank that found one."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return next((one for one in found if one is not None), None)
@@ -241,7 +241,7 @@ def _rank(rank: int, ranks: int, told: _Program, store: str, results: Any) -> No
 
 
 def _on_processes(told: _Program, ranks: int) -> Verdict:
-    """On gloo ranks of this machine's CPU."""
+    """Run the program on gloo ranks of this machine's CPU."""
     context: Any = torch.multiprocessing.get_context("fork")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="fullshard-verify") as folder:

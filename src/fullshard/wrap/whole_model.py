@@ -1,4 +1,4 @@
-"""From a policy to a plan, and from a plan to a sharded model."""
+"""`plan_model` and `shard_model`: from a policy to a plan, and from a plan to a sharded model."""
 
 from __future__ import annotations
 
