@@ -35,7 +35,7 @@ class Lane(Protocol):
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
         """Queue `start` behind all that is on the compute lane now, and `finish` behind the collective it starts.
 
-        after: a ticket of another lane, not waited for yet, that `start` is queued behind instead.
+        after: work of another lane, not waited for yet, that `start` is queued behind instead.
         """
         ...
 
@@ -200,13 +200,13 @@ class InFlight:
         while len(self._entries) >= limit:
             self._leave()
 
-    def push(self, ticket: LaneWork, landed: Callable[[], None], *, polled: bool = True) -> None:
-        """Keep what `landed` refers to alive until `ticket` was waited for, then call it.
+    def push(self, work: LaneWork, on_done: Callable[[], None], *, polled: bool = True) -> None:
+        """Keep what `on_done` refers to alive until `work` was waited for, then call it.
 
         polled: whether it may leave as soon as it is done. That moment differs from rank to rank, so not if its end
             starts a collective.
         """
-        self._entries.append((ticket, landed, polled))
+        self._entries.append((work, on_done, polled))
 
     def poll(self) -> None:
         """Let go of what is finished already."""
@@ -223,6 +223,6 @@ class InFlight:
                 self._leave()
 
     def _leave(self) -> None:
-        ticket, landed, _ = self._entries.popleft()
-        ticket.wait()
-        landed()
+        work, on_done, _ = self._entries.popleft()
+        work.wait()
+        on_done()

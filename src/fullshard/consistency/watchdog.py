@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard import _torch
-from fullshard.collectives.gloo import P2PChannel, PostedMessages, wires
+from fullshard.collectives.gloo import P2PChannel, PostedMessages, channels
 from fullshard.collectives.process_groups import release
 from fullshard.consistency.board import NOW, TURN, NoticeBoard, bell_for
 from fullshard.consistency.collective_log import CollectiveLog, LoggedCall, find_desync, headline, listed
@@ -654,8 +654,8 @@ class Watchdog:
         """Publish which messages this rank still waits for."""
         if not ledger.tagged:
             return  # nobody could answer
-        self._closing[ledger.key] = _Closing(ledger, ledger.epoch, wires())
-        needs = {wire.name: [(posted.tag, posted.sizes) for posted in wire.under_way(ledger.name)] for wire in wires()}
+        self._closing[ledger.key] = _Closing(ledger, ledger.epoch, channels())
+        needs = {wire.name: [(posted.tag, posted.sizes) for posted in wire.under_way(ledger.name)] for wire in channels()}
         needs = {name: posted for name, posted in needs.items() if posted}
         with contextlib.suppress(Exception):
             self._board.publish({f"{ledger.key}/{self._rank}/needs": json.dumps([ledger.epoch, needs]).encode()})
@@ -706,7 +706,7 @@ class Watchdog:
             closing = self._closing.get(ledger.key)
             if closing is not None:
                 closing.settled.clear()
-                closing.wires = wires()
+                closing.wires = channels()
                 self._answer(closing)
 
     # --- what callers ask for ---

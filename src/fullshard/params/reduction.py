@@ -130,7 +130,7 @@ class Reduction:
         self._earlier = group.grads.deferred
         if self._earlier is not None:
             self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
-        memory = group.collectives.reduce_memory or torch.empty
+        memory = group.collectives.reduce.reduce_memory or torch.empty
         self._sum = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         self._messages = _pack(group, grads, dtypes.compute if alike else dtypes.reduce, self._sum, memory)
         if self.steps.first != 1.0 and self._messages:
