@@ -64,6 +64,7 @@ class SingleRank:
     direct_min_bytes: float = 0
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """As `Collectives.gatherer`."""
         pairs = [(out, shard) for out, shard in zip(outs, shards) if out.data_ptr() != shard.data_ptr() or not out.numel()]
 
         def gather() -> StartedWork:
@@ -74,12 +75,15 @@ class SingleRank:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """As `Collectives.reduce_scatter`."""
         for out, full in zip(outs, fulls):
             torch.mul(full, scale, out=out) if scale != 1.0 else out.copy_(full)
         return StartedWork()
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
+        """As `Collectives.all_reduce`."""
         return StartedWork()
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+        """As `Collectives.all_reduce_max`."""
         return StartedWork()

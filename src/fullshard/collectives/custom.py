@@ -56,6 +56,7 @@ class _InMemory(Comm):
         self._memory = memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As `Comm.allocate`."""
         return self._memory(size, dtype=dtype, device=device)
 
 
@@ -65,6 +66,7 @@ class GatherInMemory(_InMemory, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        """As `AllGather.__call__`."""
         return _torch.all_gather_base(group, output_tensor, input_tensor)
 
 
@@ -79,6 +81,7 @@ class ReduceInMemory(_InMemory, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        """As `ReduceScatter.__call__`."""
         return _torch.reduce_scatter_base(group, output_tensor, input_tensor)
 
 
@@ -102,6 +105,7 @@ class CustomCollectives:
         self.reduce_memory: Allocate | None = reduce_scatter.allocate if reduce_scatter is not None else None
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """As `Collectives.gatherer`."""
         call = self._gather
         if call is None:
             return self._inner.gatherer(outs, shards)
@@ -118,6 +122,7 @@ class CustomCollectives:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """As `Collectives.reduce_scatter`."""
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
         group, add = self._held.group, dist.ReduceOp.SUM
@@ -126,7 +131,9 @@ class CustomCollectives:
         return StartedWork([work for work in works if work is not None], then)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
+        """As `Collectives.all_reduce`."""
         return self._inner.all_reduce(tensor)
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+        """As `Collectives.all_reduce_max`."""
         return self._inner.all_reduce_max(tensor)

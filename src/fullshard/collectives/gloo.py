@@ -46,15 +46,14 @@ class _OpenGate:
 
 @dataclass(slots=True)
 class MessageTag:
-    """A number (24 bits) for the messages that are started now, equal on all ranks that are to exchange them, and the log
-    that it comes from.
-    """
+    """A number for the messages that are started now, equal on all ranks that exchange them, and the log that it is from."""
 
     hash: int = 0  # of all calls up to the one they are of
     gate: SendGate = field(default_factory=_OpenGate)
 
     @property
     def now(self) -> int:
+        """The number, of 24 bits."""
         return (self.hash ^ (self.hash >> 31)) & 0xFFFFFF
 
 
@@ -86,8 +85,10 @@ _DESTROYED: Any = _Destroyed()
 
 
 class Messages:
-    """Those of one call. They are kept until they were waited for, whatever becomes of the caller: gloo reads nothing more
-    from a peer that sends to a receive that is gone.
+    """The messages of one call.
+
+    They are kept until they were waited for, whatever becomes of the caller: gloo reads nothing more from a peer that sends to
+    a receive that is gone.
     """
 
     __slots__ = ("_channel", "_receives", "_sends", "posted", "works")
@@ -140,6 +141,7 @@ class P2PChannel:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> P2PChannel:
+        """The one channel of a process group."""
         name = _torch.group_name(group)
         found = _CHANNELS.get(name)
         if found is None or not found.carries(group):
@@ -149,6 +151,7 @@ class P2PChannel:
         return found
 
     def carries(self, group: dist.ProcessGroup) -> bool:
+        """Whether it is the channel of `group`."""
         return self._held is held(group)
 
     def exchange(
@@ -175,9 +178,10 @@ class P2PChannel:
         return [messages.posted for messages in list(self._under_way) if messages.posted.log == log]
 
     def drain_peer(self, peer: int, posted: Sequence[PostedMessages], limit: int) -> int:
-        """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank has
-        no part in, and will have none, so that nobody waits for them any longer.
+        """Exchange meaningless messages with `peer` for collectives that this rank will take no part in: its waits end.
 
+        peer: its rank in the group.
+        posted: the messages that it waits for.
         limit: bytes; a longer message cannot be of this program and is left alone. Returns the bytes of such a one, 0 if
             there is none.
         """
@@ -195,6 +199,7 @@ class P2PChannel:
 
     @property
     def is_released(self) -> bool:
+        """Whether torch destroyed the process group."""
         return self._held.is_released
 
     def release(self) -> None:
@@ -252,6 +257,7 @@ class GlooCollectives:
         return PostedMessages(self.tag.gate.name, _TAGS + (self.tag.now << _STAGES), sizes)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """As `Collectives.gatherer`."""
         rank, ranks = self.rank, self.ranks
         receives: list[tuple[Tensor, int]] = []
         sends: list[tuple[Tensor, int]] = []
@@ -276,6 +282,7 @@ class GlooCollectives:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """As `Collectives.reduce_scatter`."""
         if self.ranks == 2:
             return self._reduce_scatter_pair(outs, fulls, scale)
         messages, received, _ = self._exchange(fulls)

@@ -115,6 +115,7 @@ class ShardedDTensor(DTensor):
             logical.assign(value)
 
     def detach(self) -> Any:
+        """As a DTensor's; while torch makes a Parameter, of this class."""
         made = super().detach()  # type: ignore[misc]
         if _torch.makes_parameter():  # which insists on the class it was given
             _turn(made, ShardedDTensor)
@@ -261,8 +262,9 @@ def _originals(made: Any, sharded: list[ShardedDTensor]) -> Any:
 
 
 def _note_writes(written: Any, how: str) -> None:
-    """Some operations (foreach, or on `.data`) move no version counter that a gather would look at. And a rank that writes
-    alone makes a patchwork of two models.
+    """Note writes to sharded parameters: some operations (foreach, or on `.data`) move no version counter that a gather reads.
+
+    A rank that writes alone makes a patchwork of two models, so all ranks compare these notes.
     """
     if type(written) is ShardedDTensor:
         logical = _logical(written)

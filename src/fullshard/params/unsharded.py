@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.collectives.base import Allocate, Collectives, StartedWork
+from fullshard.collectives.base import StartedWork
 from fullshard.collectives.traffic import CountedCollectives, TrafficCounter
 from fullshard.policies import Dtypes, MixedPrecisionPolicy
 from fullshard.sharding.layout import Extent, GroupLayout, ParamOffsets
@@ -104,8 +104,9 @@ def copies_out(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[Step]
 
 
 class Gather:
-    """One way to gather: steps before a collective, the collective, and steps behind it, all planned. `start` and `finish` run
-    on a lane, in this order.
+    """One way to gather: steps before a collective, the collective, and steps behind it, all planned.
+
+    `start` and `finish` run on a lane, in this order.
     """
 
     __slots__ = ("_after", "_before", "_begin")
@@ -126,30 +127,26 @@ class Gather:
 
 
 class CallerMemoryGather(Gather):
-    """A gather of one packed message in memory that the caller's all-gather allocates, each time anew."""
+    """One gather of one packed message, in memory that the caller's all-gather allocates."""
 
-    __slots__ = ("_flat", "_gather", "_layout", "_memory", "_shard")
+    __slots__ = ("_collectives", "_flat", "_layout", "_shard")
 
     def __init__(
-        self, layout: GroupLayout, gather: Collectives, memory: Allocate, flat: Tensor, shard: Tensor, before: Sequence[Step]
+        self, layout: GroupLayout, collectives: CountedCollectives, flat: Tensor, shard: Tensor, before: Sequence[Step]
     ) -> None:
         super().__init__(StartedWork, before)
-        self._layout, self._gather, self._memory, self._flat, self._shard = layout, gather, memory, flat, shard
+        self._layout, self._collectives, self._flat, self._shard = layout, collectives, flat, shard
 
     def start(self) -> StartedWork:
-        """As `Gather.start`, in new memory."""
+        """As `Gather.start`."""
         super().start()
-        ranks, size = self._layout.ranks, self._shard.numel()
-        staging = self._memory((ranks * size,), dtype=self._flat.dtype, device=self._flat.device)
-        slot = staging[self._gather.rank * size :][:size]
+        allocate, size = self._collectives.gather_memory, self._shard.numel()
+        assert allocate is not None
+        staging = allocate((self._layout.ranks * size,), dtype=self._flat.dtype, device=self._flat.device)
+        slot = staging[self._collectives.rank * size :][:size]
         slot.copy_(self._shard)
         self._after = copies_out(self._layout, self._flat, staging)
-        return self._gather.gatherer([staging], [slot])()
-
-    def finish(self) -> None:
-        """As `Gather.finish`; the memory is the caller's again."""
-        super().finish()
-        self._after = ()
+        return self._collectives.gatherer([staging], [slot])()
 
 
 class FlatBuffer:
@@ -172,10 +169,10 @@ class FlatBuffer:
         self._poison = storage.poison
         self.views = [over(self._flat, place.full_offset, place.shape) for place in layout.places]
         self.versions: list[int] = []
+        self._anew: Callable[[], Gather] | None = None  # if each gather is planned by itself
         self._gather = self._plan(layout, dtypes, collectives, storage, shard)
         self._subgroup = collectives.subgroup
-        self._saved: Gather | None = None  # from the smaller group, of what it keeps of these versions
-        self._running: Gather | None = None  # keeps the memory that it reads
+        self._once: Gather | None = None  # a gather for one time, which holds memory of its own: of the smaller group, or anew
         self._memory = [(tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in (self._flat, *self._staging)]
         self.free()
 
@@ -194,7 +191,8 @@ class FlatBuffer:
         if not layout.full_numel:
             return Gather(StartedWork, before)
         if gather.gather_memory is not None and layout.packed is not None:
-            return CallerMemoryGather(layout, gather, gather.gather_memory, flat, shard, before)
+            self._anew = partial(CallerMemoryGather, layout, gather, flat, shard, before)
+            return Gather(StartedWork)
         staging = flat.new_empty(layout.ranks * layout.packed.size if layout.packed else 0)
         if staging.numel():
             self._staging.append(staging)
@@ -211,19 +209,19 @@ class FlatBuffer:
 
     def allocate(self, versions: list[int]) -> Gather:
         """Memory for shards of these versions, on the compute lane, and what gathers them."""
-        saved, self._saved = self._saved, None
         if versions != self.versions:
-            self.versions, saved = versions, None
-        for storage, nbytes in self._memory if saved is None else self._memory[:1]:
+            self.versions, self._once = versions, None
+        for storage, nbytes in self._memory if self._once is None else self._memory[:1]:
             storage.resize_(nbytes)
         if self._poison:
             self._fill_with_nan()
-        self._running = gather = saved or self._gather
-        return gather
+        if self._anew is not None and self._once is None:
+            self._once = self._anew()
+        return self._once or self._gather
 
     def release_staging(self) -> None:
         """The compute lane is ordered behind the gather: memory that only the gather needed can go."""
-        self._running = None
+        self._once = None
         for storage, _ in self._memory[1:]:
             storage.resize_(0)
 
@@ -243,11 +241,11 @@ class FlatBuffer:
         subgroup = self._subgroup
         if subgroup is not None and self._flat.untyped_storage().size():
             part = self._flat.view(subgroup.ranks, -1)[subgroup.rank].clone()
-            self._saved = Gather(subgroup.gatherer([self._flat], [part]))
+            self._once = Gather(subgroup.gatherer([self._flat], [part]))
 
     def drop_subgroup_shard(self) -> None:
         """Keep that part no longer."""
-        self._saved = None
+        self._once = None
 
     def _fill_with_nan(self) -> None:
         """`CheckPolicy(poison=True)`: have all memory that is there hold NaN."""
