@@ -35,7 +35,7 @@ class Collectives(Protocol):
     direct_min_bytes: float  # chunks at least this large are worth a message of their own
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """What gathers `shards[i]` (size,) of all ranks, in rank order, into `outs[i]` (ranks * size,), whenever it is called.
+        """A function that gathers `shards[i]` (size,) of all ranks, in rank order, into `outs[i]` (ranks * size,) at each call.
 
         A shard may be this rank's own slot of its out.
         """

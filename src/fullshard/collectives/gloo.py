@@ -1,4 +1,4 @@
-"""gloo on the CPU: every collective as messages between pairs of ranks, under tags by which strangers never meet."""
+"""gloo on the CPU: every collective as messages between pairs of ranks, under tags that keep calls apart."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Messages:
         return PeerLost(self._channel.members[peer], failure)
 
     def drop(self) -> None:
-        """Their process group was destroyed: nothing here may keep its connections open."""
+        """The process group was destroyed: let go of all that keeps its connections open."""
         self.works = [_DESTROYED]
 
     def wait(self) -> None:
@@ -170,7 +170,7 @@ class P2PChannel:
         return messages
 
     def forget(self, messages: Messages) -> None:
-        """They were waited for."""
+        """The messages were waited for."""
         self._under_way.discard(messages)
 
     def under_way(self, log: str) -> list[PostedMessages]:
@@ -209,7 +209,7 @@ class P2PChannel:
         self.forget_answers()
 
     def forget_answers(self) -> None:
-        """Everybody has received what `drain_peer` sent."""
+        """All ranks have received the messages of `drain_peer`."""
         self._answers.clear()
         self._under_way.clear()
         self._answered.clear()
@@ -228,7 +228,7 @@ def _release() -> None:
 
 
 def channels() -> list[P2PChannel]:
-    """Those of this process, whatever became of the models that used them: others may still wait for their messages."""
+    """The channels of this process, whatever became of the models that used them: other ranks may still wait for messages."""
     return list(_CHANNELS.values())
 
 
@@ -240,7 +240,7 @@ class GlooCollectives:
     in disguise; exchanging chunks and summing them locally moves half the bytes.
 
     Its own collectives pair up by how many a rank has begun, and a message of another length than expected ends the process.
-    Here each message carries the tag of its call, so ranks that call different things wait instead, and can be told.
+    Here each message carries the tag of its call, so ranks that call different things wait instead, and can be told so.
     """
 
     direct_min_bytes: float = 256 * KIB
@@ -253,7 +253,7 @@ class GlooCollectives:
         self._channel = P2PChannel.of(group)
 
     def _post(self, sizes: tuple[int, ...]) -> PostedMessages:
-        """What the messages that are begun next go by."""
+        """The name, tag and sizes of the messages that are begun next."""
         return PostedMessages(self.tag.gate.name, _TAGS + (self.tag.now << _STAGES), sizes)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
@@ -358,7 +358,7 @@ class GlooCollectives:
         if self.ranks <= _FEW or self.ranks > 1 << (1 << _STAGES) or not tensor.numel():
             return self._all_exchange(tensor, torch.maximum)
         first, gate = self._post(_sizes([tensor])), self.tag.gate
-        kept: list[Tensor] = []  # what is on its way
+        kept: list[Tensor] = []  # tensors on their way
 
         def begin(stage: int) -> tuple[Messages, Tensor]:
             posted = PostedMessages(first.log, first.tag + stage, first.sizes)

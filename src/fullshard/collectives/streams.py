@@ -41,7 +41,7 @@ class Lane(Protocol):
 
 
 class Interrupted(RuntimeError):
-    """What waiting again for work raises after an interrupt came while it was waited for."""
+    """Raised by a second wait for work during whose first wait an interrupt came."""
 
 
 class _HostWork:
@@ -185,10 +185,7 @@ def nothing() -> None:
 
 
 class InFlight:
-    """What a lane may still read: entries leave oldest first, and only after the compute lane was ordered behind their work.
-
-    With `limit` entries inside, pushing another first waits for the oldest.
-    """
+    """Memory that a lane may still read. Entries leave oldest first, after the compute lane was ordered behind their work."""
 
     def __init__(self) -> None:
         self._entries: deque[tuple[LaneWork, Callable[[], None], bool]] = deque()
@@ -210,7 +207,7 @@ class InFlight:
         self._entries.append((work, on_done, polled))
 
     def poll(self) -> None:
-        """Let go of what is finished already."""
+        """Let go of entries whose work is finished already."""
         while self._entries and self._entries[0][2] and self._entries[0][0].done():
             self._leave()
 
@@ -219,7 +216,7 @@ class InFlight:
         self.make_room(1)
 
     def drain_quietly(self) -> None:
-        """As `drain`, whatever the work came to."""
+        """As `drain`, also of work that failed."""
         while self._entries:
             with suppress(Exception):
                 self._leave()

@@ -110,7 +110,7 @@ class ExtensionBuffer:
         """`dtype`: that is computed in."""
         self._parameter, self._collectives, self._dtype, self._storage = parameter, collectives, dtype, storage
         self.versions: list[int] = []
-        self._full: Tensor | None = None  # what the first fsdp_post_all_gather made, padding rows included
+        self._full: Tensor | None = None  # made by the first fsdp_post_all_gather, padding rows included
         self._padded: Tensor | None = None
         self._inputs: _Inputs | None = None  # gathered, and not yet handed to fsdp_post_all_gather
         self._outs: list[Tensor] = []

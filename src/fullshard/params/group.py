@@ -198,7 +198,7 @@ class ParamGroup:
             return copy, copy.allocate([])
 
     def values_in(self, buffer: FlatBuffer) -> list[Tensor]:
-        """What modules compute with, of a buffer that was gathered into: one tensor per parameter."""
+        """The tensors that modules compute with, of a buffer that was gathered into: one per parameter."""
         return [parameter.sharding.to_module(view) for parameter, view in zip(self.parameters, buffer.views)]
 
     def _check_device(self) -> None:

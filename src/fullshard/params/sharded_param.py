@@ -185,7 +185,7 @@ class ShardedParameter:
     def note_write(self, action: str = "") -> None:
         """The shard was written. DTensor's foreach and fused operations move no version counter.
 
-        `action`: by a caller, who must have done so on all ranks.
+        `action`: the words for a caller's write, which all ranks must have made.
         """
         self.write_count += 1
         if action and self.before_step is not None:

@@ -25,7 +25,7 @@ _WHOLE = (
     "model by fullshard.materialize(model, init=)"
 )
 _RANDOM = torch.Tag.nondeterministic_seeded
-_FILLS = frozenset(  # they write all of what they are given and read nothing of it
+_FILLS = frozenset(  # operations that write all of their tensor and read nothing of it
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
         *((name, "default") for name in ("normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_")),
@@ -38,13 +38,13 @@ _FILLS = frozenset(  # they write all of what they are given and read nothing of
         ("eye", "m_out"),
     )
 )
-_ALIKE = frozenset(  # what they make of a sharded parameter may be filled with random numbers next, as orthogonal_ does
+_ALIKE = frozenset(  # operations whose result may be filled with random numbers next, as orthogonal_ does
     (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
 )
 
 
 class ShardedDTensor(DTensor):
-    """A sharded parameter, or a view of one. What other operations make of it (and `detach()` of a parameter) is a DTensor.
+    """A sharded parameter, or a view of one. Other operations on it (and `detach()` of a parameter) give a DTensor.
 
     torch raises "got mixed torch.Tensor and DTensor" from its C++ parts, without a name. A subclass is asked first, computes
     with a bare DTensor over the same memory, names what it was given, and notes what was written. While an optimizer steps,
@@ -97,7 +97,7 @@ class ShardedDTensor(DTensor):
 
     @property
     def data(self) -> Any:
-        """Over the same memory, without a version counter: who writes to it is noted all the same."""
+        """A tensor over the same memory, without a version counter: writes to it are noted all the same."""
         made = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         back = _back(self)
         if back is not None and type(made) is DTensor:
@@ -122,7 +122,7 @@ class ShardedDTensor(DTensor):
         return made
 
     @staticmethod
-    def __tensor_unflatten__(*args: Any) -> Any:  # what torch.compile makes of one must be one
+    def __tensor_unflatten__(*args: Any) -> Any:  # by which torch.compile makes one of its parts
         made = DTensor.__tensor_unflatten__(*args)
         _turn(made, ShardedDTensor)
         return made
@@ -251,7 +251,7 @@ def _bared(value: Any, sharded: list[ShardedDTensor]) -> Any:
 
 
 def _originals(made: Any, sharded: list[ShardedDTensor]) -> Any:
-    """What an operation wrote to, as it was given."""
+    """The tensors that an operation wrote to, as they were given."""
     if isinstance(made, (list, tuple)):
         return type(made)(_originals(one, sharded) for one in made)
     if type(made) is DTensor:

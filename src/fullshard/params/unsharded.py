@@ -165,7 +165,7 @@ class FlatBuffer:
         self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
     ) -> None:
         self._flat = torch.empty(layout.full_numel, dtype=dtypes.compute, device=storage.device)
-        self._staging: list[Tensor] = []  # what only a gather needs
+        self._staging: list[Tensor] = []  # memory that only a gather needs
         self._poison = storage.poison
         self.views = [over(self._flat, place.full_offset, place.shape) for place in layout.places]
         self.versions: list[int] = []
