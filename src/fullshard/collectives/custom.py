@@ -100,6 +100,7 @@ class CustomCollectives:
     ) -> None:
         self._inner, self._held, self._gather, self._reduce = inner, held(group), all_gather, reduce_scatter
         self.ranks, self.rank = inner.ranks, inner.rank
+        self.all_reduce, self.all_reduce_max = inner.all_reduce, inner.all_reduce_max
         self.direct_min_bytes = float("inf")
         self.gather_memory: Allocate | None = all_gather.allocate if all_gather is not None else None
         self.reduce_memory: Allocate | None = reduce_scatter.allocate if reduce_scatter is not None else None
@@ -129,11 +130,3 @@ class CustomCollectives:
         works = [self._reduce(out, full, group, add, async_op=True) for out, full in zip(outs, fulls)]
         then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
         return StartedWork([work for work in works if work is not None], then)
-
-    def all_reduce(self, tensor: Tensor) -> StartedWork:
-        """As `Collectives.all_reduce`."""
-        return self._inner.all_reduce(tensor)
-
-    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        """As `Collectives.all_reduce_max`."""
-        return self._inner.all_reduce_max(tensor)
