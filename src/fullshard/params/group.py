@@ -295,7 +295,7 @@ class ExtensionGroup(ParamGroup):
         )
 
 
-def group_kind(value: Tensor) -> type[ParamGroup]:
+def group_class(value: Tensor) -> type[ParamGroup]:
     """The class of the group of a parameter whose shard is, or is to be, `value`."""
     return ExtensionGroup if travels_alone(value) else ParamGroup
 

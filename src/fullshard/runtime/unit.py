@@ -16,7 +16,7 @@ from fullshard import _torch
 from fullshard.consistency.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName
 from fullshard.errors import StateError, warn_once
 from fullshard.params.extension import check_extension, travels_alone
-from fullshard.params.group import ParamGroup, group_kind, group_parameters
+from fullshard.params.group import ParamGroup, group_class, group_parameters
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.params.uninitialized import UninitializedTensors
 from fullshard.params.unsharded import Storage
@@ -199,7 +199,7 @@ class Unit:
                 line = GroupFingerprints(ledger, self.unit_name, subject)
                 own = [values[i] for i in members]
                 groups.append(
-                    group_kind(own[0])(parameters, own, dtypes=shared, collectives=carriers, storage=storage, fingerprints=line)
+                    group_class(own[0])(parameters, own, dtypes=shared, collectives=carriers, storage=storage, fingerprints=line)
                 )
         self.groups, self.decided = groups, False
         self.runtime.update_timeouts()
