@@ -3,12 +3,13 @@ VENV := .venv
 CLIENTS := .venv-clients
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
+DOCS := $(VENV)/.docs-ready
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 TRAIN ?=
 CHAOS ?=
 REPEAT ?= 20
 
-.PHONY: help setup train test repeat chaos test-clients check format bench gpu-check clean
+.PHONY: help setup train test repeat chaos test-clients check format bench gpu-check docs docs-links clean
 
 help:  ## show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -70,7 +71,20 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	@touch $@
 
 gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about eight minutes)
-	@$(PYTHON) benchmarks/gpu_check.py
+	@$(PYTHON) tests/gpu/gpu_check.py
+
+docs: $(DOCS)  ## build the site into build/site; warnings, and links that lead nowhere, are errors
+	@echo "== building the site"
+	@$(PYTHON) -m sphinx --quiet --fail-on-warning --keep-going -b html -d build/doctrees docs build/site
+	@echo "== open build/site/index.html"
+
+docs-links: $(DOCS)  ## check the site's links to other sites
+	@$(PYTHON) -m sphinx --quiet -b linkcheck -d build/doctrees docs build/links
+
+$(DOCS): $(READY)
+	@echo "== adding what builds the site to $(VENV)"
+	@$(PYTHON) -m pip --disable-pip-version-check install --quiet --editable '.[docs]'
+	@touch $@
 
 clean:  ## remove what was set up and produced
 	rm -rf $(VENV) $(CLIENTS) runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 
 START = 150.0  # seconds until the event of a job, at most: the machine may be busy
 TESTS = str(Path(__file__).parent)
+ROOMS = [TESTS, *sorted(str(path) for path in Path(TESTS).iterdir() if path.is_dir())]  # of which ranks import bodies
 STACKS = signal.SIGUSR2  # has a rank print its stacks
 
 
@@ -182,7 +183,7 @@ class Server:
     """The process that forks. Many threads may order."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [*ROOMS, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": ""}
         del environment["GLOO_SOCKET_IFNAME"]
         command = [sys.executable, "-u", str(Path(__file__).resolve()), "serve"]

@@ -25,10 +25,11 @@ class Dtypes:
 class MixedPrecisionPolicy:
     """Which dtypes a unit computes and communicates in. Same fields and meaning as FSDP2's class of this name.
 
-    param_dtype: dtype of the gathered parameters and so of forward and backward; None keeps the storage dtype.
-    reduce_dtype: dtype gradients are reduced (and accumulated without communication) in; None takes the compute dtype.
-    output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
-    cast_forward_inputs: whether floating-point inputs of the unit's forward are cast to `param_dtype`.
+    Args:
+        param_dtype: dtype of the gathered parameters and so of forward and backward; None keeps the storage dtype.
+        reduce_dtype: dtype gradients are reduced (and accumulated without communication) in; None takes the compute dtype.
+        output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
+        cast_forward_inputs: whether floating-point inputs of the unit's forward are cast to `param_dtype`.
 
     Gradients always land in the storage dtype. Integer and boolean parameters are never cast.
 
@@ -94,8 +95,9 @@ class CPUOffloadPolicy(OffloadPolicy):
     Each gather begins with one copy of a group's flat shard to the device, each reduction ends with one copy of its
     flat gradient to the host; both are queued on the lanes of the collectives and overlap with compute.
 
-    pin_memory: whether host memory is page-locked, so that copies do not hold the host up. Skipped, and said once, where
-        there is no accelerator to copy to.
+    Args:
+        pin_memory: whether host memory is page-locked, so that copies do not hold the host up. Skipped, and said once, where
+            there is no accelerator to copy to.
 
     Source: Ren et al., ZeRO-Offload (arXiv 2101.06840); the class of this name in FSDP2.
     """
@@ -107,15 +109,16 @@ class CPUOffloadPolicy(OffloadPolicy):
 class CommPolicy:
     """How messages are cut and carried.
 
-    direct_min_bytes: a parameter whose chunk per rank has at least this many bytes (of its compute dtype) travels
-        directly, without a copy; smaller ones share one packed message. None takes what was measured for the backend;
-        `float("inf")` packs everything, 0 packs nothing that can be avoided.
-    reductions_in_flight: how many groups' gradients may be on their way before backward waits for the oldest, at least 1.
-    prefetch_bytes: units are gathered ahead, in the order of the last run, as long as all that are ahead together have at
-        most this many bytes of full parameters; None gathers exactly one unit ahead, 0 none.
-    collectives: called with each process group that a unit uses (shards, and if there are any: replicas, separate
-        reductions, the smaller group of an int reshard), returns the `comm.Collectives` to use instead of torch's.
-    lanes: called with the device, returns a fresh `comm.Lane`; None takes CUDA streams or asynchronous CPU work.
+    Args:
+        direct_min_bytes: a parameter whose chunk per rank has at least this many bytes (of its compute dtype) travels
+            directly, without a copy; smaller ones share one packed message. None takes what was measured for the backend;
+            `float("inf")` packs everything, 0 packs nothing that can be avoided.
+        reductions_in_flight: how many groups' gradients may be on their way before backward waits for the oldest, at least 1.
+        prefetch_bytes: units are gathered ahead, in the order of the last run, as long as all that are ahead together have at
+            most this many bytes of full parameters; None gathers exactly one unit ahead, 0 none.
+        collectives: called with each process group that a unit uses (shards, and if there are any: replicas, separate
+            reductions, the smaller group of an int reshard), returns the `Collectives` to use instead of torch's.
+        lanes: called with the device, returns a fresh `Lane`; None takes CUDA streams or asynchronous CPU work.
     """
 
     direct_min_bytes: float | None = None
@@ -148,25 +151,26 @@ class LintWarning(UserWarning):
 class CheckPolicy:
     """What is checked while training.
 
-    heartbeat: one all-reduce ends each synchronised backward: a hash of what this rank ran, which must be that of all, and
-        a byte per trainable parameter, in whole KiB. By it a rank that did not use a parameter learns whether any other did:
-        used nowhere leaves `.grad` None, used somewhere gives every rank its part of the mean. Without it, a parameter that
-        this rank did not use gets a gradient (of zeros, if no rank used it). It also tells of which units ranks kept gradients
-        (`accumulate()`) that this backward did not enter, so that all ranks reduce them now. Without it each rank goes by its
-        own backwards, which must then be of the same units on all ranks.
-    every: only each n-th synchronised backward ends with a heartbeat; the others are as without it. At least 1.
-    patience: seconds that a rank waits for a message of others before it asks, through the store of the process group,
-        where they are. Ranks that ran different units then stop, each naming both. At least 0.
-    silence: names of remarks that are not wanted: "root" (the outermost unit holds most of the parameters), "large" (a unit far
-        larger than the others), "padding" (above a tenth), "ignored" (trainable, and reduced by nobody), "prefetch" (often
-        missed), "optimizer" (it steps plain parameters beside sharded ones), "gradients" (its first step finds none), "hidden"
-        (an output that no search finds), and "added", which is an error: trainable parameters put into a unit after
-        fully_shard, whose gradients the caller reduces.
-    timeout: seconds after which a rank that waits gives up, naming the unit and where the others are (up to five more if some
-        did not say so yet); None waits as long as the process group does.
-    poison: for tests. Memory of gathered parameters is filled with NaN before it is gathered into and before it is freed, so
-        that computing too early or too late shows; on lanes that begin messages late (`CommPolicy.lanes`) it always does.
-        Costs two passes over the memory.
+    Args:
+        heartbeat: one all-reduce ends each synchronised backward: a hash of what this rank ran, which must be that of all,
+            and a byte per trainable parameter, in whole KiB. By it a rank that did not use a parameter learns whether any
+            other did: used nowhere leaves `.grad` None, used somewhere gives every rank its part of the mean. Without it, a
+            parameter that this rank did not use gets a gradient (of zeros, if no rank used it). It also tells of which units
+            ranks kept gradients (`accumulate()`) that this backward did not enter, so that all ranks reduce them now. Without
+            it each rank goes by its own backwards, which must then be of the same units on all ranks.
+        every: only each n-th synchronised backward ends with a heartbeat; the others are as without it. At least 1.
+        patience: seconds that a rank waits for a message of others before it asks, through the store of the process group,
+            where they are. Ranks that ran different units then stop, each naming both. At least 0.
+        silence: names of remarks that are not wanted: "root" (the outermost unit holds most of the parameters), "large" (a
+            unit far larger than the others), "padding" (above a tenth), "ignored" (trainable, and reduced by nobody),
+            "prefetch" (often missed), "optimizer" (it steps plain parameters beside sharded ones), "gradients" (its first
+            step finds none), "hidden" (an output that no search finds), and "added", which is an error: trainable parameters
+            put into a unit after fully_shard, whose gradients the caller reduces.
+        timeout: seconds after which a rank that waits gives up, naming the unit and where the others are (up to five more if
+            some did not say so yet); None waits as long as the process group does.
+        poison: for tests. Memory of gathered parameters is filled with NaN before it is gathered into and before it is freed,
+            so that computing too early or too late shows; on lanes that begin messages late (`CommPolicy.lanes`) it always
+            does. Costs two passes over the memory.
     """
 
     heartbeat: bool = True

@@ -19,7 +19,7 @@ from fullshard.collectives.process_groups import held, on_release
 from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName, headline
 from fullshard.consistency.watchdog import MEETING, WaitState, Watchdog, watch_of
 from fullshard.errors import StateError
-from fullshard.runtime.executor import Runtime
+from fullshard.runtime.runtime import Runtime
 from fullshard.sharding.mesh import resolve_mesh
 
 
@@ -162,7 +162,7 @@ def _restart_together(meeting: FailureVote, runtimes: Sequence[Runtime], ledgers
         for ledger in ledgers:
             meeting.watch.answer_peers(ledger)
     for runtime in runtimes:
-        runtime.abort_step()
+        runtime.recovery.abort_step()
     meeting.agree(True)  # now nobody waits for anything
     with meeting.watch.paused() if meeting.watch is not None else nullcontext():  # what it has read is of the old epoch
         for wire in channels():

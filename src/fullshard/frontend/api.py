@@ -30,9 +30,9 @@ from fullshard.policies import (
     resolve_mp,
     resolve_offload,
 )
-from fullshard.runtime.executor import Runtime, make_unit
 from fullshard.runtime.lint import mark_ignored
 from fullshard.runtime.options import UnitOptions
+from fullshard.runtime.runtime import Runtime, make_unit
 from fullshard.runtime.setup_collectives import SetupCollectives
 from fullshard.runtime.sync import BUFFERS, SYNCS, broadcast, check_alike, check_structure, has_values_everywhere
 from fullshard.runtime.unit import name_units_in, unit_of
@@ -270,7 +270,7 @@ class PreparedShard:
 def _talk(modules: list[nn.Module], shaped: _ResolvedArguments) -> SetupCollectives:
     """What the ranks say to each other in this call."""
     runtime = Runtime.of(shaped.axis.device, shaped.options.comm)
-    runtime.update_timeouts(shaped.options.checks)
+    runtime.executor.update_timeouts(shaped.options.checks)
     classes = ", ".join(type(module).__name__ for module in modules)
     return SetupCollectives(runtime.communicator, shaped.axis, UnitName(type(modules[0]).__name__), "fully_shard()", classes)
 

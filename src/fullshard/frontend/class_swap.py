@@ -18,8 +18,8 @@ from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.params.shard_values import clone_shard, unshard_permanently
 from fullshard.params.sharded_param import ShardedParameter, is_ours
 from fullshard.runtime import lint
-from fullshard.runtime.executor import make_unit, runtime_of
 from fullshard.runtime.options import UnitOptions
+from fullshard.runtime.runtime import make_unit, runtime_of
 from fullshard.runtime.unit import Unit, attach, detach, unit_of
 from fullshard.sharding.mesh import ShardAxis
 from fullshard.sharding.module_tree import ParamRef, Slot
@@ -53,7 +53,7 @@ def disassemble(unit: Unit, undress: Dress) -> None:
         _torch.detach_state(module)
         detach(module)
     hooks.remove(unit)
-    runtime_of(unit).unregister(unit)
+    runtime_of(unit).executor.unregister(unit)
 
 
 # --- copies and pickles --------------------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
     units = list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
     units = [unit for unit in units if not any(id(module) in memo for module in unit.modules)]  # copied already
     for unit in units:
-        runtime_of(unit).ensure_sharded(unit, doing="copying or pickling")
-        runtime_of(unit).refresh(unit)
+        runtime_of(unit).requests.ensure_sharded(unit, doing="copying or pickling")
+        runtime_of(unit).requests.refresh(unit)
         for module in (*unit.modules, *(i.module for p in unit.parameters for i in p.slots)):
             if module is None or id(module) not in inside:
                 raise StateError(
@@ -148,7 +148,7 @@ def put_together(parts: ShardedSnapshot, dress: Dress) -> nn.Module:
                 parameter.sharded.__dict__.update(piece.attributes)
                 rebuilt.append(parameter)
             unit = make_unit(part.modules, rebuilt, part.axis, part.options, global_id=part.global_id)
-            unit.set_name(part.name)
+            unit.unit_name.name = part.name
             for parameter in rebuilt:
                 parameter.restore_sharded(forget=True)
         assemble(unit, dress if part.dressed else as_it_is, ())
@@ -178,20 +178,20 @@ def undo(root: nn.Module, undress: Dress) -> None:
     """
     units = list(dict.fromkeys(unit for module in root.modules() if (unit := unit_of(module)) is not None))
     for unit in units:
-        runtime_of(unit).check_idle(unit, doing="undo()")
-        runtime_of(unit).check_delivered(unit, doing="undo()")
+        runtime_of(unit).requests.check_idle(unit, doing="undo()")
+        runtime_of(unit).requests.check_delivered(unit, doing="undo()")
         if any(parameter.local_grad is not None for parameter in unit.parameters):
             raise StateError(
                 f"undo() was called while gradients of unit '{unit.name}' are only kept on each rank: run the last backward of "
                 "the step first, or call zero_grad()"
             )
     for unit in units[:1]:
-        runtime_of(unit).attend(unit, doing="undo()")
+        runtime_of(unit).requests.meet(unit, doing="undo()")
     for unit in units:
         talk = unit.setup_collectives("undo()")
-        runtime_of(unit).reshard(unit, doing="undo()")
-        runtime_of(unit).refresh(unit)
+        runtime_of(unit).requests.reshard(unit, doing="undo()")
+        runtime_of(unit).requests.refresh(unit)
         for parameter in unit.parameters:
-            unshard_permanently(parameter, talk.whole)
+            unshard_permanently(parameter, talk.unsharded)
     for unit in units:
         disassemble(unit, undress)

@@ -15,9 +15,9 @@ from torch import nn
 from fullshard import _torch
 from fullshard.errors import StateError
 from fullshard.frontend.hooks import ForwardHooks, hook_outputs
-from fullshard.runtime.executor import runtime_of
+from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, own_modules, unit_of
-from fullshard.schedule.order import ForwardCall
+from fullshard.schedule.records import ForwardCall
 
 
 class LazyGather:
@@ -28,8 +28,8 @@ class LazyGather:
 
     def touch(self, unit: Unit, root: nn.Module) -> None:
         """Have the parameters of `unit` full."""
-        if not unit.shows_full and not unit.runtime.planner.running(unit.number):
-            runtime_of(unit).enter_forward(unit, root)
+        if not unit.shows_full and not unit.runtime.planner.running.has(unit.number):
+            runtime_of(unit).steps.enter_forward(unit, root)
             self._units.append((unit, root))
             for parameter in unit.parameters:
                 parameter.note_version()
@@ -41,7 +41,7 @@ class LazyGather:
             unit, root = self._units.pop()
             for parameter in unit.parameters:
                 parameter.adopt_writes()
-            call = runtime_of(unit).leave_forward(unit, root, failed=failed)
+            call = runtime_of(unit).steps.leave_forward(unit, root, failed=failed)
             if call is not None:
                 calls.append((unit, call))
         return sorted(calls, key=lambda pair: -pair[1].end)
@@ -158,7 +158,7 @@ class Method:
         if unit is None:  # plain again
             return self._call(module, *args, **kwargs)
         hooks = ForwardHooks(unit)
-        with unit.in_method():
+        with unit.progress.in_method():
             changed = hooks.before(module, args, kwargs)
             args, kwargs = (args, kwargs) if changed is None else changed
             with touching(module) as touched:

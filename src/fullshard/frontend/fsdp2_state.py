@@ -10,7 +10,7 @@ from torch import nn
 from fullshard.params.group import ParamGroup
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.runtime.executor import runtime_of
+from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, unit_of
 
 
@@ -49,7 +49,7 @@ class GroupView:
 
     def post_backward(self) -> None:
         """Reduce what this group's parameters were given so far. Pipeline schedules call it after the last microbatch."""
-        runtime_of(self._unit).reduce_now(self._unit, self._group)
+        runtime_of(self._unit).requests.reduce_now(self._unit, self._group)
 
 
 class ContextView:
@@ -92,7 +92,7 @@ class UnitView:
 
     def _root_post_backward_final_callback(self) -> None:
         """Wait for the reductions under way and hand out the gradients. Pipeline schedules call it at the end of a step."""
-        runtime_of(self._unit).finish_reductions(self._unit)
+        runtime_of(self._unit).requests.finish_reductions(self._unit)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

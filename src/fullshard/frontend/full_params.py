@@ -16,7 +16,7 @@ from fullshard.params.group import ParamGroup
 from fullshard.params.shard_values import write_full
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.runtime.backward import BackwardHook
-from fullshard.runtime.executor import runtime_of
+from fullshard.runtime.runtime import runtime_of
 
 
 @contextmanager
@@ -52,16 +52,16 @@ def full_params(
         raise ValueError("full_params(rank0_only=True) cannot write what only rank 0 has: pass write=False as well")
     units = list(units_of(module, recurse))
     for unit in units:
-        runtime_of(unit).check_idle(unit, doing="full_params()")
+        runtime_of(unit).requests.check_idle(unit, doing="full_params()")
     for unit in units:
-        runtime_of(unit).reshard(unit, doing="full_params()")
-        runtime_of(unit).refresh(unit)
+        runtime_of(unit).requests.reshard(unit, doing="full_params()")
+        runtime_of(unit).requests.refresh(unit)
     for unit in units[:1]:
-        runtime_of(unit).attend(unit, doing="full_params()")
+        runtime_of(unit).requests.meet(unit, doing="full_params()")
     shown: list[tuple[ShardedParameter, nn.Parameter]] = []
     assigned: list[str] = []
     for unit in units:
-        unit.set_plain_shown(True)
+        unit.exposure.plain = True
     try:
         with torch.no_grad():
             for talk, parameter in ((unit.setup_collectives("full_params()"), p) for unit in units for p in unit.parameters):
@@ -78,7 +78,7 @@ def full_params(
         yield module
     finally:
         for unit in units:
-            unit.set_plain_shown(False)
+            unit.exposure.plain = False
         with torch.no_grad():
             assigned = [parameter.name for parameter, plain in shown if not parameter.restore(plain)]
     if write and assigned:
@@ -118,12 +118,12 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
     prefixes = {id(inner): f"{name}." if name else "" for name, inner in module.named_modules()}
     found: dict[str, Tensor] = {}
     for unit in units:
-        runtime_of(unit).check_idle(unit, doing="gathered()")
-        runtime_of(unit).refresh_for_read(unit)
+        runtime_of(unit).requests.check_idle(unit, doing="gathered()")
+        runtime_of(unit).requests.refresh_for_read(unit)
         for group in unit.groups:
-            tensors = runtime_of(unit).gather_copy(group)
+            tensors = runtime_of(unit).requests.gather_copy(group)
             if grad and torch.is_grad_enabled() and group.trainable:
-                source = _Source(group, runtime_of(unit).register_copied_use(unit))
+                source = _Source(group, runtime_of(unit).requests.register_copied_use(unit))
                 handle = torch.zeros((), device=tensors[0].device, requires_grad=True)
                 outputs: Any = _Gathered.apply(handle, source, *tensors)
                 tensors = list(outputs)

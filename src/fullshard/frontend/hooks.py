@@ -19,10 +19,12 @@ from fullshard.params.shard_values import shard_of
 from fullshard.params.sharded_tensor import wake
 from fullshard.runtime import lint
 from fullshard.runtime.backward import BackwardHook, NodeHooks
-from fullshard.runtime.executor import runtime_of
+from fullshard.runtime.interrupts import marks_interrupts
+from fullshard.runtime.late_grads import check_hidden
 from fullshard.runtime.replicas import share_buffers
+from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit
-from fullshard.schedule.order import ForwardCall
+from fullshard.schedule.records import ForwardCall
 from fullshard.schedule.residency import Residency
 
 _DEPTH = 16  # how deep nested outputs are searched
@@ -88,47 +90,39 @@ class ForwardHooks:
     """The pair of forward hooks of one module of a unit."""
 
     def __init__(self, unit: Unit) -> None:
-        self._unit, self._runtime = unit, runtime_of(unit)
+        self._unit, runtime = unit, runtime_of(unit)
+        self._steps, self.recovery = runtime.steps, runtime.recovery
         mp = unit.options.mp
         self._input_dtype, self._output_dtype = mp.input_dtype, mp.output_dtype
 
+    @marks_interrupts
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        unit, runtime = self._unit, self._runtime
-        try:
-            if unit.lint_due:
-                lint.examine(unit, module)
-            runtime.enter_forward(unit, module)
-        except Exception:
-            raise
-        except BaseException:
-            runtime.interrupted = True
-            raise
+        """Before a forward: have the parameters full, and the inputs in their dtype."""
+        if self._unit.checks.lint:
+            lint.examine(self._unit, module)
+        self._steps.enter_forward(self._unit, module)
         if self._input_dtype is None:
             return None
         return cast_floats(args, self._input_dtype), cast_floats(kwargs, self._input_dtype)
 
+    @marks_interrupts
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        unit, runtime = self._unit, self._runtime
-        try:
-            output = self._own(module, output)
-            failed = output is None and sys.exc_info()[1] is not None
-            call = runtime.leave_forward(unit, module, failed=failed)
-            if call is not None:
-                has_graph = hook_outputs(unit, call, output)
-                if not failed:
-                    unit.note_output_graph(has_graph)
-                    if not has_graph:
-                        unit.check_hidden(output)
-        except Exception:
-            raise
-        except BaseException:
-            runtime.interrupted = True
-            raise
+        """After a forward, also one that raised: free the parameters, and have the graph tell when its backward begins."""
+        unit = self._unit
+        output = self._own(module, output)
+        failed = output is None and sys.exc_info()[1] is not None
+        call = self._steps.leave_forward(unit, module, failed=failed)
+        if call is not None:
+            has_graph = hook_outputs(unit, call, output)
+            if not failed:
+                unit.progress.output_has_graph = has_graph
+                if not has_graph:
+                    check_hidden(unit, output)
         return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
 
     def share(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Behind a forward that did not raise."""
-        share_buffers(self._unit, module, self._runtime.communicator)
+        share_buffers(self._unit, module, self._unit.runtime.communicator)
 
     def _own(self, module: nn.Module, output: Any) -> Any:
         """A unit that returns one of its parameters, or a view of it, returns a copy: the parameter itself is about to go."""
@@ -185,7 +179,7 @@ class StateHooks:
         if self._unit is None:
             return
         if self._unit.residency is not Residency.SHARDED:
-            runtime_of(self._unit).ensure_sharded(self._unit, doing="state_dict()")
+            runtime_of(self._unit).requests.ensure_sharded(self._unit, doing="state_dict()")
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
@@ -195,7 +189,7 @@ class StateHooks:
         if self._unit is None:
             return
         if self._unit.residency is not Residency.SHARDED:
-            runtime_of(self._unit).ensure_sharded(self._unit, doing="load_state_dict()")
+            runtime_of(self._unit).requests.ensure_sharded(self._unit, doing="load_state_dict()")
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))
         for parameter in self._unit.parameters:
@@ -212,7 +206,7 @@ class StateHooks:
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
         if self._unit is not None:
-            runtime_of(self._unit).refresh(self._unit)
+            runtime_of(self._unit).requests.refresh(self._unit)
             if self._loads:
                 self._loads = False
                 self._unit.log_write("load_state_dict()")
@@ -232,13 +226,13 @@ _REGISTRIES = (
 
 def remove(unit: Unit) -> None:
     """Remove every hook that `install` installed."""
-    for _, handle in unit.take_hooks():
+    for _, handle in unit.place.take_hooks():
         handle.remove()
 
 
 def purge(unit: Unit, copies: dict[int, Any]) -> None:
     """Remove from copies of modules (by the id of what they are copies of) the copies of the unit's hooks."""
-    for ref, handle in unit.hooks:
+    for ref, handle in unit.place.hooks:
         module = ref()
         copied = None if module is None else copies.get(id(module))
         for name in _REGISTRIES if copied is not None else ():
@@ -252,15 +246,15 @@ def install(unit: Unit) -> None:
     share = _torch.disable_tracing(forward.share) if unit.options.buffers != "local" else None
     holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.slots}
     for root in unit.modules:
-        unit.track_hook(root, root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        unit.track_hook(root, root.register_forward_hook(after, always_call=True))
+        unit.place.add_hook(root, root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        unit.place.add_hook(root, root.register_forward_hook(after, always_call=True))
         if share is not None:
-            unit.track_hook(root, root.register_forward_hook(share))
-        unit.track_hook(root, root.register_state_dict_pre_hook(state.before_save))
-        unit.track_hook(root, root.register_load_state_dict_post_hook(state.after_load))
+            unit.place.add_hook(root, root.register_forward_hook(share))
+        unit.place.add_hook(root, root.register_state_dict_pre_hook(state.before_save))
+        unit.place.add_hook(root, root.register_load_state_dict_post_hook(state.after_load))
         for module in root.modules():
             if id(_torch.parameters_of(module)) in holders:
-                unit.track_hook(module, module.register_load_state_dict_pre_hook(state.before_load))
+                unit.place.add_hook(module, module.register_load_state_dict_pre_hook(state.before_load))
 
 
 __all__ = [

@@ -15,7 +15,7 @@ from fullshard.frontend.module import units_of
 from fullshard.params.shard_values import replace_rows
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.params.uninitialized import is_marked, mark
-from fullshard.runtime.executor import runtime_of
+from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.setup_collectives import SetupCollectives
 
 Init = Callable[[nn.Module], object]
@@ -56,7 +56,7 @@ def materialize(
     if not units:
         raise StateError(f"no module in this {type(model).__name__} is a unit: call fully_shard first")
     for unit in units:
-        runtime_of(unit).reshard(unit, doing="materialize()")
+        runtime_of(unit).requests.reshard(unit, doing="materialize()")
     where = torch.device(device) if device is not None else units[0].axis.device
     number = common_seed(units[0].setup_collectives("materialize()")) if seed is None else seed
     owners = {id(parameter.sharded): parameter for unit in units for parameter in unit.parameters}
@@ -69,7 +69,7 @@ def materialize(
                 done.add(id(module))
                 _fill(module, name, where, init, owners, filled)
     for unit in units:
-        runtime_of(unit).refresh(unit)
+        runtime_of(unit).requests.refresh(unit)
     return model
 
 

@@ -19,9 +19,10 @@ from fullshard.frontend import class_swap, forward_methods
 from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.params.shard_values import discard_gradient
 from fullshard.runtime import lint
-from fullshard.runtime.executor import runtime_of
+from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, unit_of
-from fullshard.schedule.planner import Stats
+from fullshard.runtime.unwritten import mark_unwritten, on_meta
+from fullshard.schedule.prefetch import Stats
 from fullshard.schedule.residency import ReshardPolicy
 from fullshard.sharding.mesh import ShardAxis
 
@@ -37,7 +38,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Order the current stream behind the gather and install the full parameters. Later calls do nothing."""
         if self._unit is not None:
-            runtime_of(self._unit).ensure_gathered(self._unit)
+            runtime_of(self._unit).requests.ensure_gathered(self._unit)
             self._unit = None
 
 
@@ -102,7 +103,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         unit = _unit(self)
         _flag("async_op", async_op)
-        runtime_of(unit).start_unshard(unit)
+        runtime_of(unit).requests.start_unshard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -112,7 +113,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def reshard(self) -> None:
         """Free this unit's full parameters. Raises StateError while its forward or backward runs."""
         unit = _unit(self)
-        runtime_of(unit).reshard(unit)
+        runtime_of(unit).requests.reshard(unit)
 
     def join(self) -> torch.Tensor:
         """Take part in the collectives of this unit and those below, forward and backward, without computing anything.
@@ -161,7 +162,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
                 unit.configure(reshard_policy=policy)
             else:
                 doing = "set_reshard_after_forward()"
-                runtime_of(unit).reconfigure(unit, doing=doing, reshard_policy=policy, subgroup_size=size)
+                runtime_of(unit).requests.reconfigure(unit, doing=doing, reshard_policy=policy, subgroup_size=size)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the full parameters. If not, they are gathered again only once the shards were written."""
@@ -211,7 +212,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Whether reductions have a process group of their own, so that they need not queue behind gathers. Collective."""
         separate = _flag("enable", enable)
         for unit in units_of(self, _flag("recurse", recurse)):
-            runtime_of(unit).reconfigure(unit, doing="set_separate_reduce_scatter_group()", separate_reduce=separate)
+            runtime_of(unit).requests.reconfigure(unit, doing="set_separate_reduce_scatter_group()", separate_reduce=separate)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Call `hook` with each reduced flat gradient of this unit, (elements of this rank's shard,) in the reduce dtype.
@@ -234,12 +235,12 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """While this unit computes forward, gather these units, instead of those that the last run needed next."""
         unit = _unit(self)
-        unit.set_prefetch(forward=_numbers_given(modules, unit))
+        unit.record.next_forward = _numbers_given(modules, unit)
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """While this unit's backward computes, gather these units, instead of those that the last run needed next."""
         unit = _unit(self)
-        unit.set_prefetch(backward=_numbers_given(modules, unit))
+        unit.record.next_backward = _numbers_given(modules, unit)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit's backward needs its parameters. That of an embedding does not, and saves a gather.
@@ -257,13 +258,13 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Gather this unit's parameters with `comm`, in memory that it allocates: one message per gather and group."""
         _check_comm(comm, "set_custom_all_gather", "AllGather")
         unit = _unit(self)
-        runtime_of(unit).reconfigure(unit, doing="set_custom_all_gather()", all_gather=comm)
+        runtime_of(unit).requests.reconfigure(unit, doing="set_custom_all_gather()", all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients with `comm`, in memory that it allocates: one message per reduction and group."""
         _check_comm(comm, "set_custom_reduce_scatter", "ReduceScatter")
         unit = _unit(self)
-        runtime_of(unit).reconfigure(unit, doing="set_custom_reduce_scatter()", reduce_scatter=comm)
+        runtime_of(unit).requests.reconfigure(unit, doing="set_custom_reduce_scatter()", reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether messages lie in memory of the process group's backend (NCCL's user buffers say).
@@ -272,8 +273,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         unit = _unit(self)
         if not _flag("enable", enable):
-            return runtime_of(unit).reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, None))
-        runtime_of(unit).reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, "process group"))
+            return runtime_of(unit).requests.reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, None))
+        runtime_of(unit).requests.reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, "process group"))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Have messages lie in symmetric memory of `backend`. Collective.
@@ -283,7 +284,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         unit = _unit(self)
         if not isinstance(backend, str):
             raise ValueError(f"set_symm_mem_for_comm takes the name of a backend, got {backend!r}")
-        runtime_of(unit).reconfigure(unit, doing="set_symm_mem_for_comm()", **_their_memory(unit, "symmetric", backend))
+        runtime_of(unit).requests.reconfigure(
+            unit, doing="set_symm_mem_for_comm()", **_their_memory(unit, "symmetric", backend)
+        )
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Order the next forward behind `event`, which an optimizer recorded on a stream of its own. Once.
@@ -295,7 +298,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             raise ValueError("set_post_optim_event got an event, but the mesh computes on the CPU, which has no streams")
         if not callable(getattr(event, "wait", None)):
             raise ValueError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}")
-        runtime_of(unit).wait_for(event)
+        runtime_of(unit).steps.next_event = event
 
     def reset_iter_state(self) -> None:
         """Forget a step that was interrupted by an exception, with all gradients that only this rank holds.
@@ -304,8 +307,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         communication kept, as `zero_grad()` does.
         """
         for unit in units_of(self, True):
-            runtime_of(unit).reset(unit)
-            runtime_of(unit).reducer.discard(unit)
+            runtime_of(unit).recovery.forget_step(unit)
 
     def _get_fsdp_state(self) -> UnitView:
         """What FSDP2's programs look at: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
@@ -320,10 +322,11 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
         `model.zero_grad()` discards what was kept; an optimizer's `zero_grad()` does not see it.
 
-        with model.accumulate():
-            for batch in batches[:-1]:
-                model(batch).backward()
-        model(batches[-1]).backward()
+        Example:
+            >>> with model.accumulate():                                                      # doctest: +SKIP
+            ...     for batch in batches[:-1]:
+            ...         model(batch).backward()
+            >>> model(batches[-1]).backward()                                                 # doctest: +SKIP
         """
         return accumulate(_module(self))
 
@@ -388,17 +391,17 @@ def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     """Around `_apply(fn)` of a module of `unit`, which writes to the shards: they go back into flat memory."""
     for below in units_of(module, True):
         if runtime_of(below).reducer.is_undelivered(below) and below.changes(fn):
-            runtime_of(below).check_delivered(below, doing="a change of dtype or device")
-    runtime_of(unit).ensure_sharded(unit, doing="moving or casting")
-    fresh = unit.on_meta() if _torch.allocates(fn) else None
+            runtime_of(below).requests.check_delivered(below, doing="a change of dtype or device")
+    runtime_of(unit).requests.ensure_sharded(unit, doing="moving or casting")
+    fresh = on_meta(unit) if _torch.allocates(fn) else None
     attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
     yield
     for parameter, had in zip(unit.parameters, attributes):  # torch swaps the insides of a DTensor, attributes included
         for key, value in had.items():
             parameter.sharded.__dict__.setdefault(key, value)
-    runtime_of(unit).refresh(unit)
+    runtime_of(unit).requests.refresh(unit)
     if fresh is not None:
-        unit.mark_unwritten(fresh)
+        mark_unwritten(unit, fresh)
 
 
 def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
@@ -478,12 +481,12 @@ def resident(module: nn.Module) -> Iterator[None]:
     inside: list[Unit] = []
     try:
         for unit in units:
-            runtime_of(unit).set_resident(unit, True)
+            runtime_of(unit).requests.set_resident(unit, True)
             inside.append(unit)
         yield
     finally:
         for unit in inside:
-            runtime_of(unit).set_resident(unit, False)
+            runtime_of(unit).requests.set_resident(unit, False)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -566,7 +569,7 @@ def stats(module: nn.Module) -> Stats:
     """
     unit = _any_unit(module)
     lint.remark_on_prefetch(unit)
-    return replace(unit.runtime.planner.stats)
+    return replace(unit.runtime.planner.prefetch.stats)
 
 
 def _any_unit(module: nn.Module) -> Unit:

@@ -326,7 +326,7 @@ def clip_grad_norm_(
     Example:
         >>> norm = clip_grad_norm_(model.parameters(), max_norm=1.0)                          # doctest: +SKIP
 
-    Source: Pascanu et al. (arXiv 1211.5063); the interface of torch.nn.utils.clip_grad_norm_.
+    Source: Pascanu et al. (arXiv 1211.5063); the interface of `torch.nn.utils.clip_grad_norm_`.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     listed = [parameter if (now := successor(parameter)) is None else now for parameter in given]  # a list made before sharding

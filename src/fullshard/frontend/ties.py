@@ -11,8 +11,8 @@ from fullshard.errors import warn_once
 from fullshard.frontend import class_swap
 from fullshard.params.sharded_param import ShardedParameter, logical_parameters
 from fullshard.params.stale_params import successor
-from fullshard.runtime.executor import runtime_of
 from fullshard.runtime.options import UnitOptions
+from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, owner_of
 from fullshard.sharding.module_tree import ManagedTensors, ParamRef
 
@@ -43,12 +43,12 @@ class Ties:
         for unit in self.merged:
             modules += unit.modules
             parameters += unit.parameters
-            runtime_of(unit).transfer_params(unit, unit.parameters)
+            runtime_of(unit).requests.transfer_params(unit, unit.parameters)
             class_swap.disassemble(unit, undress)
         for unit in dict.fromkeys(unit for _, unit in self.taken):
             gone = [parameter for parameter, owner in self.taken if owner is unit]
             parameters += gone
-            runtime_of(unit).transfer_params(unit, gone)
+            runtime_of(unit).requests.transfer_params(unit, gone)
         return parameters, modules
 
     def settle(self) -> None:
@@ -69,8 +69,8 @@ def find_ties(modules: Sequence[nn.Module], holdings: ManagedTensors, options: U
             continue
         parameter = known[0]
         ties.add(claim, parameter)
-        runtime_of(owner).ensure_sharded(owner, doing="fully_shard() of a module that shares a parameter with it")
-        runtime_of(owner).check_delivered(owner, doing="fully_shard() of a module that shares a parameter with it")
+        runtime_of(owner).requests.ensure_sharded(owner, doing="fully_shard() of a module that shares a parameter with it")
+        runtime_of(owner).requests.check_delivered(owner, doing="fully_shard() of a module that shares a parameter with it")
         around = {id(inner) for module in owner.modules for inner in module.modules()}
         if all(id(module) in inside for module in owner.modules):
             ties.taken.append((parameter, owner))

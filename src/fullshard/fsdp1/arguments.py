@@ -21,7 +21,7 @@ from fullshard.consistency.collective_log import UnitName
 from fullshard.frontend.init import common_seed, seeded
 from fullshard.fsdp1.agreement import Facts, Ranks
 from fullshard.policies import CommPolicy
-from fullshard.runtime.executor import Runtime
+from fullshard.runtime.runtime import Runtime
 from fullshard.runtime.setup_collectives import SetupCollectives
 from fullshard.runtime.unit import unit_of
 from fullshard.sharding.mesh import beside, resolve_mesh

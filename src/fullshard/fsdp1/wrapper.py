@@ -60,7 +60,7 @@ from fullshard.fsdp1.state_dicts import StateDictFormat
 from fullshard.params.shard_values import shard_of
 from fullshard.params.sharded_param import logical_parameters
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.runtime.executor import runtime_of
+from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, unit_of
 from fullshard.sharding.mesh import ShardAxis
 from fullshard.sharding.module_tree import ManagedTensors, clean_name, collect
@@ -228,7 +228,7 @@ class FullyShardedDataParallel(nn.Module):
             for sharded in unit.modules:  # as in FSDP1, `module` is of the class it had: this wrapper has the methods
                 sharded.__class__ = plain_class(type(sharded))
             if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-                unit.set_prefetch(backward=())
+                unit.record.next_backward = ()
         self.register_state_dict_post_hook(_after_save)
         self.register_load_state_dict_pre_hook(_before_load)
         self.register_load_state_dict_post_hook(_after_load)
@@ -404,7 +404,7 @@ class FullyShardedDataParallel(nn.Module):
         """As `nn.Module.apply`, with full parameters in place, and modules of the class they had; what `fn` writes to
         parameters is kept. Collective.
         """
-        if any(unit.shows_plain for unit in units_of(self, True)):
+        if any(unit.exposure.plain for unit in units_of(self, True)):
             return super().apply(fn)  # type: ignore[return-value]
         with full_params(self), class_swap.undressed(units_of(self, True), plain_class):
             return super().apply(fn)  # type: ignore[return-value]
@@ -441,7 +441,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.load_state_dict`, of the form that was set. Names are those that the unwrapped module has."""
-        if any(unit.shows_plain for unit in units_of(self, True)):
+        if any(unit.exposure.plain for unit in units_of(self, True)):
             raise StateError("load_state_dict() was called inside summon_full_params(): call it outside of the block")
         try:
             return super().load_state_dict(*args, **kwargs)
@@ -490,7 +490,7 @@ class FullyShardedDataParallel(nn.Module):
                     f"unit '{unit.name}' was switched to {'eval' if full else 'train'}() between a forward and its backward, "
                     "which changes its precision (FSDP_USE_FULL_PREC_IN_EVAL=1): run the backward, or drop the output, first"
                 )
-            runtime_of(unit).reconfigure(unit, doing="train() or eval()", mp=_precision(mixed))
+            runtime_of(unit).requests.reconfigure(unit, doing="train() or eval()", mp=_precision(mixed))
         for name, buffer in self.named_buffers(remove_duplicate=False):
             if name in self._buffer_dtypes:
                 buffer.data = buffer.data.to(mixed.buffer_dtype or self._buffer_dtypes[name])
@@ -534,15 +534,15 @@ class FullyShardedDataParallel(nn.Module):
             options = unit.options
             if isinstance(options.reduce_scatter, _HookReduce) or isinstance(options.comm.collectives, _WithHook):
                 raise ValueError("register_comm_hook was called before: a hook cannot be replaced")
-            runtime_of(unit).check_idle(unit, doing="register_comm_hook()")
-            runtime_of(unit).check_delivered(unit, doing="register_comm_hook()")
+            runtime_of(unit).requests.check_idle(unit, doing="register_comm_hook()")
+            runtime_of(unit).requests.check_delivered(unit, doing="register_comm_hook()")
         for wrapper, unit in wrappers:
             unit.configure(reduce=replace(unit.options.reduce, divide=1.0))
             changes: dict[str, Any] = {"reduce_scatter": _HookReduce(state, hook)}
             if wrapper._strategy is ShardingStrategy.NO_SHARD:
                 sums = _WithHook(unit.axis.device.type, partial(hook, state))
                 changes = {"comm": replace(unit.options.comm, collectives=sums)}
-            runtime_of(unit).reconfigure(unit, doing="register_comm_hook()", **changes)
+            runtime_of(unit).requests.reconfigure(unit, doing="register_comm_hook()", **changes)
 
     # --- full parameters -------------------------------------------------------------------------------------------------
 
@@ -845,7 +845,7 @@ def _after_save(module: Any, state_dict: dict[str, Any], prefix: str, metadata: 
     """Under clean names, in the form that was set. Wrappers below did theirs already, which can only become full."""
     form = _model_form(module._settings)
     unit: Unit | None = module.unit
-    if unit is not None and unit.shows_plain and form.kind is not state_dicts.FULL:
+    if unit is not None and unit.exposure.plain and form.kind is not state_dicts.FULL:
         raise StateError(f"a state dict of {form.kind.name} was asked for inside summon_full_params(): take it outside of it")
     keep = form.keeps(first=_is_first(module, None))
     dtypes = module._buffer_dtypes

@@ -58,7 +58,7 @@ class ReductionPlan:
 
 
 class DeferredSum(Protocol):
-    """A sum over shards whose sum over replicas is left to a later reduction. `used`: which parameters it is of."""
+    """A sum over shards whose sum over replicas is left to a later reduction. `used`: whether each parameter has a gradient."""
 
     used: list[bool]
 

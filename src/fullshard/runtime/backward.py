@@ -1,13 +1,15 @@
-"""What rides on graphs: it tells the runtime that a backward reached a unit, and that a backward is over."""
+"""Hooks on graphs, which tell the runtime that a backward reached a unit, and the backward that is under way."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from fullshard import _torch
-from fullshard.runtime.unit import Unit
-from fullshard.schedule.order import ForwardCall
+from fullshard.runtime.interrupts import marks_interrupts
+from fullshard.runtime.unit import InterruptMark, Unit
+from fullshard.schedule.records import ForwardCall
 
 _CHAIN = "fullshard"  # in the metadata of a node
 
@@ -20,27 +22,28 @@ class BackwardHook:
     def __init__(self, unit: Unit, call: ForwardCall, *, copied_use: bool = False) -> None:
         self._unit, self._call, self._task, self._reached, self._copied_use = unit, call, -1, False, copied_use
         unit.runtime.planner.expect_backward(call)
-        unit.count_graph(1)
+        unit.progress.live_graphs += 1
 
+    @property
+    def recovery(self) -> InterruptMark:
+        """Where an interrupt is noted."""
+        return self._unit.runtime.recovery
+
+    @marks_interrupts
     def __call__(self, *_: object) -> None:
+        """Run before the first node of the call's backward, once in each backward."""
         task = _torch.current_graph_task()
         if task != self._task:
-            runtime = self._unit.runtime
-            try:
-                self._task = task
-                runtime.enter_backward(self._unit, self._call, copied_use=self._copied_use)
-                self._forget()
-            except Exception:
-                raise
-            except BaseException:
-                runtime.interrupted = True
-                raise
+            self._task = task
+            self._unit.runtime.enter_backward(self._unit, self._call, copied_use=self._copied_use)
+            self._forget()
 
     def __del__(self) -> None:
-        self._unit.count_graph(-1)
+        self._unit.progress.live_graphs -= 1
         self._forget()
 
     def _forget(self) -> None:
+        """The graph needs the unit no longer."""
         if not self._reached:
             self._reached = True
             self._unit.runtime.planner.graph_released(self._call)
@@ -56,7 +59,7 @@ class NodeHooks:
 
     @staticmethod
     def on(node: Any) -> NodeHooks:
-        """The chain of a node, which is made if there is none."""
+        """The hooks of a node, which are made if there are none."""
         found: NodeHooks | None = node.metadata.get(_CHAIN)
         if found is None:
             found = node.metadata[_CHAIN] = NodeHooks()
@@ -69,8 +72,46 @@ class NodeHooks:
             self._hooks.append(hook)
 
     def __call__(self, *grads: object) -> None:
+        """Run before the node."""
         for hook in reversed(self._hooks):
             hook(*grads)
+
+
+class RunningBackward:
+    """The outermost backward that touched a unit.
+
+    The engine holds the only reference to its `FinalCallback`. If that dies without having run, the backward raised.
+
+    Attributes:
+        underway: whether a backward has begun that did not end, though it may have raised.
+        raised: whether it will never end.
+        units: the units that it entered.
+    """
+
+    def __init__(self, on_raised: Callable[[], None]) -> None:
+        """`on_raised`: called as soon as the backward raised; nothing may be sent there."""
+        self._on_raised = on_raised
+        self._end: weakref.ref[FinalCallback] | None = None
+        self.underway = self.raised = False
+        self.units: dict[int, Unit] = {}
+
+    def begin(self, leave: Callable[[], None]) -> None:
+        """A backward begins; the engine calls `leave` when it ends."""
+        end = FinalCallback(leave)
+        self._end = weakref.ref(end, self.mark_raised)
+        self.underway, self.raised = True, False
+        _torch.on_backward_end(end)
+
+    def mark_raised(self, _: object = None) -> None:
+        """The backward, or its end, raised."""
+        self._end = None  # an exception keeps the caller's frame alive, and with it the callback
+        self.raised = True
+        self._on_raised()
+
+    def stop(self) -> None:
+        """It is over; the units that it entered are still known."""
+        self._end = None  # without the reference its callback is not called
+        self.underway = self.raised = False
 
 
 class FinalCallback:
@@ -85,4 +126,4 @@ class FinalCallback:
         self._leave()
 
 
-__all__ = ["BackwardHook", "FinalCallback", "NodeHooks"]
+__all__ = ["BackwardHook", "NodeHooks", "RunningBackward"]

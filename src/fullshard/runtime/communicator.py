@@ -55,6 +55,7 @@ class TrackedWork(LoggedCall):
         return ledger.begin(start)
 
     def done(self) -> bool:
+        """Whether the work has ended; False for work that cannot be asked."""
         return self.work.done()
 
     def wait(self, *, block: bool = False) -> None:
@@ -78,6 +79,7 @@ class TrackedWork(LoggedCall):
             raise StateError(self.log.desync_error)
 
     def block(self) -> None:
+        """As `wait`, and hold the host until then."""
         self.wait(block=True)
 
 
@@ -134,6 +136,7 @@ class Communicator:
 
     @property
     def ledgers(self) -> list[CollectiveLog]:
+        """The logs of all axes."""
         return [ledger for ledger, _ in self._ledgers.values()]
 
     def report_exception(self, place: str, failure: str | None = None) -> None:

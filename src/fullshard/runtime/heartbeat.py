@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from fullshard.collectives.base import StartedWork
-from fullshard.consistency.collective_log import DIGEST, CollectiveLog
+from fullshard.collectives.streams import nothing
+from fullshard.consistency.collective_log import DIGEST, CollectiveLog, GroupFingerprints, UnitName
+from fullshard.errors import StateError
 from fullshard.params.reduction import Reduction
+from fullshard.runtime.communicator import Communicator, TrackedWork
 
 _UNIT = 1024  # bytes: messages of models that differ a little still have one length
 
@@ -26,7 +30,7 @@ Page = tuple[bytearray, Tensor]
 class Heartbeat:
     """Bytes, of which every rank gets the maximum over all ranks.
 
-        0..7   hash of the ledger         where ranks differ in a byte, each has less than the maximum, so finds it changed here
+        0..7   hash of the log            where ranks differ in a byte, each has less than the maximum, so finds it changed here
         8..15  255 minus each of them     or more than the minimum, so finds it changed there
         16..   1 in the slot of each unit of which this rank keeps gradients that this backward should have reduced
         144..  1 for each trainable parameter that this rank used, in the order of the reductions; then zeros
@@ -37,15 +41,15 @@ class Heartbeat:
 
     def __init__(
         self,
-        ledger: CollectiveLog,
+        log: CollectiveLog,
         reductions: Sequence[Reduction],
         away: torch.device | None,
         page: Page | None = None,
         left: Iterable[int] = (),
     ) -> None:
         """`away`: the accelerator it is sent from, if any. `page`: of one that was read. `left`: the slots that hold 1."""
-        self.ledger, self.reductions = ledger, list(reductions)
-        digest = ledger.hash
+        self.log, self.reductions = log, list(reductions)
+        digest = log.hash
         self._head = digest.to_bytes(DIGEST, "little", signed=True) + (~digest).to_bytes(DIGEST, "little", signed=True)
         flags = bytes(chain.from_iterable([reduction.used for reduction in reductions]))
         self.all_used = 0 not in flags
@@ -68,9 +72,11 @@ class Heartbeat:
             self._host = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def start(self) -> StartedWork:
+        """Send it over the shards."""
         return self.reductions[0].group.collectives.reduce.all_reduce_max(self._message)
 
     def start_over_replicas(self) -> StartedWork:
+        """Send it over the replicas, behind that."""
         replicas = self.reductions[0].group.collectives.replicate
         return StartedWork() if replicas is None else replicas.all_reduce_max(self._message)
 
@@ -85,7 +91,7 @@ class Heartbeat:
         return not self.all_used and any(reduction.undecided for reduction in self.reductions)
 
     def is_desynced(self) -> bool:
-        """Whether the ranks' ledgers differ. The host must have waited for it."""
+        """Whether the ranks' logs differ. The host must have waited for it."""
         if self._host is None:
             return not self.page[0].startswith(self._head)
         return bytes(self._host[: len(self._head)].tolist()) != self._head
@@ -108,4 +114,92 @@ class Heartbeat:
         return self._message if self._host is None else self._host
 
 
-__all__ = ["SLOTS", "Heartbeat", "Page"]
+_NOBODY = UnitName("")
+
+Sent = tuple[Heartbeat, TrackedWork]
+"""A heartbeat on its way."""
+
+
+class Heartbeats:
+    """Sends heartbeats, and looks at them: on the CPU at once, on an accelerator when the device has long passed them."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._unread: deque[Sent] = deque()  # oldest first
+        self._fingerprints: dict[CollectiveLog, GroupFingerprints] = {}  # of what no unit says, but this rank
+        self._page: Page | None = None  # that nothing is on any more
+
+    def send(
+        self,
+        reductions: Sequence[tuple[int, Reduction]],
+        kept: Sequence[tuple[int, CollectiveLog]],
+        again: Container[CollectiveLog] | None,
+    ) -> list[Sent]:
+        """One message per log. `reductions`: each with how many steps lie between two heartbeats (`CheckPolicy.every`).
+
+        kept: slots of units of which this rank keeps gradients, and their logs. again: the logs that have another heartbeat in
+        this backward, if that is so.
+        """
+        logs: dict[CollectiveLog, tuple[int, list[Reduction]]] = {}
+        for every, reduction in reductions:
+            logs.setdefault(reduction.group.fingerprints.log, (every, []))[1].append(reduction)
+        return [
+            self._send(log, mine, [slot for slot, other in kept if other is log])
+            for log, (every, mine) in logs.items()
+            if (log in again if again is not None else log.beats(every))
+        ]
+
+    def _send(self, log: CollectiveLog, reductions: list[Reduction], slots: list[int]) -> Sent:
+        communicator = self._communicator
+        fingerprints = self._fingerprints.get(log)
+        if fingerprints is None:
+            fingerprints = self._fingerprints[log] = GroupFingerprints(log, _NOBODY, "")
+        beat = Heartbeat(log, reductions, communicator.away, self._page, slots)
+        self._page = None
+        over = reductions[0].group.collectives.replicate is not None
+        finish = nothing if over else beat.finish
+        work = communicator.send(communicator.reduce_lane, fingerprints, "heartbeat", beat.start, finish)
+        if over:
+            lane, start = communicator.replicate_lane, beat.start_over_replicas
+            work = communicator.send(lane, fingerprints, "heartbeat", start, beat.finish, work, part=True)
+        return beat, work
+
+    def read_now(self, sent: Sequence[Sent]) -> None:
+        """Wait for these, and all before them. Raises StateError if the ranks did not run the same."""
+        self.read(keep=0)
+        for beat, work in sent:
+            work.block()
+            self._check(beat)
+
+    def read_later(self, sent: Sequence[Sent]) -> None:
+        """Wait for all before these. Raises StateError if the ranks did not run the same."""
+        self._unread += sent
+        if len(self._unread) > len(sent):
+            self.read(keep=len(sent))
+
+    def read(self, *, keep: int | None = None) -> None:
+        """Look at what has arrived, and wait for all but the last `keep`, if that is given."""
+        unread = self._unread
+        while unread and ((keep is not None and len(unread) > keep) or unread[0][1].done()):
+            beat, work = unread.popleft()
+            work.block()
+            self._check(beat)
+
+    def reuse(self, sent: Sequence[Sent]) -> None:
+        """Nothing on the pages of these is needed any longer."""
+        if sent and self._communicator.away is None:
+            self._page = sent[0][0].page
+
+    def clear(self) -> None:
+        """Look at none that was sent."""
+        self._unread.clear()
+
+    def _check(self, beat: Heartbeat) -> None:
+        if beat.is_desynced():
+            watchdog = self._communicator.watchdog
+            text = "" if watchdog is None else watchdog.confront(beat.log)
+            beat.log.close(text or "the ranks ran different units, or the same ones in different orders, in this step")
+            raise StateError(beat.log.desync_error)
+
+
+__all__ = ["SLOTS", "Heartbeat", "Heartbeats", "Page", "Sent"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
 
 import torch
@@ -14,7 +15,7 @@ from fullshard.errors import StateError, warn_once
 from fullshard.params.sharded_param import WeakBackReference, logical_parameters
 from fullshard.params.stale_params import successor
 from fullshard.policies import LINTS, LintWarning
-from fullshard.runtime.unit import Unit, own_modules, unit_of
+from fullshard.runtime.unit import Unit, name_units_in, own_modules, unit_of
 from fullshard.sharding.module_tree import clean_name
 
 _OWNER = "_fullshard_owner"  # on a module: the way back to its unit
@@ -31,6 +32,7 @@ def mark(unit: Unit) -> None:
 
 
 def mark_ignored(parameter: nn.Parameter) -> None:
+    """The caller left the parameter out: no unit reduces its gradient."""
     parameter.__dict__[_IGNORED] = True
 
 
@@ -41,7 +43,7 @@ def _added(module: nn.Module, name: str, value: object) -> None:
         unit = back()
         # Units themselves put parameters into slots that are there.
         if unit is not None and (isinstance(value, nn.Module) or name not in _torch.parameters_of(module)):
-            unit.request_lint(True)
+            unit.checks.lint = True
 
 
 _torch.on_registration(_added)
@@ -49,21 +51,23 @@ _torch.on_registration(_added)
 
 def examine(unit: Unit, root: nn.Module) -> None:
     """Before a forward if the unit is new or something was added. Raises StateError for parameters that nobody would reduce."""
-    unit.request_lint(False)
+    unit.checks.lint = False
     mark(unit)
     if unit.axis.ranks * unit.axis.replicated > 1 and torch.is_grad_enabled() and "added" not in unit.options.checks.silence:
         slots = {(id(i.parameters), i.name) for parameter in unit.parameters for i in parameter.slots}
         stray = [name for module in unit.modules for name, p in _unowned(module, slots) if _IGNORED not in p.__dict__]
         if stray:
-            unit.request_lint(True)
+            unit.checks.lint = True
             raise StateError(
                 f"unit '{unit.name}': parameters added after fully_shard ({_listed(stray)}) would be trained by each rank "
                 "alone: add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their "
                 "gradients yourself, pass CheckPolicy(silence=('added',))"
             )
-    if unit.runtime.planner.outermost() is None and not unit.linted and _is_first_rank(unit):
-        unit.finish_lint()
-        unit.assign_names(root)
+    if not unit.runtime.planner.running and unit.checks.remarks and _is_first_rank(unit):
+        unit.checks.remarks = False
+        if unit.checks.names:
+            unit.checks.names = False
+            name_units_in(root, place=True)
         for name, line in remarks(root):
             if name not in unit.options.checks.silence:
                 warn_once(line, LintWarning)
@@ -104,56 +108,58 @@ def remarks(root: nn.Module) -> list[tuple[str, str]]:
     The names are those of `CheckPolicy(silence=...)`.
     """
     units = list(dict.fromkeys(unit for module in root.modules() if (unit := unit_of(module)) is not None))
-    sizes = [sum(p.sharding.local_shape.numel() for p in unit.parameters) for unit in units]
-    total = sum(sizes)
-    found: list[tuple[str, str]] = []
-    if len(units) > 1 and units[0].modules[0] is root:
-        own = sizes[0]
-        if own > total / 2 and own >= _LARGE:
-            found.append(
-                (
-                    "root",
-                    f"unit '{units[0].name}' is full from its forward to its backward's end and holds {own / total:.0%} of the "
-                    "parameters: call fully_shard on its large parts first, or shard_model(), which chooses them",
-                )
-            )
-    middle = median(sizes) if sizes else 0
-    for unit, size in list(zip(units, sizes))[1:]:
-        if len(units) > 3 and size > 8 * middle and size >= _LARGE:
-            found.append(
-                (
-                    "large",
-                    f"unit '{unit.name}' has {size:,} elements, {size / max(middle, 1):.0f} times the median of the units, and "
-                    "decides the peak of memory: call fully_shard on parts of it",
-                )
-            )
-    for unit in units:
-        real = sum(p.sharding.local_shape.numel() for group in unit.groups if not group.extension for p in group.parameters)
-        held = sum(group.layout.shard_numel * group.layout.ranks for group in unit.groups if not group.extension)
-        if real and held - real > max(real // 10, _LARGE):
-            found.append(
-                (
-                    "padding",
-                    f"unit '{unit.name}' is padded by {held / real - 1:.0%}, since its parameters have few rows for "
-                    f"{unit.axis.ranks} ranks: cut them along another dim with shard_placement_fn",
-                )
-            )
-    ignored = [name for name, p in root.named_parameters() if _IGNORED in p.__dict__ and p.requires_grad]
-    if ignored:
-        found.append(
-            (
-                "ignored",
-                f"ignored parameters {_listed([clean_name(name) for name in ignored])} are trainable, and nobody reduces their "
-                "gradients: each rank trains its own, unless you average them after backward",
-            )
-        )
+    found = [*_large_units(root, units), *_padded_units(units), *_ignored_parameters(root)]
     assert all(name in LINTS for name, _ in found)
     return found
 
 
+def _large_units(root: nn.Module, units: list[Unit]) -> Iterator[tuple[str, str]]:
+    """Units that decide the peak of memory."""
+    sizes = [sum(p.sharding.local_shape.numel() for p in unit.parameters) for unit in units]
+    if len(units) > 1 and units[0].modules[0] is root and sizes[0] > sum(sizes) / 2 and sizes[0] >= _LARGE:
+        yield (
+            "root",
+            f"unit '{units[0].name}' is full from its forward to its backward's end and holds {sizes[0] / sum(sizes):.0%} of "
+            "the parameters: call fully_shard on its large parts first, or shard_model(), which chooses them",
+        )
+    middle = median(sizes) if len(units) > 3 else float("inf")
+    for unit, size in list(zip(units, sizes))[1:]:
+        if size > 8 * middle and size >= _LARGE:
+            yield (
+                "large",
+                f"unit '{unit.name}' has {size:,} elements, {size / max(middle, 1):.0f} times the median of the units, and "
+                "decides the peak of memory: call fully_shard on parts of it",
+            )
+
+
+def _padded_units(units: list[Unit]) -> Iterator[tuple[str, str]]:
+    """Units whose shards hold more padding than a tenth."""
+    for unit in units:
+        groups = [group for group in unit.groups if not group.extension]
+        real = sum(p.sharding.local_shape.numel() for group in groups for p in group.parameters)
+        held = sum(group.layout.shard_numel * group.layout.ranks for group in groups)
+        if real and held - real > max(real // 10, _LARGE):
+            yield (
+                "padding",
+                f"unit '{unit.name}' is padded by {held / real - 1:.0%}, since its parameters have few rows for "
+                f"{unit.axis.ranks} ranks: cut them along another dim with shard_placement_fn",
+            )
+
+
+def _ignored_parameters(root: nn.Module) -> Iterator[tuple[str, str]]:
+    """Parameters that each rank trains alone."""
+    ignored = [name for name, p in root.named_parameters() if _IGNORED in p.__dict__ and p.requires_grad]
+    if ignored:
+        yield (
+            "ignored",
+            f"ignored parameters {_listed([clean_name(name) for name in ignored])} are trainable, and nobody reduces their "
+            "gradients: each rank trains its own, unless you average them after backward",
+        )
+
+
 def remark_on_prefetch(unit: Unit) -> None:
     """After many steps: gathers that nothing announced, since the order of units keeps changing."""
-    stats = unit.runtime.planner.stats
+    stats = unit.runtime.planner.prefetch.stats
     often = stats.gathers >= 50 and stats.missed > stats.gathers / 5
     if often and "prefetch" not in unit.options.checks.silence and _is_first_rank(unit):
         warn_once(

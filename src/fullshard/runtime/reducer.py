@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fullshard.collectives.streams import InFlight, LaneWork, nothing
-from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName
+from fullshard.collectives.streams import InFlight, LaneWork
+from fullshard.consistency.collective_log import CollectiveLog
 from fullshard.errors import StateError
 from fullshard.params.grad_commit import GradCommit, commit_all
 from fullshard.params.group import ParamGroup
 from fullshard.params.reduction import Reduction
-from fullshard.runtime.communicator import Communicator, TrackedWork
-from fullshard.runtime.heartbeat import SLOTS, Heartbeat, Page
+from fullshard.runtime.communicator import Communicator
+from fullshard.runtime.heartbeat import SLOTS, Heartbeats, Sent
+from fullshard.runtime.kept_grads import Kept, KeptGradients
 from fullshard.runtime.unit import Unit
-
-_NOBODY = UnitName("")
 
 
 class GradientReducer:
-    """delivery 1 - n reductions since the last heartbeat, 1 - n heartbeats that nobody has looked at.
+    """Reductions since the last heartbeat, and when their gradients are handed out.
 
     Gradients of a step are handed out together, behind its heartbeat: of a step that raises all arrive or none.
     """
@@ -31,33 +29,28 @@ class GradientReducer:
         self._communicator = communicator
         self._in_flight = InFlight()
         self._replicating = InFlight()
+        self._heartbeats = Heartbeats(communicator)
+        self._kept = KeptGradients()
         self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
-        self._beats: deque[tuple[Heartbeat, TrackedWork]] = deque()  # that nobody has looked at
-        self._lines: dict[CollectiveLog, GroupFingerprints] = {}  # of what no unit says, but this rank
-        self._page: Page | None = None  # that nothing is on any more
         # Those whose parameters have hooks land early, but never by polling: a hook may talk to other ranks.
         self._hooked: deque[Reduction] = deque()
         self._replicates = False  # whether any sum over replicas was ever sent
         self.merged = False  # whether what is on its way contains what earlier backwards kept
         self.decided: list[GradCommit] | None = None  # what is to be handed out, whatever comes
-        # Units, by number, of which a backward kept gradients on this rank (or over shards only) since they were last reduced.
-        self._keeping: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
-        self._kept = False  # whether a backward did so since gradients were last handed out
 
     def __len__(self) -> int:
         """Messages in flight."""
         return len(self._in_flight) + len(self._replicating)
 
-    def track(self, ticket: LaneWork, landed: Callable[[], None]) -> None:
-        """Call `landed` once the work of `ticket` is waited for, in its turn."""
-        self._in_flight.push(ticket, landed)
+    def track(self, work: LaneWork, landed: Callable[[], None]) -> None:
+        """Call `landed` once the work of `work` is waited for, in its turn."""
+        self._in_flight.push(work, landed)
 
     def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None]) -> None:
         """Send the gradients of a group on their way, or keep them on this rank. Takes them out of `grads`."""
         if not unit.options.sync_gradients:
             group.grads.accumulate(grads)
-            self._keeping[unit.number] = unit
-            self._kept = True
+            self._kept.add(unit)
             return
         limit = unit.options.comm.reductions_in_flight
         self._in_flight.make_room(limit)
@@ -77,24 +70,23 @@ class GradientReducer:
         if frozen:
             action = f"{action}, without {', '.join(frozen)}"
         communicator = self._communicator
-        ticket = communicator.send(communicator.reduce_lane, group.fingerprints, action, reduction.start, reduction.finish)
+        work = communicator.send(communicator.reduce_lane, group.fingerprints, action, reduction.start, reduction.finish)
         # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
-        self._in_flight.push(ticket, reduction.release_messages, polled=not reduction.steps.replicated)
+        self._in_flight.push(work, reduction.release_messages, polled=not reduction.steps.replicated)
         if reduction.steps.replicated:
-            ticket = communicator.send(
+            work = communicator.send(
                 communicator.replicate_lane,
                 group.fingerprints,
                 "sum over replicas",
                 reduction.replicate,
                 reduction.finish_replicated,
-                after=ticket,
+                after=work,
             )
-            self._replicating.push(ticket, reduction.release_sum, polled=reduction.steps.hook is None)
+            self._replicating.push(work, reduction.release_sum, polled=reduction.steps.hook is None)
             self._replicates = True
-        reduction.sent(ticket)
+        reduction.sent(work)
         if reduction.steps.deferred:
-            self._keeping[unit.number] = unit
-            self._kept = True
+            self._kept.add(unit)
             return
         self._reduced.append((unit, reduction))
         if reduction.has_hooks:
@@ -117,6 +109,14 @@ class GradientReducer:
             held is unit and not reduction.committed for held, reduction in self._reduced
         )
 
+    def check_delivered(self, unit: Unit, *, doing: str) -> None:
+        """Raises StateError if gradients of the unit are on their way, to groups that are about to be made anew."""
+        if self.is_undelivered(unit):
+            raise StateError(
+                f"{doing} came while gradients of unit '{unit.name}' are reduced, but not yet delivered: run the last backward "
+                "of the step first, or call zero_grad()"
+            )
+
     def discard(self, unit: Unit) -> None:
         """Forget the gradients of the unit that are not delivered: kept on this rank, deferred, or on their way."""
         if any(held is unit for held, _ in self._reduced) or any(group.grads.deferred is not None for group in unit.groups):
@@ -127,13 +127,13 @@ class GradientReducer:
             self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)
         for group in unit.groups:
             group.grads.discard()
-        self._keeping.pop(unit.number, None)
+        self._kept.discard(unit)
 
     def abort(self) -> None:
         """Wait for what is in flight, whatever it comes to, and look at no heartbeat of before."""
         self._in_flight.drain_quietly()
         self._replicating.drain_quietly()
-        self._beats.clear()
+        self._heartbeats.clear()
         self._hooked.clear()
         self.merged = False
 
@@ -164,9 +164,9 @@ class GradientReducer:
     def _land_early(self, reduction: Reduction) -> None:
         """Its hooks do not wait for the end of the backward."""
         reduction.wait_on_host(on_host=self._communicator.away is None)
-        handover = reduction.grad_commit()
-        assert handover is not None
-        commit_all([handover])
+        commit = reduction.grad_commit()
+        assert commit is not None
+        commit_all([commit])
 
     # --- the end of a backward ---
 
@@ -175,68 +175,37 @@ class GradientReducer:
 
         `touched`: the units that the backward entered. `units`: gives all that live, in the order in which they were made.
         """
-        keeping = len(self._keeping) > 0
-        trees = {unit.tree for unit in touched} if keeping else set()
-        left = self._left(trees) if keeping else []
-        reduced = self._due()
-        if not reduced and not left:
+        kept = self._kept.known_here(touched)
+        reduced = self._take_due()
+        if not reduced and not kept:
             return
-        beats = self._beat(reduced, left, None)
-        beating = {beat.ledger for beat, _ in beats}
-        more = [(unit, group) for unit, group in left if group.fingerprints.log not in beating]
-        for beat, _ in beats:
-            slots = beat.kept_units() if self._communicator.away is None or self._kept or keeping else ()
-            if slots:
-                trees = trees or {unit.tree for unit in touched}
-                more += self._to_reduce(beat, slots, trees, units())
+        at_once = self._communicator.away is None or self._kept.since_last_step or len(self._kept) > 0
+        sent = self._send_heartbeats(reduced, kept, None)
+        more = self._kept.known_anywhere(sent, kept, touched, units, read=at_once)
         if more:
-            more.sort(key=lambda entry: entry[0].number)
             for unit, group in more:
                 self.reduce(unit, group, [None] * len(group.parameters))
-            late = self._due()
-            unpollable = {reduction.group.fingerprints.log for _, reduction in reduced} - beating
-            beats += self._beat(late, [], {reduction.group.fingerprints.log for _, reduction in late} - unpollable)
+            late = self._take_due()
+            beating = {beat.log for beat, _ in sent}
+            silent = {reduction.group.fingerprints.log for _, reduction in reduced} - beating
+            sent += self._send_heartbeats(late, [], {reduction.group.fingerprints.log for _, reduction in late} - silent)
             reduced += late
-        if keeping:
-            for number, unit in list(self._keeping.items()):
-                if not any(group.grads.has_local or group.grads.deferred is not None for group in unit.groups):
-                    del self._keeping[number]
-        self._kept = False
-        used: dict[int, list[bool]] = {}  # anywhere, where that is known
-        for beat, ticket in beats:
-            if beat.undecided:
-                ticket.block()
-                used |= zip(map(id, beat.reductions), beat.used_anywhere())
-            elif not beat.all_used:
-                used |= ((id(reduction), reduction.used) for reduction in beat.reductions)
-        handovers: list[GradCommit] = []
-        on_host = self._communicator.away is None
-        for _, reduction in reduced:
-            reduction.wait_on_host(on_host=on_host)
-            anywhere = used.get(id(reduction), [True] * len(reduction.used))
-            if anywhere[0] or reduction.used[0]:
-                reduction.group.grads.note_given()
-            handover = reduction.grad_commit(anywhere)
-            if handover is not None:
-                handovers.append(handover)
-        if beats and self._communicator.away is None:
-            self._page = beats[0][0].page
-        self.decided, self.merged = handovers, False
+        self._kept.end_step()
+        self._decide([reduction for _, reduction in reduced], sent)
 
-    def _due(self) -> list[tuple[Unit, Reduction]]:
+    def _take_due(self) -> list[tuple[Unit, Reduction]]:
         """Take what is reduced since the last heartbeat, of units whose step the backward ends."""
         due = [entry for entry in self._reduced if entry[0].options.last_backward]
         if due:
             self._reduced = [entry for entry in self._reduced if not entry[0].options.last_backward]
         return due
 
-    def _beat(
-        self,
-        reduced: Sequence[tuple[Unit, Reduction]],
-        left: Sequence[tuple[Unit, ParamGroup]],
-        again: Container[CollectiveLog] | None,
-    ) -> list[tuple[Heartbeat, TrackedWork]]:
+    def _send_heartbeats(
+        self, reduced: Sequence[tuple[Unit, Reduction]], kept: Sequence[Kept], again: Container[CollectiveLog] | None
+    ) -> list[Sent]:
         """Send heartbeats behind these reductions, and wait for the reductions. Raises StateError if the ranks parted.
+
+        again: the logs that have another heartbeat in this backward, if that is so.
 
         On an accelerator a heartbeat is read when it has long passed, but at once by a rank of which some backward kept
         gradients since the last one: others may have kept those of other units. That assumes that on every rank some backward
@@ -245,49 +214,39 @@ class GradientReducer:
         """
         if len(self._replicating):  # on the replicas, too, sums begin before the heartbeat on every rank
             self._in_flight.drain()
-        beats = self._start_heartbeats(reduced, left, again)
+        beating = [(unit.options.checks.every, reduction) for unit, reduction in reduced if unit.options.checks.heartbeat]
+        slots = [(unit.global_id % SLOTS, group.fingerprints.log) for unit, group in kept]
+        sent = self._heartbeats.send(beating, slots, again)
         self.drain()
         self._hooked.clear()
-        if self._communicator.away is None or self._kept or len(self._keeping):  # of ranks that parted none has a gradient
-            if self._beats:
-                self.read_beats(keep=0)
-            for beat, ticket in beats:
-                ticket.block()
-                self._check_beat(beat)
+        # Of ranks that parted none has a gradient.
+        if self._communicator.away is None or self._kept.since_last_step or len(self._kept):
+            self._heartbeats.read_now(sent)
         else:
-            self._beats += beats
-            if len(self._beats) > len(beats):
-                self.read_beats(keep=len(beats))
-        return beats
+            self._heartbeats.read_later(sent)
+        return sent
 
-    # --- gradients that earlier backwards kept, of units that this one did not enter ---
-
-    def _left(self, trees: Container[nn.Module | None]) -> list[tuple[Unit, ParamGroup]]:
-        """Groups of these models of which this rank kept gradients that are to be reduced now, as far as it knows."""
-        found: list[tuple[Unit, ParamGroup]] = []
-        for _, unit in sorted(self._keeping.items()):
-            if _ends_here(unit, trees):
-                for group in unit.groups:
-                    deferred = group.grads.deferred is not None and unit.options.reduce.all_reduce
-                    if group.trainable and (group.grads.has_local or deferred):
-                        found.append((unit, group))
-        return found
-
-    def _to_reduce(
-        self, beat: Heartbeat, slots: Container[int], trees: Container[nn.Module | None], units: Iterable[Unit]
-    ) -> list[tuple[Unit, ParamGroup]]:
-        """What a heartbeat says that some rank kept: groups that all ranks reduce now, as no rank did in this backward.
-
-        Units that share a slot are reduced with each other: of those that nobody kept anything of, no gradient is handed out.
-        """
-        reduced = {id(reduction.group) for reduction in beat.reductions}
-        return [
-            (unit, group)
-            for unit in units
-            if unit.global_id % SLOTS in slots and _ends_here(unit, trees)
-            for group in unit.groups
-            if group.fingerprints.log is beat.ledger and group.trainable and id(group) not in reduced
-        ]
+    def _decide(self, reductions: Sequence[Reduction], sent: Sequence[Sent]) -> None:
+        """These gradients are handed out, whatever comes: those of parameters that any rank used."""
+        used: dict[int, list[bool]] = {}  # anywhere, where that is known
+        for beat, work in sent:
+            if beat.undecided:
+                work.block()
+                used |= zip(map(id, beat.reductions), beat.used_anywhere())
+            elif not beat.all_used:
+                used |= ((id(reduction), reduction.used) for reduction in beat.reductions)
+        commits: list[GradCommit] = []
+        on_host = self._communicator.away is None
+        for reduction in reductions:
+            reduction.wait_on_host(on_host=on_host)
+            anywhere = used.get(id(reduction), [True] * len(reduction.used))
+            if anywhere[0] or reduction.used[0]:
+                reduction.group.grads.note_given()
+            commit = reduction.grad_commit(anywhere)
+            if commit is not None:
+                commits.append(commit)
+        self._heartbeats.reuse(sent)
+        self.decided, self.merged = commits, False
 
     def assign_grads(self) -> None:
         """Give the parameters what `collect` decided on. Until that is done no interrupt is raised."""
@@ -298,60 +257,9 @@ class GradientReducer:
             finally:
                 self.decided = None
 
-    def _start_heartbeats(
-        self,
-        reduced: Sequence[tuple[Unit, Reduction]],
-        left: Sequence[tuple[Unit, ParamGroup]],
-        again: Container[CollectiveLog] | None,
-    ) -> list[tuple[Heartbeat, TrackedWork]]:
-        """One message per set of process groups. `again`: the ledgers that have another one in this backward, if that is so."""
-        communicator = self._communicator
-        beats: list[tuple[Heartbeat, TrackedWork]] = []
-        axes: dict[CollectiveLog, tuple[int, list[Reduction]]] = {}
-        for unit, reduction in reduced:
-            checks = unit.options.checks
-            if checks.heartbeat:
-                ledger = reduction.group.fingerprints.log
-                if ledger not in axes:
-                    axes[ledger] = checks.every, []
-                axes[ledger][1].append(reduction)
-        for ledger, (every, reductions) in axes.items():
-            if ledger not in again if again is not None else not ledger.beats(every):
-                continue
-            line = self._lines.get(ledger)
-            if line is None:
-                line = self._lines[ledger] = GroupFingerprints(ledger, _NOBODY, "")
-            slots = [unit.global_id % SLOTS for unit, group in left if group.fingerprints.log is ledger]
-            beat = Heartbeat(ledger, reductions, communicator.away, self._page, slots)
-            self._page = None
-            over = reductions[0].group.collectives.replicate is not None
-            finish = nothing if over else beat.finish
-            ticket = communicator.send(communicator.reduce_lane, line, "heartbeat", beat.start, finish)
-            if over:
-                lane, start = communicator.replicate_lane, beat.start_over_replicas
-                ticket = communicator.send(lane, line, "heartbeat", start, beat.finish, ticket, part=True)
-            beats.append((beat, ticket))
-        return beats
-
-    def _check_beat(self, beat: Heartbeat) -> None:
-        """Raises StateError if the ranks did not run the same."""
-        if beat.is_desynced():
-            watch = self._communicator.watchdog
-            text = "" if watch is None else watch.confront(beat.ledger)
-            beat.ledger.close(text or "the ranks ran different units, or the same ones in different orders, in this step")
-            raise StateError(beat.ledger.desync_error)
-
-    def read_beats(self, *, keep: int | None = None) -> None:
-        """On an accelerator: look at what has arrived, and wait for all but the last `keep`, if that is given."""
-        while self._beats and ((keep is not None and len(self._beats) > keep) or self._beats[0][1].done()):
-            beat, ticket = self._beats.popleft()
-            ticket.block()
-            self._check_beat(beat)
-
-
-def _ends_here(unit: Unit, trees: Container[nn.Module | None]) -> bool:
-    """Whether a synchronised backward in these models ends the step of the unit, whether or not it entered it."""
-    return unit.options.sync_gradients and unit.options.last_backward and unit.tree in trees
+    def read_heartbeats(self) -> None:
+        """On an accelerator: look at those that have arrived. Raises StateError if the ranks did not run the same."""
+        self._heartbeats.read()
 
 
 __all__ = ["GradientReducer"]

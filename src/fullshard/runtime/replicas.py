@@ -26,11 +26,11 @@ def check_replicas(unit: Unit) -> None:
         name = f"parameter '{p.name}' of unit '{unit.name}'"
         axes.setdefault(id(p.sharding.axis), (p.sharding.axis, []))[1].append((name, p.local))
     for axis, shards in axes.values():
-        talk = unit.setup_collectives("comparison of replicas", shards=False).about(axis)
+        setup = unit.setup_collectives("comparison of replicas", shards=False).about(axis)
         if unit.options.sync == "broadcast":
-            broadcast([shard for _, shard in shards], talk)
+            broadcast([shard for _, shard in shards], setup)
         else:
-            wrong = wrong or check_alike(shards, talk)
+            wrong = wrong or check_alike(shards, setup)
     if wrong is not None:
         raise StateError(
             f"{wrong}, which hold the same rows: initialise it from one seed on all replicas, as fullshard.materialize() "
@@ -55,21 +55,23 @@ def share_buffers(unit: Unit, root: nn.Module, communicator: Communicator) -> No
             kinds.setdefault(buffer.dtype, {})[id(buffer)] = buffer
             slots.append((_torch.buffers_of(module), name, buffer))
     shared: dict[int, Tensor] = {}
-    carriers = communicator.carriers(axis, unit.options)
-    line = GroupFingerprints(communicator.log_of(axis), unit.unit_name, f"{unit.global_id} buffers")
+    collectives = communicator.carriers(axis, unit.options)
+    fingerprints = GroupFingerprints(communicator.log_of(axis), unit.unit_name, f"{unit.global_id} buffers")
     with torch.no_grad():
         for dtype, found in kinds.items():
             buffers = list(found.values())
             message = torch.cat([buffer.reshape(-1) for buffer in buffers])
             message = message.to(torch.uint8) if dtype is torch.bool else message
-            line.log.allow_message_size(message.nbytes)
+            fingerprints.log.allow_message_size(message.nbytes)
             averaged = mean and dtype.is_floating_point
             if not (averaged or first):
                 message.zero_()
-            communicator.send(communicator.reduce_lane, line, "buffers", partial(carriers.reduce.all_reduce, message)).wait()
-            if carriers.replicate is not None:
-                over = partial(carriers.replicate.all_reduce, message)
-                communicator.send(communicator.replicate_lane, line, "buffers", over).wait()
+            communicator.send(
+                communicator.reduce_lane, fingerprints, "buffers", partial(collectives.reduce.all_reduce, message)
+            ).wait()
+            if collectives.replicate is not None:
+                over = partial(collectives.replicate.all_reduce, message)
+                communicator.send(communicator.replicate_lane, fingerprints, "buffers", over).wait()
             if averaged:
                 message.div_(ranks)
             for buffer, part in zip(buffers, message.split([buffer.numel() for buffer in buffers])):

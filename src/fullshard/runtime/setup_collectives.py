@@ -1,4 +1,4 @@
-"""What the ranks of an axis settle outside of forward and backward: each collective an entry of the ledger, and watched."""
+"""What the ranks of an axis settle outside of forward and backward: each collective an entry of the log, and watched."""
 
 from __future__ import annotations
 
@@ -19,44 +19,48 @@ from fullshard.runtime.communicator import Communicator
 from fullshard.sharding.mesh import ShardAxis
 from fullshard.sharding.param_sharding import ParamSharding
 
-KIND = "talk"  # of these messages in the journal
+KIND = "talk"  # of these messages in `counting()`
 
 
 class SetupCollectives:
     """One call of the caller's in which all ranks of an axis take part: `fully_shard()`, `materialize()`, `full_params()`.
 
-    Ranks that call different things differ in the ledger, so the watch tells them; an error of the backend says which call it
+    Ranks that call different things differ in the log, so the watchdog tells them; an error of the backend says which call it
     was, and where the other ranks are. The same call on all ranks makes the same entries.
 
-    groups: over which ranks that should settle something are spread, replicas first.
+    Attributes:
+        axis: the axis whose ranks take part.
+        groups: the process groups over which these ranks are spread, replicas first.
     """
 
     def __init__(
         self,
         communicator: Communicator,
         axis: ShardAxis,
-        label: UnitName,
+        unit_name: UnitName,
         doing: str,
         subject: str = "",
         *,
         shards: bool = True,
     ) -> None:
-        """`doing`: the name of the call. `subject`: what all ranks know alike of what it is about. `shards`: False leaves it
-        to the ranks that hold equal shards.
+        """Begin a call.
+
+        doing: the name of the call. subject: a text about it that is alike on all ranks. shards: False if only ranks that hold
+        equal shards take part.
         """
         self.axis = axis
-        self._communicator, self._label, self._doing, self._subject = communicator, label, doing, subject
+        self._communicator, self._unit_name, self._doing, self._subject = communicator, unit_name, doing, subject
         self._shards = shards
         self.groups = [axis.replicas.group] if axis.replicas is not None and axis.replicas.ranks > 1 else []
         self.groups += [axis.group] if shards and axis.group is not None and axis.ranks > 1 else []
-        self._line: GroupFingerprints | None = None
+        self._fingerprints: GroupFingerprints | None = None
         self._last: LoggedCall | None = None
 
     def about(self, axis: ShardAxis) -> SetupCollectives:
         """The same call, for what lies on another axis."""
         if axis.key == self.axis.key:
             return self
-        return SetupCollectives(self._communicator, axis, self._label, self._doing, self._subject, shards=self._shards)
+        return SetupCollectives(self._communicator, axis, self._unit_name, self._doing, self._subject, shards=self._shards)
 
     # --- small tensors ---
 
@@ -105,49 +109,52 @@ class SetupCollectives:
             if moved is not mine:
                 mine.copy_(moved)
 
-    def whole(self, cut: ParamSharding, sharded: DTensor) -> Tensor:
-        """What this rank computes with (cut.local_shape; of a scalar one element), of a DTensor that is cut so, in memory
-        of its own where its part is.
+    def unsharded(self, sharding: ParamSharding, sharded: DTensor) -> Tensor:
+        """The tensor that this rank computes with, of a DTensor that is sharded so: (sharding.local_shape), of a scalar one
+        element, in memory of its own on the device of its shard.
         """
-        return self._whole(cut, sharded) if _is_cut_so(cut, sharded) else cut.local_of(self._by_torch(sharded)).clone()
+        if _is_sharded_so(sharding, sharded):
+            return self._unsharded(sharding, sharded)
+        return sharding.local_of(self._by_torch(sharded)).clone()
 
-    def full(self, cut: ParamSharding, sharded: DTensor) -> Tensor:
-        """The same, of the global shape: with what tensor parallelism cut off."""
-        if not _is_cut_so(cut, sharded):
+    def full(self, sharding: ParamSharding, sharded: DTensor) -> Tensor:
+        """The same, of the global shape: with the parts of other ranks of tensor parallelism."""
+        if not _is_sharded_so(sharding, sharded):
             return self._by_torch(sharded).clone()
-        whole = cut.to_module(self._whole(cut, sharded))
-        return whole if cut.dense is None else self._by_torch(whole).clone()
+        whole = sharding.to_module(self._unsharded(sharding, sharded))
+        return whole if sharding.dense is None else self._by_torch(whole).clone()
 
-    def _whole(self, cut: ParamSharding, sharded: DTensor) -> Tensor:
-        local, group = _torch.local_tensor(sharded).detach(), cut.axis.group
-        if not cut.shape or group is None or cut.axis.ranks == 1:
+    def _unsharded(self, sharding: ParamSharding, sharded: DTensor) -> Tensor:
+        local, group = _torch.local_tensor(sharded).detach(), sharding.axis.group
+        if not sharding.shape or group is None or sharding.axis.ranks == 1:
             return local.clone()
         if local.device.type == "meta":
-            return local.new_empty(cut.local_shape)
-        part = local.movedim(cut.dim, 0).to(cut.axis.device).contiguous()
-        if cut.extent.padding:
-            part = torch.cat([part, part.new_zeros((cut.extent.padding, *part.shape[1:]))])
-        found = part.new_empty((cut.axis.ranks * part.shape[0], *part.shape[1:]))
-        self.about(cut.axis)._gather(found, part, group)
-        return found[: cut.local_shape[cut.dim]].movedim(0, cut.dim).contiguous().to(local.device)
+            return local.new_empty(sharding.local_shape)
+        part = local.movedim(sharding.dim, 0).to(sharding.axis.device).contiguous()
+        if sharding.extent.padding:
+            part = torch.cat([part, part.new_zeros((sharding.extent.padding, *part.shape[1:]))])
+        found = part.new_empty((sharding.axis.ranks * part.shape[0], *part.shape[1:]))
+        self.about(sharding.axis)._gather(found, part, group)
+        return found[: sharding.local_shape[sharding.dim]].movedim(0, sharding.dim).contiguous().to(local.device)
 
     def _by_torch(self, sharded: Any) -> Tensor:
-        """As DTensor knows to: tensor parallelism, subclasses, gradients that a caller cut in another way. Its collectives
-        know no names, so the ranks meet before, and the watch knows this call for what it is.
+        """Have DTensor gather it: tensor parallelism, subclasses, gradients that a caller sharded in another way.
+
+        Its collectives know no names, so the ranks meet before, and the watchdog knows this call by its name.
         """
         self.meet()
-        waiter = self._communicator.wait_state
-        if waiter is None or self._last is None:
+        wait_state = self._communicator.wait_state
+        if wait_state is None or self._last is None:
             return full_tensor(sharded)
-        before = waiter.enter(self._last)
+        before = wait_state.enter(self._last)
         try:
             return full_tensor(sharded)
         except RuntimeError as failure:
             raise self._communicator.explained(failure, self._last) from failure
         finally:
-            waiter.leave(before)
+            wait_state.leave(before)
 
-    # --- how it is said ---
+    # --- messages ---
 
     def _gather(self, out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
         if part.numel():
@@ -159,10 +166,10 @@ class SetupCollectives:
 
     def _send(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], StartedWork]) -> None:
         communicator = self._communicator
-        if self._line is None:
-            self._line = GroupFingerprints(communicator.log_of(self.axis), self._label, self._subject)
+        if self._fingerprints is None:
+            self._fingerprints = GroupFingerprints(communicator.log_of(self.axis), self._unit_name, self._subject)
         communicator.traffic.record(KIND, fulls, group.size())
-        sent = communicator.send(communicator.reduce_lane, self._line, self._doing, start)
+        sent = communicator.send(communicator.reduce_lane, self._fingerprints, self._doing, start)
         sent.wait()
         self._last = sent
 
@@ -171,9 +178,9 @@ def _begun(begin: Callable[[], Any]) -> StartedWork:
     return StartedWork((begin(),))
 
 
-def _is_cut_so(cut: ParamSharding, sharded: DTensor) -> bool:
+def _is_sharded_so(sharding: ParamSharding, sharded: DTensor) -> bool:
     plain = type(_torch.local_tensor(sharded)) is Tensor
-    return plain and sharded.device_mesh == cut.mesh and tuple(sharded.placements) == cut.placements
+    return plain and sharded.device_mesh == sharding.mesh and tuple(sharded.placements) == sharding.placements
 
 
 __all__ = ["KIND", "SetupCollectives"]

@@ -54,68 +54,68 @@ def _plain_parts(tensor: Tensor) -> list[Tensor]:
     return []
 
 
-def check_alike(named: Sequence[tuple[str, Tensor]], talk: SetupCollectives) -> str | None:
+def check_alike(named: Sequence[tuple[str, Tensor]], setup: SetupCollectives) -> str | None:
     """What is wrong if the ranks hold different values, None if nothing; the same on all of them (collective).
 
     Tensors on meta have no values to compare.
     """
-    if not talk.groups or not named:
+    if not setup.groups or not named:
         return None
-    device = talk.axis.device
+    device = setup.axis.device
     known = [tensor.device.type != "meta" and bool(_plain_parts(tensor)) for _, tensor in named]
     zero = torch.zeros((), dtype=torch.int64, device=device)
     digests = torch.stack([digest(t).to(device) if has else zero for (_, t), has in zip(named, known)])
     rows = digests.view(torch.uint8).view(len(named), 8)
     has = torch.tensor(known, dtype=torch.uint8, device=device).view(-1, 1)
-    message = talk.maximum(torch.cat([rows * has, (255 - rows) * has, has], 1)).cpu()
+    message = setup.maximum(torch.cat([rows * has, (255 - rows) * has, has], 1)).cpu()
     differ = ((message[:, :8].int() + message[:, 8:16].int() != 255).any(1) & (message[:, 16] > 0)).nonzero()
     if not differ.numel():
         return None
     index = int(differ[0])
-    return f"{named[index][0]} differs between {_who(digests[index], talk)}"
+    return f"{named[index][0]} differs between {_who(digests[index], setup)}"
 
 
-def check_structure(named: Sequence[tuple[str, Tensor]], talk: SetupCollectives) -> str | None:
+def check_structure(named: Sequence[tuple[str, Tensor]], setup: SetupCollectives) -> str | None:
     """What is wrong if the ranks are about to shard different parameters; the same on all of them (collective)."""
-    if not talk.groups:
+    if not setup.groups:
         return None
     parts = [f"{name} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named]
     hashed = hashlib.sha256("; ".join(parts).encode()).digest()[:8]
-    mine = torch.tensor(list(hashed), dtype=torch.uint8, device=talk.axis.device)
-    head = talk.maximum(torch.cat([mine, 255 - mine])).cpu().int()
+    mine = torch.tensor(list(hashed), dtype=torch.uint8, device=setup.axis.device)
+    head = setup.maximum(torch.cat([mine, 255 - mine])).cpu().int()
     if bool((head[:8] + head[8:] == 255).all()):
         return None
     room = 256  # bytes for what each rank says of itself, all of one length
     rank = dist.get_rank()
     text = f"rank {rank} has {len(named)}: {'; '.join(parts)}".encode()[:room].ljust(room)
-    found = talk.gather(torch.tensor(list(text), dtype=torch.uint8, device=talk.axis.device), talk.groups[-1])
+    found = setup.gather(torch.tensor(list(text), dtype=torch.uint8, device=setup.axis.device), setup.groups[-1])
     texts = [bytes(one).decode(errors="ignore").strip() for one in found.tolist()]
     return ". ".join(dict.fromkeys(texts))
 
 
-def _who(mine: Tensor, talk: SetupCollectives) -> str:
+def _who(mine: Tensor, setup: SetupCollectives) -> str:
     """The ranks that hold other values than the first one, as far as one of the process groups shows it (collective)."""
-    for group in reversed(talk.groups):
-        found = talk.gather(mine, group).tolist()
+    for group in reversed(setup.groups):
+        found = setup.gather(mine, group).tolist()
         ranks = dist.get_process_group_ranks(group)
         other = [rank for rank, value in zip(ranks, found) if value != found[0]]
-        seen = talk.maximum(torch.tensor([bool(other)], dtype=torch.uint8, device=talk.axis.device))
+        seen = setup.maximum(torch.tensor([bool(other)], dtype=torch.uint8, device=setup.axis.device))
         if bool(seen.item()):
             return f"rank {ranks[0]} and {listed(other)}" if other else "other ranks of the mesh"
     return "ranks"
 
 
-def broadcast(tensors: Sequence[Tensor], talk: SetupCollectives) -> None:
+def broadcast(tensors: Sequence[Tensor], setup: SetupCollectives) -> None:
     """Have all ranks hold what the first one holds (collective)."""
-    talk.broadcast(part for tensor in tensors for part in _plain_parts(tensor) if part.device.type != "meta")
+    setup.broadcast(part for tensor in tensors for part in _plain_parts(tensor) if part.device.type != "meta")
 
 
-def has_values_everywhere(named: Sequence[tuple[str, Tensor]], talk: SetupCollectives) -> str | None:
+def has_values_everywhere(named: Sequence[tuple[str, Tensor]], setup: SetupCollectives) -> str | None:
     """The first of `named` that is on meta on some ranks only, None if there is none; the same on all ranks (collective)."""
     on_meta = torch.tensor([[t.device.type == "meta", t.device.type != "meta"] for _, t in named], dtype=torch.uint8)
-    votes = on_meta.to(talk.axis.device)
+    votes = on_meta.to(setup.axis.device)
     if votes.numel():
-        talk.maximum(votes)
+        setup.maximum(votes)
     for (name, _), (some, others) in zip(named, votes.tolist()):
         if some and others:
             return name

@@ -19,8 +19,9 @@ from fullshard.collectives.process_groups import HeldGroup, held, on_release
 class DataParallelMeshDims:
     """Which axes of one full mesh are data parallel; each a name, several names, or None. At least one of both.
 
-    shard: parameters are sharded over them; several are flattened into one axis, in mesh order.
-    replicate: gradients are averaged over them too (hybrid sharding, or plain data parallelism without `shard`).
+    Args:
+        shard: parameters are sharded over them; several are flattened into one axis, in mesh order.
+        replicate: gradients are averaged over them too (hybrid sharding, or plain data parallelism without `shard`).
 
     Source: `torch.distributed.fsdp.DataParallelMeshDims` (torch 2.13).
     """

@@ -21,11 +21,14 @@ from fullshard.sharding.mesh import ShardAxis, everywhere, resolve_mesh
 class ShardPlacementResult:
     """What `shard_placement_fn` may return: along which dim a parameter is cut, and over which mesh.
 
-    placement: `Shard(dim)`, None for `Shard(0)`.
-    mesh_info: a DeviceMesh as `fully_shard` takes it, an object with such a `.mesh` (torch's FSDPMeshInfo), or None for
-        the mesh of the unit.
+    Args:
+        placement: `Shard(dim)`, None for `Shard(0)`.
+        mesh_info: a DeviceMesh as `fully_shard` takes it, an object with such a `.mesh` (torch's FSDPMeshInfo), or None for
+            the mesh of the unit.
 
-    Example (the experts of a mixture, on the ranks that hold the same experts):
+    Example:
+        The experts of a mixture, on the ranks that hold the same experts:
+
         >>> ShardPlacementResult(Shard(0), expert_data_mesh)                                  # doctest: +SKIP
 
     Source: `ShardPlacementResult` of torch 2.13's FSDP2.

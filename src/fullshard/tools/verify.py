@@ -23,7 +23,12 @@ from fullshard.wrap.whole_model import shard_model
 class Difference:
     """What differed first: `what` of a parameter (its gradient, or its value after the optimizer's step), or the loss.
 
-    worst: the largest absolute difference of two elements.   scale: the largest absolute value of the plain one.
+    Args:
+        step: the step in which it differed, from 0.
+        what: "loss", "gradient" or "value"; says so if one of both has no gradient.
+        name: of the parameter; empty for the loss.
+        worst: the largest absolute difference of two elements.
+        scale: the largest absolute value of the plain one.
     """
 
     step: int

@@ -190,7 +190,8 @@ def shard_model(
     """Call `fully_shard` on the modules of `model` that `policy` chooses, children first, and on the model. Collective.
 
     Args:
-        mesh, **options: as of `fully_shard`, for all units; what a policy or plan says of one unit goes first.
+        mesh: as of `fully_shard`.
+        options: keyword options of `fully_shard`, for all units; what a policy or plan says of one unit goes first.
         policy: as of `plan_model`.
         strict: refuse units that would mix trainable and frozen parameters, which travel in groups of their own, instead
             of warning.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from harness import World, ranks
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def blocks(page: str) -> list[tuple[int, str]]:
@@ -19,18 +23,47 @@ def blocks(page: str) -> list[tuple[int, str]]:
     return [(text[: m.start()].count("\n") + 1, m[1]) for m in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)]
 
 
-@pytest.mark.parametrize("page", ["wrapping.md", "from-fsdp1.md", "compile.md"])
-@ranks(2, limit=240)
-def test_the_snippets_of_a_page_run(world: World, page: str) -> None:
-    torch._dynamo.reset()
-    names: dict[str, object] = {}
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """The working directory, for the length of the block."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def run_page(world: World, page: str, *, ranks_per_node: int | None = None) -> None:
+    """Run the python blocks of a page in order, in an empty folder that the ranks share, with what torchrun puts in the environment."""
+    local = world.size if ranks_per_node is None else ranks_per_node
+    torchrun = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": world.rank % local, "LOCAL_WORLD_SIZE": local}
     found = blocks(page)
     assert found
-    with warnings.catch_warnings():
+    names: dict[str, object] = {}
+    torch._dynamo.reset()
+    with (
+        warnings.catch_warnings(),
+        inside(world.folder("page")),
+        mock.patch.dict(os.environ, {name: str(value) for name, value in torchrun.items()}),
+    ):
         warnings.filterwarnings("ignore", message="use_orig_params|enable_nested_tensor|unit .* mixes")
         for line, code in found:
             exec(compile("\n" * line + code, str(DOCS / page), "exec"), names)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("page", ["wrapping.md", "from-fsdp1.md", "from-fsdp2.md", "from-deepspeed.md", "compile.md"])
+@ranks(2, limit=240)
+def test_the_snippets_of_a_page_run(world: World, page: str) -> None:
+    run_page(world, page)
+
+
+@pytest.mark.parametrize("page", ["tutorial.md", "more-than-one-machine.md"])
+@ranks(4, limit=240)
+def test_the_snippets_of_a_page_run_on_two_nodes_of_two_ranks(world: World, page: str) -> None:
+    """Those of the tutorial compare the losses of its steps; nodes are what the environment says."""
+    run_page(world, page, ranks_per_node=2)
 
 
 def test_the_table_of_a_plan_is_the_one_that_is_printed() -> None:

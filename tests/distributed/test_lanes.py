@@ -245,7 +245,7 @@ def test_poison_shows_who_computes_before_the_gather_was_waited_for(world: World
         late = CommPolicy(lanes=late_lanes())
         model = fullshard.fully_shard(Stack(), mesh=world.mesh, check_policy=CheckPolicy(poison=True), comm_policy=late)
         square(model(world.mine(batch(0)))).backward()
-        model._fullshard_unit.runtime._run[Wait] = lambda unit: None  # a missing wait
+        model._fullshard_unit.runtime.executor._run[Wait] = lambda unit: None  # a missing wait
         with torch.no_grad():
             seen.extend(model(world.mine(batch(0))) for _ in range(20))
 

@@ -13,7 +13,7 @@ import pytest
 from harness import launched
 
 pytestmark = pytest.mark.processes
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = [
     "--dim",
     "32",

@@ -1,7 +1,7 @@
 """Checks and measures fullshard's stream path on one CUDA GPU, beside torch's FSDP2, in a few minutes and one table.
 
-    python benchmarks/gpu_check.py [--out runs] [--only parity memory] [--limit 470]
-    python benchmarks/gpu_check.py --cpu-dry-run        # the same code with tiny sizes, to test this script itself
+    python tests/gpu/gpu_check.py [--out runs] [--only parity memory] [--limit 470]
+    python tests/gpu/gpu_check.py --cpu-dry-run        # the same code with tiny sizes, to test this script itself
 
 Needs torch and one GPU, nothing else. Every job runs in processes of its own, so that one that crashes or hangs costs only
 its own rows. How ranks are had from one GPU:
@@ -51,7 +51,7 @@ from torch.utils.checkpoint import checkpoint
 try:
     import fullshard
 except ModuleNotFoundError:  # a checkout that is not installed
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
     import fullshard
 
 from fullshard import CheckPolicy, CommPolicy, MixedPrecisionPolicy, fully_shard

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WINGS = ["collectives", "sharding", "schedule", "consistency", "params", "runtime"]
 RETIRED = {  # and what is said instead
     "abandon": "abort, drop or drain",

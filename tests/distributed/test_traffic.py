@@ -78,7 +78,7 @@ def test_forward_only_loops_leave_training_traffic_as_it_was(world: World) -> No
         square(model(world.mine(batch(0)))).backward()
     assert kinds(messages) == {"all_gather": 7, "reduce_scatter": 4, "heartbeat": 1}
     planner = model._fullshard_unit.runtime.planner
-    assert len(planner._forward_order.now) <= 4, "what is recorded does not grow"
+    assert len(planner.prefetch.forward_order.now) <= 4, "what is recorded does not grow"
 
 
 @ranks(2)

@@ -36,7 +36,7 @@ def live(model: nn.Module) -> int:
 
 @ranks(2)
 def test_a_the_forward_peak_is_two_units_and_no_third_is_left_behind(world: World) -> None:
-    """A stray reference there keeps the gather before last alive (its bytes are counted in test_memory.py)."""
+    """A stray reference there keeps the gather before last alive (its bytes are counted in distributed/test_memory.py)."""
     model = shard_stack(Stack(6, 8, 24), world.mesh, reshard_after_forward=True)
     one = 2 * model.blocks[0]._fullshard_unit.groups[0].shard.numel() * 4
     root = 2 * model._fullshard_unit.groups[0].shard.numel() * 4
@@ -65,7 +65,7 @@ def test_b_the_root_is_fresh_after_an_evaluation_and_an_optimizer_step(world: Wo
 @ranks(2)
 def test_c_a_hundred_evaluations_leave_nothing_behind_and_cost_no_gather_later(world: World) -> None:
     sharded = shard_stack(Stack(), world.mesh, reshard_after_forward=True)
-    order = sharded._fullshard_unit.runtime.planner._forward_order
+    order = sharded._fullshard_unit.runtime.planner.prefetch.forward_order
 
     def remembered() -> int:
         return len(order.now) + sum(map(len, order.runs.values()))

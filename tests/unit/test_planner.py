@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import InternalError
-from fullshard.schedule.order import ForwardCall
+from fullshard.policies import CommPolicy
 from fullshard.schedule.planner import Planner
+from fullshard.schedule.records import ForwardCall
 from fullshard.schedule.residency import (
     MOVES,
     Action,
@@ -21,8 +24,20 @@ from fullshard.schedule.residency import (
     Wait,
 )
 
+COMM = CommPolicy()
 
-class CollectiveLog:
+
+@dataclass(frozen=True)
+class Options:
+    """The options that a planner reads."""
+
+    reshard_policy: ReshardPolicy
+    keep_after_backward: bool = False
+    in_backward: bool = True
+    comm: CommPolicy = COMM
+
+
+class SimulatedRun:
     """Executes actions on nothing, and checks that each is legal where it comes."""
 
     def __init__(self, keeps: list[ReshardPolicy]) -> None:
@@ -31,7 +46,7 @@ class CollectiveLog:
         self.log: list[tuple[str, int]] = []
         self.most_full = 0
         for unit, keep in enumerate(keeps):
-            self.planner.register(unit, keep=keep)
+            self.planner.register(unit, Options(keep))
 
     def run(self, actions: list[Action]) -> None:
         for action in actions:
@@ -110,32 +125,32 @@ programs = st.lists(st.sampled_from(["train", "eval", "two", "forget", "raise"])
 def test_every_program_keeps_the_moves_and_ends_sharded(
     data: st.DataObject, program: list[str], keeps: list[ReshardPolicy]
 ) -> None:
-    ledger = CollectiveLog(keeps)
+    run = SimulatedRun(keeps)
     tree = data.draw(trees(5))
     for step in program:
         calls: list[ForwardCall] = []
         if step == "eval":
-            ledger.forward(tree, calls, grad=False)
+            run.forward(tree, calls, grad=False)
         elif step == "train":
-            ledger.forward(tree, calls)
-            ledger.backward(calls)
+            run.forward(tree, calls)
+            run.backward(calls)
         elif step == "two":
-            ledger.forward(tree, calls)
-            ledger.forward(tree, calls)
-            ledger.backward(calls)
+            run.forward(tree, calls)
+            run.forward(tree, calls)
+            run.backward(calls)
         elif step == "forget":  # the graph is dropped without a backward
-            ledger.forward(tree, calls)
+            run.forward(tree, calls)
             for call in calls:
-                ledger.planner.graph_released(call)
+                run.planner.graph_released(call)
         else:
-            ledger.run(ledger.planner.before_forward(0))
-            ledger.run(ledger.planner.abort())
+            run.run(run.planner.before_forward(0))
+            run.run(run.planner.abort())
     calls = []
-    ledger.forward(tree, calls)
-    ledger.backward(calls)
-    assert set(ledger.data.values()) == {Residency.SHARDED}
+    run.forward(tree, calls)
+    run.backward(calls)
+    assert set(run.data.values()) == {Residency.SHARDED}
     used = {unit for unit, *_ in _walk(tree)}
-    reduced = [unit for name, unit in ledger.log if name == "Reduce"]
+    reduced = [unit for name, unit in run.log if name == "Reduce"]
     assert set(reduced[-len(used) :]) == used, "each unit is reduced in every backward"
 
 
@@ -144,28 +159,28 @@ def _walk(tree: list) -> list[list]:
 
 
 def test_at_most_two_units_are_full_in_a_chain() -> None:
-    ledger = CollectiveLog([ReshardPolicy.NEVER] * 6)
+    run = SimulatedRun([ReshardPolicy.NEVER] * 6)
     for _ in range(3):
         calls: list[ForwardCall] = []
         for unit in range(6):
-            ledger.forward([unit], calls)
-        ledger.backward(calls)
-    assert ledger.most_full == 2
+            run.forward([unit], calls)
+        run.backward(calls)
+    assert run.most_full == 2
 
 
 def test_a_unit_is_reduced_before_the_next_but_one_is_gathered() -> None:
-    ledger = CollectiveLog([ReshardPolicy.OUTERMOST] * 4)
+    run = SimulatedRun([ReshardPolicy.OUTERMOST] * 4)
     for _ in range(2):
-        ledger.log.clear()
+        run.log.clear()
         calls: list[ForwardCall] = []
-        ledger.forward([0, [1], [2], [3]], calls)
-        forward, ledger.log = ledger.log, []
-        ledger.backward(calls)
+        run.forward([0, [1], [2], [3]], calls)
+        forward, run.log = run.log, []
+        run.backward(calls)
     assert forward == [
         *[("Unshard", 0), ("Wait", 0), ("Unshard", 1), ("Wait", 1), ("Unshard", 2), ("Reshard", 1), ("Wait", 2)],
         *[("Unshard", 3), ("Reshard", 2), ("Wait", 3), ("Reshard", 3)],
     ]
-    assert ledger.log == [
+    assert run.log == [
         *[("Unshard", 3), ("Wait", 3), ("Unshard", 2), ("Reshard", 3), ("Reduce", 3), ("Wait", 2), ("Unshard", 1)],
         *[("Reshard", 2), ("Reduce", 2), ("Wait", 1), ("Reshard", 0), ("Reduce", 0), ("Reshard", 1), ("Reduce", 1)],
     ]
@@ -173,16 +188,16 @@ def test_a_unit_is_reduced_before_the_next_but_one_is_gathered() -> None:
 
 def test_an_illegal_move_is_an_internal_error() -> None:
     planner = Planner()
-    planner.register(0, keep=ReshardPolicy.NEVER)
+    record = planner.register(0, Options(ReshardPolicy.NEVER))
     with pytest.raises(InternalError, match="cannot go from sharded to full"):
-        planner._records[0].move(0, Residency.FULL)
+        record.move(Residency.FULL)
 
 
 def test_a_wrong_guess_costs_one_unused_gather_and_is_counted() -> None:
-    ledger = CollectiveLog([ReshardPolicy.NEVER] * 3)
-    ledger.forward([0, [1]], [], grad=False)
-    ledger.forward([0, [1]], [], grad=False)
-    ledger.forward([0, [2]], [], grad=False)  # 1 was expected
-    ledger.forward([0, [2]], [], grad=False)
-    assert ledger.planner.stats.unused == 1
-    assert ledger.data[1] is Residency.SHARDED
+    run = SimulatedRun([ReshardPolicy.NEVER] * 3)
+    run.forward([0, [1]], [], grad=False)
+    run.forward([0, [1]], [], grad=False)
+    run.forward([0, [2]], [], grad=False)  # 1 was expected
+    run.forward([0, [2]], [], grad=False)
+    assert run.planner.prefetch.stats.unused == 1
+    assert run.data[1] is Residency.SHARDED

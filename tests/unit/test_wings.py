@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
+SOURCE = Path(__file__).parents[2] / "src" / "fullshard"
 ROOT = {"_torch", "errors", "policies"}  # any file may import these
 ARROWS = {  # a wing, and those that it imports
     "collectives": set(),

@@ -24,7 +24,7 @@ from fullshard.collectives.gloo import GlooCollectives
 from fullshard.compat import FullyShardedDataParallel as FSDP
 from fullshard.consistency.watchdog import Watchdog
 from fullshard.params import reduction, unsharded
-from fullshard.runtime.executor import runtime_of
+from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import unit_of
 
 
@@ -623,7 +623,7 @@ def test_deleting_a_model_while_it_is_being_gathered(world: World) -> None:
     runtime = model._fullshard_unit.runtime
     model.blocks[0].unshard(async_op=True)
     del model
-    assert not runtime._gathering
+    assert not runtime.executor._gathering
     other = shard_stack(Stack(), world.mesh)
     square(other(batch(0))).backward()
 
