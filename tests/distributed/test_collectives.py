@@ -102,13 +102,13 @@ def test_groups_made_for_several_kinds_of_device_are_gloo_on_the_cpu(world: Worl
 @ranks(9)
 def test_a_maximum_over_many_ranks_takes_each_of_them_as_many_messages_as_the_logarithm(world: World) -> None:
     collectives = GlooCollectives(dist.group.WORLD)
-    exchange, sent = collectives._wire.exchange, []
+    exchange, sent = collectives._channel.exchange, []
 
     def counted(posted: Any, receives: Any, sends: Any) -> Any:
         sent.extend((posted.tag, peer) for _, peer in sends)
         return exchange(posted, receives, sends)
 
-    collectives._wire.exchange = counted
+    collectives._channel.exchange = counted
     try:
         for call in range(3):
             collectives.tag.hash = 5 + call
@@ -116,6 +116,6 @@ def test_a_maximum_over_many_ranks_takes_each_of_them_as_many_messages_as_the_lo
             finish(collectives.all_reduce_max(message))
             assert message.tolist() == [8, 0, 8, 7]
     finally:
-        del collectives._wire.exchange
+        del collectives._channel.exchange
     assert len(sent) == len(set(sent)) == 3 * 4
     assert {(peer - world.rank) % 9 for _, peer in sent} == {1, 2, 4, 8}

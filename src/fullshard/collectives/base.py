@@ -35,7 +35,7 @@ class Collectives(Protocol):
     direct_min_bytes: float  # chunks at least this large are worth a message of their own
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """What gathers `shards[i]` (size,) of all ranks, in rank order, into `outs[i]` (ranks * size,), whenever it is called.
+        """A function that gathers `shards[i]` (size,) of all ranks, in rank order, into `outs[i]` (ranks * size,) at each call.
 
         A shard may be this rank's own slot of its out.
         """
@@ -64,6 +64,7 @@ class SingleRank:
     direct_min_bytes: float = 0
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """As `Collectives.gatherer`."""
         pairs = [(out, shard) for out, shard in zip(outs, shards) if out.data_ptr() != shard.data_ptr() or not out.numel()]
 
         def gather() -> StartedWork:
@@ -74,12 +75,15 @@ class SingleRank:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """As `Collectives.reduce_scatter`."""
         for out, full in zip(outs, fulls):
             torch.mul(full, scale, out=out) if scale != 1.0 else out.copy_(full)
         return StartedWork()
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
+        """As `Collectives.all_reduce`."""
         return StartedWork()
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+        """As `Collectives.all_reduce_max`."""
         return StartedWork()

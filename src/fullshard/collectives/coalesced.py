@@ -23,6 +23,7 @@ class CoalescedCollectives:
         self.ranks, self.rank = group.size(), group.rank()
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """As `Collectives.gatherer`."""
         held = self._held
         if len(outs) == 1:
             out, shard = outs[0], shards[0]
@@ -30,6 +31,7 @@ class CoalescedCollectives:
         return lambda: StartedWork((_torch.all_gather_coalesced(held.group, outs, shards),))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """As `Collectives.reduce_scatter`."""
         if len(outs) == 1:
             work = _torch.reduce_scatter_base(self._held.group, outs[0], fulls[0])
         else:
@@ -37,7 +39,9 @@ class CoalescedCollectives:
         return StartedWork((work,), partial(_torch.scale, outs, scale) if scale != 1.0 else None)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
+        """As `Collectives.all_reduce`."""
         return StartedWork((_torch.all_reduce_sum(self._held.group, tensor),))
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+        """As `Collectives.all_reduce_max`."""
         return StartedWork((_torch.all_reduce_max(self._held.group, tensor),))

@@ -56,6 +56,7 @@ class _InMemory(Comm):
         self._memory = memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As `Comm.allocate`."""
         return self._memory(size, dtype=dtype, device=device)
 
 
@@ -65,6 +66,7 @@ class GatherInMemory(_InMemory, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        """As `AllGather.__call__`."""
         return _torch.all_gather_base(group, output_tensor, input_tensor)
 
 
@@ -79,6 +81,7 @@ class ReduceInMemory(_InMemory, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        """As `ReduceScatter.__call__`."""
         return _torch.reduce_scatter_base(group, output_tensor, input_tensor)
 
 
@@ -97,11 +100,13 @@ class CustomCollectives:
     ) -> None:
         self._inner, self._held, self._gather, self._reduce = inner, held(group), all_gather, reduce_scatter
         self.ranks, self.rank = inner.ranks, inner.rank
+        self.all_reduce, self.all_reduce_max = inner.all_reduce, inner.all_reduce_max
         self.direct_min_bytes = float("inf")
         self.gather_memory: Allocate | None = all_gather.allocate if all_gather is not None else None
         self.reduce_memory: Allocate | None = reduce_scatter.allocate if reduce_scatter is not None else None
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """As `Collectives.gatherer`."""
         call = self._gather
         if call is None:
             return self._inner.gatherer(outs, shards)
@@ -118,15 +123,10 @@ class CustomCollectives:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """As `Collectives.reduce_scatter`."""
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
         group, add = self._held.group, dist.ReduceOp.SUM
         works = [self._reduce(out, full, group, add, async_op=True) for out, full in zip(outs, fulls)]
         then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
         return StartedWork([work for work in works if work is not None], then)
-
-    def all_reduce(self, tensor: Tensor) -> StartedWork:
-        return self._inner.all_reduce(tensor)
-
-    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        return self._inner.all_reduce_max(tensor)

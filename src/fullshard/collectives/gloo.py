@@ -1,4 +1,4 @@
-"""gloo on the CPU: every collective as messages between pairs of ranks, under tags by which strangers never meet."""
+"""gloo on the CPU: every collective as messages between pairs of ranks, under tags that keep calls apart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class SendGate(Protocol):
-    """What messages belong to: a ledger."""
+    """The owner of messages: a collective log."""
 
     name: str
 
@@ -46,15 +46,14 @@ class _OpenGate:
 
 @dataclass(slots=True)
 class MessageTag:
-    """A number (24 bits) for the messages that are started now, equal on all ranks that are to exchange them, and the ledger
-    that it comes from.
-    """
+    """A number for the messages that are started now, equal on all ranks that exchange them, and the log that it is from."""
 
     hash: int = 0  # of all calls up to the one they are of
-    book: SendGate = field(default_factory=_OpenGate)
+    gate: SendGate = field(default_factory=_OpenGate)
 
     @property
     def now(self) -> int:
+        """The number, of 24 bits."""
         return (self.hash ^ (self.hash >> 31)) & 0xFFFFFF
 
 
@@ -62,7 +61,7 @@ class MessageTag:
 class PostedMessages:
     """Messages that a rank exchanges with each of the others: one of each size (bytes), in this order, both ways."""
 
-    book: str
+    log: str
     tag: int
     sizes: tuple[int, ...]
 
@@ -86,30 +85,32 @@ _DESTROYED: Any = _Destroyed()
 
 
 class Messages:
-    """Those of one call. They are kept until they were waited for, whatever becomes of the caller: gloo reads nothing more
-    from a peer that sends to a receive that is gone.
+    """The messages of one call.
+
+    They are kept until they were waited for, whatever becomes of the caller: gloo reads nothing more from a peer that sends to
+    a receive that is gone.
     """
 
-    __slots__ = ("_receives", "_sends", "_wire", "posted", "works")
+    __slots__ = ("_channel", "_receives", "_sends", "posted", "works")
 
     def __init__(
         self,
-        wire: P2PChannel,
+        channel: P2PChannel,
         posted: PostedMessages,
         receives: Sequence[tuple[Tensor, int]],
         sends: Sequence[tuple[Tensor, int]],
     ) -> None:
         self.works: list[dist.Work] = []
         self.posted = posted
-        self._wire, self._receives, self._sends = wire, receives, sends
+        self._channel, self._receives, self._sends = channel, receives, sends
 
     def lost(self, at: int, failure: BaseException) -> PeerLost:
         """The error of message number `at`."""
         _, peer = [*self._receives, *self._sends][at]
-        return PeerLost(self._wire.members[peer], failure)
+        return PeerLost(self._channel.members[peer], failure)
 
     def drop(self) -> None:
-        """Their process group was destroyed: nothing here may keep its connections open."""
+        """The process group was destroyed: let go of all that keeps its connections open."""
         self.works = [_DESTROYED]
 
     def wait(self) -> None:
@@ -123,11 +124,11 @@ class Messages:
             raise
         except RuntimeError as failure:
             raise self.lost(at, failure) from failure
-        self._wire.landed(self)
+        self._channel.forget(self)
 
 
 class P2PChannel:
-    """What one process group sends and receives, whoever asks for it. process group 1 - 1 wire."""
+    """All messages between pairs of ranks of one process group. process group 1 - 1 channel."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.name = _torch.group_name(group)  # the same on all its ranks
@@ -140,15 +141,17 @@ class P2PChannel:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> P2PChannel:
+        """The one channel of a process group."""
         name = _torch.group_name(group)
-        found = _WIRES.get(name)
+        found = _CHANNELS.get(name)
         if found is None or not found.carries(group):
             if found is not None:  # its group was destroyed, and another one has its name
                 found.release()
-            found = _WIRES[name] = cls(group)
+            found = _CHANNELS[name] = cls(group)
         return found
 
     def carries(self, group: dist.ProcessGroup) -> bool:
+        """Whether it is the channel of `group`."""
         return self._held is held(group)
 
     def exchange(
@@ -166,18 +169,19 @@ class P2PChannel:
                 self.posted.append(posted)
         return messages
 
-    def landed(self, messages: Messages) -> None:
-        """They were waited for."""
+    def forget(self, messages: Messages) -> None:
+        """The messages were waited for."""
         self._under_way.discard(messages)
 
-    def under_way(self, book: str) -> list[PostedMessages]:
-        """Messages of a ledger that were begun and not waited for."""
-        return [messages.posted for messages in list(self._under_way) if messages.posted.book == book]
+    def under_way(self, log: str) -> list[PostedMessages]:
+        """Messages of a collective log (by its name) that were begun and not waited for."""
+        return [messages.posted for messages in list(self._under_way) if messages.posted.log == log]
 
     def drain_peer(self, peer: int, posted: Sequence[PostedMessages], limit: int) -> int:
-        """Exchange meaningless messages with `peer` (its rank in the group) for those of its collectives that this rank has
-        no part in, and will have none, so that nobody waits for them any longer.
+        """Exchange meaningless messages with `peer` for collectives that this rank will take no part in: its waits end.
 
+        peer: its rank in the group.
+        posted: the messages that it waits for.
         limit: bytes; a longer message cannot be of this program and is left alone. Returns the bytes of such a one, 0 if
             there is none.
         """
@@ -195,6 +199,7 @@ class P2PChannel:
 
     @property
     def is_released(self) -> bool:
+        """Whether torch destroyed the process group."""
         return self._held.is_released
 
     def release(self) -> None:
@@ -204,27 +209,27 @@ class P2PChannel:
         self.forget_answers()
 
     def forget_answers(self) -> None:
-        """Everybody has received what `drain_peer` sent."""
+        """All ranks have received the messages of `drain_peer`."""
         self._answers.clear()
         self._under_way.clear()
         self._answered.clear()
         self.posted.clear()
 
 
-_WIRES: dict[str, P2PChannel] = {}
+_CHANNELS: dict[str, P2PChannel] = {}
 
 
 @on_release
 def _release() -> None:
-    for name, wire in list(_WIRES.items()):
-        if wire.is_released:
-            wire.release()
-            del _WIRES[name]
+    for name, channel in list(_CHANNELS.items()):
+        if channel.is_released:
+            channel.release()
+            del _CHANNELS[name]
 
 
-def wires() -> list[P2PChannel]:
-    """Those of this process, whatever became of the models that used them: others may still wait for their messages."""
-    return list(_WIRES.values())
+def channels() -> list[P2PChannel]:
+    """The channels of this process, whatever became of the models that used them: other ranks may still wait for messages."""
+    return list(_CHANNELS.values())
 
 
 class GlooCollectives:
@@ -235,7 +240,7 @@ class GlooCollectives:
     in disguise; exchanging chunks and summing them locally moves half the bytes.
 
     Its own collectives pair up by how many a rank has begun, and a message of another length than expected ends the process.
-    Here each message carries the tag of its call, so ranks that call different things wait instead, and can be told.
+    Here each message carries the tag of its call, so ranks that call different things wait instead, and can be told so.
     """
 
     direct_min_bytes: float = 256 * KIB
@@ -245,13 +250,14 @@ class GlooCollectives:
         self.ranks, self.rank = group.size(), group.rank()
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self._held = held(group)
-        self._wire = P2PChannel.of(group)
+        self._channel = P2PChannel.of(group)
 
     def _post(self, sizes: tuple[int, ...]) -> PostedMessages:
-        """What the messages that are begun next go by."""
-        return PostedMessages(self.tag.book.name, _TAGS + (self.tag.now << _STAGES), sizes)
+        """The name, tag and sizes of the messages that are begun next."""
+        return PostedMessages(self.tag.gate.name, _TAGS + (self.tag.now << _STAGES), sizes)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """As `Collectives.gatherer`."""
         rank, ranks = self.rank, self.ranks
         receives: list[tuple[Tensor, int]] = []
         sends: list[tuple[Tensor, int]] = []
@@ -265,10 +271,10 @@ class GlooCollectives:
             for step in range(1, ranks):
                 receives.append((slots[(rank - step) % ranks], (rank - step) % ranks))
                 sends.append((shard, (rank + step) % ranks))
-        sizes, wire = _sizes(shards), self._wire
+        sizes, channel = _sizes(shards), self._channel
 
         def gather() -> StartedWork:
-            messages = wire.exchange(self._post(sizes), receives, sends)
+            messages = channel.exchange(self._post(sizes), receives, sends)
             for slot, shard in copies:
                 slot.copy_(shard)
             return StartedWork((messages,), unpollable=True)
@@ -276,6 +282,7 @@ class GlooCollectives:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """As `Collectives.reduce_scatter`."""
         if self.ranks == 2:
             return self._reduce_scatter_pair(outs, fulls, scale)
         messages, received, _ = self._exchange(fulls)
@@ -297,7 +304,7 @@ class GlooCollectives:
         filled = [(chunk, parts) for chunk, parts in zip(chunks, received) if chunk.numel()]
         receives = [(parts[peer], peer) for _, parts in filled for peer in self._others]
         sends = [(chunk[peer], peer) for chunk, _ in filled for peer in self._others]
-        messages = self._wire.exchange(posted, receives, sends)
+        messages = self._channel.exchange(posted, receives, sends)
         for chunk, parts in filled:
             parts[self.rank].copy_(chunk[self.rank])
         return messages, received, posted
@@ -309,7 +316,7 @@ class GlooCollectives:
         received = [torch.empty_like(half[0]) for half in halves]
         receives = [(theirs, peer) for theirs in received if theirs.numel()]
         sends = [(half[peer], peer) for half in halves if half.numel()]
-        messages = self._wire.exchange(self._post(_sizes(received)), receives, sends)
+        messages = self._channel.exchange(self._post(_sizes(received)), receives, sends)
 
         def add() -> None:
             for half, theirs, out in zip(halves, received, outs):
@@ -327,16 +334,16 @@ class GlooCollectives:
         padded = torch.zeros(chunk * self.ranks, dtype=tensor.dtype)
         padded[:numel].copy_(tensor)
         messages, received, first = self._exchange([padded])
-        book = self.tag.book
+        gate = self.tag.gate
 
         def share() -> None:
             mine = padded[self.rank * chunk :][:chunk]
             torch.sum(received.pop(), 0, out=mine)
-            second = PostedMessages(first.book, first.tag + 1, _sizes([mine]))
+            second = PostedMessages(first.log, first.tag + 1, _sizes([mine]))
             slots = padded.view(self.ranks, -1)
             receives = [(slots[peer], peer) for peer in self._others]
             sends = [(mine, peer) for peer in self._others]
-            book.begin(partial(self._wire.exchange, second, receives, sends)).wait()
+            gate.begin(partial(self._channel.exchange, second, receives, sends)).wait()
             tensor.copy_(padded[:numel])
 
         return StartedWork((messages,), share, unpollable=True)
@@ -350,22 +357,22 @@ class GlooCollectives:
         """
         if self.ranks <= _FEW or self.ranks > 1 << (1 << _STAGES) or not tensor.numel():
             return self._all_exchange(tensor, torch.maximum)
-        first, book = self._post(_sizes([tensor])), self.tag.book
-        kept: list[Tensor] = []  # what is on its way
+        first, gate = self._post(_sizes([tensor])), self.tag.gate
+        kept: list[Tensor] = []  # tensors on their way
 
         def begin(stage: int) -> tuple[Messages, Tensor]:
-            posted = PostedMessages(first.book, first.tag + stage, first.sizes)
+            posted = PostedMessages(first.log, first.tag + stage, first.sizes)
             received, sent, distance = torch.empty_like(tensor), tensor.clone(), 1 << stage
             kept.append(sent)
             source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
-            return self._wire.exchange(posted, [(received, source)], [(sent, target)]), received
+            return self._channel.exchange(posted, [(received, source)], [(sent, target)]), received
 
         messages, received = begin(0)
 
         def spread() -> None:
             torch.maximum(tensor, received, out=tensor)
             for stage in range(1, (self.ranks - 1).bit_length()):
-                further, theirs = book.begin(partial(begin, stage))
+                further, theirs = gate.begin(partial(begin, stage))
                 further.wait()
                 torch.maximum(tensor, theirs, out=tensor)
             kept.clear()
@@ -379,7 +386,7 @@ class GlooCollectives:
         if not tensor.numel():
             return StartedWork()
         sends = [(sent, peer) for peer in self._others]
-        messages = self._wire.exchange(self._post(_sizes([tensor])), list(zip(received, self._others)), sends)
+        messages = self._channel.exchange(self._post(_sizes([tensor])), list(zip(received, self._others)), sends)
         return StartedWork((messages,), partial(self._merge, tensor, received, sent, merge), unpollable=True)
 
     def _merge(self, tensor: Tensor, received: list[Tensor], sent: Tensor, merge: Callable[..., Tensor]) -> None:

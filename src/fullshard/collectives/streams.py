@@ -35,13 +35,13 @@ class Lane(Protocol):
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
         """Queue `start` behind all that is on the compute lane now, and `finish` behind the collective it starts.
 
-        after: a ticket of another lane, not waited for yet, that `start` is queued behind instead.
+        after: work of another lane, not waited for yet, that `start` is queued behind instead.
         """
         ...
 
 
 class Interrupted(RuntimeError):
-    """What waiting again for work raises after an interrupt came while it was waited for."""
+    """Raised by a second wait for work during whose first wait an interrupt came."""
 
 
 class _HostWork:
@@ -88,43 +88,42 @@ class _HostWork:
         except Exception as failure:
             self._failure = failure
             raise
-        except BaseException as interrupt:  # it is for who waits now; how far it came until then nobody knows
+        except BaseException as interrupt:  # raised here and now; how far the work came until then is not known
             self._failure = Interrupted(f"{type(interrupt).__name__} came before it was finished: run the step again")
             raise
 
-    def block(self) -> None:
-        self.wait()
+    block = wait
 
 
 class _ChainedWork:
     """Work that begins when other work was waited for."""
 
-    __slots__ = ("_before", "_finish", "_start", "_ticket")
+    __slots__ = ("_before", "_begun", "_finish", "_start")
 
     def __init__(self, before: LaneWork, start: Callable[[], StartedWork], finish: Callable[[], None]) -> None:
         self._before, self._start, self._finish = before, start, finish
-        self._ticket: _HostWork | None = None
+        self._begun: _HostWork | None = None
 
     def begin(self) -> None:
-        self._ticket = _HostWork(self._start(), self._finish)
+        self._begun = _HostWork(self._start(), self._finish)
 
     def done(self) -> bool:
-        return self._ticket is not None and self._ticket.done()
+        return self._begun is not None and self._begun.done()
 
     def wait(self) -> None:
         self._before.wait()
-        if self._ticket is None:
+        if self._begun is None:
             raise Interrupted("what it begins behind was interrupted: run the step again")
-        self._ticket.wait()
+        self._begun.wait()
 
-    def block(self) -> None:
-        self.wait()
+    block = wait
 
 
 class HostLane:
-    """The CPU: collectives run in the backend's threads from the start, their finish in whoever waits."""
+    """The CPU: collectives run in the backend's threads from the start, and are finished by the thread that waits."""
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
+        """As `Lane.run`."""
         if after is None:
             return _HostWork(start(), finish)
         later = _ChainedWork(after, start, finish)
@@ -161,6 +160,7 @@ class StreamLane:
         self._stream = self._module.Stream(device=device, priority=-1)
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
+        """As `Lane.run`."""
         if after is None:
             self._stream.wait_stream(self._module.current_stream(self._device))
         else:
@@ -176,18 +176,16 @@ class StreamLane:
 
 
 def lane_for(device: torch.device) -> Lane:
+    """A fresh lane for collectives of tensors on `device`."""
     return HostLane() if device.type == "cpu" else StreamLane(device)
 
 
 def nothing() -> None:
-    pass
+    """Do nothing, where a lane wants something to finish with."""
 
 
 class InFlight:
-    """What a lane may still read: entries leave oldest first, and only after the compute lane was ordered behind their work.
-
-    With `limit` entries inside, pushing another first waits for the oldest.
-    """
+    """Memory that a lane may still read. Entries leave oldest first, after the compute lane was ordered behind their work."""
 
     def __init__(self) -> None:
         self._entries: deque[tuple[LaneWork, Callable[[], None], bool]] = deque()
@@ -200,29 +198,30 @@ class InFlight:
         while len(self._entries) >= limit:
             self._leave()
 
-    def push(self, ticket: LaneWork, landed: Callable[[], None], *, polled: bool = True) -> None:
-        """Keep what `landed` refers to alive until `ticket` was waited for, then call it.
+    def push(self, work: LaneWork, on_done: Callable[[], None], *, polled: bool = True) -> None:
+        """Keep what `on_done` refers to alive until `work` was waited for, then call it.
 
         polled: whether it may leave as soon as it is done. That moment differs from rank to rank, so not if its end
             starts a collective.
         """
-        self._entries.append((ticket, landed, polled))
+        self._entries.append((work, on_done, polled))
 
     def poll(self) -> None:
-        """Let go of what is finished already."""
+        """Let go of entries whose work is finished already."""
         while self._entries and self._entries[0][2] and self._entries[0][0].done():
             self._leave()
 
     def drain(self) -> None:
+        """Wait for all entries."""
         self.make_room(1)
 
     def drain_quietly(self) -> None:
-        """As `drain`, whatever the work came to."""
+        """As `drain`, also of work that failed."""
         while self._entries:
             with suppress(Exception):
                 self._leave()
 
     def _leave(self) -> None:
-        ticket, landed, _ = self._entries.popleft()
-        ticket.wait()
-        landed()
+        work, on_done, _ = self._entries.popleft()
+        work.wait()
+        on_done()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 
-from fullshard.collectives.gloo import P2PChannel, PostedMessages, wires
+from fullshard.collectives.gloo import P2PChannel, PostedMessages, channels
 from fullshard.consistency.board import NoticeBoard
 from fullshard.consistency.collective_log import CollectiveLog
 from fullshard.consistency.local_state import LocalState
@@ -56,8 +56,8 @@ class ClosedLogs:
         """Publish which messages this rank still waits for."""
         if not log.tagged:
             return  # nobody could answer
-        self._closing[log.key] = _Closing(log, log.epoch, wires())
-        needs = {channel.name: [(posted.tag, posted.sizes) for posted in channel.under_way(log.name)] for channel in wires()}
+        self._closing[log.key] = _Closing(log, log.epoch, channels())
+        needs = {channel.name: [(posted.tag, posted.sizes) for posted in channel.under_way(log.name)] for channel in channels()}
         with contextlib.suppress(Exception):
             self._records.publish_needs(log, {name: posted for name, posted in needs.items() if posted})
             others = [rank for rank in log.ranks if rank != self._local.rank]
@@ -87,7 +87,7 @@ class ClosedLogs:
         closing = self._closing.get(log.key)
         if closing is not None:
             closing.answered.clear()
-            closing.channels = wires()
+            closing.channels = channels()
             self._answer(closing)
 
     def _answer(self, closing: _Closing) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.collectives.backends import collectives_for
 from fullshard.collectives.base import Collectives
-from fullshard.collectives.gloo import MessageTag, wires
+from fullshard.collectives.gloo import MessageTag, channels
 from fullshard.collectives.process_groups import held, on_release
 from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName, headline
 from fullshard.consistency.local_state import MEETING, WaitState
@@ -57,7 +57,7 @@ class FailureVote:
         for collectives in self._collectives:
             entry = self._line.log_call("any_failed()")
             message = torch.tensor([flag], dtype=torch.uint8, device=self.device)
-            self._tag.hash, self._tag.book = self._ledger.hash, self._ledger
+            self._tag.hash, self._tag.gate = self._ledger.hash, self._ledger
             before = self._waiter.enter(entry)
             try:
                 pending = collectives.all_reduce_max(message)
@@ -167,7 +167,7 @@ def _restart_together(meeting: FailureVote, runtimes: Sequence[Runtime], ledgers
         runtime.recovery.abort_step()
     meeting.agree(True)  # now nobody waits for anything
     with meeting.watch.paused() if meeting.watch is not None else nullcontext():  # what it has read is of the old epoch
-        for wire in wires():
+        for wire in channels():
             if set(meeting.ranks).issuperset(wire.members):
                 wire.forget_answers()
         for ledger in ledgers:

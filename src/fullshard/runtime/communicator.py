@@ -51,7 +51,7 @@ class TrackedWork(LoggedCall):
     def begin(self) -> StartedWork:
         """Send its messages. Raises StateError if nothing is begun any more."""
         tag, ledger = self.communicator.message_tag, self.log
-        tag.hash, tag.book = self.hash, ledger
+        tag.hash, tag.gate = self.hash, ledger
         start, self.start = self.start, None  # what it belongs to may hold us
         assert start is not None
         return ledger.begin(start)

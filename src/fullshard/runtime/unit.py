@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fullshard.consistency.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName
 from fullshard.errors import StateError, warn_once
 from fullshard.params.extension import check_extension, travels_alone
-from fullshard.params.group import ParamGroup, group_parameters, make_group
+from fullshard.params.group import ParamGroup, group_class, group_parameters
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.params.uninitialized import UninitializedTensors
 from fullshard.params.unsharded import Storage
@@ -186,7 +186,7 @@ class Unit:
                 log = self.runtime.communicator.log_of(axis)
                 log.allow_message_size(_WIDEST * sum(parameter.shape.numel() for parameter in parameters))
                 groups.append(
-                    make_group(
+                    group_class(values[members[0]])(
                         parameters,
                         [values[i] for i in members],
                         dtypes=shared,
