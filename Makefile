@@ -9,7 +9,7 @@ TRAIN ?=
 CHAOS ?=
 REPEAT ?= 20
 
-.PHONY: help setup train test repeat chaos test-clients check format bench gpu-check docs docs-links clean
+.PHONY: pictures help setup train test repeat chaos test-clients check format bench gpu-check docs docs-links clean
 
 help:  ## show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -69,6 +69,9 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test]' -r tests/clients/requirements.txt
 	@touch $@
+
+pictures: $(READY)  ## draw the pictures of the documentation from the planner, the layout and the tables of moves
+	@$(PYTHON) docs/pictures/draw.py
 
 gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about eight minutes)
 	@$(PYTHON) tests/gpu/gpu_check.py
