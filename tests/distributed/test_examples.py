@@ -21,6 +21,10 @@ def example(rank: Rank, name: str) -> None:
     rank.event()
     where = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": rank.size, "MASTER_PORT": rank.port}
     os.environ.update({key: str(value) for key, value in where.items()}, MASTER_ADDR="127.0.0.1")
+    if name == "with_accelerate":
+        from launch import let_accelerate_shard_on_cpu
+
+        let_accelerate_shard_on_cpu()
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 
