@@ -31,7 +31,7 @@ class AllGather(Comm):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather `input_tensor` (size,), this rank's slot of `output_tensor` (ranks * size,), from all ranks into it."""
+        """Gather `input_tensor` (size,), this rank's chunk of `output_tensor` (ranks * size,), from all ranks into it."""
 
 
 class ReduceScatter(Comm):
@@ -80,10 +80,10 @@ class CustomCollectives:
         def gather() -> StartedWork:
             works = []
             for out, shard in zip(outs, shards):
-                slot = out.view(self.ranks, -1)[self.rank]
-                if slot.data_ptr() != shard.data_ptr():
-                    slot.copy_(shard)
-                works.append(call(out, slot, self._held.group, async_op=True))
+                chunk = out.view(self.ranks, -1)[self.rank]
+                if chunk.data_ptr() != shard.data_ptr():
+                    chunk.copy_(shard)
+                works.append(call(out, chunk, self._held.group, async_op=True))
             return StartedWork([work for work in works if work is not None])
 
         return gather
