@@ -305,8 +305,9 @@ local_tensor: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 
 
 def point_at(tensor: DTensor, local: Tensor) -> None:
-    """Have `tensor` lie in the memory of `local`. Its global shape and dtype must already fit."""
+    """Make `tensor` a face of the memory of `local`. Its global shape and dtype must already fit."""
     tensor._local_tensor = local
+    tensor.__dict__.pop("_fullshard_bare", None)
 
 
 # --- modules and parameters --------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ class Job:
 
     def said(self, rank: int) -> str:
         watch, ledger = self.watches[rank], self.ledgers[rank]
-        return watch._whereabouts(ledger, watch._positions(ledger))
+        return watch._diagnosis.whereabouts(ledger, watch._records.positions(ledger))
 
 
 def test_who_waits_anew_is_told_where_the_others_are_by_now() -> None:
@@ -238,7 +238,7 @@ def test_others_are_asked_once_for_all_that_fails(monkeypatch: pytest.MonkeyPatc
     ticks = itertools.count(100.0, 0.5)
     watch, ledger, line = job.watches[0], job.ledgers[0], job.lines[0]
     watch._clock = lambda: next(ticks)
-    monkeypatch.setattr(watch, "_ended", types.SimpleNamespace(wait=lambda seconds: False))
+    monkeypatch.setattr(watch._thread, "_ended", types.SimpleNamespace(wait=lambda seconds: False))
     for asked in (1, 2):
         line.log_call("gather")
         assert [watch.survey(ledger) for _ in range(3)] == ["rank 1: does not answer"] * 3

@@ -17,7 +17,9 @@ from fullshard.collectives.base import Collectives
 from fullshard.collectives.gloo import MessageTag, channels
 from fullshard.collectives.process_groups import held, on_release
 from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName, headline
-from fullshard.consistency.watchdog import MEETING, WaitState, Watchdog, watch_of
+from fullshard.consistency.local_state import MEETING, WaitState
+from fullshard.consistency.process import watchdog_of
+from fullshard.consistency.watchdog import Watchdog
 from fullshard.errors import StateError
 from fullshard.runtime.runtime import Runtime
 from fullshard.sharding.mesh import resolve_mesh
@@ -35,7 +37,7 @@ class FailureVote:
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self._held = [held(group) for group in groups]
         self._collectives: list[Collectives] = [collectives_for(group, self.device, self._tag) for group in groups]
-        self.watch: Watchdog | None = watch_of(_torch.backend_name(groups[0], self.device)) if groups else None
+        self.watch: Watchdog | None = watchdog_of(_torch.backend_name(groups[0], self.device)) if groups else None
         self._ledger = CollectiveLog(
             f"{name} {next(_NUMBERS.setdefault(name, itertools.count()))}", self.ranks, _torch.global_rank()
         )

@@ -15,6 +15,7 @@ from fullshard.errors import StateError
 
 LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to its ShardedParameter
 _VIEWED = "_fullshard_viewed"  # on a view of a sharded parameter: the same
+_BARE = "_fullshard_bare"  # on both: the DTensor over the same memory that torch computes with
 _COPIED = "_fullshard_copied"  # on what torch gives as a view of a sharded parameter, but had to gather: writing to it is lost
 _MIXED = "got mixed torch.Tensor and DTensor"
 _MESHES = "on inputs with different meshes"
@@ -45,9 +46,9 @@ _ALIKE = frozenset(  # operations whose result may be filled with random numbers
 class ShardedDTensor(DTensor):
     """A sharded parameter, or a view of one. Other operations on it (and `detach()` of a parameter) give a DTensor.
 
-    torch raises "got mixed torch.Tensor and DTensor" from its C++ parts, without a name. A subclass is asked first: it has its
-    instances be plain DTensors while torch computes, names them if that raises, and notes which were written. While an
-    optimizer steps, instances sleep: they are DTensors then, and cost what those cost. Attributes (`.grad`, `.shape`) are
+    torch raises "got mixed torch.Tensor and DTensor" from its C++ parts, without a name. A subclass is asked first, computes
+    with a bare DTensor over the same memory, names what it was given, and notes what was written. While an optimizer steps,
+    instances sleep: their class is DTensor then, and so is what their operations cost. Attributes (`.grad`, `.shape`) are
     torch's own and cost nothing more.
 
     Random fills (`torch.nn.init`, `reset_parameters()`) draw the full tensor on each rank, which then keeps its part: with one
@@ -62,15 +63,15 @@ class ShardedDTensor(DTensor):
     ) -> Any:
         if func in _FILLS and (filled := _filled(func, args, kwargs)) is not None:
             return filled
-        kwargs = kwargs or {}
-        sharded = _instances_in((*args, *kwargs.values()))
-        written = (args[0] if args else None, kwargs.get("out"))
+        sharded: list[ShardedDTensor] = []
+        bare = [_bared(value, sharded) for value in args]
+        out = kwargs.get("out") if kwargs else None
         if _RANDOM in func.tags or _torch.writes(func):
-            _check(func, sharded, written)
+            _check(func, sharded, (args[0] if args else None, out))
+        if kwargs:
+            kwargs = {key: _bared(value, sharded) for key, value in kwargs.items()}
         try:
-            for tensor in sharded:
-                _turn(tensor, DTensor)
-            made = func(*args, **kwargs)
+            made = func(*bare, **(kwargs or {}))
         except RuntimeError as error:  # NotImplementedError among them
             text = str(error)
             names = _names(sharded) if any(known in text for known in (_MIXED, _MESHES, _UNKNOWN)) else ""
@@ -84,12 +85,10 @@ class ShardedDTensor(DTensor):
                 "part of the parameter. Compute with the tensors of `with fullshard.gathered(module)` (differentiable), call "
                 "register_fsdp_forward_method() for the method that reads it, or keep it full in `with model.resident():`"
             ) from error
-        finally:
-            for tensor in sharded:
-                _turn(tensor, ShardedDTensor)
         if _torch.writes(func):
-            _note_writes(written, _torch.operation_name(func))
-        elif func.is_view:
+            _note_writes((args[0] if args else None, out), _torch.operation_name(func))
+            return _originals(made, sharded)
+        if func.is_view:
             for view in made if isinstance(made, (list, tuple)) else (made,):
                 _name(view, sharded[0], func)
         elif func in _ALIKE and sharded:
@@ -170,6 +169,15 @@ def wake() -> None:
 _ASLEEP = threading.local()
 
 
+def _bare(tensor: ShardedDTensor) -> DTensor:
+    """The DTensor that torch computes with: over the same memory, so that it writes the same."""
+    held = tensor.__dict__.get(_BARE)
+    local, spec = _torch.local_tensor(tensor), _torch.spec_of(tensor)
+    if held is None or _torch.local_tensor(held) is not local or _torch.spec_of(held) is not spec:
+        held = tensor.__dict__[_BARE] = _torch.dtensor(local, spec)
+    return held
+
+
 def _filled(func: Any, args: Any, kwargs: Any) -> Any:
     """`func` of the full tensor, of which this rank's part is kept; None for a tensor on meta."""
     kwargs = dict(kwargs or {})
@@ -233,15 +241,24 @@ def _check(func: Any, sharded: list[ShardedDTensor], written: tuple[Any, ...]) -
             raise StateError(f"{func} writes to an element or a row of sharded {names} {_WHOLE}")
 
 
-def _instances_in(values: Iterable[Any]) -> list[ShardedDTensor]:
-    """The instances among `values`, and in lists and tuples there."""
-    found: list[ShardedDTensor] = []
-    for value in values:
-        if type(value) is ShardedDTensor:
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _instances_in(value)
-    return found
+def _bared(value: Any, sharded: list[ShardedDTensor]) -> Any:
+    if type(value) is ShardedDTensor:
+        sharded.append(value)
+        return _bare(value)
+    if isinstance(value, (list, tuple)) and any(type(one) is ShardedDTensor for one in value):
+        return [_bared(one, sharded) for one in value]
+    return value
+
+
+def _originals(made: Any, sharded: list[ShardedDTensor]) -> Any:
+    """The tensors that an operation wrote to, as they were given."""
+    if isinstance(made, (list, tuple)):
+        return type(made)(_originals(one, sharded) for one in made)
+    if type(made) is DTensor:
+        for tensor in sharded:
+            if tensor.__dict__[_BARE] is made:
+                return tensor
+    return made
 
 
 def _note_writes(written: Any, how: str) -> None:
@@ -278,6 +295,7 @@ def _shares(view: DTensor, tensor: ShardedDTensor) -> bool:
 
 def _as_dtensor(tensor: ShardedDTensor, fn: Any, argument: Any) -> Any:
     """`fn` of a tensor that is of torch's own class meanwhile, for what asks for the very class."""
+    tensor.__dict__.pop(_BARE, None)
     _turn(tensor, DTensor)
     try:
         return fn(tensor, argument)

@@ -22,7 +22,9 @@ from fullshard.collectives.process_groups import HeldGroup, held
 from fullshard.collectives.streams import HostLane, Interrupted, Lane, LaneWork, StreamLane, nothing
 from fullshard.collectives.traffic import CountedCollectives, TrafficCounter
 from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, described, headline
-from fullshard.consistency.watchdog import WaitState, Watchdog, watch_of
+from fullshard.consistency.local_state import WaitState
+from fullshard.consistency.process import watchdog_of
+from fullshard.consistency.watchdog import Watchdog
 from fullshard.errors import StateError
 from fullshard.params.unsharded import GroupCollectives
 from fullshard.policies import CheckPolicy, CommPolicy
@@ -126,7 +128,7 @@ class Communicator:
         if len(ranks) > 1 and over is not None:
             backend = _torch.backend_name(over.group, axis.device)
             found.tagged = self.away is None and backend == "gloo"
-            watch = watch_of(backend)
+            watch = watchdog_of(backend)
             if watch is not None:
                 if watch is not self.watchdog:  # also of a process group that was made anew
                     self.watchdog, self.wait_state = watch, watch.new_wait_state()
