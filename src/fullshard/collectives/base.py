@@ -37,7 +37,7 @@ class Collectives(Protocol):
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """A function that gathers `shards[i]` (size,) of all ranks, in rank order, into `outs[i]` (ranks * size,) at each call.
 
-        A shard may be this rank's own slot of its out.
+        A shard may be this rank's own chunk of its out.
         """
         ...
 

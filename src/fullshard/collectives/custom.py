@@ -31,7 +31,7 @@ class AllGather(Comm):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather `input_tensor` (size,), this rank's slot of `output_tensor` (ranks * size,), from all ranks into it."""
+        """Gather `input_tensor` (size,), this rank's chunk of `output_tensor` (ranks * size,), from all ranks into it."""
 
 
 class ReduceScatter(Comm):
@@ -49,52 +49,18 @@ class ReduceScatter(Comm):
         """Reduce chunk `rank` of `input_tensor` (ranks * size,) over all ranks by `op` (a sum) into `output_tensor` (size,)."""
 
 
-class _InMemory(Comm):
-    """Collectives of torch's, in memory that `memory` allocates."""
-
-    def __init__(self, memory: Allocate) -> None:
-        self._memory = memory
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As `Comm.allocate`."""
-        return self._memory(size, dtype=dtype, device=device)
-
-
-class GatherInMemory(_InMemory, AllGather):
-    """torch's all-gather, in memory that `memory` allocates."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """As `AllGather.__call__`."""
-        return _torch.all_gather_base(group, output_tensor, input_tensor)
-
-
-class ReduceInMemory(_InMemory, ReduceScatter):
-    """torch's reduce-scatter, in memory that `memory` allocates."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """As `ReduceScatter.__call__`."""
-        return _torch.reduce_scatter_base(group, output_tensor, input_tensor)
-
-
 class CustomCollectives:
-    """The caller's all-gather, reduce-scatter or both, in memory that they allocate; the rest as `inner` does it.
+    """The caller's all-gather or reduce-scatter, in memory that it allocates, or in `memory`; the rest as `inner` does it.
 
-    Everything is packed, so that each gather and each reduction is one message in memory of theirs.
+    Everything is packed, so that each gather and each reduction is one message in such memory.
     """
 
     def __init__(
         self,
         inner: Collectives,
         group: dist.ProcessGroup,
+        memory: Allocate | None = None,
+        *,
         all_gather: AllGather | None = None,
         reduce_scatter: ReduceScatter | None = None,
     ) -> None:
@@ -102,8 +68,8 @@ class CustomCollectives:
         self.ranks, self.rank = inner.ranks, inner.rank
         self.all_reduce, self.all_reduce_max = inner.all_reduce, inner.all_reduce_max
         self.direct_min_bytes = float("inf")
-        self.gather_memory: Allocate | None = all_gather.allocate if all_gather is not None else None
-        self.reduce_memory: Allocate | None = reduce_scatter.allocate if reduce_scatter is not None else None
+        self.gather_memory: Allocate | None = memory if all_gather is None else all_gather.allocate
+        self.reduce_memory: Allocate | None = memory if reduce_scatter is None else reduce_scatter.allocate
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """As `Collectives.gatherer`."""
@@ -114,10 +80,10 @@ class CustomCollectives:
         def gather() -> StartedWork:
             works = []
             for out, shard in zip(outs, shards):
-                slot = out.view(self.ranks, -1)[self.rank]
-                if slot.data_ptr() != shard.data_ptr():
-                    slot.copy_(shard)
-                works.append(call(out, slot, self._held.group, async_op=True))
+                chunk = out.view(self.ranks, -1)[self.rank]
+                if chunk.data_ptr() != shard.data_ptr():
+                    chunk.copy_(shard)
+                works.append(call(out, chunk, self._held.group, async_op=True))
             return StartedWork([work for work in works if work is not None])
 
         return gather

@@ -265,18 +265,18 @@ class GlooCollectives:
         for out, shard in zip(outs, shards):
             if not shard.numel():
                 continue
-            slots = out.split(shard.numel())
-            if slots[rank].storage_offset() != shard.storage_offset() or not _torch.same_storage(out, shard):
-                copies.append((slots[rank], shard))
+            chunks = out.split(shard.numel())
+            if chunks[rank].storage_offset() != shard.storage_offset() or not _torch.same_storage(out, shard):
+                copies.append((chunks[rank], shard))
             for step in range(1, ranks):
-                receives.append((slots[(rank - step) % ranks], (rank - step) % ranks))
+                receives.append((chunks[(rank - step) % ranks], (rank - step) % ranks))
                 sends.append((shard, (rank + step) % ranks))
         sizes, channel = _sizes(shards), self._channel
 
         def gather() -> StartedWork:
             messages = channel.exchange(self._post(sizes), receives, sends)
-            for slot, shard in copies:
-                slot.copy_(shard)
+            for chunk, shard in copies:
+                chunk.copy_(shard)
             return StartedWork((messages,), unpollable=True)
 
         return gather
@@ -340,8 +340,8 @@ class GlooCollectives:
             mine = padded[self.rank * chunk :][:chunk]
             torch.sum(received.pop(), 0, out=mine)
             second = PostedMessages(first.log, first.tag + 1, _sizes([mine]))
-            slots = padded.view(self.ranks, -1)
-            receives = [(slots[peer], peer) for peer in self._others]
+            chunks = padded.view(self.ranks, -1)
+            receives = [(chunks[peer], peer) for peer in self._others]
             sends = [(mine, peer) for peer in self._others]
             gate.begin(partial(self._channel.exchange, second, receives, sends)).wait()
             tensor.copy_(padded[:numel])

@@ -261,16 +261,19 @@ def _pack(
     messages: list[tuple[Tensor, Tensor]] = []
     if plan.numel:
         message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
-        parts = plan.blank.copy() if dtype == group.dtypes.compute else [blank.to(dtype) for blank in plan.blank]
-        for index, parameter in plan.packed:
-            grad, place = grads[parameter], layout.places[parameter]
+        parts: list[Tensor] = []
+        for segment in plan.packed:
+            if segment.parameter < 0:
+                parts.append(plan.zeros[segment.size].to(dtype))
+                continue
+            grad, place = grads[segment.parameter], layout.places[segment.parameter]
             if grad is not None and place.dim == 0:
-                parts[index] = grad.contiguous()
+                parts.append(grad.contiguous())
                 continue
             shape = place.shape if place.dim == 0 else (layout.ranks, place.size)
-            parts[index] = torch.zeros(shape, dtype=dtype, device=device)
+            parts.append(torch.zeros(shape, dtype=dtype, device=device))
             if grad is not None:
-                of_grad, of_blocks = dim_permutation(grad, parts[index], place)
+                of_grad, of_blocks = dim_permutation(grad, parts[-1], place)
                 torch._foreach_copy_(of_blocks, of_grad)
         _torch.chunk_cat(parts, message.view(layout.ranks, -1))
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))

@@ -143,17 +143,17 @@ class CallerMemoryGather(Gather):
         allocate, size = self._collectives.gather_memory, self._shard.numel()
         assert allocate is not None
         staging = allocate((self._layout.ranks * size,), dtype=self._flat.dtype, device=self._flat.device)
-        slot = staging[self._collectives.rank * size :][:size]
-        slot.copy_(self._shard)
+        chunk = staging[self._collectives.rank * size :][:size]
+        chunk.copy_(self._shard)
         self._after = copies_out(self._layout, self._flat, staging)
-        return self._collectives.gatherer([staging], [slot])()
+        return self._collectives.gatherer([staging], [chunk])()
 
 
 class FlatBuffer:
     """The unsharded buffer of a group whose shards lie in a flat one.
 
-        shard views --(cast into own slot, or nothing)--> region of a large parameter     no copy
-        shard range --> slot in staging (ranks, packed) --all-gather--> split_copy --> regions of the small ones
+        shard views --(cast into own chunk, or nothing)--> region of a large parameter     no copy
+        shard range --> chunk of staging (ranks, packed) --all-gather--> split_copy --> regions of the small ones
 
     Memory exists between `allocate` and `free`; the Parameters made over it (`views`) keep their identity, and their version
     counters move only when the weights behind them did.
@@ -202,9 +202,9 @@ class FlatBuffer:
         ]
         shards = [shard[bucket.offset : bucket.offset + bucket.size] for bucket in layout.buckets]
         if dtypes.storage != dtypes.compute:
-            slots = [out[gather.rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
-            before.append(partial(torch._foreach_copy_, slots, shards))
-            shards = slots
+            own = [out[gather.rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
+            before.append(partial(torch._foreach_copy_, own, shards))
+            shards = own
         return Gather(gather.gatherer(outs, shards), before, copies_out(layout, flat, staging))
 
     def allocate(self, versions: list[int]) -> Gather:
