@@ -140,7 +140,7 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
     meeting = _meeting(mesh)
     runtimes = Runtime.all_of_thread()
     inside = set(meeting.ranks)
-    ledgers = [ledger for runtime in runtimes for ledger in runtime.communicator.ledgers if inside.issuperset(ledger.ranks)]
+    ledgers = [ledger for runtime in runtimes for ledger in runtime.communicator.logs() if inside.issuperset(ledger.ranks)]
     try:
         for ledger in ledgers:
             ledger.silence(True)

@@ -238,7 +238,7 @@ def _inspect(
     claims = [claim for claim in holdings.claims if not ties.knows(claim)]
     _check_parameters(claims, axis)
     _check_buffers(holdings, axis)
-    Runtime.of(axis.device, options.comm).communicator.carriers(axis, options)
+    Runtime.of(axis.device, options.comm).communicator.collectives.of_axis(axis, options)
     return _Inspection(holdings, ties, claims, [_cut(claim, axis, shaped.placement_fn) for claim in claims])
 
 
