@@ -24,8 +24,8 @@ _WRITES = re.compile(r"\.step\(\) of |load_state_dict\(\)|\w+\(\) of '|assignmen
 def parted(number: int, calls: Mapping[str, Sequence[int]]) -> str:
     """Ranks called different things at call `number`: by text of the call, the ranks.
 
-    >>> parted(2, {"'b' forward gather": [0], "'c' forward gather": [1, 2]})[:93]
-    "the ranks parted at call 2. rank 0: 'b' forward gather; ranks 1 and 2: 'c' forward gather. All"
+    >>> parted(2, {"'b' forward gather": [0], "'c' forward gather": [1, 2]})[:90]
+    "the ranks parted at call 2. rank 0: 'b' forward gather; ranks 1 and 2: 'c' forward gather."
     """
     texts = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in calls.items())
     if len(calls) == 1:

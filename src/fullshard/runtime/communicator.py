@@ -173,10 +173,10 @@ class Communicator:
             self.report_exception(place, described(failure))
             raise
 
-    def roll_pages(self) -> None:
+    def roll_blocks(self) -> None:
         """At the beginning of a forward: a program without heartbeats must not remember all that it ever sent."""
         for one in self._logs.values():
-            one.log.roll_page()
+            one.log.roll_block()
 
     def update_timeouts(self, checks: Sequence[CheckPolicy]) -> None:
         """Of what the units were told, the shortest patience and the shortest timeout count."""
