@@ -46,11 +46,12 @@ chaos: $(READY)  ## every ending of a rank at every place of a job, 336 jobs; CH
 	@echo "== ending ranks of small jobs; fifteen minutes at most"
 	@OMP_NUM_THREADS=1 $(PYTHON) tests/chaos.py $(CHAOS)
 
-check: $(READY)  ## formatting, lint and types
-	@echo "== checking format, lint and types"
+check: $(READY)  ## formatting, lint, types and docstrings
+	@echo "== checking format, lint, types and docstrings"
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
+	@$(PYTHON) scripts/docstrings.py
 
 format: $(READY)  ## rewrite the code in its format
 	@$(VENV)/bin/ruff format .

@@ -275,8 +275,9 @@ def extend_trunc_normal(instead: Callable[..., Tensor]) -> None:
 
 
 def extend_clipping(total_norm: Callable[..., Tensor], clip_with_norm: Callable[..., None]) -> None:
-    """Have torch.nn.utils.get_total_norm and clip_grads_with_norm_, and so clip_grad_norm_, call these instead, however they
-    were imported, with their own inner function and arguments and without grad.
+    """Have torch.nn.utils.get_total_norm and clip_grads_with_norm_, and so clip_grad_norm_, call these instead.
+
+    They are called however torch's were imported, with torch's own inner function and arguments, and without grad.
     """
     utils: Any = torch.nn.utils
     for public, instead in ((utils.get_total_norm, total_norm), (utils.clip_grads_with_norm_, clip_with_norm)):
@@ -498,8 +499,9 @@ def leads_to(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> set[int]:
 
 
 def on_differentiation(check: Callable[[Sequence[Any], Sequence[Any], bool], None]) -> None:
-    """Call `check` with outputs, inputs and whether each input must be used, before torch.autograd.grad, or a backward that is
-    given inputs, begins. Other backwards pay one call and one test.
+    """Call `check` before torch.autograd.grad, or a backward that is given inputs, begins.
+
+    It gets the outputs, the inputs, and whether each input must be used. Other backwards pay one call and one test.
     """
     autograd: Any = torch.autograd
     inner = autograd.graph._engine_run_backward
@@ -748,8 +750,9 @@ def default_store() -> Any:
 
 
 def own_store(store: Any, prefix: str) -> Any:
-    """The same store under a prefix of our own, over a connection of its own if it has connections, on which nothing takes
-    longer than some seconds.
+    """The same store under a prefix of our own, over a connection of its own if it has connections.
+
+    Nothing on that connection takes longer than some seconds.
     """
     try:
         clone = store.clone()

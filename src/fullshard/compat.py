@@ -1,43 +1,4 @@
-"""FSDP1's names: `from fullshard.compat import FullyShardedDataParallel as FSDP`."""
+"""FSDP1's names: `from fullshard.compat import FullyShardedDataParallel as FSDP`. They are those of fullshard.fsdp1.wrapper."""
 
-from __future__ import annotations
-
-from fullshard.fsdp1.wrapper import (
-    FSDP,
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-
-__all__ = [
-    "FSDP",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]
+from fullshard.fsdp1.wrapper import *  # noqa: F403
+from fullshard.fsdp1.wrapper import __all__ as __all__

@@ -6,7 +6,7 @@ import warnings
 
 
 class StateError(RuntimeError):
-    """A right call at the wrong moment."""
+    """A right call at the wrong moment: the text says which call, where, and what to do instead."""
 
 
 class InternalError(AssertionError):
@@ -17,7 +17,7 @@ _SAID: set[str] = set()
 
 
 def warn_once(text: str, category: type[Warning] = UserWarning, *, subject: str | None = None) -> None:
-    """`subject`: what is said once, if its text differs from time to time."""
+    """Warn of `text` once per process. `subject`: stands for the text, where that differs from time to time."""
     if (subject or text) not in _SAID:
         _SAID.add(subject or text)
         warnings.warn(text, category, stacklevel=2)

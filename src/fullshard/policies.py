@@ -25,16 +25,22 @@ class Dtypes:
 class MixedPrecisionPolicy:
     """Which dtypes a unit computes and communicates in. Same fields and meaning as FSDP2's class of this name.
 
+    Gradients always land in the storage dtype. Integer and boolean parameters are never cast.
+
     Args:
         param_dtype: dtype of the gathered parameters and so of forward and backward; None keeps the storage dtype.
         reduce_dtype: dtype gradients are reduced (and accumulated without communication) in; None takes the compute dtype.
         output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
         cast_forward_inputs: whether floating-point inputs of the unit's forward are cast to `param_dtype`.
 
-    Gradients always land in the storage dtype. Integer and boolean parameters are never cast.
+    Raises:
+        ValueError: for a dtype that is not a floating-point torch.dtype.
 
-    >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).resolve(torch.float32)
-    Dtypes(storage=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
+    Example:
+        >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).resolve(torch.float32)
+        Dtypes(storage=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
+
+    Source: Micikevicius et al. 2018 (arXiv 1710.03740); `torch.distributed.fsdp.MixedPrecisionPolicy`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -49,6 +55,14 @@ class MixedPrecisionPolicy:
                 raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype or None, got {dtype!r}")
 
     def resolve(self, storage: torch.dtype) -> Dtypes:
+        """The dtypes of parameters that are stored in `storage`.
+
+        Args:
+            storage: dtype of the shards.
+
+        Returns:
+            Storage, compute and reduce dtype, none of them None.
+        """
         if not storage.is_floating_point:
             return Dtypes(storage, storage, storage)
         compute = self.param_dtype or storage
@@ -56,12 +70,12 @@ class MixedPrecisionPolicy:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """What floating-point inputs are cast to, None for not at all."""
+        """The dtype that floating-point inputs are cast to; None casts none."""
         return self.param_dtype if self.cast_forward_inputs else None
 
 
 def resolve_mp(policy: Any) -> MixedPrecisionPolicy:
-    """A policy of torch's, with the same fields, means the same as ours. Raises ValueError for anything else."""
+    """The policy as one of ours; torch's, with the same fields, means the same. Raises ValueError for anything else."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
@@ -85,7 +99,10 @@ def _is_of_torch(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where shards are stored: this base class leaves them on the device of the mesh."""
+    """Where shards are stored: this base class leaves them on the device of the mesh.
+
+    Source: `torch.distributed.fsdp.OffloadPolicy`.
+    """
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,7 @@ class CPUOffloadPolicy(OffloadPolicy):
         pin_memory: whether host memory is page-locked, so that copies do not hold the host up. Skipped, and said once, where
             there is no accelerator to copy to.
 
-    Source: Ren et al., ZeRO-Offload (arXiv 2101.06840); the class of this name in FSDP2.
+    Source: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840); `torch.distributed.fsdp.CPUOffloadPolicy`.
     """
 
     pin_memory: bool = True
@@ -119,6 +136,12 @@ class CommPolicy:
         collectives: called with each process group that a unit uses (shards, and if there are any: replicas, separate
             reductions, the smaller group of an int reshard), returns the `Collectives` to use instead of torch's.
         lanes: called with the device, returns a fresh `Lane`; None takes CUDA streams or asynchronous CPU work.
+
+    Raises:
+        ValueError: for a number below its least value, or of another type.
+
+    Example:
+        >>> fully_shard(block, comm_policy=CommPolicy(prefetch_bytes=512 * 2**20))            # doctest: +SKIP
     """
 
     direct_min_bytes: float | None = None
@@ -161,16 +184,22 @@ class CheckPolicy:
         every: only each n-th synchronised backward ends with a heartbeat; the others are as without it. At least 1.
         patience: seconds that a rank waits for a message of others before it asks, through the store of the process group,
             where they are. Ranks that ran different units then stop, each naming both. At least 0.
-        silence: names of remarks that are not wanted: "root" (the outermost unit holds most of the parameters), "large" (a
-            unit far larger than the others), "padding" (above a tenth), "ignored" (trainable, and reduced by nobody),
-            "prefetch" (often missed), "optimizer" (it steps plain parameters beside sharded ones), "gradients" (its first
-            step finds none), "hidden" (an output that no search finds), and "added", which is an error: trainable parameters
-            put into a unit after fully_shard, whose gradients the caller reduces.
         timeout: seconds after which a rank that waits gives up, naming the unit and where the others are (up to five more if
             some did not say so yet); None waits as long as the process group does.
         poison: for tests. Memory of gathered parameters is filled with NaN before it is gathered into and before it is freed,
             so that computing too early or too late shows; on lanes that begin messages late (`CommPolicy.lanes`) it always
             does. Costs two passes over the memory.
+        silence: names of remarks that are not wanted: "root" (the outermost unit holds most of the parameters), "large" (a
+            unit far larger than the others), "padding" (above a tenth), "ignored" (trainable, and reduced by nobody),
+            "prefetch" (often missed), "optimizer" (it steps plain parameters beside sharded ones), "gradients" (its first
+            step finds none), "hidden" (an output that no search finds), and "added", which is an error: trainable parameters
+            put into a unit after fully_shard, whose gradients the caller reduces.
+
+    Raises:
+        ValueError: for a remark that there is not, or a number below its least value or of another type.
+
+    Example:
+        >>> fully_shard(model, check_policy=CheckPolicy(timeout=300, silence=("root",)))      # doctest: +SKIP
     """
 
     heartbeat: bool = True

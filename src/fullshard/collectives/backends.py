@@ -12,7 +12,7 @@ from fullshard.collectives.gloo import GlooCollectives, MessageTag
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:
-    """The collectives of torch on `group` (None: this rank alone), in the form that suits its backend."""
+    """The collectives on `group` (None: this rank alone), in the form that suits its backend."""
     if group is None or group.size() == 1:
         return SingleRank()
     if device.type == "cpu" and _torch.backend_name(group, device) == "gloo":

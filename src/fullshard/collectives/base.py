@@ -14,9 +14,12 @@ KIB = 1024
 
 @dataclass(slots=True)
 class StartedWork:
-    """A collective that was started: `works` to wait for, then `then()` to finish it on the lane it was started on.
+    """A collective that was started: works to wait for, and what finishes it on the lane it was started on.
 
-    unpollable: these works never say that they are over (asking gloo's messages costs 25 us, in vain); only waiting tells.
+    Args:
+        works: objects with `wait()`, as torch.distributed.Work has it.
+        then: called once all works were waited for: a copy or a multiplication, say.
+        unpollable: whether these works never say that they are over (asking gloo's messages costs 25 us, in vain).
     """
 
     works: Sequence[Any] = ()
@@ -25,9 +28,14 @@ class StartedWork:
 
 
 class Collectives(Protocol):
-    """The collectives of one shard axis. Tensors are 1-D and contiguous; nothing is waited for inside.
+    """The collectives of one process group. Tensors are 1-D and contiguous; nothing is waited for inside.
 
     An implementation of your own goes in through `CommPolicy(collectives=...)`.
+
+    Attributes:
+        ranks: how many ranks the group has.
+        rank: this rank in the group.
+        direct_min_bytes: chunks of at least this many bytes are worth a message of their own.
     """
 
     ranks: int
@@ -35,22 +43,50 @@ class Collectives(Protocol):
     direct_min_bytes: float  # chunks at least this large are worth a message of their own
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """A function that gathers `shards[i]` (size,) of all ranks, in rank order, into `outs[i]` (ranks * size,) at each call.
+        """Prepare an all-gather, which may be started many times.
 
-        A shard may be this rank's own chunk of its out.
+        Args:
+            outs: (ranks * size,) each; what is gathered into, in rank order.
+            shards: (size,) each, of the same dtype; `shards[i]` may be this rank's own slot of `outs[i]`.
+
+        Returns:
+            A function that starts the gather whenever it is called.
         """
         ...
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """Sum chunk `rank` of `fulls[i]` (ranks * size,) over all ranks, times `scale`, into `outs[i]` (size,)."""
+        """Start a reduce-scatter: the sum of chunk `rank` of every `fulls[i]` over all ranks, times `scale`.
+
+        Args:
+            outs: (size,) each; what is written.
+            fulls: (ranks * size,) each, of the same dtype.
+            scale: factor of the sums.
+
+        Returns:
+            The work that was started.
+        """
         ...
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
-        """Element-wise sum over all ranks, in place."""
+        """Start an element-wise sum over all ranks, in place.
+
+        Args:
+            tensor: (size,), read and written.
+
+        Returns:
+            The work that was started.
+        """
         ...
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        """Element-wise maximum over all ranks, in place."""
+        """Start an element-wise maximum over all ranks, in place. Heartbeats and set-up use it, for small integers.
+
+        Args:
+            tensor: (size,), read and written.
+
+        Returns:
+            The work that was started.
+        """
         ...
 
 
@@ -58,13 +94,13 @@ Allocate = Callable[..., Tensor]  # (numel, *, dtype, device) -> 1-D tensor
 
 
 class SingleRank:
-    """A group of one: the same code, and a copy where others send."""
+    """The collectives of a group of one: the same code, and a copy where others send."""
 
     ranks, rank = 1, 0
     direct_min_bytes: float = 0
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """As `Collectives.gatherer`."""
+        """Copy each shard to its out, where it does not lie there already."""
         pairs = [(out, shard) for out, shard in zip(outs, shards) if out.data_ptr() != shard.data_ptr() or not out.numel()]
 
         def gather() -> StartedWork:
@@ -75,15 +111,15 @@ class SingleRank:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """As `Collectives.reduce_scatter`."""
+        """Copy each full to its out, times `scale`."""
         for out, full in zip(outs, fulls):
             torch.mul(full, scale, out=out) if scale != 1.0 else out.copy_(full)
         return StartedWork()
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
-        """As `Collectives.all_reduce`."""
+        """Nothing: the sum of one."""
         return StartedWork()
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        """As `Collectives.all_reduce_max`."""
+        """Nothing: the maximum of one."""
         return StartedWork()

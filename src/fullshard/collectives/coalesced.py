@@ -14,7 +14,7 @@ from fullshard.collectives.process_groups import held
 
 
 class CoalescedCollectives:
-    """nccl and everything like it: all buckets of a group go out as one coalesced call."""
+    """The collectives of nccl and everything like it: all buckets of a group go out as one coalesced call."""
 
     direct_min_bytes: float = 256 * KIB
 
@@ -23,7 +23,7 @@ class CoalescedCollectives:
         self.ranks, self.rank = group.size(), group.rank()
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """As `Collectives.gatherer`."""
+        """As `Collectives.gatherer`: one call of the backend per gather."""
         held = self._held
         if len(outs) == 1:
             out, shard = outs[0], shards[0]
@@ -31,7 +31,7 @@ class CoalescedCollectives:
         return lambda: StartedWork((_torch.all_gather_coalesced(held.group, outs, shards),))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """As `Collectives.reduce_scatter`."""
+        """As `Collectives.reduce_scatter`: sums alone, scaled behind them, so that any backend will do."""
         if len(outs) == 1:
             work = _torch.reduce_scatter_base(self._held.group, outs[0], fulls[0])
         else:

@@ -17,25 +17,53 @@ from fullshard.collectives.process_groups import held
 
 
 class Comm(ABC):
-    """A collective of the caller's, and the memory it works on. Same interface as the class of this name in FSDP2."""
+    """A collective of the caller's, and the memory it works on. Same interface as the class of this name in FSDP2.
+
+    Source: `torch.distributed.fsdp.Comm`.
+    """
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of `size` (one dim) for messages."""
+        """Allocate memory for messages.
+
+        Args:
+            size: elements, as a shape of one dim.
+            dtype: of the messages.
+            device: of the mesh.
+
+        Returns:
+            A contiguous tensor (elements,), whose values do not matter.
+        """
 
 
 class AllGather(Comm):
-    """An all-gather of the caller's, for `FSDPModule.set_custom_all_gather`."""
+    """An all-gather of the caller's, for `FSDPModule.set_custom_all_gather`.
+
+    Source: `torch.distributed.fsdp.AllGather`.
+    """
 
     @abstractmethod
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather `input_tensor` (size,), this rank's chunk of `output_tensor` (ranks * size,), from all ranks into it."""
+        """Gather `input_tensor` of all ranks, in rank order, into `output_tensor`.
+
+        Args:
+            output_tensor: (ranks * size,), memory that `allocate` gave.
+            input_tensor: (size,), this rank's chunk of `output_tensor`.
+            group: the ranks that take part.
+            async_op: whether to return before it is done; fullshard passes True.
+
+        Returns:
+            The work to wait for, or None if there is nothing to wait for.
+        """
 
 
 class ReduceScatter(Comm):
-    """A reduce-scatter of the caller's, for `FSDPModule.set_custom_reduce_scatter`."""
+    """A reduce-scatter of the caller's, for `FSDPModule.set_custom_reduce_scatter`.
+
+    Source: `torch.distributed.fsdp.ReduceScatter`.
+    """
 
     @abstractmethod
     def __call__(
@@ -46,7 +74,18 @@ class ReduceScatter(Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce chunk `rank` of `input_tensor` (ranks * size,) over all ranks by `op` (a sum) into `output_tensor` (size,)."""
+        """Reduce chunk `rank` of `input_tensor` over all ranks into `output_tensor`.
+
+        Args:
+            output_tensor: (size,), memory that `allocate` gave.
+            input_tensor: (ranks * size,), memory that `allocate` gave.
+            group: the ranks that take part.
+            op: the torch.distributed.ReduceOp; fullshard passes SUM, and scales behind it.
+            async_op: whether to return before it is done; fullshard passes True.
+
+        Returns:
+            The work to wait for, or None if there is nothing to wait for.
+        """
 
 
 class CustomCollectives:

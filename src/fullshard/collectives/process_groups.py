@@ -56,7 +56,7 @@ def held(group: dist.ProcessGroup) -> HeldGroup:
 def release() -> None:
     """Let go of the process groups that torch destroyed: their connections close, by which the other ranks learn of it.
 
-    Others may have been made since.
+    Process groups may have been made since; those stay.
     """
     with _RELEASING:  # the thread of the watchdog may find the same as a thread that makes new groups
         for key, one in list(_HELD.items()):

@@ -17,7 +17,11 @@ class LaneWork(Protocol):
     """Work that was put on a lane."""
 
     def done(self) -> bool:
-        """Whether `wait` would return at once. May say False of finished work, never True of unfinished."""
+        """Whether `wait` would return at once.
+
+        Returns:
+            May be False for finished work, never True for unfinished.
+        """
         ...
 
     def wait(self) -> None:
@@ -35,7 +39,13 @@ class Lane(Protocol):
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
         """Queue `start` behind all that is on the compute lane now, and `finish` behind the collective it starts.
 
-        after: work of another lane, not waited for yet, that `start` is queued behind instead.
+        Args:
+            start: starts a collective and returns its work; called once, now or later.
+            finish: called once, on the lane, when the collective is over: copies out of its memory.
+            after: work of another lane, not waited for yet, that `start` is queued behind instead.
+
+        Returns:
+            The work, to be waited for on the compute lane.
         """
         ...
 
@@ -123,7 +133,7 @@ class HostLane:
     """The CPU: collectives run in the backend's threads from the start, and are finished by the thread that waits."""
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
-        """As `Lane.run`."""
+        """As `Lane.run`; with `after`, `start` is called when that is waited for."""
         if after is None:
             return _HostWork(start(), finish)
         later = _ChainedWork(after, start, finish)
@@ -160,7 +170,7 @@ class StreamLane:
         self._stream = self._module.Stream(device=device, priority=-1)
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
-        """As `Lane.run`."""
+        """As `Lane.run`: all of it is queued at once, and ordered by events."""
         if after is None:
             self._stream.wait_stream(self._module.current_stream(self._device))
         else:
@@ -176,16 +186,19 @@ class StreamLane:
 
 
 def lane_for(device: torch.device) -> Lane:
-    """A fresh lane for collectives of tensors on `device`."""
+    """A fresh lane of the kind that the device has."""
     return HostLane() if device.type == "cpu" else StreamLane(device)
 
 
 def nothing() -> None:
-    """Do nothing, where a lane wants something to finish with."""
+    """Finish work that needs no finish."""
 
 
 class InFlight:
-    """Memory that a lane may still read. Entries leave oldest first, after the compute lane was ordered behind their work."""
+    """Memory that a lane may still read: entries leave oldest first, once the compute lane was ordered behind their work.
+
+    With `limit` entries inside, pushing another first waits for the oldest.
+    """
 
     def __init__(self) -> None:
         self._entries: deque[tuple[LaneWork, Callable[[], None], bool]] = deque()
@@ -216,7 +229,7 @@ class InFlight:
         self.make_room(1)
 
     def drain_quietly(self) -> None:
-        """As `drain`, also of work that failed."""
+        """Wait for all entries, and drop the errors of their work: a step that is given up needs none of it."""
         while self._entries:
             with suppress(Exception):
                 self._leave()

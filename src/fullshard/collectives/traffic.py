@@ -17,7 +17,15 @@ from fullshard.collectives.base import Allocate, Collectives, StartedWork
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One collective of one group: its kind, its dtype, and the bytes of all ranks' chunks together."""
+    """One collective of one group, as `counting` lists it.
+
+    Args:
+        kind: all_gather, reduce_scatter, all_reduce, heartbeat; talk (wrapping, full_params); to_device, to_host (offload).
+        dtype: of the elements.
+        nbytes: bytes of all ranks' chunks together.
+        buckets: how many tensors went out in one call.
+        ranks: how many ranks took part.
+    """
 
     kind: str  # all_gather, reduce_scatter, all_reduce, heartbeat; talk (wrapping, full_params); to_device, to_host (offload)
     dtype: torch.dtype

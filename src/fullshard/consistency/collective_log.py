@@ -335,7 +335,8 @@ def find_desync(windows: Mapping[int, Sequence[tuple[int, int, str]]]) -> tuple[
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """
+    """Ranks as a text.
+
     >>> listed([3]), listed([0, 1]), listed([0, 1, 2, 5, 7, 8, 9])
     ('rank 3', 'ranks 0 and 1', 'ranks 0-2, 5 and 7-9')
     """
@@ -354,18 +355,18 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def headline(failure: BaseException) -> str:
-    """The first line of its text, or what it is if it has none.
+    r"""The first line of its text, or what it is if it has none.
 
-    >>> headline(ValueError("no such rank\\nat all")), headline(MemoryError())
+    >>> headline(ValueError("no such rank\nat all")), headline(MemoryError())
     ('no such rank', 'MemoryError')
     """
     return (str(failure).strip() or type(failure).__name__).splitlines()[0]
 
 
 def described(failure: BaseException) -> str:
-    """Its class, and the first line of its text if it has one.
+    r"""Its class, and the first line of its text if it has one.
 
-    >>> described(ValueError("no such rank\\nat all")), described(MemoryError())
+    >>> described(ValueError("no such rank\nat all")), described(MemoryError())
     ('ValueError: no such rank', 'MemoryError')
     """
     name = type(failure).__name__

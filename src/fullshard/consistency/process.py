@@ -16,8 +16,10 @@ _GENERATIONS = [0]  # process groups of which there was a watchdog
 
 
 def watchdog_of(backend: str) -> Watchdog | None:
-    """The watchdog of this process, None if its ranks send nothing (`backend` is torch's "fake" one), are threads of one
-    process (where a rank that raises ends the others), or have no store.
+    """The watchdog of this process, None if there is nothing to watch.
+
+    That is so if its ranks send nothing (`backend` is torch's "fake" one), are threads of one process (where a rank that raises
+    ends the others), or have no store.
     """
     if backend in ("fake", _torch.THREADED):
         return None

@@ -233,8 +233,9 @@ class Watchdog:
     # --- reports ---
 
     def report_at_end(self) -> None:
-        """The program ends by an error of torch's own collectives, which know no names: tell the others, and print, where the
-        other ranks are. A rank that the error reaches later, since this one ended, then knows the first cause.
+        """The program ends by an error of torch's own collectives, which know no names: tell the others where it was, and print it.
+
+        A rank that the error reaches later, since this one ended, then knows the first cause.
         """
         rank, board = self._local.rank, self._board
         texts: dict[str, None] = {}

@@ -112,7 +112,7 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
     """Whether the step failed on any rank of `mesh`, so that all of them skip it together. Collective.
 
     If so, every rank forgets the step: what was gathered is freed, and gradients that are not in a `.grad` yet (on their way,
-    or kept by accumulation) are discarded on all ranks alike. The next forward is right. Gradients that were delivered
+    or kept by accumulation) are discarded on all ranks alike. The next forward is right. Gradients that were assigned
     before stay, until `zero_grad()`.
 
     With gloo the ranks need not have failed at the same place: those that wait for a rank that is here already
@@ -124,7 +124,11 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
         failed: whether it failed on this rank: a bool, or the exception or None.
 
     Returns:
-        The same on every rank.
+        Whether any rank failed: the same on every rank.
+
+    Raises:
+        ValueError: if `mesh` is no DeviceMesh.
+        StateError: if a rank of the mesh is gone.
 
     Example:
         >>> error = None                                                                      # doctest: +SKIP

@@ -264,6 +264,7 @@ class PreparedShard:
         _inspect(self._modules, self._shaped, self._ignored, self._planned)
 
     def apply_prepared(self) -> None:
+        """Make the unit."""
         _shard(self._modules, self._shaped, self._ignored, self._planned)
 
 

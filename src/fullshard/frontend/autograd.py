@@ -23,12 +23,15 @@ def grad(
     """The gradients of `outputs` with respect to `inputs`, sharded parameters among them, without touching any `.grad`.
 
     torch.autograd.grad cannot give those: modules compute with the gathered parameters, so the sharded ones are in no graph.
-    Collective; gradients are averaged over the ranks, as by backward.
+    Collective; gradients are averaged over the ranks, as by backward. There is no `create_graph`: sharded gradients have no
+    graph.
 
     Args:
-        outputs, grad_outputs, retain_graph, allow_unused: as of torch.autograd.grad. There is no `create_graph`: sharded
-            gradients have no graph.
+        outputs: a tensor to differentiate, or several.
         inputs: sharded parameters, plain parameters or other tensors of the graph.
+        grad_outputs: gradients of the outputs, of their shapes; None for outputs of one element.
+        retain_graph: whether the graph can be differentiated again.
+        allow_unused: whether an input that no rank used gets None instead of an error.
 
     Returns:
         One gradient per input: a DTensor sharded like its parameter, a plain tensor for a plain one; None where no rank used
@@ -40,6 +43,8 @@ def grad(
 
     Example:
         >>> weight, bias = fullshard.grad(loss, [model.head.weight, model.head.bias])         # doctest: +SKIP
+
+    Source: the interface of `torch.autograd.grad`.
     """
     listed = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     names: dict[int, str] = {}

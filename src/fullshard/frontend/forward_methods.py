@@ -82,6 +82,7 @@ class GatheringParameters(MutableMapping[str, Any]):
         return dict, (self.held,)
 
     def copy(self) -> dict[str, Any]:
+        """A plain dict of the parameters as they are: none is gathered."""
         return dict(self.held)
 
     def __or__(self, other: Any) -> dict[str, Any]:
@@ -152,6 +153,7 @@ class Method:
         return _method_again, (module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method between the forward hooks of its unit."""
         module = self._module()
         assert module is not None
         unit = unit_of(module)

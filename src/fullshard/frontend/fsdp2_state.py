@@ -22,10 +22,12 @@ class ParameterView:
 
     @property
     def sharded_param(self) -> nn.Parameter:
+        """The DTensor that a caller sees."""
         return self._parameter.sharded
 
     @property
     def unsharded_param(self) -> nn.Parameter | None:
+        """The parameter that modules compute with, None before the first gather."""
         return self._parameter.full
 
     @property
@@ -41,10 +43,12 @@ class GroupView:
 
     @property
     def fsdp_params(self) -> list[ParameterView]:
+        """The parameters of the group."""
         return [ParameterView(parameter) for parameter in self._group.parameters]
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
+        """The policy of the unit."""
         return self._unit.options.mp
 
     def post_backward(self) -> None:
@@ -60,6 +64,7 @@ class ContextView:
 
     @property
     def all_states(self) -> list[UnitView]:
+        """The units at and below this one."""
         return [UnitView(unit) for unit in units_below(self._unit)]
 
 

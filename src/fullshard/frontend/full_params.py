@@ -33,12 +33,17 @@ def full_params(
     """Have the modules hold ordinary, full Parameters in the storage dtype, outside of forward and backward. Collective.
 
     Args:
-        module: its units, and with `recurse` all below it, are full; otherwise those of `module` itself.
+        module: a module that is a unit, or holds some.
         write: what was written to a parameter (or, with `grads`, to its gradient) is kept in the shards at the end. All
             ranks must write the same; each keeps its own rows of what it has.
+        recurse: whether the units below are full as well; otherwise `module` must be a unit, and is full alone.
         rank0_only: only rank 0 of each mesh has full parameters, the others their shards. Needs `write=False`.
         grads: parameters have their full, averaged gradients.
-        dtype, device: what the full parameters are of and on; None takes those of the shards.
+        dtype: of the full parameters; None takes that of the shards.
+        device: of the full parameters; None takes that of the shards.
+
+    Yields:
+        `module`.
 
     Raises:
         ValueError: for `rank0_only` with `write`.
@@ -47,6 +52,8 @@ def full_params(
     Example:
         >>> with full_params(model, write=False, rank0_only=True, device="cpu"):              # doctest: +SKIP
         ...     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    Source: FSDP1's `summon_full_params`.
     """
     if rank0_only and write:
         raise ValueError("full_params(rank0_only=True) cannot write what only rank 0 has: pass write=False as well")
@@ -104,11 +111,15 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
     of the unit's own forward.
 
     Args:
+        module: a module that is a unit; with `recurse`, one that holds some.
         grad: whether gradients flow back to the shards. Every rank must then use the parameters in its loss, or none.
         recurse: also those of the units below.
 
     Yields:
         qualified name -> full tensor.
+
+    Raises:
+        StateError: inside a forward or backward.
 
     Example:
         >>> with gathered(model.embed) as params:                                             # doctest: +SKIP

@@ -176,6 +176,7 @@ class StateHooks:
         return StateHooks()
 
     def before_save(self, module: nn.Module, *_: Any) -> None:
+        """Have the slots show the sharded parameters."""
         if self._unit is None:
             return
         if self._unit.residency is not Residency.SHARDED:
@@ -205,6 +206,7 @@ class StateHooks:
                         )
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
+        """Take over what was loaded, and enter it in the log once per state dict that had something for the unit."""
         if self._unit is not None:
             runtime_of(self._unit).requests.refresh(self._unit)
             if self._loads:

@@ -30,13 +30,23 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class UnshardHandle:
-    """A gather under way; `wait()` has the full parameters installed."""
+    """A gather under way, as `FSDPModule.unshard(async_op=True)` returns it; `wait()` installs the full parameters.
+
+    Args:
+        unit: the unit whose gather was started. Callers make no handles themselves.
+
+    Source: `torch.distributed.fsdp.UnshardHandle`.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Order the current stream behind the gather and install the full parameters. Later calls do nothing."""
+        """Order the current stream behind the gather and install the full parameters. Later calls do nothing.
+
+        Raises:
+            StateError: if the process group was destroyed, or the ranks gather different units.
+        """
         if self._unit is not None:
             runtime_of(self._unit).requests.ensure_gathered(self._unit)
             self._unit = None
@@ -86,7 +96,10 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     Has the methods of torch's class of this name (and is one, for `isinstance`), on the units of fullshard. With `recurse`
     a setter reaches every unit at or below the module, without it this unit alone; the defaults are FSDP2's. Every setter
-    works at any time between steps.
+    works at any time between steps. Where a method takes True or False, any other value (1, None, "no") is a ValueError;
+    a module whose unit was removed by `undo` is a StateError.
+
+    Source: `torch.distributed.fsdp.FSDPModule`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -97,9 +110,21 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return made
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters and install them until `reshard()`, or until its forward or backward frees them.
+        """Gather this unit's parameters and install them until `reshard()`, or its forward or backward, frees them. Collective.
 
-        With `async_op=True` the gather is only started, and the handle returned waits for it.
+        Args:
+            async_op: whether to start the gather only.
+
+        Returns:
+            With `async_op=True` the handle whose `wait()` installs the parameters, else None.
+
+        Raises:
+            ValueError: if `async_op` is neither True nor False.
+
+        Example:
+            >>> handle = model.blocks[1].unshard(async_op=True)                                   # doctest: +SKIP
+            >>> hidden = model.blocks[0](hidden)                                                  # doctest: +SKIP
+            >>> handle.wait()                                                                     # doctest: +SKIP
         """
         unit = _unit(self)
         _flag("async_op", async_op)
@@ -111,7 +136,11 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return None
 
     def reshard(self) -> None:
-        """Free this unit's full parameters. Raises StateError while its forward or backward runs."""
+        """Free this unit's full parameters.
+
+        Raises:
+            StateError: while the unit's forward or backward runs, or inside `full_params()`.
+        """
         unit = _unit(self)
         runtime_of(unit).requests.reshard(unit)
 
@@ -124,11 +153,11 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Backward follows by itself, in the backward of whatever else this rank computed; gradients are as if this rank's loss
         did not depend on the unit.
 
-        Returns:
-            A zero, 0-dim, to be added to the loss of a rank that computes nothing else: `model.join().backward()`.
-
         Ranks that compute must not recompute several units in one checkpoint (torch.utils.checkpoint around a module with units
         below it): they would run them once more, and this rank does not know. Checkpoint the units one by one.
+
+        Returns:
+            A zero, 0-dim, to be added to the loss of a rank that computes nothing else: `model.join().backward()`.
 
         Raises:
             StateError: inside a backward, or for a unit of several modules at or below this one.
@@ -140,22 +169,49 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return runtime_of(unit).join(unit)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward of the units at and below is the last of the step.
+        """Say whether the next backward of the units at and below is the last of the step.
 
-        If not, it does not wait for its reductions, and gradients arrive with the last one.
+        A backward that is not the last does not wait for its reductions; the last one waits for all of them and sets `.grad`.
+
+        Args:
+            is_last_backward: False for all microbatches but the last.
+
+        Raises:
+            ValueError: if it is neither True nor False.
         """
         last = _flag("is_last_backward", is_last_backward)
         for unit in units_of(self, True):
             unit.configure(last_backward=last)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not, each rank keeps its own, in the reduce dtype, until one that does."""
+        """Say whether backward reduces gradients.
+
+        Without it each rank keeps its own gradients, in the reduce dtype and of full size, until a backward that reduces their
+        sum. `accumulate()` does that for the length of a block.
+
+        Args:
+            requires_gradient_sync: False keeps gradients on each rank.
+            recurse: whether the units below are meant as well.
+
+        Raises:
+            ValueError: if an argument is neither True nor False.
+        """
         sync = _flag("requires_gradient_sync", requires_gradient_sync)
         for unit in units_of(self, _flag("recurse", recurse)):
             unit.configure(sync_gradients=sync)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
-        """As the argument of `fully_shard`, from the next forward on."""
+        """Change `reshard_after_forward`, from the next forward on. Collective where the size of the smaller group changes.
+
+        Args:
+            reshard_after_forward: as the argument of `fully_shard`: True, False, None, or the number of neighbours that keep
+                one copy together.
+            recurse: whether the units below are meant as well.
+
+        Raises:
+            ValueError: for another type, or a number that does not divide the ranks of the shard axis.
+            StateError: inside a forward or backward, where the size of the smaller group changes.
+        """
         told = [(unit, *keep_of(reshard_after_forward, unit.axis)) for unit in units_of(self, _flag("recurse", recurse))]
         for unit, policy, size in told:
             if size == unit.options.subgroup_size:
@@ -165,23 +221,45 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
                 runtime_of(unit).requests.reconfigure(unit, doing=doing, reshard_policy=policy, subgroup_size=size)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward frees the full parameters. If not, they are gathered again only once the shards were written."""
+        """Say whether backward frees the full parameters. If not, they are gathered again only once the shards were written.
+
+        Args:
+            reshard_after_backward: False keeps the full parameters, for steps of several microbatches.
+            recurse: whether the units below are meant as well.
+
+        Raises:
+            ValueError: if an argument is neither True nor False.
+        """
         keep = not _flag("reshard_after_backward", reshard_after_backward)
         for unit in units_of(self, _flag("recurse", recurse)):
             unit.configure(keep_after_backward=keep)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward sums gradients over the replicas of a hybrid mesh. If not, it only reduces them over shards and
-        keeps that, in the reduce dtype, until a backward that does. Without replicas there is nothing to put off.
+        """Say whether backward sums gradients over the replicas of a hybrid mesh.
+
+        If not, backward only reduces them over shards and keeps that, in the reduce dtype, until a backward that sums over the
+        replicas too. Without replicas there is nothing to put off.
+
+        Args:
+            requires_all_reduce: False puts the sum over replicas off.
+            recurse: whether the units below are meant as well.
+
+        Raises:
+            ValueError: if an argument is neither True nor False.
         """
         reduces = _flag("requires_all_reduce", requires_all_reduce)
         for unit in units_of(self, _flag("recurse", recurse)):
             unit.configure(reduce=replace(unit.options.reduce, all_reduce=reduces))
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
-        """Divide summed gradients by `factor` instead of by the number of ranks they come from; None is that number again.
+        """Divide summed gradients by `factor` instead of by the number of ranks they come from.
 
-        As in FSDP2, of this unit alone unless `recurse`.
+        Args:
+            factor: a finite number above 0; None is the number of ranks again.
+            recurse: whether the units below are meant as well; as in FSDP2 they are not, unless it is said.
+
+        Raises:
+            ValueError: for any other factor.
         """
         number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         if factor is not None and not (number and 0 < factor < float("inf")):
@@ -190,18 +268,42 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             unit.configure(reduce=replace(unit.options.reduce, divide=None if factor is None else float(factor)))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Reduce with sums alone, scaled separately. fullshard always does, so that any backend and any factor will do."""
+        """Reduce with sums alone, scaled separately. fullshard always does, so that any backend and any factor will do.
+
+        Args:
+            enable: True or False, which make no difference.
+
+        Raises:
+            ValueError: if it is neither True nor False.
+        """
         _unit(self)
         _flag("enable", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Reduce zeros for parameters that a rank did not use. fullshard always does: every rank sends the same messages."""
+        """Reduce zeros for parameters that a rank did not use. fullshard always does: every rank sends the same messages.
+
+        Args:
+            reduce_scatter_unused_params: True or False, which make no difference.
+            recurse: likewise.
+
+        Raises:
+            ValueError: if an argument is neither True nor False.
+            StateError: if there is no unit at or below this module.
+        """
         _any_unit(self)
         _flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         _flag("recurse", recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many groups' gradients may be on their way before backward waits for the oldest, from the next reduction on."""
+        """Limit how many groups' gradients are on their way at a time, from the next reduction on.
+
+        Args:
+            max_input_buffers: groups, at least 1; backward waits for the oldest before it starts one more.
+            recurse: whether the units below are meant as well.
+
+        Raises:
+            ValueError: if it is no int, or less than 1.
+        """
         most = max_input_buffers
         if not isinstance(most, int) or isinstance(most, bool) or most < 1:
             raise ValueError(f"max_input_buffers must be an int >= 1, got {most!r}")
@@ -209,17 +311,33 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             unit.configure(comm=replace(unit.options.comm, reductions_in_flight=most))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reductions have a process group of their own, so that they need not queue behind gathers. Collective."""
+        """Give reductions a process group of their own, so that they need not queue behind gathers. Collective.
+
+        Args:
+            enable: False takes the process group of the gathers again.
+            recurse: whether the units below are meant as well.
+
+        Raises:
+            ValueError: if an argument is neither True nor False.
+            StateError: inside a forward or backward.
+        """
         separate = _flag("enable", enable)
         for unit in units_of(self, _flag("recurse", recurse)):
             runtime_of(unit).requests.reconfigure(unit, doing="set_separate_reduce_scatter_group()", separate_reduce=separate)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
-        """Call `hook` with each reduced flat gradient of this unit, (elements of this rank's shard,) in the reduce dtype.
+        """Call `hook` with each reduced flat gradient of this unit.
 
-        It may change it in place, by a sum over further replicas say. It runs behind the reduce-scatter and the sum over
+        The hook may change it in place, by a sum over further replicas say. It runs behind the reduce-scatter and the sum over
         replicas, on their lane or on `stream`, in an order that is the same on every rank; a unit of several groups has
-        one call for each. None removes it.
+        one call for each.
+
+        Args:
+            hook: called with a tensor (elements of this rank's shard,) in the reduce dtype; None removes the hook.
+            stream: of the mesh's device, to call `hook` on; None is the lane of the reductions.
+
+        Raises:
+            ValueError: if `hook` is no callable, or for a stream where the mesh computes on the CPU.
         """
         if hook is not None and not callable(hook):
             raise ValueError(f"set_all_reduce_hook takes a callable or None, got {type(hook).__name__}")
@@ -229,23 +347,54 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         unit.configure(reduce=replace(unit.options.reduce, hook=hook, hook_stream=stream))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """FSDP2's deprecated name of `set_gradient_divide_factor`."""
+        """Divide summed gradients of this unit: FSDP2's deprecated name of `set_gradient_divide_factor`.
+
+        Args:
+            factor: a finite number above 0.
+
+        Raises:
+            ValueError: for any other factor.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
-        """While this unit computes forward, gather these units, instead of those that the last run needed next."""
+        """While this unit computes forward, gather these units, instead of those that the last run needed next.
+
+        Args:
+            modules: modules that `fully_shard` was called on, in the order to gather them; an empty list gathers none ahead.
+
+        Raises:
+            ValueError: for anything else, or for a unit that has lanes or a device of its own.
+
+        Example:
+            >>> for block, following in zip(model.blocks, model.blocks[1:]):                      # doctest: +SKIP
+            ...     block.set_modules_to_forward_prefetch([following])
+        """
         unit = _unit(self)
         unit.record.next_forward = _numbers_given(modules, unit)
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
-        """While this unit's backward computes, gather these units, instead of those that the last run needed next."""
+        """While this unit's backward computes, gather these units, instead of those that the last run needed next.
+
+        Args:
+            modules: modules that `fully_shard` was called on, in the order to gather them; an empty list gathers none ahead.
+
+        Raises:
+            ValueError: for anything else, or for a unit that has lanes or a device of its own.
+        """
         unit = _unit(self)
         unit.record.next_backward = _numbers_given(modules, unit)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this unit's backward needs its parameters. That of an embedding does not, and saves a gather.
+        """Say whether this unit's backward needs its parameters. That of an embedding does not, and saves a gather.
 
-        If it needs them after all, autograd raises: parameters that were freed are marked as written.
+        If backward needs them after all, autograd raises: parameters that were freed are marked as written.
+
+        Args:
+            unshard_in_backward: False leaves the gather before backward out.
+
+        Raises:
+            ValueError: if it is neither True nor False.
         """
         _unit(self).configure(in_backward=_flag("unshard_in_backward", unshard_in_backward))
 
@@ -255,21 +404,42 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         _flag("async_op", async_op)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this unit's parameters with `comm`, in memory that it allocates: one message per gather and group."""
+        """Gather this unit's parameters with `comm`, in memory that it allocates: one message per gather and group.
+
+        Args:
+            comm: an `AllGather`, or any callable with an `allocate` method of that interface.
+
+        Raises:
+            ValueError: for anything else.
+            StateError: inside a forward or backward.
+        """
         _check_comm(comm, "set_custom_all_gather", "AllGather")
         unit = _unit(self)
         runtime_of(unit).requests.reconfigure(unit, doing="set_custom_all_gather()", all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this unit's gradients with `comm`, in memory that it allocates: one message per reduction and group."""
+        """Reduce this unit's gradients with `comm`, in memory that it allocates: one message per reduction and group.
+
+        Args:
+            comm: a `ReduceScatter`, or any callable with an `allocate` method of that interface.
+
+        Raises:
+            ValueError: for anything else.
+            StateError: inside a forward or backward.
+        """
         _check_comm(comm, "set_custom_reduce_scatter", "ReduceScatter")
         unit = _unit(self)
         runtime_of(unit).requests.reconfigure(unit, doing="set_custom_reduce_scatter()", reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether messages lie in memory of the process group's backend (NCCL's user buffers say).
+        """Say whether this unit's messages lie in memory of the process group's backend (NCCL's user buffers, say).
 
-        Raises ValueError if the backend allocates none, or custom collectives were set.
+        Args:
+            enable: False takes memory of fullshard's own again.
+
+        Raises:
+            ValueError: if the backend allocates no memory, or custom collectives were set.
+            StateError: inside a forward or backward.
         """
         unit = _unit(self)
         _refuse_custom_collectives(unit)
@@ -279,9 +449,14 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         runtime_of(unit).requests.reconfigure(unit, doing="set_allocate_memory_...()", memory=memory)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Have messages lie in symmetric memory of `backend`. Collective.
+        """Have this unit's messages lie in symmetric memory. Collective.
 
-        Raises ValueError where there is none (on the CPU), or if custom collectives were set.
+        Args:
+            backend: the name of torch's symmetric-memory backend, "NCCL" or "NVSHMEM" say.
+
+        Raises:
+            ValueError: where there is none (on the CPU), if custom collectives were set, or if `backend` is no name.
+            StateError: inside a forward or backward.
         """
         unit = _unit(self)
         if not isinstance(backend, str):
@@ -295,6 +470,13 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Order the next forward behind `event`, which an optimizer recorded on a stream of its own. Once.
 
         Gathers are ordered behind the current stream as well, whose memory they write to.
+
+        Args:
+            event: a torch.Event (or one of the device, such as torch.cuda.Event) that was recorded after `optimizer.step()`.
+
+        Raises:
+            ValueError: if it has no `wait()`, or the mesh computes on the CPU, which has no streams.
+            StateError: if there is no unit at or below this module.
         """
         unit = _any_unit(self)
         if unit.axis.device.type == "cpu":
@@ -317,19 +499,26 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return UnitView(_unit(self))
 
     def resident(self) -> AbstractContextManager[None]:
-        """`fullshard.resident(self)`: all units at and below stay full for the length of a `with` block."""
+        """Keep all units at and below full for the length of a `with` block: `fullshard.resident(self)`. Collective.
+
+        Returns:
+            The context manager.
+        """
         return resident(_module(self))
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backwards inside keep their gradients on each rank; the first one after it reduces the sum of all.
+        """Backwards inside a `with` block keep their gradients on each rank; the first one after it reduces the sum of all.
 
         `model.zero_grad()` discards what was kept; an optimizer's `zero_grad()` does not see it.
 
+        Returns:
+            The context manager.
+
         Example:
-            >>> with model.accumulate():                                                      # doctest: +SKIP
+            >>> with model.accumulate():                                                          # doctest: +SKIP
             ...     for batch in batches[:-1]:
             ...         model(batch).backward()
-            >>> model(batches[-1]).backward()                                                 # doctest: +SKIP
+            >>> model(batches[-1]).backward()                                                     # doctest: +SKIP
         """
         return accumulate(_module(self))
 
@@ -340,7 +529,13 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, for the sharded parameters, also while full ones are installed; discards what `accumulate()` kept."""
+        """As torch's, for the sharded parameters, also while full ones are installed; discards what `accumulate()` kept.
+
+        Args:
+            set_to_none: whether `.grad` becomes None; False fills it with zeros.
+
+        Source: `torch.nn.Module.zero_grad`.
+        """
         discard_gradients(_module(self), set_to_none=set_to_none)
         _beyond(self).zero_grad(set_to_none)
 
@@ -356,6 +551,11 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return _put_together, (class_swap.take_apart(_module(self), plain_class),)
 
     def extra_repr(self) -> str:
+        """The module's own line of its repr, and behind it the unit: parameters, elements, groups, rank and residency.
+
+        Returns:
+            One line of text.
+        """
         own = _beyond(self).extra_repr()
         said = described(_unit(self))
         return f"{own}, {said}" if own else said
@@ -469,6 +669,12 @@ def resident(module: nn.Module) -> Iterator[None]:
 
     They are gathered once, and again only if their shards were written meanwhile.
 
+    Args:
+        module: a module that is a unit, or holds some.
+
+    Raises:
+        StateError: inside a forward or backward.
+
     Example:
         >>> with model.resident(), torch.no_grad():                                           # doctest: +SKIP
         ...     tokens = model.generate(prompt)
@@ -489,11 +695,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have `module.method_name(...)` gather and free the unit's parameters as its forward does: `generate`, `encode`.
 
     Units below whose parameters the method reads without calling them (a tied projection, a chunked loss) are
-    gathered when it first reads one, and freed when it ends.
+    gathered when it first reads one, and freed when it ends. Does nothing for a module that is no unit.
 
-    Does nothing for a module that is no unit. Raises ValueError if there is no such method.
+    Args:
+        module: a module that `fully_shard` was called on.
+        method_name: an attribute of it that can be called.
 
-    >>> register_fsdp_forward_method(model, "generate")                                       # doctest: +SKIP
+    Raises:
+        ValueError: if there is no such method, or it is a generator or coroutine, whose body runs after the call.
+
+    Example:
+        >>> register_fsdp_forward_method(model, "generate")                                   # doctest: +SKIP
+
+    Source: `torch.distributed.fsdp.register_fsdp_forward_method`.
     """
     unit = unit_of(module)
     if unit is None:
@@ -510,16 +724,36 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[nn.Module]) -> None:
-    """Let several roots share lanes and order. All units of a device and thread do, so this only checks its input."""
+    """Let several roots share lanes and order. All units of a device and thread do, so this only checks its input.
+
+    Args:
+        modules: a list of modules that `fully_shard` was called on.
+
+    Raises:
+        ValueError: for anything else.
+
+    Source: `torch.distributed.fsdp.share_comm_ctx`.
+    """
     _numbers_given(modules)
 
 
 def undo(module: M) -> M:
-    """Make an ordinary module with full parameters of a sharded one, in place and on every rank (collective).
+    """Make an ordinary module with full parameters of a sharded one, in place and on every rank. Collective.
 
-    Gradients, attributes, hooks, ties and trainability of its parameters stay. Returns `module`.
+    Gradients, attributes, hooks, ties and trainability of its parameters stay.
 
-    Raises StateError, before anything has changed, while a forward or backward runs.
+    Args:
+        module: a module that is a unit, or holds some.
+
+    Returns:
+        `module`, of the class it had before `fully_shard`.
+
+    Raises:
+        StateError: before anything has changed, while a forward or backward runs, or while gradients are only kept on each
+            rank.
+
+    Example:
+        >>> torch.save(undo(model).state_dict(), "weights.pt")                                # doctest: +SKIP
     """
     class_swap.undo(module, plain_class)
     return module
@@ -533,6 +767,7 @@ def _unit(module: Any) -> Unit:
 
 
 def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
+    """The units at and below `module`, each once; without `recurse` its own alone."""
     if not recurse:
         yield _unit(module)
         return
@@ -551,17 +786,37 @@ def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
 def counting(module: nn.Module) -> Iterator[list[Message]]:
     """The messages that the runtime of `module` sends while the block runs, in order.
 
-    >>> with counting(model) as messages:                                                     # doctest: +SKIP
-    ...     model(batch).sum().backward()
+    Args:
+        module: a module that is a unit, or holds some.
+
+    Yields:
+        A list that grows by one `Message` for each collective or copy, of all units on the device and thread.
+
+    Raises:
+        StateError: if there is no unit at or below `module`.
+
+    Example:
+        >>> with counting(model) as messages:                                                 # doctest: +SKIP
+        ...     model(batch).sum().backward()
+        >>> sum(message.nbytes for message in messages if message.kind == "all_gather")       # doctest: +SKIP
     """
     with _any_unit(module).runtime.communicator.traffic.counting() as messages:
         yield messages
 
 
 def stats(module: nn.Module) -> Stats:
-    """A snapshot of what the runtime of `module` counted so far, for all its units: gathers, gathers issued ahead, those of
-    them that nobody used, and those that could have been issued ahead had units run in the order of the step before. If
-    these are many, a remark says so, once.
+    """A snapshot of how the runtime of `module` gathered so far, for all its units.
+
+    If many gathers could have been issued ahead, had units run in the order of the step before, a remark says so, once.
+
+    Args:
+        module: a module that is a unit, or holds some.
+
+    Returns:
+        Counts: gathers, those issued ahead, those of them that no forward or backward used, and those that were missed.
+
+    Raises:
+        StateError: if there is no unit at or below `module`.
     """
     unit = _any_unit(module)
     lint.remark_on_prefetch(unit)

@@ -29,10 +29,10 @@ from fullshard.runtime.unit import Unit, owner_of
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
-    """Let `optimizer` train what stands for the parameters it was built with (sharded ones for plain ones, or the other way
-    round after `undo`); how many there were.
+    """Let `optimizer` train what stands for the parameters it was built with; how many there were.
 
-    State it holds already (momenta of the full shape) is sliced. Runs by itself before every `step()`.
+    That is sharded ones for plain ones, or the other way round after `undo`. State it holds already (momenta of the full
+    shape) is sliced. Runs by itself before every `step()`.
     """
     count = 0
     for group in optimizer.param_groups:
@@ -84,8 +84,10 @@ class _Step(Fingerprint):
 
 
 class _Entry:
-    """What one ledger is told of each step of an optimizer: class, options, parameters (a hash for each group of the
-    optimizer), and whether gradients were written since they came.
+    """The entries of one log about the steps of an optimizer.
+
+    Each has class, options, parameters (a hash for each group of the optimizer), and whether gradients were written since
+    they came.
     """
 
     __slots__ = ("_counts", "_digests", "_fingerprint", "_log", "_options", "_unit", "_written")
@@ -312,21 +314,29 @@ _torch.register_optimizer_step_post_hook(_after_step)
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale the gradients of `parameters` in place so that their norm, over all ranks, is at most `max_norm`.
+    """Scale the gradients of `parameters` in place so that their norm, over all ranks, is at most `max_norm`. Collective.
 
     Takes any mixture of sharded parameters (also of several meshes) and plain ones, which are taken to be equal on all
     ranks. Works on local shards: one small all-reduce per mesh.
+
+    Args:
+        parameters: a parameter or several; those without `.grad` do not count.
+        max_norm: the largest norm that is left as it is.
+        norm_type: the power of the norm, above 0; `float("inf")` takes the largest absolute value.
+        error_if_nonfinite: whether a norm that is NaN or infinite is an error; otherwise gradients are scaled by it.
 
     Returns:
         The norm before clipping, a plain 0-dim tensor, equal on all ranks.
 
     Raises:
-        RuntimeError: with `error_if_nonfinite=True`, if the norm is not finite.
+        RuntimeError: with `error_if_nonfinite=True`, if the norm is not finite; no gradient has changed then.
+        StateError: naming the parameter, if its gradient is only kept on each rank (`accumulate()`).
+        ValueError: for a `norm_type` that is not above 0, or a DTensor gradient that is not summed yet.
 
     Example:
         >>> norm = clip_grad_norm_(model.parameters(), max_norm=1.0)                          # doctest: +SKIP
 
-    Source: Pascanu et al. (arXiv 1211.5063); the interface of `torch.nn.utils.clip_grad_norm_`.
+    Source: Pascanu et al. 2013 (arXiv 1211.5063); the interface of `torch.nn.utils.clip_grad_norm_`.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     listed = [parameter if (now := successor(parameter)) is None else now for parameter in given]  # a list made before sharding

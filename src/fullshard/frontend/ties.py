@@ -31,9 +31,11 @@ class Ties:
     _claims: list[tuple[ParamRef, ShardedParameter]] = field(default_factory=list)
 
     def add(self, claim: ParamRef, parameter: ShardedParameter) -> None:
+        """Note that `ref` is a parameter that another unit owns already."""
         self._claims.append((claim, parameter))
 
     def knows(self, claim: ParamRef) -> bool:
+        """Whether another unit owns `ref` already."""
         return any(claim is known for known, _ in self._claims)
 
     def take(self, undress: Callable[[type[nn.Module]], type[nn.Module]]) -> tuple[list[ShardedParameter], list[nn.Module]]:

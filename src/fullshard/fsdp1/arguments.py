@@ -33,7 +33,7 @@ Groups = Any  # a ProcessGroup, or a pair of them: (to shard over, to replicate 
 
 @dataclass(frozen=True)
 class FSDP1Arguments:
-    """What the constructor was told, checked: what a wrapper and those that it makes below itself have in common."""
+    """The arguments of the constructor, checked: what a wrapper and those that it makes below itself have in common."""
 
     process_group: Groups
     device_mesh: DeviceMesh | None
@@ -192,6 +192,7 @@ def _ignored(
 
 
 def device_type_of(module: nn.Module, given: FSDP1Arguments) -> str:
+    """The type of the device to compute on: of the mesh, of `device_id`, of the module's parameters, or the accelerator's."""
     if given.device_mesh is not None:
         return given.device_mesh.device_type
     if given.device_id is not None:
@@ -292,7 +293,7 @@ def _nodes(kind: str) -> tuple[int, int]:
 def materialize(holdings: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh) -> None:
     """Memory and values for what is on meta, and the first rank's values for all, if that was asked for. Collective.
 
-    Raises ValueError, on every rank, if some ranks have values, others do not, and nobody said that they get the first's.
+    Raises ValueError, on every rank, if some ranks have values and others do not, without `sync_module_states`.
     """
     for claim in holdings.claims:  # tied to what a wrapper before this one gave memory to
         _install(claim, claim.parameter.__dict__.get(_MATERIALIZED))

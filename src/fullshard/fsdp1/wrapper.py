@@ -140,7 +140,7 @@ class FullyShardedDataParallel(nn.Module):
         backward_prefetch: BACKWARD_PRE gathers the next unit before one's backward computes. BACKWARD_POST and None gather it
             when it is needed, which here is behind that computation.
         mixed_precision: dtypes. `keep_low_precision_grads` is refused.
-        ignored_modules, ignored_states: left alone; one of them.
+        ignored_modules: left alone, with all below them; not together with `ignored_states`.
         param_init_fn: gives a module that has parameters or buffers on meta memory and values of its own (not of those below
             it). None: `to_empty` and `reset_parameters()`. Random numbers are drawn from one seed on all ranks.
         device_id: the current device, to move the module to.
@@ -148,6 +148,7 @@ class FullyShardedDataParallel(nn.Module):
         forward_prefetch: units are always gathered one ahead, in the order of the last run, so both values mean the same.
         limit_all_gathers: likewise there are never more than that in flight; False is said to have no effect.
         use_orig_params: parameters always are the originals; False is said to mean the same.
+        ignored_states: parameters or modules that are left alone.
         device_mesh: one axis to shard over, or two (replicate, shard) for hybrid strategies, instead of process_group.
 
     Raises:
@@ -157,7 +158,7 @@ class FullyShardedDataParallel(nn.Module):
         >>> from fullshard.compat import FullyShardedDataParallel as FSDP
         >>> model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))                   # doctest: +SKIP
 
-    Source: the interface of `torch.distributed.fsdp.FullyShardedDataParallel`; Zhao et al. (arXiv 2304.11277).
+    Source: the interface of `torch.distributed.fsdp.FullyShardedDataParallel`; Zhao et al. 2023 (arXiv 2304.11277).
     """
 
     def __init__(
@@ -296,7 +297,11 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def sharded(self) -> nn.Module:
-        """The module that is a unit: what was wrapped, also if something was put around it since."""
+        """The module that is a unit: what was wrapped, also if something was put around it since.
+
+        Raises:
+            StateError: if it was replaced by a module that is no unit.
+        """
         inner: nn.Module | None = self._fsdp_wrapped_module
         while inner is not None and unit_of(inner) is None and not self._is_list:
             children = _torch.children_of(inner)
@@ -329,27 +334,27 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """As it was given; FULL_SHARD if it was not."""
+        """The strategy as it was given; FULL_SHARD if it was not."""
         return self._strategy
 
     @property
     def cpu_offload(self) -> CPUOffload:
-        """As it was given."""
+        """The offloading as it was given."""
         return CPUOffload(self._offload)
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """As it was given."""
+        """The argument as it was given."""
         return self._prefetch
 
     @property
     def forward_prefetch(self) -> bool:
-        """As it was given."""
+        """The argument as it was given."""
         return self._forward_prefetch
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """As it was given; `MixedPrecision()` if it was not."""
+        """The dtypes as they were given; `MixedPrecision()` if they were not."""
         return self._mixed_precision
 
     @property
@@ -360,17 +365,17 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def rank(self) -> int:
-        """Of this process in `process_group`."""
+        """The rank of this process in `process_group`."""
         return dist.get_rank(self.process_group)
 
     @property
     def world_size(self) -> int:
-        """The ranks of `process_group`."""
+        """The number of ranks of `process_group`."""
         return self.process_group.size()
 
     @property
     def compute_device(self) -> torch.device:
-        """Where forward and backward run."""
+        """The device that forward and backward run on."""
         return self._axis.device
 
     @property
@@ -385,7 +390,11 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper is around this one, as far as is known: before the first forward, the one asked is."""
+        """Say whether this is the outermost wrapper, as far as is known: before the first forward, the one asked is.
+
+        Returns:
+            Whether no other wrapper is around this one.
+        """
         if self._is_root is None:
             self._become_root()
         return bool(self._is_root)
@@ -396,13 +405,26 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers in `module`, itself included; with `root_only`, those that no other is around."""
+        """The wrappers in `module`, itself included.
+
+        Args:
+            module: any module.
+            root_only: whether to leave out wrappers that another is around.
+
+        Returns:
+            The wrappers, parents before children.
+        """
         found = [inner for inner in module.modules() if isinstance(inner, FullyShardedDataParallel)]
         return [inner for inner in found if not root_only or inner.check_is_root()]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """As `nn.Module.apply`, with full parameters in place, and modules of the class they had; what `fn` writes to
-        parameters is kept. Collective.
+        """As `nn.Module.apply`, with full parameters in place, and modules of the class they had. Collective.
+
+        Args:
+            fn: called with each module, children first; what it writes to parameters is kept.
+
+        Returns:
+            This wrapper.
         """
         if any(unit.exposure.plain for unit in units_of(self, True)):
             return super().apply(fn)  # type: ignore[return-value]
@@ -410,7 +432,11 @@ class FullyShardedDataParallel(nn.Module):
             return super().apply(fn)  # type: ignore[return-value]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`; also discards what backwards in `no_sync()` kept, which an optimizer's cannot see."""
+        """As `nn.Module.zero_grad`; also discards what backwards in `no_sync()` kept, which an optimizer's cannot see.
+
+        Args:
+            set_to_none: whether `.grad` becomes None; False fills it with zeros.
+        """
         discard_gradients(self, set_to_none=set_to_none)
         super().zero_grad(set_to_none)
 
@@ -436,11 +462,28 @@ class FullyShardedDataParallel(nn.Module):
         return _put_together, (class_swap.take_apart(self, plain_class),)
 
     def extra_repr(self) -> str:
+        """The strategy, and the unit: parameters, elements, groups, rank and residency.
+
+        Returns:
+            One line of text.
+        """
         unit = self.unit
         return f"{self._strategy.name}, " + ("a list of modules" if unit is None else described(unit))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.load_state_dict`, of the form that was set. Names are those that the unwrapped module has."""
+        """As `nn.Module.load_state_dict`, of the form that was set. Names are those that the unwrapped module has.
+
+        Args:
+            args: as of `nn.Module.load_state_dict`.
+            kwargs: likewise.
+
+        Returns:
+            Missing and unexpected names.
+
+        Raises:
+            StateError: inside `summon_full_params()`.
+            RuntimeError: as torch's, for names or shapes that do not fit.
+        """
         if any(unit.exposure.plain for unit in units_of(self, True)):
             raise StateError("load_state_dict() was called inside summon_full_params(): call it outside of the block")
         try:
@@ -451,18 +494,43 @@ class FullyShardedDataParallel(nn.Module):
             raise RuntimeError(str(wrong).replace(f"{_INNER}.", "")) from wrong
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `nn.Module.named_parameters`, under the names that the unwrapped module has."""
+        """As `nn.Module.named_parameters`, under the names that the unwrapped module has.
+
+        Args:
+            args: as of `nn.Module.named_parameters`.
+            kwargs: likewise.
+
+        Yields:
+            Name and parameter: a DTensor, unless full parameters are installed.
+        """
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield clean_name(name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As `nn.Module.named_buffers`, under the names that the unwrapped module has."""
+        """As `nn.Module.named_buffers`, under the names that the unwrapped module has.
+
+        Args:
+            args: as of `nn.Module.named_buffers`.
+            kwargs: likewise.
+
+        Yields:
+            Name and buffer.
+        """
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean_name(name), buffer
 
     # --- running ---------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module, with floating-point inputs in `mixed_precision.param_dtype` where that is asked for.
+
+        Args:
+            args: of the wrapped module.
+            kwargs: likewise.
+
+        Returns:
+            The output of the wrapped module.
+        """
         if self._is_root is None:
             self._become_root()
         if self._full_in_eval:
@@ -502,13 +570,33 @@ class FullyShardedDataParallel(nn.Module):
 
         `model.zero_grad()` discards what was kept. An optimizer's `zero_grad()` does not see it: unlike in FSDP1, it is in no
         `.grad` until it is reduced.
+
+        Raises:
+            StateError: on a wrapper inside another.
+
+        Example:
+            >>> with model.no_sync():                                                             # doctest: +SKIP
+            ...     model(batches[0]).backward()
+            >>> model(batches[1]).backward()                                                      # doctest: +SKIP
         """
         self._only_root("no_sync()")
         with accumulate(self):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns it, as it was. Collective."""
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: the power of the norm, above 0; `float("inf")` takes the largest absolute value.
+
+        Returns:
+            The norm before clipping, a plain 0-dim tensor, equal on all ranks.
+
+        Raises:
+            StateError: on a wrapper inside another, or while gradients are only kept on each rank.
+            ValueError: for a `norm_type` that is not above 0.
+        """
         self._only_root("clip_grad_norm_()")
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
@@ -517,9 +605,16 @@ class FullyShardedDataParallel(nn.Module):
             raise StateError(f"{doing} was called on a wrapper inside another: call it on the outermost one")
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
-        """Reduce gradients by `hook` instead, as of torch.distributed.algorithms: `hook(state, gradient)` averages the flat
-        gradient in place under NO_SHARD; otherwise `hook(state, gradient, shard)` reduce-scatters (ranks * size,) into
-        (size,), averaged. Hybrid strategies take none.
+        """Reduce gradients by a communication hook of torch.distributed.algorithms instead. Once.
+
+        Args:
+            state: handed to the hook.
+            hook: under NO_SHARD `hook(state, gradient)` averages the flat gradient in place; otherwise `hook(state, gradient,
+                shard)` reduce-scatters (ranks * size,) into (size,), averaged.
+
+        Raises:
+            ValueError: for what cannot be called, a second hook, or hybrid strategies, which reduce in two steps.
+            StateError: on a wrapper inside another, or inside a forward or backward.
         """
         self._only_root("register_comm_hook()")
         if not callable(hook):
@@ -556,7 +651,24 @@ class FullyShardedDataParallel(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Full, ordinary Parameters for the length of the block, as `fullshard.full_params`, below any module. Collective."""
+        """Full, ordinary Parameters for the length of the block, as `fullshard.full_params`, below any module. Collective.
+
+        Args:
+            module: a wrapper, or a module that holds some.
+            recurse: whether the wrappers below are full as well.
+            writeback: whether what was written is kept in the shards at the end; all ranks must write the same.
+            rank0_only: only the first rank has full parameters. Needs `writeback=False`.
+            offload_to_cpu: whether they are in the host's memory.
+            with_grads: whether they have their full, averaged gradients.
+
+        Raises:
+            ValueError: for `rank0_only` with `writeback`.
+            StateError: inside a forward or backward, or if another Parameter was assigned inside a block that writes.
+
+        Example:
+            >>> with FSDP.summon_full_params(model, writeback=False):                             # doctest: +SKIP
+            ...     norms = [p.norm() for p in model.parameters()]
+        """
         inside: nn.Module = module.sharded if isinstance(module, FullyShardedDataParallel) else module
         if not recurse and unit_of(inside) is None:
             yield
@@ -574,7 +686,20 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Which form `state_dict()` and `optim_state_dict()` of all wrappers in `module` have from now on; the one before."""
+        """Choose the form that `state_dict()` and `optim_state_dict()` of all wrappers in `module` have from now on.
+
+        Args:
+            module: a wrapper, or a module that holds some.
+            state_dict_type: FULL_STATE_DICT, SHARDED_STATE_DICT (DTensors) or LOCAL_STATE_DICT (the rows of this rank).
+            state_dict_config: the config class of that type; None takes its defaults.
+            optim_state_dict_config: likewise, for optimizers.
+
+        Returns:
+            The form before.
+
+        Raises:
+            ValueError: for another type, a config class of another type, or a module without wrappers, or whose forms differ.
+        """
         before = FullyShardedDataParallel.get_state_dict_type(module)
         settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
         for wrapper in FullyShardedDataParallel.fsdp_modules(module):
@@ -583,7 +708,17 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form that all wrappers in `module` have. Raises ValueError if there is none, or they differ."""
+        """The form that all wrappers in `module` have.
+
+        Args:
+            module: a wrapper, or a module that holds some.
+
+        Returns:
+            Type and configs.
+
+        Raises:
+            ValueError: if there is no wrapper, or their forms differ.
+        """
         found = [wrapper._settings for wrapper in FullyShardedDataParallel.fsdp_modules(module)]
         if not found:
             raise ValueError(f"there is no FullyShardedDataParallel in this {type(module).__name__}")
@@ -599,7 +734,21 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """`set_state_dict_type` for the length of a block."""
+        """`set_state_dict_type` for the length of a block.
+
+        Args:
+            module: a wrapper, or a module that holds some.
+            state_dict_type: as of `set_state_dict_type`.
+            state_dict_config: likewise.
+            optim_state_dict_config: likewise.
+
+        Raises:
+            ValueError: likewise.
+
+        Example:
+            >>> with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):               # doctest: +SKIP
+            ...     torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder)
+        """
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
         before = [wrapper._settings for wrapper in wrappers]
         FullyShardedDataParallel.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -618,7 +767,17 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """The optimizer's state by parameter names, in the form that was set for the model. Collective.
 
-        optim_state_dict: the optimizer's own `state_dict()`, where the caller has it already.
+        Args:
+            model: a wrapper, or a module that holds some.
+            optim: an optimizer of its parameters.
+            optim_state_dict: the optimizer's own `state_dict()`, where the caller has it already.
+            group: the ranks that take part; None takes those of the model's mesh.
+
+        Returns:
+            {"state": {name: {key: value}}, "param_groups": [...]}; {} on ranks that do not keep it (`rank0_only`).
+
+        Raises:
+            ValueError: on every rank, before any state travels, for parameters, states or numeric settings that differ.
         """
         form = _optimizer_form(FullyShardedDataParallel.get_state_dict_type(model))
         return _saved(model, optim, form, group, optim_state_dict)
@@ -632,11 +791,25 @@ class FullyShardedDataParallel(nn.Module):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, of what `optim_state_dict` gave; with `load_directly`, load it as well.
+        """Fit what `optim_state_dict` gave to `optim`, and with `load_directly` load it as well. Collective.
 
-        Names and keys may come in any order. Collective. If the form set for the model is full and `rank0_only`, only the first
-        rank needs to have it. Without "param_groups" there are none in the result, and `load_directly` keeps the optimizer's.
-        ShardedTensors, as FSDP1 saved and `load_sharded_optimizer_state_dict` gives, are gathered one at a time.
+        Names and keys may come in any order. If the form set for the model is full and `rank0_only`, only the first rank needs
+        to have it. ShardedTensors, as FSDP1 saved and `load_sharded_optimizer_state_dict` gives, are gathered one at a time.
+
+        Args:
+            model: a wrapper, or a module that holds some.
+            optim: an optimizer of its parameters.
+            optim_state_dict: a state by names, in the form that is set for the model; left as it is.
+            is_named_optimizer: whether the result is keyed by names instead of places in the optimizer.
+            load_directly: whether to call `optim.load_state_dict` as well.
+            group: the ranks that take part; None takes those of the model's mesh.
+
+        Returns:
+            What `optim.load_state_dict` takes. Without "param_groups" in `optim_state_dict` there are none in it, and
+            `load_directly` keeps the optimizer's.
+
+        Raises:
+            ValueError: on every rank, naming it, for parameters that are missing or unknown, and for states that do not fit.
         """
         form = _optimizer_form(FullyShardedDataParallel.get_state_dict_type(model))
         groups = state_dicts.groups_of(model, optim)
@@ -658,9 +831,20 @@ class FullyShardedDataParallel(nn.Module):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's full state by names, in the host's memory; {} on ranks that do not keep it. Collective.
+        """The optimizer's full state by names, in the host's memory. Collective.
 
-        optim_input: FSDP1 needed what the optimizer was built with; `optim` knows it.
+        Args:
+            model: a wrapper, or a module that holds some.
+            optim: an optimizer of its parameters.
+            optim_input: what FSDP1 needed `optim` was built with; `optim` knows it.
+            rank0_only: whether the first rank alone keeps it.
+            group: the ranks that take part; None takes those of the model's mesh.
+
+        Returns:
+            The state; {} on ranks that do not keep it.
+
+        Raises:
+            ValueError: as of `optim_state_dict`.
         """
         del optim_input
         return _saved(model, optim, StateDictFormat(state_dicts.FULL, True, rank0_only), group)
@@ -669,7 +853,19 @@ class FullyShardedDataParallel(nn.Module):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """The optimizer's state by names, as DTensors. Collective."""
+        """The optimizer's state by names, as DTensors. Collective.
+
+        Args:
+            model: a wrapper, or a module that holds some.
+            optim: an optimizer of its parameters.
+            group: the ranks that take part; None takes those of the model's mesh.
+
+        Returns:
+            The state, on every rank.
+
+        Raises:
+            ValueError: as of `optim_state_dict`.
+        """
         return _saved(model, optim, StateDictFormat(state_dicts.SHARDED), group)
 
     @staticmethod
@@ -679,7 +875,20 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """What `optimizer.load_state_dict` takes, of a full state by names that every rank has. Collective."""
+        """Fit a full state by names, which every rank has, to an optimizer. Collective.
+
+        Args:
+            full_optim_state_dict: what `full_optim_state_dict` gave.
+            model: a wrapper, or a module that holds some.
+            optim_input: what the optimizer is built with, where `optim` is not given; None is all parameters.
+            optim: an optimizer of the model's parameters.
+
+        Returns:
+            What `optimizer.load_state_dict` takes.
+
+        Raises:
+            ValueError: as of `optim_state_dict_to_load`.
+        """
         groups = state_dicts.groups_of(model, optim, optim_input)
         return state_dicts.load_optimizer_state(model, full_optim_state_dict, groups, _ranks(model, None))
 
@@ -687,7 +896,19 @@ class FullyShardedDataParallel(nn.Module):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """What `optimizer.load_state_dict` takes, of what `sharded_optim_state_dict` gave. Collective."""
+        """Fit a state of DTensors by names to an optimizer. Collective.
+
+        Args:
+            sharded_optim_state_dict: what `sharded_optim_state_dict` gave.
+            model: a wrapper, or a module that holds some.
+            optim: an optimizer of its parameters.
+
+        Returns:
+            What `optimizer.load_state_dict` takes.
+
+        Raises:
+            ValueError: as of `optim_state_dict_to_load`.
+        """
         return state_dicts.load_optimizer_state(
             model, sharded_optim_state_dict, state_dicts.groups_of(model, optim), _ranks(model, None)
         )
@@ -700,7 +921,21 @@ class FullyShardedDataParallel(nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """What `optimizer.load_state_dict` takes, of a full state by names that only the first rank has. Collective."""
+        """Fit a full state by names, which the first rank alone has, to an optimizer. Collective.
+
+        Args:
+            full_optim_state_dict: what `full_optim_state_dict` gave on the first rank; not looked at on the others.
+            model: a wrapper, or a module that holds some.
+            optim_input: what the optimizer is built with, where `optim` is not given; None is all parameters.
+            optim: an optimizer of the model's parameters.
+            group: the ranks that take part; None takes those of the model's mesh, which then must be all ranks or 1-D.
+
+        Returns:
+            What `optimizer.load_state_dict` takes.
+
+        Raises:
+            ValueError: as of `optim_state_dict_to_load`, or if the first rank has no state.
+        """
         groups = state_dicts.groups_of(model, optim, optim_input)
         whole = _scatter(model, full_optim_state_dict, groups, group)
         return state_dicts.load_optimizer_state(model, whole, groups, _ranks(model, group))
@@ -713,7 +948,21 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """A state that is keyed by names or by places in the optimizer, keyed by the other."""
+        """Key a state that is keyed by names or by places in the optimizer by the other.
+
+        Args:
+            optim_state_dict: the state, keyed by either.
+            optim_state_key_type: PARAM_NAME or PARAM_ID: what to key it by.
+            model: a wrapper, or a module that holds some.
+            optim_input: what the optimizer was built with, where `optim` is not given; None is all parameters.
+            optim: an optimizer of the model's parameters.
+
+        Returns:
+            The state, keyed by the other.
+
+        Raises:
+            ValueError: for keys that are neither.
+        """
         known = state_dicts.names_of(model)
         flat = [known[id(p)] for group in state_dicts.groups_of(model, optim, optim_input) for p in group]
         return state_dicts.rekeyed(optim_state_dict, optim_state_key_type, flat)

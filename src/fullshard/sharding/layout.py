@@ -26,15 +26,18 @@ class Extent:
 
     @classmethod
     def cut(cls, length: int, *, ranks: int, rank: int) -> Extent:
+        """The rows of rank `rank`, of `length` rows over `ranks` ranks."""
         chunk = -(-length // ranks)
         return cls(min(length, rank * chunk), min(length, (rank + 1) * chunk), chunk)
 
     @property
     def rows(self) -> int:
+        """How many rows this rank owns."""
         return self.stop - self.start
 
     @property
     def padding(self) -> int:
+        """How many rows of the chunk are padding."""
         return self.chunk - self.rows
 
 
@@ -58,6 +61,7 @@ class ParamOffsets:
 
     @property
     def folded(self) -> bool:
+        """Whether the shards in rank order are not the parameter, but must be permuted."""
         return self.dim != 0
 
     def shard_shape(self, rows: int) -> tuple[int, ...]:
@@ -105,6 +109,7 @@ class GroupLayout:
 
     @property
     def packed(self) -> Bucket | None:
+        """The bucket of the parameters that share a message; None if all travel directly."""
         return next((bucket for bucket in self.buckets if not bucket.direct), None)
 
     def reduction(self, *, direct: bool) -> tuple[Bucket | None, tuple[int, ...]]:

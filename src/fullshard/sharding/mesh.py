@@ -23,6 +23,13 @@ class DataParallelMeshDims:
         shard: parameters are sharded over them; several are flattened into one axis, in mesh order.
         replicate: gradients are averaged over them too (hybrid sharding, or plain data parallelism without `shard`).
 
+    Raises:
+        ValueError: if both are None.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("rep", "dp", "tp"))    # doctest: +SKIP
+        >>> fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp", "rep"))     # doctest: +SKIP
+
     Source: `torch.distributed.fsdp.DataParallelMeshDims` (torch 2.13).
     """
 
@@ -35,10 +42,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
+        """The axes to shard over, as a tuple."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
+        """The axes to replicate over, as a tuple."""
         return _names(self.replicate)
 
 
@@ -58,6 +67,7 @@ class ReplicateAxis:
 
     @property
     def group(self) -> dist.ProcessGroup:
+        """The process group of the ranks that hold equal shards."""
         return self.held.group
 
 
@@ -82,6 +92,7 @@ class ShardAxis:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that parameters are sharded over; None if nothing is sharded."""
         return None if self.held is None else self.held.group
 
     @property
@@ -104,6 +115,7 @@ class ShardAxis:
 
     @property
     def is_replicated(self) -> bool:
+        """Whether every rank holds the whole: there is nothing to gather."""
         return self.held is None and (self.dims is None or bool(self.dims.shard_names))
 
 

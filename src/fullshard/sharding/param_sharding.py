@@ -77,6 +77,7 @@ class ParamSharding:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's shard, without padding."""
         if not self.shape:
             return ()
         return (*self.local_shape[: self.dim], self.extent.rows, *self.local_shape[self.dim + 1 :])

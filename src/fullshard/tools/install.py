@@ -43,16 +43,18 @@ _USERS = ("torch.distributed._composable.replicate_with_fsdp", "torch.distribute
 
 
 class Installation:
-    """What was replaced, to put it back."""
+    """The names that were replaced, to put them back."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def put(self, namespace: dict[str, Any], name: str, ours: Any) -> None:
+        """Replace `name` in `namespace` and remember what was there."""
         self._replaced.append((namespace, name, namespace[name], ours))
         namespace[name] = ours
 
     def restore(self) -> None:
+        """Put the former values back, but for names that were assigned again since."""
         for namespace, name, theirs, ours in reversed(self._replaced):
             if namespace.get(name) is ours:
                 namespace[name] = theirs
@@ -63,10 +65,10 @@ _installed: list[Installation] = []
 
 
 def install() -> None:
-    """Have `torch.distributed.fsdp` hand out fullshard's `fully_shard` and what belongs to it, until `uninstall()`.
+    """Have `torch.distributed.fsdp` hand out fullshard's `fully_shard` and its classes, until `uninstall()`.
 
-    Replaces the names in torch's modules, for whoever imports them from now on, and in every module that has imported them
-    already. Modules that torch's own `fully_shard` was called on, and the other parts of torch, are left alone.
+    Replaces the names in torch's modules, for programs that import them from now on, and in every module that has imported
+    them already. Modules that torch's own `fully_shard` was called on, and the other parts of torch, are left alone.
     Installing twice changes nothing.
 
     Example:
@@ -101,7 +103,11 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install()`. Modules that imported torch's names meanwhile keep what they got."""
+    """Undo `install()`. Modules that imported torch's names meanwhile keep what they got.
+
+    Raises:
+        StateError: if nothing is installed.
+    """
     if not _installed:
         raise StateError("fullshard.uninstall() without install(): there is nothing to undo")
     _installed.pop().restore()
@@ -109,7 +115,12 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """`install()` for the length of a `with` block."""
+    """`install()` for the length of a `with` block; inside another one, or after `install()`, it changes nothing.
+
+    Example:
+        >>> with fullshard.installed():                                                       # doctest: +SKIP
+        ...     import a_program_for_fsdp2
+    """
     before = bool(_installed)
     install()
     try:

@@ -44,7 +44,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found. True if nothing differs; prints as one line."""
+    """The result of `verify`. True if nothing differs; prints as one line.
+
+    Args:
+        steps: optimizer steps that were asked for.
+        ranks: processes that took part.
+        parameters: of the plain model, each compared at each step.
+        first: the first difference of the first rank that found one, None if there is none.
+    """
 
     steps: int
     ranks: int
@@ -116,6 +123,7 @@ def verify(
         shard: shards a model in place, `shard_model` by default.
         loss: from the model's output to a 0-dim tensor.
         optimizer: called with (parameters, lr=1e-3).
+        seed: of torch's generators: before each `build()`, and with the number of the step added before each forward.
         tolerance: of differences relative to the largest value of the tensor in question.
         ranks: how many processes to start if torch.distributed is not initialised; then `build`, `batch` and the others must
             be importable or inherited (the processes are forked). Otherwise the ranks that there are take part.
@@ -125,7 +133,7 @@ def verify(
 
     Raises:
         ValueError: if no loss can be found in the output.
-        RuntimeError: with the traceback, if the program raised on some rank.
+        RuntimeError: with the traceback, if the program raised on some rank that was started here.
 
     Example:
         >>> def build():
@@ -251,7 +259,7 @@ def _on_processes(told: _Program, ranks: int) -> Verdict:
 
 
 def parts_of(factory: Callable[[], object]) -> dict[str, Any]:
-    """What `python -m fullshard verify module:factory` runs: `factory()` gives (build, batch), or a dict of verify's arguments.
+    """The arguments of `verify()` that a factory of the command line gives: (build, batch), or a dict of them with both.
 
     Raises ValueError for anything else.
     """

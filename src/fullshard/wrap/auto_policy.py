@@ -38,6 +38,14 @@ class AutoPolicy:
     What is not chosen stays with the unit of the model itself. Every rank must run every unit: a list named after experts,
     or beside a router or gate, is not looked into, nor is a block. Of modules whose parameters are read without calling them
     nothing can be known: drop such units from the plan.
+
+    Args:
+        apart: of the bytes of the median block, from which on an embedding or head is a unit.
+        tiny: of the bytes of the largest block, up to which blocks are merged.
+        merged_bytes: bytes that merged blocks have together, at most.
+
+    Raises:
+        ValueError: for a value that is no number, or less than 0.
     """
 
     apart: float = 0.5
@@ -53,7 +61,16 @@ class AutoPolicy:
     def units(
         self, model: nn.Module, *, ignored_modules: Collection[nn.Module] = (), ignored: Iterable[nn.Parameter] = ()
     ) -> list[PlannedUnit]:
-        """The units of `model`, without the one of the model itself."""
+        """Choose the units of a model, without the one of the model itself.
+
+        Args:
+            model: any module; it is only looked at.
+            ignored_modules: modules that are not entered.
+            ignored: parameters that do not count.
+
+        Returns:
+            The units: blocks, then what lies beside them. Empty if nothing repeats.
+        """
         survey = _Survey(model, set(map(id, ignored_modules)), set(map(id, ignored)))
         blocks = survey.blocks(self.apart)
         if not blocks:
@@ -183,8 +200,9 @@ class _Survey:
         return units
 
     def _beside(self, taken: set[int]) -> list[nn.Module]:
-        """The modules without parts directly beside the blocks or lists of them, in order; of a model that knows its
-        embeddings and heads, these alone, and norms.
+        """The modules without parts directly beside the blocks or lists of them, in order.
+
+        Of a model that knows its embeddings and heads, these alone, and norms.
         """
         around = {id(m) for m in self._model.modules() if any(id(inner) in taken for inner in m.modules())}
         known = {id(table) for table in self._tables_told()}

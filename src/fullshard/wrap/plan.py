@@ -38,6 +38,7 @@ class ModelSummary:
 
     @classmethod
     def of(cls, model: nn.Module, *, ignored: Iterable[nn.Parameter] = ()) -> ModelSummary:
+        """The names and sizes of `model`; `ignored` parameters are in none of its modules."""
         left_out = {id(parameter) for parameter in ignored}
         known: dict[int, str] = {}
         index: dict[int, int] = {}
@@ -82,7 +83,16 @@ class ModelSummary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedUnit:
-    """One call of `fully_shard` that is to be made: on these modules, with `options` beside those of the whole model."""
+    """One call of `fully_shard` that is to be made: on these modules, with `options` beside those of the whole model.
+
+    Args:
+        modules: qualified names of modules, more than one for a unit of a list of modules; "" is the model itself.
+        why: the last column of the table that a `Plan` prints.
+        options: keyword options of `fully_shard` for this unit alone.
+
+    Raises:
+        ValueError: if `modules` is no tuple of names, or empty.
+    """
 
     modules: tuple[str, ...]  # qualified names, more than one for a list unit
     why: str = ""
@@ -94,7 +104,8 @@ class PlannedUnit:
 
     @property
     def name(self) -> str:
-        """
+        """The names of the modules as one.
+
         >>> PlannedUnit(("blocks.0", "blocks.1")).name
         'blocks.{0,1}'
         """
@@ -133,20 +144,29 @@ _SHARED = "they share a parameter"
 
 
 class Plan:
-    """plan 1 - n planned units. The units of a model, in the order they are to be made: children first, the model last.
+    """The units of a model, in the order they are to be made: children first, the model last. plan 1 - n planned units.
 
     Print it to see what each will hold. `add`, `drop`, `merge` and `set` edit it; `fullshard.shard_model(model, policy=plan)`
     carries it out. Every parameter is in exactly one unit: the innermost around all modules that hold it. Units that share
     a parameter, neither around the other, become one.
 
-    >>> plan = Plan(ModelSummary.of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), [PlannedUnit(("0",))])
-    >>> plan.add("1", why="by hand")
-    >>> print(plan)
-    unit     class       parameters  elements  bytes  options  why
-    0        Linear               2         6   24 B
-    1        Linear               2         6   24 B           by hand
-    (model)  Sequential           0         0    0 B           what is left
-    3 units hold 4 parameters: 12 elements, 48 B; the largest holds 24 B
+    Args:
+        outline: names and sizes of the model, as `plan_model(model).outline` has them.
+        units: the units to be made; one of the model itself, for what is left, is added if it is missing.
+
+    Raises:
+        ValueError: for a module that the model does not have, that has no forward, or that is named twice, and for what is
+            no `PlannedUnit`.
+
+    Example:
+        >>> plan = Plan(ModelSummary.of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), [PlannedUnit(("0",))])
+        >>> plan.add("1", why="by hand")
+        >>> print(plan)
+        unit     class       parameters  elements  bytes  options  why
+        0        Linear               2         6   24 B
+        1        Linear               2         6   24 B           by hand
+        (model)  Sequential           0         0    0 B           what is left
+        3 units hold 4 parameters: 12 elements, 48 B; the largest holds 24 B
     """
 
     def __init__(self, outline: ModelSummary, units: Iterable[PlannedUnit]) -> None:
@@ -162,10 +182,21 @@ class Plan:
 
     @property
     def units(self) -> tuple[PlannedUnit, ...]:
+        """The units to be made, in that order."""
         return tuple(self._units)
 
     def entries(self, unit: PlannedUnit) -> list[PlanEntry]:
-        """The parameters that `unit`, one of `units`, will hold, in the order they are found."""
+        """The parameters that a unit will hold.
+
+        Args:
+            unit: one of `units`.
+
+        Returns:
+            An entry (qualified name, elements, bytes, trainable or not) for each, in the order of the model.
+
+        Raises:
+            ValueError: if the unit is not in the plan; an edit makes new units.
+        """
         if unit not in self._units:
             raise ValueError(f"unit '{unit.name}' is not in the plan (an edit makes new units): take one of plan.units")
         owners = self._owners(self._units)
@@ -174,7 +205,19 @@ class Plan:
     # --- edits ---
 
     def add(self, *modules: str, why: str = "", **options: Any) -> None:
-        """Make one more unit, of these modules. They leave the units that they were in."""
+        """Make one more unit, of these modules. They leave the units that they were in.
+
+        Args:
+            modules: qualified names; several make one unit.
+            why: the last column of the table.
+            options: keyword options of `fully_shard` for this unit alone.
+
+        Raises:
+            ValueError: for no names, or a module that the model does not have or that has no forward.
+
+        Example:
+            >>> plan.add("lm_head", reshard_after_forward=False)                                  # doctest: +SKIP
+        """
         if not modules:
             raise ValueError("Plan.add takes the qualified names of the modules of one unit, got none")
         modules = tuple(map(self._named, modules))
@@ -183,7 +226,14 @@ class Plan:
         self._settle([*(unit for unit in kept if unit.modules), PlannedUnit(modules, why, options)])
 
     def drop(self, module: str) -> None:
-        """Make no unit of `module`: what it holds goes to the unit around it."""
+        """Make no unit of `module`: what it holds goes to the unit around it.
+
+        Args:
+            module: its qualified name.
+
+        Raises:
+            ValueError: for the model itself, or a module that is in no planned unit.
+        """
         module = self.outline.aliases.get(module, module)
         if module == "":
             raise ValueError("the model itself is always a unit: it has no unit around it to hold what is left")
@@ -193,7 +243,14 @@ class Plan:
         self._settle([*others, replace(unit, modules=left)] if left else others)
 
     def merge(self, *modules: str) -> None:
-        """Make one unit of the units of these modules, with the options of the first."""
+        """Make one unit of the units of these modules, with the options of the first.
+
+        Args:
+            modules: qualified names, of modules in at least two units.
+
+        Raises:
+            ValueError: if they are in fewer than two units, or one is around another.
+        """
         units = list(dict.fromkeys(map(self._unit_of, modules)))
         if len(units) < 2:
             raise ValueError(f"Plan.merge takes modules of at least two units, got {modules}")
@@ -201,7 +258,18 @@ class Plan:
         self._settle([*(unit for unit in self._units if unit not in units), merged])
 
     def set(self, module: str, **options: Any) -> None:
-        """Change options of `fully_shard` for the unit of `module` alone."""
+        """Change options of `fully_shard` for the unit of `module` alone.
+
+        Args:
+            module: a qualified name.
+            options: keyword options of `fully_shard`; the others that the unit has stay.
+
+        Raises:
+            ValueError: if the module is in no planned unit.
+
+        Example:
+            >>> plan.set("", reshard_after_forward=False)                                         # doctest: +SKIP
+        """
         unit = self._unit_of(module)
         changed = replace(unit, options={**unit.options, **options})
         self._units = [changed if other is unit else other for other in self._units]
@@ -209,7 +277,11 @@ class Plan:
     # --- looking ---
 
     def mixtures(self) -> list[Mixture]:
-        """Units that would hold trainable and frozen parameters."""
+        """Units that would hold trainable and frozen parameters, which travel in groups of their own.
+
+        Returns:
+            One entry per such unit; its text says what to do.
+        """
         found: list[Mixture] = []
         for unit, entries in self._held():
             trainable = tuple(entry for entry in entries if entry.trainable)
@@ -344,7 +416,8 @@ def _span(first: str, last: str) -> str:
 
 
 def _bytes(number: float) -> str:
-    """
+    """A number of bytes, as a reader wants it.
+
     >>> _bytes(512), _bytes(3 * 2**20)
     ('512 B', '3.0 MiB')
     """

@@ -16,19 +16,37 @@ Classes = Iterable[type[nn.Module]]
 
 
 class Policy(ABC):
-    """Says which modules of a model become units. An alternative to a function (module, recurse, nonwrapped_numel) -> bool."""
+    """Says which modules of a model become units. An alternative to a function (module, recurse, nonwrapped_numel) -> bool.
+
+    Source: `_Policy` of torch.distributed.fsdp.wrap.
+    """
 
     @abstractmethod
     def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-        """The modules that become units, and options of `fully_shard` that only theirs have. The model itself always is one."""
+        """Choose the modules that become units. The model itself always is one.
+
+        Args:
+            model: the model to be sharded.
+            ignored_modules: modules that must not be chosen.
+
+        Returns:
+            The chosen modules, each with the options of `fully_shard` that it alone has ({} for none).
+        """
 
 
 class ModuleWrapPolicy(Policy):
     """Every module of these classes is a unit.
 
-    >>> policy = ModuleWrapPolicy({nn.TransformerEncoderLayer})
-    >>> policy(nn.TransformerEncoderLayer(8, 2), recurse=False)
-    True
+    Args:
+        module_classes: a class of modules, or several; subclasses count.
+
+    Raises:
+        ValueError: for what is no class of modules.
+
+    Example:
+        >>> policy = ModuleWrapPolicy({nn.TransformerEncoderLayer})
+        >>> policy(nn.TransformerEncoderLayer(8, 2), recurse=False)
+        True
 
     Source: `torch.distributed.fsdp.wrap.ModuleWrapPolicy`.
     """
@@ -37,9 +55,29 @@ class ModuleWrapPolicy(Policy):
         self._classes = _classes(module_classes, "ModuleWrapPolicy takes")
 
     def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
+        """The modules of these classes.
+
+        Args:
+            model: the model to be sharded.
+            ignored_modules: modules that are left out.
+
+        Returns:
+            The modules, without options of their own.
+        """
         return {module: {} for module in _considered(model, ignored_modules) if isinstance(module, self._classes)}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """As a policy function, for `or_policy` and the like.
+
+        Args:
+            module: the module that is asked about.
+            recurse: True asks whether to look below it, False whether it is a unit.
+            args: taken as policy functions are called, and not looked at.
+            kwargs: likewise.
+
+        Returns:
+            With `recurse` True, else whether `module` is of one of the classes.
+        """
         return recurse or isinstance(module, self._classes)
 
     def __repr__(self) -> str:
@@ -49,6 +87,14 @@ class ModuleWrapPolicy(Policy):
 class CustomPolicy(Policy):
     """`lambda_fn(module)` says of each module: True, it is a unit; a dict, it is one with these options; else it is none.
 
+    Args:
+        lambda_fn: called with each module once, children first; returns a bool or a dict of options of `fully_shard`.
+
+    Example:
+        >>> def chosen(module):
+        ...     return {"reshard_after_forward": False} if isinstance(module, nn.Embedding) else isinstance(module, nn.GRU)
+        >>> policy = CustomPolicy(chosen)
+
     Source: `torch.distributed.fsdp.wrap.CustomPolicy`.
     """
 
@@ -56,6 +102,18 @@ class CustomPolicy(Policy):
         self._fn = lambda_fn
 
     def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
+        """The modules for which the function returns True or a dict that is not empty.
+
+        Args:
+            model: the model to be sharded.
+            ignored_modules: modules that the function is not called with.
+
+        Returns:
+            The modules, each with its options.
+
+        Raises:
+            ValueError: if the function returns neither a bool nor a dict.
+        """
         chosen: dict[nn.Module, dict[str, Any]] = {}
         for name, module in children_first(model):
             if module in ignored_modules:
@@ -71,21 +129,63 @@ class CustomPolicy(Policy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Every module that holds parameters is a unit."""
+    """Every module that holds parameters is a unit.
+
+    Args:
+        args: taken as policy functions are called, and not looked at.
+        kwargs: likewise.
+
+    Returns:
+        True.
+
+    Source: `torch.distributed.fsdp.wrap.always_wrap_policy`.
+    """
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Modules for which `lambda_fn(module)` holds; to be given as `functools.partial(..., lambda_fn=...)`."""
+    """Modules for which `lambda_fn(module)` holds.
+
+    Args:
+        module: the module that is asked about.
+        recurse: True asks whether to look below it, False whether it is a unit.
+        nonwrapped_numel: elements below it that no unit holds; they do not count here.
+        lambda_fn: given beforehand, by `functools.partial`.
+
+    Returns:
+        True, or whether `module` is a unit.
+
+    Example:
+        >>> from functools import partial
+        >>> policy = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: hasattr(module, "attention"))
+
+    Source: `torch.distributed.fsdp.wrap.lambda_auto_wrap_policy`.
+    """
     return recurse or bool(lambda_fn(module))
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Collection[type[nn.Module]]
 ) -> bool:
-    """Modules of `transformer_layer_cls`; to be given as `functools.partial(..., transformer_layer_cls={Block})`."""
+    """Modules of the classes `transformer_layer_cls`.
+
+    Args:
+        module: the module that is asked about.
+        recurse: True asks whether to look below it, False whether it is a unit.
+        nonwrapped_numel: elements below it that no unit holds; they do not count here.
+        transformer_layer_cls: classes, given beforehand, by `functools.partial`.
+
+    Returns:
+        True, or whether `module` is a unit.
+
+    Example:
+        >>> from functools import partial
+        >>> policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer})
+
+    Source: `torch.distributed.fsdp.wrap.transformer_auto_wrap_policy`.
+    """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -99,8 +199,23 @@ def size_based_auto_wrap_policy(
 ) -> bool:
     """Modules with at least `min_num_params` elements that no unit below them holds.
 
-    force_leaf_modules: classes that are not looked into; None is `size_based_auto_wrap_policy.FORCE_LEAF_MODULES`.
-    exclude_wrap_modules: classes that are no units themselves; None is `size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES`.
+    Args:
+        module: the module that is asked about.
+        recurse: True asks whether to look below it, False whether it is a unit.
+        nonwrapped_numel: elements at or below it that no unit holds.
+        min_num_params: elements.
+        force_leaf_modules: classes that are not looked into; None is `size_based_auto_wrap_policy.FORCE_LEAF_MODULES`.
+        exclude_wrap_modules: classes that are no units themselves; None is
+            `size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES`.
+
+    Returns:
+        Whether to look below `module`, or whether it is a unit.
+
+    Example:
+        >>> from functools import partial
+        >>> policy = partial(size_based_auto_wrap_policy, min_num_params=1_000_000)
+
+    Source: `torch.distributed.fsdp.wrap.size_based_auto_wrap_policy`.
     """
     leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules  # type: ignore[attr-defined]
     never = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules  # type: ignore[attr-defined]
@@ -112,7 +227,21 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 
 
 def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
-    """Modules that any of `policies` chooses; to be given as `functools.partial(or_policy, policies=[...])`."""
+    """Modules that any of `policies` chooses.
+
+    Args:
+        module: the module that is asked about.
+        recurse: True asks whether to look below it, False whether it is a unit.
+        nonwrapped_numel: elements at or below it that no unit holds.
+        policies: policy functions, given beforehand, by `functools.partial`.
+
+    Returns:
+        Whether any of them says so.
+
+    Example:
+        >>> from functools import partial
+        >>> policy = partial(or_policy, policies=[ModuleWrapPolicy({nn.Embedding}), size_based_auto_wrap_policy])
+    """
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
@@ -123,9 +252,14 @@ _WRAPPING: ContextVar[tuple[Callable[..., Any], dict[str, Any]] | None] = Contex
 def enable_wrap(*, wrapper_cls: Callable[..., Any], **wrapper_kwargs: Any) -> Iterator[None]:
     """Inside the block `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`; the innermost block counts.
 
-    >>> with enable_wrap(wrapper_cls=nn.Sequential):
-    ...     type(wrap(nn.Linear(2, 2))).__name__
-    'Sequential'
+    Args:
+        wrapper_cls: called with the module, FSDP1's wrapper say.
+        wrapper_kwargs: its other arguments.
+
+    Example:
+        >>> with enable_wrap(wrapper_cls=nn.Sequential):
+        ...     type(wrap(nn.Linear(2, 2))).__name__
+        'Sequential'
 
     Source: `torch.distributed.fsdp.wrap.enable_wrap`.
     """
@@ -137,7 +271,17 @@ def enable_wrap(*, wrapper_cls: Callable[..., Any], **wrapper_kwargs: Any) -> It
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> Any:
-    """`module`, wrapped as the `enable_wrap` block around says, with these arguments going first; outside of one, as it is."""
+    """`module`, wrapped as the `enable_wrap` block around says; outside of one, as it is.
+
+    Args:
+        module: the module to wrap.
+        wrap_overrides: arguments that go before those of the block.
+
+    Returns:
+        What the wrapper class returns, or `module`.
+
+    Source: `torch.distributed.fsdp.wrap.wrap`.
+    """
     around = _WRAPPING.get()
     if around is None:
         return module

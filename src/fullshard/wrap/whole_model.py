@@ -34,11 +34,15 @@ def plan_model(
     """What `shard_model` would do, as a `Plan` to print and edit. Nothing is touched, and no process group is needed.
 
     Args:
+        model: a model that has no units yet.
         policy: "auto" or an `AutoPolicy`; a `Policy`, or one of FSDP1's policy objects; a `Plan` of a model like this one; a
             function (module, recurse, nonwrapped_numel) -> bool, called as FSDP1 does, root first with recurse=True, and
             with recurse=False, from the leaves up, with the elements that no unit below holds.
         ignored_modules: left alone, with all below them.
         ignored_params: left alone.
+
+    Returns:
+        The plan; its last unit is the model itself.
 
     Raises:
         ValueError: for a policy of another kind, one that chooses a list of modules (which has no forward) whose parameters
@@ -102,7 +106,7 @@ def _chosen(
 
 
 def check_policy(policy: Any, name: str = "policy") -> None:
-    """Raises ValueError for what is no policy; `name`: of the argument that it was given as."""
+    """Raise ValueError for what is no policy. `name`: of the argument that it was given as."""
     known = isinstance(policy, (Policy, AutoPolicy, Plan)) or (isinstance(policy, str) and policy == "auto")
     if not known and (not callable(policy) or isinstance(policy, type)) and not _torch.is_wrap_policy(policy):
         classes = policy if isinstance(policy, (set, list, tuple, frozenset)) else [policy]
@@ -190,8 +194,8 @@ def shard_model(
     """Call `fully_shard` on the modules of `model` that `policy` chooses, children first, and on the model. Collective.
 
     Args:
+        model: sharded in place.
         mesh: as of `fully_shard`.
-        options: keyword options of `fully_shard`, for all units; what a policy or plan says of one unit goes first.
         policy: as of `plan_model`.
         strict: refuse units that would mix trainable and frozen parameters, which travel in groups of their own, instead
             of warning.
@@ -199,13 +203,15 @@ def shard_model(
             dtype of their own parameters, with inputs cast to it and outputs cast back.
         ignored_modules: left alone, with all below them.
         ignored_params: left alone.
+        options: keyword options of `fully_shard`, for all units; what a policy or plan says of one unit goes first.
 
     Returns:
         The plan that was carried out; print it to see what each unit holds.
 
     Raises:
-        ValueError, TypeError: before anything has changed, for what `plan_model` and `fully_shard` refuse, options that
-            `fully_shard` does not have, and with `strict` for mixed units, listing their parameters.
+        ValueError: before anything has changed, for what `plan_model` and `fully_shard` refuse, and with `strict` for mixed
+            units, listing their parameters.
+        TypeError: before anything has changed, for options that `fully_shard` does not have.
 
     Example:
         >>> plan = shard_model(model, mesh)                                                   # doctest: +SKIP
@@ -254,8 +260,9 @@ def _check_options(every: Iterable[Any]) -> None:
 
 
 def warn_about_mixtures(mixtures: Sequence[Mixture], *, strict: bool = False) -> None:
-    """Warn of units that mix trainable and frozen parameters, or with `strict` refuse them; of such that are alike, the first
-    is told in full.
+    """Warn of units that mix trainable and frozen parameters, or with `strict` raise ValueError.
+
+    Units that are alike but for their place are told of once, with the names of the others.
     """
     alike: dict[tuple[Any, ...], list[Mixture]] = {}
     for mixture in mixtures:
