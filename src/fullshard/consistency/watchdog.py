@@ -233,7 +233,7 @@ class Watchdog:
     # --- reports ---
 
     def report_at_end(self) -> None:
-        """The program ends by an error of torch's own collectives, which know no names: tell the others where it was, and print it.
+        """The program ends by an error of torch's own collectives, which know no names: tell the others where, and print it.
 
         A rank that the error reaches later, since this one ended, then knows the first cause.
         """
