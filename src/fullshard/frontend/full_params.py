@@ -17,6 +17,7 @@ from fullshard.params.shard_values import write_full
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.runtime.backward import BackwardHook
 from fullshard.runtime.runtime import runtime_of
+from fullshard.runtime.unit import Unit
 
 
 @contextmanager
@@ -71,17 +72,8 @@ def full_params(
         unit.exposure.plain = True
     try:
         with torch.no_grad():
-            for talk, parameter in ((unit.setup_collectives("full_params()"), p) for unit in units for p in unit.parameters):
-                sharded: Any = parameter.sharded
-                full = talk.full(parameter.sharding, sharded)
-                grad = talk.full(parameter.sharding, sharded.grad) if grads and sharded.grad is not None else None
-                if rank0_only and any(coordinate != 0 for coordinate in parameter.sharding.mesh.get_coordinate() or ()):
-                    continue
-                plain = nn.Parameter(full.to(dtype=dtype, device=device), requires_grad=parameter.requires_grad)
-                if grad is not None:
-                    plain.grad = grad.to(dtype=plain.dtype, device=plain.device)
-                shown.append((parameter, plain))
-                parameter.install_plain(plain)
+            for unit in units:
+                _install_full(unit, shown, rank0_only=rank0_only, grads=grads, dtype=dtype, device=device)
         yield module
     finally:
         for unit in units:
@@ -97,6 +89,30 @@ def full_params(
         with torch.no_grad():
             for parameter, plain in shown:
                 write_full(parameter, plain, grad=grads)
+
+
+def _install_full(
+    unit: Unit,
+    shown: list[tuple[ShardedParameter, nn.Parameter]],
+    *,
+    rank0_only: bool,
+    grads: bool,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> None:
+    """Gather the parameters of a unit one by one, install plain ones, and append both to `shown` as they are installed."""
+    setup = unit.setup_collectives("full_params()")
+    for parameter in unit.parameters:
+        sharded: Any = parameter.sharded
+        full = setup.full(parameter.sharding, sharded)
+        grad = setup.full(parameter.sharding, sharded.grad) if grads and sharded.grad is not None else None
+        if rank0_only and any(coordinate != 0 for coordinate in parameter.sharding.mesh.get_coordinate() or ()):
+            continue
+        plain = nn.Parameter(full.to(dtype=dtype, device=device), requires_grad=parameter.requires_grad)
+        if grad is not None:
+            plain.grad = grad.to(dtype=plain.dtype, device=plain.device)
+        shown.append((parameter, plain))
+        parameter.install_plain(plain)
 
 
 # --- differentiable ------------------------------------------------------------------------------------------------------

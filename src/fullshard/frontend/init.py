@@ -87,28 +87,18 @@ def _fill(
     owners: dict[int, ShardedParameter],
     filled: dict[int, Tensor],
 ) -> None:
-    """Give one module's own meta tensors memory and values."""
-    dot = f"{name}." if name else ""
+    """Give one module's own meta tensors memory and values.
+
+    owners: the sharded parameters of the model, by the id of their DTensor.
+    filled: the tensors that have values already, by the id of the meta tensor; tied ones are found there.
+    """
     held, kept = _torch.parameters_of(module), _torch.buffers_of(module)
     waiting = {key: p for key, p in held.items() if p is not None and p.device.type == "meta"}
     buffers = {key: b for key, b in kept.items() if b is not None and b.device.type == "meta"}
     if not waiting and not buffers:
         return
-    shared = {key: p for key, p in waiting.items() if id(p) in filled}  # tied: its values are there already
-    fresh = {key: p for key, p in waiting.items() if key not in shared}
-    plain: dict[str, nn.Parameter] = {}
-    alike: dict[int, nn.Parameter] = {}
-    for key, parameter in waiting.items():
-        if id(parameter) in alike:  # tied within the module
-            held[key] = plain[key] = alike[id(parameter)]
-            continue
-        full = mark(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
-        plain[key] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-        held[key] = alike[id(parameter)] = plain[key]
-    for key, buffer in buffers.items():
-        if id(buffer) not in filled:
-            filled[id(buffer)] = mark(torch.empty_like(buffer, device=device))
-        kept[key] = filled[id(buffer)]
+    tied = {key for key, p in waiting.items() if id(p) in filled}
+    _allocate(module, waiting, buffers, device, filled)
     try:
         _initialise(module, name, init)
     except BaseException:
@@ -116,7 +106,8 @@ def _fill(
         kept.update(buffers)
         raise
     current = {key: held[key] for key in waiting}
-    left = [f"parameter '{dot}{key}'" for key in fresh if is_marked(current[key])]
+    dot = f"{name}." if name else ""
+    left = [f"parameter '{dot}{key}'" for key in waiting if key not in tied and is_marked(current[key])]
     left += [f"buffer '{dot}{key}'" for key in buffers if is_marked(kept[key])]
     held.update(waiting)
     if left:
@@ -125,22 +116,46 @@ def _fill(
             f"{', '.join(left)} of {type(module).__name__} got no values from "
             f"{'reset_parameters()' if init is None else 'init'}: pass an init(module) to materialize() that fills all of them"
         )
-    for key, parameter in fresh.items():
-        value = current[key]
-        assert value is not None
-        owner = owners.get(id(parameter))
-        if owner is None:  # not sharded: ignored, or of no unit
-            made = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
-            made.__dict__.update(parameter.__dict__)
-            held[key] = made
-            filled[id(parameter)] = made
-        else:
-            owner.sharded.requires_grad_(value.requires_grad)
-            replace_rows(owner, owner.slice(value.detach()))
-            filled[id(parameter)] = parameter
-    for key, parameter in shared.items():
+    for key, parameter in waiting.items():
+        if id(parameter) not in filled:
+            value = current[key]
+            assert value is not None
+            filled[id(parameter)] = _keep_value(parameter, value, owners.get(id(parameter)))
+    for key, parameter in waiting.items():
         if id(parameter) not in owners:
             held[key] = filled[id(parameter)]  # type: ignore[assignment]
+
+
+def _allocate(
+    module: nn.Module,
+    waiting: dict[str, nn.Parameter],
+    buffers: dict[str, Tensor],
+    device: torch.device,
+    filled: dict[int, Tensor],
+) -> None:
+    """Install memory without values, marked as such, in the place of a module's own meta tensors."""
+    held, kept = _torch.parameters_of(module), _torch.buffers_of(module)
+    alike: dict[int, nn.Parameter] = {}  # tied within the module
+    for key, parameter in waiting.items():
+        if id(parameter) not in alike:
+            full = mark(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+            alike[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+        held[key] = alike[id(parameter)]
+    for key, buffer in buffers.items():
+        if id(buffer) not in filled:
+            filled[id(buffer)] = mark(torch.empty_like(buffer, device=device))
+        kept[key] = filled[id(buffer)]
+
+
+def _keep_value(parameter: nn.Parameter, value: Tensor, owner: ShardedParameter | None) -> Tensor:
+    """The parameter with its value: a sharded one (of `owner`) keeps this rank's rows, another one is made anew."""
+    if owner is None:  # ignored, or of no unit
+        made = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        return made
+    owner.sharded.requires_grad_(value.requires_grad)
+    replace_rows(owner, owner.slice(value.detach()))
+    return parameter
 
 
 def _initialise(module: nn.Module, name: str, init: Init | None) -> None:

@@ -68,39 +68,23 @@ class FSDP1Arguments:
         use_orig_params: bool = True,
     ) -> FSDP1Arguments:
         """Raises ValueError for values of the wrong type and for what fullshard does not do, before anything has changed."""
-        _check_type(
-            "sharding_strategy", sharding_strategy, ShardingStrategy, "a ShardingStrategy such as ShardingStrategy.FULL_SHARD"
+        _check_types(
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            process_group=process_group,
+            device_mesh=device_mesh,
+            param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
         )
-        _check_type("cpu_offload", cpu_offload, CPUOffload, "a CPUOffload such as CPUOffload(offload_params=True)")
-        _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE, BACKWARD_POST")
-        _check_type(
-            "mixed_precision",
-            mixed_precision,
-            MixedPrecision,
-            "a MixedPrecision such as MixedPrecision(param_dtype=torch.bfloat16)",
-        )
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype") if mixed_precision is not None else ():
-            _check_type(f"mixed_precision.{name}", getattr(mixed_precision, name), torch.dtype, "a torch.dtype")
-        if process_group is not None and not isinstance(process_group, (dist.ProcessGroup, tuple)):
-            kind = type(process_group).__name__
-            raise ValueError(f"process_group is a {kind}: expected a ProcessGroup, a pair of them in a tuple, or None")
-        _check_type("device_mesh", device_mesh, DeviceMesh, "a DeviceMesh")
-        if param_init_fn is not None and not callable(param_init_fn):
-            raise ValueError(f"param_init_fn={param_init_fn!r}: expected a function of one module, or None")
-        for name, flag in (
-            ("sync_module_states", sync_module_states),
-            ("forward_prefetch", forward_prefetch),
-            ("limit_all_gathers", limit_all_gathers),
-            ("use_orig_params", use_orig_params),
-        ):
-            if not isinstance(flag, bool):
-                raise ValueError(f"{name}={flag!r}: expected True or False")
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         _check(module, mixed_precision, process_group, device_mesh, strategy)
         ignored, skipped = _ignored(ignored_modules, ignored_states)
-        device = _device(device_id)
-        if device is not None and device_mesh is not None and device.type != device_mesh.device_type:
-            raise ValueError(f"device_id is {device}, but device_mesh is of {device_mesh.device_type}: give one of them")
+        device = _device(device_id, device_mesh)
         return cls(
             process_group,
             device_mesh,
@@ -135,9 +119,40 @@ class FSDP1Arguments:
         }
 
 
-def _check_type(name: str, value: object, kind: type, expected: str) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{name}={value!r}: expected {expected}, or None")
+_EXPECTED: dict[str, tuple[type, str]] = {  # of each argument: its type, and what to give instead of another
+    "sharding_strategy": (ShardingStrategy, "a ShardingStrategy such as ShardingStrategy.FULL_SHARD, or None"),
+    "cpu_offload": (CPUOffload, "a CPUOffload such as CPUOffload(offload_params=True), or None"),
+    "backward_prefetch": (BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE, BACKWARD_POST, or None"),
+    "mixed_precision": (MixedPrecision, "a MixedPrecision such as MixedPrecision(param_dtype=torch.bfloat16), or None"),
+    "device_mesh": (DeviceMesh, "a DeviceMesh, or None"),
+}
+
+
+_FLAGS = ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params")
+
+
+def _check_types(**given: Any) -> None:
+    """Raise ValueError for an argument of the constructor that is of another type than it takes."""
+    for name, value in given.items():
+        if name in _FLAGS:
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r}: expected True or False")
+        elif value is None:
+            continue
+        elif name == "process_group":
+            if not isinstance(value, (dist.ProcessGroup, tuple)):
+                kind = type(value).__name__
+                raise ValueError(f"process_group is a {kind}: expected a ProcessGroup, a pair of them in a tuple, or None")
+        elif name == "param_init_fn":
+            if not callable(value):
+                raise ValueError(f"param_init_fn={value!r}: expected a function of one module, or None")
+        elif not isinstance(value, _EXPECTED[name][0]):
+            raise ValueError(f"{name}={value!r}: expected {_EXPECTED[name][1]}")
+        elif name == "mixed_precision":
+            for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+                dtype = getattr(value, field)
+                if dtype is not None and not isinstance(dtype, torch.dtype):
+                    raise ValueError(f"mixed_precision.{field}={dtype!r}: expected a torch.dtype, or None")
 
 
 def _check(
@@ -204,8 +219,8 @@ def device_type_of(module: nn.Module, given: FSDP1Arguments) -> str:
     return accelerator.type if accelerator is not None and _torch.has_backend(accelerator) else "cpu"
 
 
-def _device(device_id: int | str | torch.device | None) -> torch.device | None:
-    """Raises ValueError for a device that is not this rank's current one."""
+def _device(device_id: int | str | torch.device | None, mesh: DeviceMesh | None) -> torch.device | None:
+    """The device to move to. Raises ValueError for one that is not this rank's current one, or not of the mesh."""
     if device_id is None:
         return None
     if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
@@ -227,6 +242,8 @@ def _device(device_id: int | str | torch.device | None) -> torch.device | None:
                 f"device_id is {device_id}, but the current device is {current}: call "
                 f"torch.{device_id.type}.set_device({device_id.index}) before"
             )
+    if mesh is not None and device_id.type != mesh.device_type:
+        raise ValueError(f"device_id is {device_id}, but device_mesh is of {mesh.device_type}: give one of them")
     return device_id
 
 

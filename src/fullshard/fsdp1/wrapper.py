@@ -64,6 +64,7 @@ from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, unit_of
 from fullshard.sharding.mesh import ShardAxis
 from fullshard.sharding.module_tree import ManagedTensors, clean_name, collect
+from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import check_policy, plan_model, warn_about_mixtures
 
 _INNER = "_fsdp_wrapped_module"
@@ -199,36 +200,46 @@ class FullyShardedDataParallel(nn.Module):
         )
         if auto_wrap_policy is not None:
             check_policy(auto_wrap_policy, "auto_wrap_policy")
-        if not use_orig_params:
-            warn_once("use_orig_params=False: there is no FlatParameter, parameters are the originals as with True")
-        if not limit_all_gathers:
-            warn_once("limit_all_gathers=False: gathers are always limited here, to one unit ahead of the one that computes")
+        _warn_of_no_effect(use_orig_params=use_orig_params, limit_all_gathers=limit_all_gathers)
         super().__init__()
         mesh = mesh_of(given, device_type_of(module, given))
         options = _options(given)
         if auto_wrap_policy is not None:
             self._wrap_below(module, given, auto_wrap_policy, mesh, options)
-        holdings = collect([module], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
-        self._is_list = _is_list(module, holdings)
-        materialize(holdings, given, mesh)
+        self._shard(module, given, mesh, options)
+        self._keep_arguments(given)
+        self._adopt_unit()
+
+    def _shard(self, module: nn.Module, given: FSDP1Arguments, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+        """Give the module memory and values where it has none, and make a unit of it unless it is a list of wrappers."""
+        managed = collect([module], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
+        self._is_list = _is_list(module, managed)
+        materialize(managed, given, mesh)
         if not self._is_list:
             fully_shard(module, mesh=mesh, ignored_params=set(given.ignored), **options)
         self._fsdp_wrapped_module = module
+        self._buffer_dtypes = cast_buffers(module, managed, given)
+
+    def _keep_arguments(self, given: FSDP1Arguments) -> None:
+        """Keep what forwards, properties and state dicts ask for later; which wrapper is the outermost is not known yet."""
+        mixed = given.mixed_precision
         self._is_root: bool | None = None
         self._strategy, self._offload = given.strategy, given.offload
         self._prefetch, self._forward_prefetch = given.prefetch, given.forward_prefetch
-        self._mixed_precision = given.mixed_precision or MixedPrecision()
-        self._full_in_eval = mixed_precision is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+        self._mixed_precision = mixed or MixedPrecision()
+        self._full_in_eval = mixed is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._in_full = False
-        self._casts_root = mixed_precision is None or mixed_precision.cast_root_forward_inputs
-        self._casts = mixed_precision is not None and mixed_precision.cast_forward_inputs
+        self._casts_root = mixed is None or mixed.cast_root_forward_inputs
+        self._casts = mixed is not None and mixed.cast_forward_inputs
         self._settings = _settings(StateDictType.FULL_STATE_DICT)
-        self._buffer_dtypes = cast_buffers(module, holdings, given)
+
+    def _adopt_unit(self) -> None:
+        """Give the wrapped module the class it had, as in FSDP1, and have state dicts pass through this wrapper."""
         unit = self.unit
         if unit is not None:
-            for sharded in unit.modules:  # as in FSDP1, `module` is of the class it had: this wrapper has the methods
+            for sharded in unit.modules:
                 sharded.__class__ = plain_class(type(sharded))
-            if backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+            if self._prefetch is not BackwardPrefetch.BACKWARD_PRE:
                 unit.record.next_backward = ()
         self.register_state_dict_post_hook(_after_save)
         self.register_load_state_dict_pre_hook(_before_load)
@@ -244,21 +255,7 @@ class FullyShardedDataParallel(nn.Module):
             ignored_modules=given.ignored_modules,
             ignored_params=given.ignored,
         )
-        mixed = given.mixed_precision
-        kept: list[str] = []
-        if mixed is not None and mixed.param_dtype is not None:
-            classes = _torch.left_out_of(mixed)
-            left_out = {id(inner) for inner in given.ignored_modules}
-            planned = {name for unit in plan.units for name in unit.modules}
-            for name in plan.outline.kinds:
-                inner = module.get_submodule(name)
-                if name and isinstance(inner, classes) and id(inner) not in left_out:
-                    if name not in planned:
-                        plan.add(name)
-                    kept.append(name)
-        if kept:
-            names = sorted({type(module.get_submodule(name)).__name__ for name in kept})
-            warn_once(f"mixed precision and auto_wrap_policy: {', '.join(names)} are wrapped on their own, in full precision")
+        kept = _plan_full_precision(plan, module, given)
         warn_about_mixtures(plan.mixtures())
         below = [unit for unit in plan.units if "" not in unit.modules]
         if plan.units[-1].options:
@@ -974,8 +971,36 @@ FSDP = FullyShardedDataParallel
 # --- building -------------------------------------------------------------------------------------------------------------
 
 
+def _warn_of_no_effect(*, use_orig_params: bool, limit_all_gathers: bool) -> None:
+    """Say once of an argument that it makes no difference here."""
+    if not use_orig_params:
+        warn_once("use_orig_params=False: there is no FlatParameter, parameters are the originals as with True")
+    if not limit_all_gathers:
+        warn_once("limit_all_gathers=False: gathers are always limited here, to one unit ahead of the one that computes")
+
+
+def _plan_full_precision(plan: Plan, module: nn.Module, given: FSDP1Arguments) -> list[str]:
+    """Add the modules that mixed precision leaves out (batch norms) to the plan, as units of their own; their names."""
+    mixed = given.mixed_precision
+    kept: list[str] = []
+    if mixed is not None and mixed.param_dtype is not None:
+        classes = _torch.left_out_of(mixed)
+        left_out = {id(inner) for inner in given.ignored_modules}
+        planned = {name for unit in plan.units for name in unit.modules}
+        for name in plan.outline.kinds:
+            inner = module.get_submodule(name)
+            if name and isinstance(inner, classes) and id(inner) not in left_out:
+                if name not in planned:
+                    plan.add(name)
+                kept.append(name)
+    if kept:
+        names = sorted({type(module.get_submodule(name)).__name__ for name in kept})
+        warn_once(f"mixed precision and auto_wrap_policy: {', '.join(names)} are wrapped on their own, in full precision")
+    return kept
+
+
 def _options(given: FSDP1Arguments) -> dict[str, Any]:
-    """Those of `fully_shard`."""
+    """The options of `fully_shard` that the arguments become."""
     return {
         "reshard_after_forward": False if given.strategy in _KEEPS else None,
         "mp_policy": _precision(given.mixed_precision or MixedPrecision()),
