@@ -8,8 +8,9 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet --constraint
 TRAIN ?=
 CHAOS ?=
 REPEAT ?= 20
+LANES ?= --numprocesses 2 --dist loadfile
 
-.PHONY: help setup train test repeat chaos test-clients check format bench gpu-check docs docs-links clean
+.PHONY: help setup train test test-all repeat chaos test-clients check format bench gpu-check pictures docs docs-links clean
 
 help:  ## show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -32,9 +33,13 @@ train: $(READY)  ## train a small language model on two processes (one per GPU i
 	echo "== training a byte-level language model on $$ranks processes; about three minutes on two cores"; \
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/train_lm.py $(TRAIN)
 
-test: $(READY)  ## run all tests
-	@echo "== running the tests; rank processes are started once per world size"
-	@$(PYTHON) -m pytest
+test: $(READY)  ## run the tests, in two lanes; of those that repeat themselves a part, another one each day
+	@echo "== running the tests in two lanes; make test-all runs every case"
+	@$(PYTHON) -m pytest $(LANES)
+
+test-all: $(READY)  ## run the tests, with every case of those that repeat themselves
+	@echo "== running the tests in two lanes, every case"
+	@FULLSHARD_TESTS=all $(PYTHON) -m pytest $(LANES)
 
 repeat: $(READY)  ## run the tests of several processes 20 times, or REPEAT times, and count those that fail
 	@failed=0; for run in $$(seq $(REPEAT)); do \
@@ -70,6 +75,9 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test]' -r tests/clients/requirements.txt
 	@touch $@
+
+pictures: $(READY)  ## draw the pictures of the documentation from the planner, the layout and the tables of moves
+	@$(PYTHON) docs/pictures/draw.py
 
 gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about eight minutes)
 	@$(PYTHON) tests/gpu/gpu_check.py

@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
 from fullshard import CheckPolicy
-from fullshard.consistency.watchdog import WaitState
+from fullshard.consistency.local_state import WaitState
 from fullshard.frontend import optim
 from fullshard.frontend.module import units_of
 from fullshard.runtime.communicator import Communicator

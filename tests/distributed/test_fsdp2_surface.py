@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
-from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, fully_shard
+from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, _torch, fully_shard
 
 
 def kinds(messages: list[fullshard.Message]) -> Counter[str]:
@@ -310,6 +310,26 @@ def test_custom_collectives_carry_everything_in_their_own_memory(world: World, m
         sharded.set_custom_all_gather(3)
     with pytest.raises(ValueError, match=r"has custom collectives \(MyGather\), which allocate"):
         sharded.set_allocate_memory_from_process_group_for_comm(True)
+
+
+@ranks(2, 3)
+def test_messages_lie_in_memory_of_the_process_group_and_are_carried_as_before(world: World) -> None:
+    """gloo allocates none, so a pool stands in for what the backend would give."""
+    model, pool = Stack(), Pool()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    real, _torch.process_group_memory = _torch.process_group_memory, lambda group, device: pool.allocate
+    try:
+        for unit in (sharded, *sharded.blocks):
+            unit.set_allocate_memory_from_process_group_for_comm(True)
+        train_step(world, sharded, model)
+        assert pool.allocated == 7 + 2 * 4
+        for unit in (sharded, *sharded.blocks):
+            unit.set_allocate_memory_from_process_group_for_comm(False)
+        train_step(world, sharded, model, 1)
+    finally:
+        _torch.process_group_memory = real
+    assert pool.allocated == 7 + 2 * 4
+    assert_same_grads(sharded, model)
 
 
 @ranks(2)

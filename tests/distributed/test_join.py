@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from harness import World, pool, ranks
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import Stack, assert_same_grads, assert_same_parameters, batch, shard_stack, square
+from rotation import random_cases
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -241,7 +242,7 @@ take_turns.body = take_turns  # as harness.ranks does
 
 @pytest.mark.parametrize(("size", "count"), [(2, 120), (3, 60)])
 def test_any_rank_may_join_any_unit_of_any_tree(size: int, count: int) -> None:
-    @settings(max_examples=count, database=None, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @random_cases(count)
     @given(shapes(2), st.lists(turns(size), min_size=2, max_size=4))
     def run(shape: Shape, plan: list[Turn]) -> None:
         pool(size).run(__name__, "take_turns", {"shape": shape, "plan": plan}, 60.0)

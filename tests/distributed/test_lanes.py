@@ -26,6 +26,7 @@ from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionP
 from fullshard.collectives.base import StartedWork
 from fullshard.collectives.streams import HostLane, InFlight
 from fullshard.errors import InternalError
+from fullshard.params.reduction import MOVES, Stage
 from fullshard.schedule.residency import Wait
 
 
@@ -186,6 +187,16 @@ def test_the_procrastinator_finds_a_missing_wait(world: World, missing: str) -> 
         return
     with pytest.raises(InternalError, match="a reduction of unit .* that is packed cannot be committed"):
         square(output).backward()
+
+
+def test_a_reduction_is_committed_only_once_it_is_reduced_and_absorbed_only_while_it_waits_for_replicas() -> None:
+    reached = {Stage.PACKED}
+    while more := {to for start, to in MOVES if start in reached} - reached:
+        reached |= more
+    assert reached == set(Stage)
+    assert {start for start, to in MOVES if to is Stage.COMMITTED} == {Stage.REDUCED, Stage.COMMITTED}
+    assert {start for start, to in MOVES if to is Stage.ABSORBED} == {Stage.SUMMED}
+    assert not [to for start, to in MOVES if start is Stage.ABSORBED]
 
 
 def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:

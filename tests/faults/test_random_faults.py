@@ -8,7 +8,6 @@ and loads that a rank does not take, and exceptions in forward, backward, hooks 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import traceback
 from collections import Counter
@@ -38,7 +37,8 @@ from faulty import (
     programs,
 )
 from harness import World, pool
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
+from rotation import random_cases, share_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -291,9 +291,7 @@ def test_programs_with_faults_end_alike_on_all_ranks(size: int, count: int, tmp_
     """Parity, or an error on every rank, within 20 seconds; and the step after any_failed() is right again."""
     tally = tmp_path / "outcomes"
 
-    count = int(os.environ.get("FULLSHARD_PROGRAMS", count))
-
-    @settings(max_examples=count, database=None, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @random_cases(count)
     @given(programs(size))
     def run(program: Program) -> None:
         pool(size).run(__name__, "drive", {"program": program, "tally": tally}, 60.0)
@@ -301,4 +299,4 @@ def test_programs_with_faults_end_alike_on_all_ranks(size: int, count: int, tmp_
     run()
     outcomes = Counter(tally.read_text().splitlines())
     print(outcomes)
-    assert outcomes.total() >= count and min(outcomes.values()) > count // 5, outcomes
+    assert outcomes.total() >= share_of(count) and min(outcomes.values()) > share_of(count) // 6, outcomes

@@ -154,7 +154,7 @@ class Job:
 
     def said(self, rank: int) -> str:
         watch, ledger = self.watches[rank], self.ledgers[rank]
-        return watch._whereabouts(ledger, watch._positions(ledger))
+        return watch._diagnosis.whereabouts(ledger, watch._records.positions(ledger))
 
 
 def test_who_waits_anew_is_told_where_the_others_are_by_now() -> None:
@@ -238,7 +238,7 @@ def test_others_are_asked_once_for_all_that_fails(monkeypatch: pytest.MonkeyPatc
     ticks = itertools.count(100.0, 0.5)
     watch, ledger, line = job.watches[0], job.ledgers[0], job.lines[0]
     watch._clock = lambda: next(ticks)
-    monkeypatch.setattr(watch, "_ended", types.SimpleNamespace(wait=lambda seconds: False))
+    monkeypatch.setattr(watch._thread, "_ended", types.SimpleNamespace(wait=lambda seconds: False))
     for asked in (1, 2):
         line.log_call("gather")
         assert [watch.survey(ledger) for _ in range(3)] == ["rank 1: does not answer"] * 3
@@ -287,7 +287,7 @@ def test_what_is_said_and_hashed_does_not_depend_on_when_somebody_asks(program: 
         if action == "hash":
             assert asked.hash == hashes[said], "and it is the same whenever it is asked for"
         elif action == "turn":
-            asked.roll_page()
+            asked.roll_block()
         else:
             said += 1
             assert [line.log_call(action).number for line in lines] == [said, said]
@@ -308,7 +308,7 @@ def test_a_ledger_that_is_closed_says_nothing_until_it_is_opened_anew() -> None:
     for _ in range(2):
         with pytest.raises(StateError, match="they parted"):
             line.log_call("gather")
-        ledger.roll_page()
+        ledger.roll_block()
     assert ledger.count == 1 and ledger.hash == before
     ledger.start_epoch()
     assert line.log_call("gather").number == 1 and ledger.hash != before, "of another epoch"
@@ -332,12 +332,12 @@ def test_an_interrupt_at_any_line_of_a_turned_page_blocks_nobody() -> None:
             line.log_call("gather")
         sys.settrace(interrupt)
         try:
-            ledger.roll_page()
+            ledger.roll_block()
         except KeyboardInterrupt:
             pass
         finally:
             sys.settrace(None)
-        ledger.roll_page()
+        ledger.roll_block()
         ledger.close("they parted")
         with pytest.raises(StateError, match="they parted"):
             line.log_call("gather")
@@ -359,7 +359,7 @@ def test_forwards_without_heartbeat_are_forgotten() -> None:
                 model(batch(0))
         said = ledger.count - before
         assert said >= 300 and said % 100 == 0
-        assert sum(len(page.kinds) for page in ledger._pages) < 64 + 16 + 3 * said / 100
+        assert sum(len(block.fingerprints) for block in ledger._blocks) < 64 + 16 + 3 * said / 100
     finally:
         dist.destroy_process_group()
 

@@ -351,7 +351,7 @@ class ForgetfulLane(NappingLane):
         self._forgets = forgets
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Any:
-        gathers = finish.__qualname__.startswith("FlatBuffer")
+        gathers = finish.__qualname__.startswith("Gather")
         ticket = super().run(start, finish, after)
         return Forgotten(ticket) if gathers == (self._forgets == "gathers") else ticket
 

@@ -31,8 +31,7 @@ def both(world: World, sharded: nn.Module, model: nn.Module, index: int = 0) -> 
 def live(model: nn.Module) -> int:
     """Bytes of full parameters that have memory now."""
     groups = [group for m in (model, *model.blocks) for group in m._fullshard_unit.groups]
-    storages = [s for g in groups if g._full is not None for s in (g._full._storage, *g._full._temporary)]
-    return sum(s.storage.size() for s in storages)
+    return sum(storage.size() for g in groups if g._full is not None for storage, _ in g._full._memory)
 
 
 @ranks(2)

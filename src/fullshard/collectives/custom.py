@@ -50,7 +50,7 @@ class AllGather(Comm):
 
         Args:
             output_tensor: (ranks * size,), memory that `allocate` gave.
-            input_tensor: (size,), this rank's slot of `output_tensor`.
+            input_tensor: (size,), this rank's chunk of `output_tensor`.
             group: the ranks that take part.
             async_op: whether to return before it is done; fullshard passes True.
 
@@ -88,62 +88,30 @@ class ReduceScatter(Comm):
         """
 
 
-class _InMemory(Comm):
-    """Collectives of torch's, in memory that `memory` allocates."""
-
-    def __init__(self, memory: Allocate) -> None:
-        self._memory = memory
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._memory(size, dtype=dtype, device=device)
-
-
-class GatherInMemory(_InMemory, AllGather):
-    """torch's all-gather, in memory that `memory` allocates."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """As `AllGather.__call__`, by torch."""
-        return _torch.all_gather_base(group, output_tensor, input_tensor)
-
-
-class ReduceInMemory(_InMemory, ReduceScatter):
-    """torch's reduce-scatter, in memory that `memory` allocates."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """As `ReduceScatter.__call__`, by torch."""
-        return _torch.reduce_scatter_base(group, output_tensor, input_tensor)
-
-
 class CustomCollectives:
-    """The caller's all-gather, reduce-scatter or both, in memory that they allocate; the rest as `inner` does it.
+    """The caller's all-gather or reduce-scatter, in memory that it allocates, or in `memory`; the rest as `inner` does it.
 
-    Everything is packed, so that each gather and each reduction is one message in memory of theirs.
+    Everything is packed, so that each gather and each reduction is one message in such memory.
     """
 
     def __init__(
         self,
         inner: Collectives,
         group: dist.ProcessGroup,
+        memory: Allocate | None = None,
+        *,
         all_gather: AllGather | None = None,
         reduce_scatter: ReduceScatter | None = None,
     ) -> None:
         self._inner, self._held, self._gather, self._reduce = inner, held(group), all_gather, reduce_scatter
         self.ranks, self.rank = inner.ranks, inner.rank
+        self.all_reduce, self.all_reduce_max = inner.all_reduce, inner.all_reduce_max
         self.direct_min_bytes = float("inf")
-        self.gather_memory: Allocate | None = all_gather.allocate if all_gather is not None else None
-        self.reduce_memory: Allocate | None = reduce_scatter.allocate if reduce_scatter is not None else None
+        self.gather_memory: Allocate | None = memory if all_gather is None else all_gather.allocate
+        self.reduce_memory: Allocate | None = memory if reduce_scatter is None else reduce_scatter.allocate
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """As `Collectives.gatherer`, by the caller's all-gather if there is one."""
+        """As `Collectives.gatherer`."""
         call = self._gather
         if call is None:
             return self._inner.gatherer(outs, shards)
@@ -151,27 +119,19 @@ class CustomCollectives:
         def gather() -> StartedWork:
             works = []
             for out, shard in zip(outs, shards):
-                slot = out.view(self.ranks, -1)[self.rank]
-                if slot.data_ptr() != shard.data_ptr():
-                    slot.copy_(shard)
-                works.append(call(out, slot, self._held.group, async_op=True))
+                chunk = out.view(self.ranks, -1)[self.rank]
+                if chunk.data_ptr() != shard.data_ptr():
+                    chunk.copy_(shard)
+                works.append(call(out, chunk, self._held.group, async_op=True))
             return StartedWork([work for work in works if work is not None])
 
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """As `Collectives.reduce_scatter`, by the caller's if there is one: sums, scaled behind them."""
+        """As `Collectives.reduce_scatter`."""
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
         group, add = self._held.group, dist.ReduceOp.SUM
         works = [self._reduce(out, full, group, add, async_op=True) for out, full in zip(outs, fulls)]
         then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
         return StartedWork([work for work in works if work is not None], then)
-
-    def all_reduce(self, tensor: Tensor) -> StartedWork:
-        """As `inner` does it."""
-        return self._inner.all_reduce(tensor)
-
-    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        """As `inner` does it."""
-        return self._inner.all_reduce_max(tensor)

@@ -1,4 +1,4 @@
-"""gloo on the CPU: every collective as messages between pairs of ranks, under tags that differ from call to call."""
+"""gloo on the CPU: every collective as messages between pairs of ranks, under tags that keep calls apart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class SendGate(Protocol):
-    """A collective log as messages see it: they belong to it, and it may refuse them."""
+    """The owner of messages: a collective log."""
 
     name: str
 
@@ -46,17 +46,14 @@ class _OpenGate:
 
 @dataclass(slots=True)
 class MessageTag:
-    """A number (24 bits) for the messages that are started now, and the log that it comes from.
-
-    The number is equal on all ranks that are to exchange these messages.
-    """
+    """A number for the messages that are started now, equal on all ranks that exchange them, and the log that it is from."""
 
     hash: int = 0  # of all calls up to the one they are of
-    book: SendGate = field(default_factory=_OpenGate)
+    gate: SendGate = field(default_factory=_OpenGate)
 
     @property
     def now(self) -> int:
-        """The 24 bits for the messages that are started next."""
+        """The number, of 24 bits."""
         return (self.hash ^ (self.hash >> 31)) & 0xFFFFFF
 
 
@@ -64,7 +61,7 @@ class MessageTag:
 class PostedMessages:
     """Messages that a rank exchanges with each of the others: one of each size (bytes), in this order, both ways."""
 
-    book: str
+    log: str
     tag: int
     sizes: tuple[int, ...]
 
@@ -90,8 +87,8 @@ _DESTROYED: Any = _Destroyed()
 class Messages:
     """The messages of one call.
 
-    They are kept until they were waited for, whatever becomes of the caller: gloo reads nothing more from a peer that sends
-    to a receive that is gone.
+    They are kept until they were waited for, whatever becomes of the caller: gloo reads nothing more from a peer that sends to
+    a receive that is gone.
     """
 
     __slots__ = ("_channel", "_receives", "_sends", "posted", "works")
@@ -108,16 +105,16 @@ class Messages:
         self._channel, self._receives, self._sends = channel, receives, sends
 
     def lost(self, at: int, failure: BaseException) -> PeerLost:
-        """The error for message number `at`."""
+        """The error of message number `at`."""
         _, peer = [*self._receives, *self._sends][at]
         return PeerLost(self._channel.members[peer], failure)
 
     def drop(self) -> None:
-        """Let go of the messages of a process group that was destroyed: nothing here may keep its connections open."""
+        """The process group was destroyed: let go of all that keeps its connections open."""
         self.works = [_DESTROYED]
 
     def wait(self) -> None:
-        """Wait for every message. Raises PeerLost if one of the other ranks closed its connection."""
+        """Raises PeerLost if one of the other ranks closed its connection."""
         at = 0
         try:
             for work in self.works:
@@ -127,11 +124,11 @@ class Messages:
             raise
         except RuntimeError as failure:
             raise self.lost(at, failure) from failure
-        self._channel.landed(self)
+        self._channel.forget(self)
 
 
 class P2PChannel:
-    """The messages that one process group sends and receives, of all its callers. process group 1 - 1 channel."""
+    """All messages between pairs of ranks of one process group. process group 1 - 1 channel."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.name = _torch.group_name(group)  # the same on all its ranks
@@ -154,7 +151,7 @@ class P2PChannel:
         return found
 
     def carries(self, group: dist.ProcessGroup) -> bool:
-        """Whether this is the channel of `group`, and not of a former group of the same name."""
+        """Whether it is the channel of `group`."""
         return self._held is held(group)
 
     def exchange(
@@ -172,26 +169,21 @@ class P2PChannel:
                 self.posted.append(posted)
         return messages
 
-    def landed(self, messages: Messages) -> None:
-        """Forget messages that were waited for."""
+    def forget(self, messages: Messages) -> None:
+        """The messages were waited for."""
         self._under_way.discard(messages)
 
-    def under_way(self, book: str) -> list[PostedMessages]:
-        """The messages of a log that were begun and not waited for."""
-        return [messages.posted for messages in list(self._under_way) if messages.posted.book == book]
+    def under_way(self, log: str) -> list[PostedMessages]:
+        """Messages of a collective log (by its name) that were begun and not waited for."""
+        return [messages.posted for messages in list(self._under_way) if messages.posted.log == log]
 
     def drain_peer(self, peer: int, posted: Sequence[PostedMessages], limit: int) -> int:
-        """Exchange meaningless messages with `peer` for those of its collectives that this rank has no part in.
+        """Exchange meaningless messages with `peer` for collectives that this rank will take no part in: its waits end.
 
-        This rank will have none, so nobody waits for them any longer.
-
-        Args:
-            peer: its rank in the group.
-            posted: the messages that it says it exchanges.
-            limit: bytes; a longer message cannot be of this program and is left alone.
-
-        Returns:
-            The bytes of the longest message above `limit`, 0 if there is none.
+        peer: its rank in the group.
+        posted: the messages that it waits for.
+        limit: bytes; a longer message cannot be of this program and is left alone. Returns the bytes of such a one, 0 if
+            there is none.
         """
         known = {mine.tag for mine in list(self.posted)}
         missing = [theirs for theirs in posted if theirs.tag not in known and (peer, theirs.tag) not in self._answered]
@@ -207,17 +199,17 @@ class P2PChannel:
 
     @property
     def is_released(self) -> bool:
-        """Whether the process group was destroyed."""
+        """Whether torch destroyed the process group."""
         return self._held.is_released
 
     def release(self) -> None:
-        """Let go of everything: the process group was destroyed."""
+        """The process group was destroyed."""
         for messages in list(self._under_way):
             messages.drop()
         self.forget_answers()
 
     def forget_answers(self) -> None:
-        """Forget the messages of the epoch that ends: every rank has received what `drain_peer` sent."""
+        """All ranks have received the messages of `drain_peer`."""
         self._answers.clear()
         self._under_way.clear()
         self._answered.clear()
@@ -235,8 +227,8 @@ def _release() -> None:
             del _CHANNELS[name]
 
 
-def wires() -> list[P2PChannel]:
-    """The channels of this process, whatever became of the models that used them: peers may still wait for their messages."""
+def channels() -> list[P2PChannel]:
+    """The channels of this process, whatever became of the models that used them: other ranks may still wait for messages."""
     return list(_CHANNELS.values())
 
 
@@ -248,7 +240,7 @@ class GlooCollectives:
     in disguise; exchanging chunks and summing them locally moves half the bytes.
 
     Its own collectives pair up by how many a rank has begun, and a message of another length than expected ends the process.
-    Here each message carries the tag of its call, so ranks that call different things wait instead, and can be told.
+    Here each message carries the tag of its call, so ranks that call different things wait instead, and can be told so.
     """
 
     direct_min_bytes: float = 256 * KIB
@@ -261,11 +253,11 @@ class GlooCollectives:
         self._channel = P2PChannel.of(group)
 
     def _post(self, sizes: tuple[int, ...]) -> PostedMessages:
-        """The name of the messages that are begun next."""
-        return PostedMessages(self.tag.book.name, _TAGS + (self.tag.now << _STAGES), sizes)
+        """The name, tag and sizes of the messages that are begun next."""
+        return PostedMessages(self.tag.gate.name, _TAGS + (self.tag.now << _STAGES), sizes)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """As `Collectives.gatherer`: shards are received straight into their slots of `outs`."""
+        """As `Collectives.gatherer`."""
         rank, ranks = self.rank, self.ranks
         receives: list[tuple[Tensor, int]] = []
         sends: list[tuple[Tensor, int]] = []
@@ -273,24 +265,24 @@ class GlooCollectives:
         for out, shard in zip(outs, shards):
             if not shard.numel():
                 continue
-            slots = out.split(shard.numel())
-            if slots[rank].storage_offset() != shard.storage_offset() or not _torch.same_storage(out, shard):
-                copies.append((slots[rank], shard))
+            chunks = out.split(shard.numel())
+            if chunks[rank].storage_offset() != shard.storage_offset() or not _torch.same_storage(out, shard):
+                copies.append((chunks[rank], shard))
             for step in range(1, ranks):
-                receives.append((slots[(rank - step) % ranks], (rank - step) % ranks))
+                receives.append((chunks[(rank - step) % ranks], (rank - step) % ranks))
                 sends.append((shard, (rank + step) % ranks))
         sizes, channel = _sizes(shards), self._channel
 
         def gather() -> StartedWork:
             messages = channel.exchange(self._post(sizes), receives, sends)
-            for slot, shard in copies:
-                slot.copy_(shard)
+            for chunk, shard in copies:
+                chunk.copy_(shard)
             return StartedWork((messages,), unpollable=True)
 
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """As `Collectives.reduce_scatter`: chunks are exchanged, and summed in the order of ranks when they are waited for."""
+        """As `Collectives.reduce_scatter`."""
         if self.ranks == 2:
             return self._reduce_scatter_pair(outs, fulls, scale)
         messages, received, _ = self._exchange(fulls)
@@ -305,7 +297,7 @@ class GlooCollectives:
         return StartedWork((messages,), add, unpollable=True)
 
     def _exchange(self, fulls: Sequence[Tensor]) -> tuple[Messages, list[Tensor], PostedMessages]:
-        """Exchange chunks: each rank gets its own of all ranks' `fulls`. Messages, per full one tensor (ranks, size), and their name."""
+        """Exchange chunks, each rank getting its own of all `fulls`: messages, a tensor (ranks, size) per full, their name."""
         chunks = [full.view(self.ranks, -1) for full in fulls]
         received = [torch.empty_like(chunk) for chunk in chunks]
         posted = self._post(_sizes([chunk[0] for chunk in chunks]))
@@ -342,16 +334,16 @@ class GlooCollectives:
         padded = torch.zeros(chunk * self.ranks, dtype=tensor.dtype)
         padded[:numel].copy_(tensor)
         messages, received, first = self._exchange([padded])
-        book = self.tag.book
+        gate = self.tag.gate
 
         def share() -> None:
             mine = padded[self.rank * chunk :][:chunk]
             torch.sum(received.pop(), 0, out=mine)
-            second = PostedMessages(first.book, first.tag + 1, _sizes([mine]))
-            slots = padded.view(self.ranks, -1)
-            receives = [(slots[peer], peer) for peer in self._others]
+            second = PostedMessages(first.log, first.tag + 1, _sizes([mine]))
+            chunks = padded.view(self.ranks, -1)
+            receives = [(chunks[peer], peer) for peer in self._others]
             sends = [(mine, peer) for peer in self._others]
-            book.begin(partial(self._channel.exchange, second, receives, sends)).wait()
+            gate.begin(partial(self._channel.exchange, second, receives, sends)).wait()
             tensor.copy_(padded[:numel])
 
         return StartedWork((messages,), share, unpollable=True)
@@ -365,11 +357,11 @@ class GlooCollectives:
         """
         if self.ranks <= _FEW or self.ranks > 1 << (1 << _STAGES) or not tensor.numel():
             return self._all_exchange(tensor, torch.maximum)
-        first, book = self._post(_sizes([tensor])), self.tag.book
-        kept: list[Tensor] = []  # what is on its way
+        first, gate = self._post(_sizes([tensor])), self.tag.gate
+        kept: list[Tensor] = []  # tensors on their way
 
         def begin(stage: int) -> tuple[Messages, Tensor]:
-            posted = PostedMessages(first.book, first.tag + stage, first.sizes)
+            posted = PostedMessages(first.log, first.tag + stage, first.sizes)
             received, sent, distance = torch.empty_like(tensor), tensor.clone(), 1 << stage
             kept.append(sent)
             source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
@@ -380,7 +372,7 @@ class GlooCollectives:
         def spread() -> None:
             torch.maximum(tensor, received, out=tensor)
             for stage in range(1, (self.ranks - 1).bit_length()):
-                further, theirs = book.begin(partial(begin, stage))
+                further, theirs = gate.begin(partial(begin, stage))
                 further.wait()
                 torch.maximum(tensor, theirs, out=tensor)
             kept.clear()
@@ -398,7 +390,7 @@ class GlooCollectives:
         return StartedWork((messages,), partial(self._merge, tensor, received, sent, merge), unpollable=True)
 
     def _merge(self, tensor: Tensor, received: list[Tensor], sent: Tensor, merge: Callable[..., Tensor]) -> None:
-        """Merge in one order on all ranks, so that all get the same bits."""
+        """In one order on all ranks, so that all get the same bits."""
         parts = dict(zip(self._others, received))
         tensor.copy_(sent if self.rank == 0 else parts[0])
         for rank in range(1, self.ranks):

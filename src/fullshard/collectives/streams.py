@@ -51,7 +51,7 @@ class Lane(Protocol):
 
 
 class Interrupted(RuntimeError):
-    """The error of waiting again for work after an interrupt came while it was waited for."""
+    """Raised by a second wait for work during whose first wait an interrupt came."""
 
 
 class _HostWork:
@@ -98,41 +98,39 @@ class _HostWork:
         except Exception as failure:
             self._failure = failure
             raise
-        except BaseException as interrupt:  # the interrupt is the waiter's; how far the work came is unknown
+        except BaseException as interrupt:  # raised here and now; how far the work came until then is not known
             self._failure = Interrupted(f"{type(interrupt).__name__} came before it was finished: run the step again")
             raise
 
-    def block(self) -> None:
-        self.wait()
+    block = wait
 
 
 class _ChainedWork:
     """Work that begins when other work was waited for."""
 
-    __slots__ = ("_before", "_finish", "_start", "_work")
+    __slots__ = ("_before", "_begun", "_finish", "_start")
 
     def __init__(self, before: LaneWork, start: Callable[[], StartedWork], finish: Callable[[], None]) -> None:
         self._before, self._start, self._finish = before, start, finish
-        self._work: _HostWork | None = None
+        self._begun: _HostWork | None = None
 
     def begin(self) -> None:
-        self._work = _HostWork(self._start(), self._finish)
+        self._begun = _HostWork(self._start(), self._finish)
 
     def done(self) -> bool:
-        return self._work is not None and self._work.done()
+        return self._begun is not None and self._begun.done()
 
     def wait(self) -> None:
         self._before.wait()
-        if self._work is None:
+        if self._begun is None:
             raise Interrupted("what it begins behind was interrupted: run the step again")
-        self._work.wait()
+        self._begun.wait()
 
-    def block(self) -> None:
-        self.wait()
+    block = wait
 
 
 class HostLane:
-    """The CPU: collectives run in the backend's threads from the start, their finish in the thread that waits."""
+    """The CPU: collectives run in the backend's threads from the start, and are finished by the thread that waits."""
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
         """As `Lane.run`; with `after`, `start` is called when that is waited for."""
@@ -213,16 +211,16 @@ class InFlight:
         while len(self._entries) >= limit:
             self._leave()
 
-    def push(self, work: LaneWork, landed: Callable[[], None], *, polled: bool = True) -> None:
-        """Keep what `landed` refers to alive until `work` was waited for, then call it.
+    def push(self, work: LaneWork, on_done: Callable[[], None], *, polled: bool = True) -> None:
+        """Keep what `on_done` refers to alive until `work` was waited for, then call it.
 
         polled: whether it may leave as soon as it is done. That moment differs from rank to rank, so not if its end
             starts a collective.
         """
-        self._entries.append((work, landed, polled))
+        self._entries.append((work, on_done, polled))
 
     def poll(self) -> None:
-        """Let go of what is finished already."""
+        """Let go of entries whose work is finished already."""
         while self._entries and self._entries[0][2] and self._entries[0][0].done():
             self._leave()
 
@@ -237,6 +235,6 @@ class InFlight:
                 self._leave()
 
     def _leave(self) -> None:
-        work, landed, _ = self._entries.popleft()
+        work, on_done, _ = self._entries.popleft()
         work.wait()
-        landed()
+        on_done()

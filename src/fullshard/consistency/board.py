@@ -55,11 +55,13 @@ class WakeupSocket:
         return found
 
     def ring(self, address: str, urgency: int) -> None:
+        """Wake the rank of this address, as far as it can be."""
         host, port, token = address.split()
         with suppress(OSError):
             self._socket.sendto(bytes.fromhex(token) + bytes([urgency]), (host, int(port)))
 
     def close(self) -> None:
+        """Hear no rings any more."""
         self._socket.close()
 
 
@@ -110,8 +112,10 @@ class NoticeBoard:
                 self._store.set(key, value)
 
     def read(self, keys: Sequence[str], *, expected: bool = False) -> dict[str, bytes]:
-        """The records that exist: one request if all are known to, else two; a missing one costs as many more as the number of
-        keys has binary digits.
+        """The records that exist.
+
+        One request if all are known to exist, else two; a missing one costs as many more as the number of keys has binary
+        digits.
 
         expected: with many ranks, take them to exist, and wait for some seconds for one that does not.
         """
@@ -177,6 +181,7 @@ class NoticeBoard:
                 self.bell.ring(self._addresses[rank], urgency)
 
     def close(self) -> None:
+        """Hear no rings any more."""
         if self.bell is not None:
             self.bell.close()
 

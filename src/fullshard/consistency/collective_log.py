@@ -17,12 +17,12 @@ from fullshard.errors import StateError
 
 DIGEST = 8  # bytes of a hash
 
-_REMEMBERED = 64  # calls of each ledger: as many as are told to others
-_FULL = 16  # calls of a page, at least: they are hashed together
+_REMEMBERED = 64  # calls of each log: as many as are told to others
+_FULL = 16  # calls of a block, at least: they are hashed together
 
 _SMALL = 1 << 20  # bytes: messages that belong to no group of parameters are shorter
 
-_BEGINNING = 1.0  # seconds in which messages are begun, if whoever carries them does not wait for the other ranks
+_BEGINNING = 1.0  # seconds in which messages are begun, if the backend does not wait for the other ranks meanwhile
 
 T = TypeVar("T")
 
@@ -45,21 +45,21 @@ class Fingerprint(bytes):
     "'layers.0' forward gather"
     """
 
-    label: UnitName
+    unit_name: UnitName
     action: str
 
-    def __new__(cls, label: UnitName, action: str, subject: str) -> Fingerprint:
-        """`subject`: what no other has, and is alike on all ranks."""
+    def __new__(cls, unit_name: UnitName, action: str, subject: str) -> Fingerprint:
+        """`subject`: a text that is alike on all ranks, and that no other fingerprint has."""
         self = super().__new__(cls, _hasher(subject).digest())
-        self.label, self.action = label, action
+        self.unit_name, self.action = unit_name, action
         return self
 
     def __str__(self) -> str:
-        return f"'{self.label.name}' {self.action}" if self.label.name else self.action
+        return f"'{self.unit_name.name}' {self.action}" if self.unit_name.name else self.action
 
 
 class LoggedCall:
-    """One call, for who made it."""
+    """One call of this rank's."""
 
     __slots__ = ("fingerprint", "log", "number")
 
@@ -72,15 +72,16 @@ class LoggedCall:
 
 
 class _Block(NamedTuple):
-    """Calls that follow each other: how many came before, what hashed those, and the kind of each."""
+    """Calls that follow each other: how many came before, the hasher of those, and the fingerprint of each."""
 
     before: int
     hasher: Any  # of hashlib; never updated
-    kinds: list[Fingerprint]
+    fingerprints: list[Fingerprint]
 
     def hashed(self) -> Any:
+        """The hasher of all calls up to the last one of the block."""
         hasher = self.hasher.copy()
-        hasher.update(b"".join(self.kinds))
+        hasher.update(b"".join(self.fingerprints))
         return hasher
 
 
@@ -88,7 +89,7 @@ def _number(hasher: Any) -> int:
     return int.from_bytes(hasher.digest(), "little", signed=True)
 
 
-def _refuse(verdict: str, kind: Fingerprint) -> NoReturn:
+def _refuse(verdict: str, fingerprint: Fingerprint) -> NoReturn:
     raise StateError(verdict)
 
 
@@ -97,7 +98,7 @@ _END = Fingerprint(UnitName(""), "end of a backward without heartbeat", "end")
 
 @dataclass(slots=True)
 class Departure:
-    """How a rank left what it was in the midst of: after how many calls, where, on which thread, and by which exception."""
+    """How a rank left a forward or backward: after how many calls, where, on which thread, and by which exception."""
 
     count: int
     place: str
@@ -112,26 +113,26 @@ class Departure:
 
 
 class CollectiveLog:
-    """The calls of one set of ranks, in the order of the program. ledger 1 - n lines, line 1 - n entries.
+    """The calls of one set of ranks, in the order of the program. log 1 - n blocks, block 1 - n calls.
 
-    Ranks that run the same program have equal ledgers; the first entry that differs says where they parted.
+    Ranks that run the same program have equal logs; the first call that differs says where they parted.
 
         rank 0   1 'a' forward gather   2 'b' forward gather   3 'b' backward gather
         rank 1   1 'a' forward gather   2 'c' forward gather                          <- they parted at call 2
 
     In a step nothing that is done once per message is in the processor's caches, and each instruction of Python takes ten
-    times as long as in a loop. So an entry is one word in a list (`say`), and calls are hashed when somebody asks for it or
-    a page is turned. Another thread may read at any time: but for the last page, which grows, nothing that it sees changes.
+    times as long as in a loop. So a call is one word in a list (`say`), and calls are hashed when somebody asks for it or
+    a block is full. Another thread may read at any time: but for the last block, which grows, nothing that it sees changes.
     """
 
     __slots__ = (
         "__weakref__",
         "_backwards",
         "_beginning",
+        "_blocks",
         "_left",
-        "_ordinals",
-        "_pages",
         "_silent",
+        "_unit_ids",
         "_verdicts",
         "before",
         "desync_error",
@@ -154,35 +155,34 @@ class CollectiveLog:
         self._left: Departure | None = None
         self.desync_error: str | None = None  # why nothing can be said any more
         self.epoch = 0  # how often all ranks began anew together
-        self._pages: tuple[_Block, ...] = ()
-        self.before: int  # calls before the last page
-        self.fingerprints: list[Fingerprint]  # of those on the last page
-        self.say: Callable[
-            [Fingerprint], None
-        ]  # the next call is of this kind; raises StateError if nothing can be said any more
+        self._blocks: tuple[_Block, ...] = ()
+        self.before: int  # calls before the last block
+        self.fingerprints: list[Fingerprint]  # of those on the last block
+        self.say: Callable[[Fingerprint], None]  # the next call is this; raises StateError if nothing can be said any more
         self.tagged = False  # whether its messages bear the numbers of their entries, so that a rank may answer others
         self._beginning = False  # whether messages are begun at this moment
         self._verdicts: list[str] = []  # of all who closed it
         self._silent = False  # whether of what was put off nothing is begun any more
         self._backwards = 0
-        self._ordinals = itertools.count()
+        self._unit_ids = itertools.count()
         self.start_epoch(0)
 
     def next_unit_id(self) -> int:
-        """A number for one more unit, alike on all ranks, since units are made by all of them together."""
-        return next(self._ordinals)
+        """A number for one more unit, alike on all ranks, since all of them make units together."""
+        return next(self._unit_ids)
 
     @property
     def count(self) -> int:
-        page = self._pages[-1]
-        return page.before + len(page.kinds)
+        """The number of the last call."""
+        block = self._blocks[-1]
+        return block.before + len(block.fingerprints)
 
     @property
     def hash(self) -> int:
         """Of all calls, of 64 bits: the same on ranks that said the same."""
-        self.roll_page()
-        page = self._pages[-1]
-        return _number(page.hashed() if page.kinds else page.hasher)
+        self.roll_block()
+        block = self._blocks[-1]
+        return _number(block.hashed() if block.fingerprints else block.hasher)
 
     def allow_message_size(self, nbytes: int) -> None:
         """Messages of it may be as long as this from now on."""
@@ -190,11 +190,11 @@ class CollectiveLog:
 
     def mark(self) -> tuple[int, int]:
         """The number of the last call and the hash of all; any thread may ask."""
-        page = self._pages[-1]
-        kinds = list(page.kinds)
-        hasher = page.hasher.copy()
-        hasher.update(b"".join(kinds))
-        return page.before + len(kinds), _number(hasher)
+        block = self._blocks[-1]
+        fingerprints = list(block.fingerprints)
+        hasher = block.hasher.copy()
+        hasher.update(b"".join(fingerprints))
+        return block.before + len(fingerprints), _number(hasher)
 
     def note_exception(self, place: str, failure: str | None = None) -> None:
         """An exception ends what this rank was in the midst of: until it says the next call, others are told how it left.
@@ -210,32 +210,32 @@ class CollectiveLog:
         left = self._left
         return str(left) if left is not None and left.count == self.count else None
 
-    def roll_page(self) -> None:
-        """Begin a new page if this one is full, so that none grows for ever. Only for who may also `say`."""
+    def roll_block(self) -> None:
+        """Begin a new block if this one is full, so that none grows for ever. Only on the thread that may also `say`."""
         if len(self.fingerprints) >= _FULL:
-            self._begin(_Block(self.count, self._pages[-1].hashed(), []), self._pages)
+            self._begin(_Block(self.count, self._blocks[-1].hashed(), []), self._blocks)
 
-    def _begin(self, page: _Block, earlier: tuple[_Block, ...]) -> None:
-        while len(earlier) > 1 and page.before - earlier[1].before >= _REMEMBERED:
+    def _begin(self, block: _Block, earlier: tuple[_Block, ...]) -> None:
+        while len(earlier) > 1 and block.before - earlier[1].before >= _REMEMBERED:
             earlier = earlier[1:]
-        self._pages = (*earlier, page)  # nothing is called between these, so an interrupt comes before all of them or after
-        self.before, self.fingerprints = page.before, page.kinds
-        self.say = page.kinds.append
+        self._blocks = (*earlier, block)  # nothing is called between these, so an interrupt comes before all of them or after
+        self.before, self.fingerprints = block.before, block.fingerprints
+        self.say = block.fingerprints.append
         if self.desync_error is not None:  # also if another thread closes it just now: that sets its verdict first, then `say`
             self.say = partial(_refuse, self.desync_error)
 
     def remembered(self) -> list[tuple[int, int, str]]:
-        """The last calls: of each its number, the hash of all up to it, and its kind."""
-        pages = [(page, list(page.kinds)) for page in self._pages]
-        first = pages[-1][0].before + len(pages[-1][1]) - _REMEMBERED
+        """The last calls: of each its number, the hash of all up to it, and its text."""
+        blocks = [(block, list(block.fingerprints)) for block in self._blocks]
+        first = blocks[-1][0].before + len(blocks[-1][1]) - _REMEMBERED
         found: list[tuple[int, int, str]] = []
-        for page, kinds in pages:
-            skipped = max(0, first - page.before)
-            hasher = page.hasher.copy()
-            hasher.update(b"".join(kinds[:skipped]))
-            for number, kind in enumerate(kinds[skipped:], page.before + skipped + 1):
-                hasher.update(kind)
-                found.append((number, _number(hasher), str(kind)))
+        for block, fingerprints in blocks:
+            skipped = max(0, first - block.before)
+            hasher = block.hasher.copy()
+            hasher.update(b"".join(fingerprints[:skipped]))
+            for number, fingerprint in enumerate(fingerprints[skipped:], block.before + skipped + 1):
+                hasher.update(fingerprint)
+                found.append((number, _number(hasher), str(fingerprint)))
         return found
 
     def beats(self, every: int) -> bool:
@@ -264,8 +264,8 @@ class CollectiveLog:
     def begin(self, start: Callable[[], T]) -> T:
         """Have `start` begin messages. Raises StateError if nothing is begun any more.
 
-        There is no lock, which would take longer than all else here: who begins says so and then looks whether it may, who
-        closes says so and then waits until nobody is beginning.
+        There is no lock, which would take longer than all else here: the thread that begins says so and then looks whether it
+        may; a thread that closes the log says so and then waits until nobody is beginning.
         """
         try:
             self._beginning = True
@@ -293,18 +293,18 @@ class CollectiveLog:
 
 
 class GroupFingerprints(dict[str, Fingerprint]):
-    """What one group may say in a ledger: by action, the kind of its entries."""
+    """The fingerprints of one group's calls in a log, by action."""
 
-    __slots__ = ("_label", "_seed", "log")
+    __slots__ = ("_seed", "_unit_name", "log")
 
-    def __init__(self, ledger: CollectiveLog, label: UnitName, subject: str) -> None:
-        """`subject`: what all ranks know alike of the group and no other has."""
+    def __init__(self, log: CollectiveLog, unit_name: UnitName, subject: str) -> None:
+        """`subject`: a text about the group that is alike on all ranks, and that no other group has."""
         super().__init__()
-        self.log, self._label, self._seed = ledger, label, subject
+        self.log, self._unit_name, self._seed = log, unit_name, subject
 
     def __missing__(self, action: str) -> Fingerprint:
-        kind = self[action] = Fingerprint(self._label, action, f"{self._seed} {action}")
-        return kind
+        fingerprint = self[action] = Fingerprint(self._unit_name, action, f"{self._seed} {action}")
+        return fingerprint
 
     def log_call(self, action: str) -> LoggedCall:
         """The next call is this. Raises StateError if the ranks have parted."""
@@ -335,7 +335,8 @@ def find_desync(windows: Mapping[int, Sequence[tuple[int, int, str]]]) -> tuple[
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """
+    """Ranks as a text.
+
     >>> listed([3]), listed([0, 1]), listed([0, 1, 2, 5, 7, 8, 9])
     ('rank 3', 'ranks 0 and 1', 'ranks 0-2, 5 and 7-9')
     """
@@ -354,18 +355,18 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def headline(failure: BaseException) -> str:
-    """The first line of its text, or what it is if it has none.
+    r"""The first line of its text, or what it is if it has none.
 
-    >>> headline(ValueError("no such rank\\nat all")), headline(MemoryError())
+    >>> headline(ValueError("no such rank\nat all")), headline(MemoryError())
     ('no such rank', 'MemoryError')
     """
     return (str(failure).strip() or type(failure).__name__).splitlines()[0]
 
 
 def described(failure: BaseException) -> str:
-    """Its class, and the first line of its text if it has one.
+    r"""Its class, and the first line of its text if it has one.
 
-    >>> described(ValueError("no such rank\\nat all")), described(MemoryError())
+    >>> described(ValueError("no such rank\nat all")), described(MemoryError())
     ('ValueError: no such rank', 'MemoryError')
     """
     name = type(failure).__name__

@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.collectives.backends import collectives_for
 from fullshard.collectives.base import Collectives
-from fullshard.collectives.gloo import MessageTag, wires
+from fullshard.collectives.gloo import MessageTag, channels
 from fullshard.collectives.process_groups import held, on_release
 from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName, headline
-from fullshard.consistency.watchdog import MEETING, WaitState, Watchdog, watch_of
+from fullshard.consistency.local_state import MEETING, WaitState
+from fullshard.consistency.process import watchdog_of
+from fullshard.consistency.watchdog import Watchdog
 from fullshard.errors import StateError
 from fullshard.runtime.runtime import Runtime
 from fullshard.sharding.mesh import resolve_mesh
@@ -35,7 +37,7 @@ class FailureVote:
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self._held = [held(group) for group in groups]
         self._collectives: list[Collectives] = [collectives_for(group, self.device, self._tag) for group in groups]
-        self.watch: Watchdog | None = watch_of(_torch.backend_name(groups[0], self.device)) if groups else None
+        self.watch: Watchdog | None = watchdog_of(_torch.backend_name(groups[0], self.device)) if groups else None
         self._log = CollectiveLog(
             f"{name} {next(_NUMBERS.setdefault(name, itertools.count()))}", self.ranks, _torch.global_rank()
         )
@@ -55,7 +57,7 @@ class FailureVote:
         for collectives in self._collectives:
             entry = self._fingerprints.log_call("any_failed()")
             message = torch.tensor([flag], dtype=torch.uint8, device=self.device)
-            self._tag.hash, self._tag.book = self._log.hash, self._log
+            self._tag.hash, self._tag.gate = self._log.hash, self._log
             before = self._wait_state.enter(entry)
             try:
                 pending = collectives.all_reduce_max(message)
@@ -142,7 +144,7 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
     vote = _vote_of(mesh)
     runtimes = Runtime.all_of_thread()
     inside = set(vote.ranks)
-    logs = [log for runtime in runtimes for log in runtime.communicator.ledgers if inside.issuperset(log.ranks)]
+    logs = [log for runtime in runtimes for log in runtime.communicator.logs() if inside.issuperset(log.ranks)]
     try:
         for log in logs:
             log.silence(True)
@@ -169,7 +171,7 @@ def _restart_together(vote: FailureVote, runtimes: Sequence[Runtime], logs: Sequ
         runtime.recovery.abort_step()
     vote.agree(True)  # now no rank waits for anything
     with vote.watch.paused() if vote.watch is not None else nullcontext():  # the watchdog has read states of the old epoch
-        for channel in wires():
+        for channel in channels():
             if set(vote.ranks).issuperset(channel.members):
                 channel.forget_answers()
         for log in logs:

@@ -238,7 +238,7 @@ def _inspect(
     refs = [ref for ref in managed.refs if not ties.knows(ref)]
     _check_parameters(refs, axis)
     _check_buffers(managed, axis)
-    Runtime.of(axis.device, options.comm).communicator.carriers(axis, options)
+    Runtime.of(axis.device, options.comm).communicator.collectives.of_axis(axis, options)
     return _Inspection(managed, ties, refs, [_cut(ref, axis, shaped.placement_fn) for ref in refs])
 
 

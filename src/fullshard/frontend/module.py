@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fullshard import _torch
-from fullshard.collectives.custom import AllGather, GatherInMemory, ReduceInMemory, ReduceScatter
+from fullshard.collectives.custom import AllGather, ReduceScatter
 from fullshard.collectives.traffic import Message
 from fullshard.errors import StateError, warn_once
 from fullshard.frontend import class_swap, forward_methods
@@ -442,9 +442,11 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             StateError: inside a forward or backward.
         """
         unit = _unit(self)
-        if not _flag("enable", enable):
-            return runtime_of(unit).requests.reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, None))
-        runtime_of(unit).requests.reconfigure(unit, doing="set_allocate_memory_...()", **_their_memory(unit, "process group"))
+        _refuse_custom_collectives(unit)
+        group, memory = unit.axis.group, None
+        if _flag("enable", enable) and group is not None:
+            memory = _torch.process_group_memory(group, unit.axis.device)
+        runtime_of(unit).requests.reconfigure(unit, doing="set_allocate_memory_...()", memory=memory)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Have this unit's messages lie in symmetric memory. Collective.
@@ -459,9 +461,10 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         unit = _unit(self)
         if not isinstance(backend, str):
             raise ValueError(f"set_symm_mem_for_comm takes the name of a backend, got {backend!r}")
-        runtime_of(unit).requests.reconfigure(
-            unit, doing="set_symm_mem_for_comm()", **_their_memory(unit, "symmetric", backend)
-        )
+        _refuse_custom_collectives(unit)
+        group = unit.axis.group
+        memory = None if group is None else _torch.symmetric_memory(group, unit.axis.device, backend)
+        runtime_of(unit).requests.reconfigure(unit, doing="set_symm_mem_for_comm()", memory=memory)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Order the next forward behind `event`, which an optimizer recorded on a stream of its own. Once.
@@ -651,20 +654,13 @@ def _check_comm(comm: Any, setter: str, kind: str) -> None:
         raise ValueError(f"{setter} takes an {kind} (callable, with allocate()), got {type(comm).__name__}")
 
 
-def _their_memory(unit: Unit, kind: str | None, backend: str = "") -> dict[str, Any]:
-    """Options for messages in memory of `kind`, None for our own again."""
+def _refuse_custom_collectives(unit: Unit) -> None:
+    """Raises ValueError if the unit has collectives of the caller's own, which bring their memory."""
     for comm in (unit.options.all_gather, unit.options.reduce_scatter):
-        if comm is not None and not isinstance(comm, (GatherInMemory, ReduceInMemory)):
+        if comm is not None:
             raise ValueError(
                 f"unit '{unit.name}' has custom collectives ({type(comm).__name__}), which allocate their own memory"
             )
-    if kind is None or unit.axis.group is None:
-        return {"all_gather": None, "reduce_scatter": None}
-    if kind == "process group":
-        allocate = _torch.process_group_memory(unit.axis.group, unit.axis.device)
-    else:
-        allocate = _torch.symmetric_memory(unit.axis.group, unit.axis.device, backend)
-    return {"all_gather": GatherInMemory(allocate), "reduce_scatter": ReduceInMemory(allocate)}
 
 
 @contextmanager

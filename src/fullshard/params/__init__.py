@@ -10,5 +10,5 @@ unsharded.py       UnshardedBuffer: memory of full parameters, and the ways to g
 extension.py       tensor subclasses that say themselves what is gathered of them
 reduction.py       Reduction: gradients of one group on their way to the shards
 grad_commit.py     GradCommit: gradients that arrived become `.grad`, all or none
-uninitialized.py   memory that nobody has written yet
+uninitialized.py   memory that was not written yet
 """

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.collectives.base import Collectives, StartedWork
+from fullshard.collectives.base import Collectives
 from fullshard.errors import StateError
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.params.unsharded import Storage
+from fullshard.params.unsharded import Gather, Storage
 from fullshard.sharding.param_sharding import ParamSharding
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -98,7 +98,7 @@ class _Inputs:
 
 
 class ExtensionBuffer:
-    """The unsharded buffer of one parameter of a subclass, and its one way to gather.
+    """The unsharded buffer of one parameter of a subclass.
 
         shard --fsdp_pre_all_gather--> tensors --all-gather of each, as bytes--> outputs --fsdp_post_all_gather--> full
 
@@ -110,14 +110,14 @@ class ExtensionBuffer:
         """`dtype`: that is computed in."""
         self._parameter, self._collectives, self._dtype, self._storage = parameter, collectives, dtype, storage
         self.versions: list[int] = []
-        self._full: Tensor | None = None  # what the first fsdp_post_all_gather made, padding rows included
+        self._full: Tensor | None = None  # made by the first fsdp_post_all_gather, padding rows included
         self._padded: Tensor | None = None
         self._inputs: _Inputs | None = None  # gathered, and not yet handed to fsdp_post_all_gather
         self._outs: list[Tensor] = []
         self._inner: list[tuple[Tensor, int]] = []  # named by fsdp_post_all_gather, and their bytes
 
-    def allocate(self, versions: list[int]) -> ExtensionBuffer:
-        """As `UnshardedBuffer.allocate`; asks the shard for what is gathered."""
+    def allocate(self, versions: list[int]) -> Gather:
+        """Ask the shard what is gathered of it. Memory for that, on the compute lane, and what gathers it."""
         self.versions = versions
         shard = self._rows()
         if shard.device != self._storage.device:  # offloaded
@@ -138,18 +138,9 @@ class ExtensionBuffer:
             out.untyped_storage().resize_(out.numel() * out.itemsize)
         for inner, nbytes in self._inner:
             inner.untyped_storage().resize_(nbytes)
-        return self
-
-    def start(self) -> StartedWork:
-        """As `GatherWork.start`."""
-        assert self._inputs is not None
-        outs = [out.view(torch.uint8) for out in self._outs]
         # as_strided: of one element, `view(-1)` may keep a stride that `view(dtype)` refuses.
-        flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in self._inputs.tensors]
-        return self._collectives.gatherer(outs, flat)()
-
-    def finish(self) -> None:
-        """As `GatherWork.finish`: the outputs are where they belong."""
+        flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
+        return Gather(self._collectives.gatherer([out.view(torch.uint8) for out in self._outs], flat))
 
     def release_staging(self) -> None:
         """The compute lane is ordered behind the gather: hand the outputs to fsdp_post_all_gather."""
@@ -171,12 +162,12 @@ class ExtensionBuffer:
                 after(outputs, inputs.metadata, self._dtype, out=self._parameter.full if even else self._full)
 
     def free(self) -> None:
-        """As `UnshardedBuffer.free`."""
+        """Give the memory back."""
         for tensor in (*self._outs, *(inner for inner, _ in self._inner)):
             tensor.untyped_storage().resize_(0)
 
     def owns(self, tensor: Tensor) -> bool:
-        """As `UnshardedBuffer.owns`."""
+        """Whether `tensor` lies in this memory."""
         return any(out.numel() and _torch.same_memory(tensor, out) for out in (*self._outs, *(i for i, _ in self._inner)))
 
     def _rows(self) -> Tensor:

@@ -36,7 +36,7 @@ class GradCommit:
         self._group, self._flat = group, flat
         plan = group.reduction
         self._mark = (plan.views, flat)
-        self.gradients: list[Any] | None = None  # what hooks made of them; None: views of the flat tensor, all of them
+        self.gradients: list[Any] | None = None  # as hooks made them; None: all are views of the flat tensor
         self._versions: dict[int, int] = {}  # of tensors that are added to, before that
         if has_hooks or not all(used):
             self.gradients = [

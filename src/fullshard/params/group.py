@@ -15,7 +15,7 @@ from fullshard.errors import StateError
 from fullshard.params.extension import ExtensionBuffer, own_shard, travels_alone
 from fullshard.params.group_grads import GroupGradients, ReductionPlan
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.params.unsharded import FlatBuffer, GatherWork, GroupCollectives, Storage, UnshardedBuffer
+from fullshard.params.unsharded import FlatBuffer, Gather, GroupCollectives, Storage
 from fullshard.policies import Dtypes
 from fullshard.sharding.layout import GroupLayout, plan_layout
 
@@ -61,7 +61,7 @@ class ParamGroup:
         )
         self.grads = GroupGradients(parameters, dtypes.reduce, fingerprints.log)
         self.installed = False
-        self._full: UnshardedBuffer | None = None
+        self._full: FlatBuffer | ExtensionBuffer | None = None
         self._copying: LaneWork | None = None  # the last gather from the host's memory
 
     def _bind(self, values: Sequence[Tensor]) -> Tensor:
@@ -167,7 +167,7 @@ class ParamGroup:
 
     # --- gathering ---
 
-    def allocate_unsharded(self) -> GatherWork:
+    def allocate_unsharded(self) -> Gather:
         """Memory for the full parameters, on the compute lane, and what gathers them.
 
         Raises StateError if the shards cannot be gathered.
@@ -183,14 +183,14 @@ class ParamGroup:
             torch.autograd.graph.increment_version(changed)  # type: ignore[arg-type]
         return full.allocate(versions)
 
-    def _make_unsharded(self) -> UnshardedBuffer:
+    def _make_unsharded(self) -> FlatBuffer | ExtensionBuffer:
         """The buffer, and the full parameters over it."""
         full = FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
         for parameter, view in zip(self.parameters, full.views):
             parameter.make_unsharded(view)
         return full
 
-    def gather_copy(self) -> tuple[FlatBuffer, GatherWork]:
+    def gather_copy(self) -> tuple[FlatBuffer, Gather]:
         """A buffer in memory of its own, and what gathers into it; to be read by `values_in` then."""
         self._check_device()
         with torch.no_grad():
@@ -198,7 +198,7 @@ class ParamGroup:
             return copy, copy.allocate([])
 
     def values_in(self, buffer: FlatBuffer) -> list[Tensor]:
-        """What modules compute with, of a buffer that was gathered into: one tensor per parameter."""
+        """The tensors that modules compute with, of a buffer that was gathered into: one per parameter."""
         return [parameter.sharding.to_module(view) for parameter, view in zip(self.parameters, buffer.views)]
 
     def _check_device(self) -> None:
@@ -283,10 +283,10 @@ class ExtensionGroup(ParamGroup):
         parameter.bind_to_flat_shard(own_shard(values[0], parameter.sharding))
         return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device)
 
-    def _make_unsharded(self) -> UnshardedBuffer:
+    def _make_unsharded(self) -> ExtensionBuffer:
         return ExtensionBuffer(self.parameters[0], self.collectives.gather, self.dtypes.compute, self.storage)
 
-    def gather_copy(self) -> tuple[FlatBuffer, GatherWork]:
+    def gather_copy(self) -> tuple[FlatBuffer, Gather]:
         """Raises StateError: it has one memory only."""
         self._check_device()
         raise StateError(
@@ -295,18 +295,9 @@ class ExtensionGroup(ParamGroup):
         )
 
 
-def make_group(
-    parameters: list[ShardedParameter],
-    values: Sequence[Tensor],
-    *,
-    dtypes: Dtypes,
-    collectives: GroupCollectives,
-    storage: Storage,
-    fingerprints: GroupFingerprints,
-) -> ParamGroup:
-    """The group of these parameters, of the kind that they need. Arguments as of `ParamGroup`."""
-    kind = ExtensionGroup if travels_alone(values[0]) else ParamGroup
-    return kind(parameters, values, dtypes=dtypes, collectives=collectives, storage=storage, fingerprints=fingerprints)
+def group_class(value: Tensor) -> type[ParamGroup]:
+    """The class of the group of a parameter whose shard is, or is to be, `value`."""
+    return ExtensionGroup if travels_alone(value) else ParamGroup
 
 
 def group_parameters(

@@ -12,7 +12,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.consistency.collective_log import CollectiveLog
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.sharding.layout import GroupLayout
+from fullshard.sharding.layout import GroupLayout, Segment
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,17 +22,17 @@ class ReductionPlan:
         one packed message   | p0 | p1 | gap | p2 | ...    numel elements per rank; gaps are zeros
         direct               p3, p4: each a message of its own, as autograd left it
 
-    packed: (segment, parameter) of the packed message.     direct: the other parameters.
-    blank: of each segment what is sent for a gap, zeros (ranks, size) in the compute dtype; else (0,).
+    packed: segments of the packed message.     direct: the parameters that are in none of them.
+    zeros: by size, the tensor (ranks, size) in the compute dtype that is sent for a gap.
     views: of each parameter's gradient in the flat one: shape, strides, offset. The list itself, put on a gradient together
         with the flat gradient, says that the flat one is laid out like this group.
     keys: under which attribute a gradient has that.
     """
 
     numel: int
-    packed: list[tuple[int, int]]
+    packed: list[Segment]
     direct: tuple[int, ...]
-    blank: list[Tensor]
+    zeros: dict[int, Tensor]
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     keys: list[str]
 
@@ -43,15 +43,12 @@ class ReductionPlan:
         """The plan for shards of these `shapes`. `direct`: whether gradients may go as autograd leaves them."""
         bucket, alone = layout.reduction(direct=direct)
         segments = [segment for segment in bucket.pieces if segment.size] if bucket is not None else []
-        rows = [layout.ranks if segment.parameter < 0 else 0 for segment in segments]
+        gaps = {segment.size for segment in segments if segment.parameter < 0}
         return cls(
             numel=0 if bucket is None else bucket.size,
-            packed=[(index, segment.parameter) for index, segment in enumerate(segments) if segment.parameter >= 0],
+            packed=segments,
             direct=alone,
-            blank=[
-                torch.zeros((count, segment.size) if count else 0, dtype=dtype, device=device)
-                for count, segment in zip(rows, segments)
-            ],
+            zeros={size: torch.zeros(layout.ranks, size, dtype=dtype, device=device) for size in gaps},
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, layout.places)],
             keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
         )

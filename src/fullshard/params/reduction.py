@@ -81,7 +81,7 @@ class SumSteps:
         )
 
 
-class Stage(enum.Enum):
+class Stage(str, enum.Enum):
     """How far a reduction is. On an accelerator, where lanes are streams: how far it is queued."""
 
     PACKED = "packed"
@@ -130,7 +130,7 @@ class Reduction:
         self._earlier = group.grads.deferred
         if self._earlier is not None:
             self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
-        memory = group.collectives.reduce_memory or torch.empty
+        memory = group.collectives.reduce.reduce_memory or torch.empty
         self._sum = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         self._messages = _pack(group, grads, dtypes.compute if alike else dtypes.reduce, self._sum, memory)
         if self.steps.first != 1.0 and self._messages:
@@ -172,9 +172,7 @@ class Reduction:
             self._end()
 
     def add_to(self, total: Tensor) -> None:
-        """Become part of a later sum over shards."""
-        assert self._work is not None
-        self._work.wait()
+        """Become part of a later sum over shards, whose lane comes to its end behind this one."""
         self._move(Stage.ABSORBED)
         total.add_(self._sum)
 
@@ -234,7 +232,7 @@ class Reduction:
     # --- what the parameters get ---
 
     def grad_commit(self, used_somewhere: Sequence[bool] | None = None) -> GradCommit | None:
-        """The gradients of parameters that this rank used, or any did (None: nobody asked), and that were not given yet."""
+        """The gradients of parameters that this rank used, or any did (None: it is not known), and that were not given yet."""
         given, due = self._given, self.used
         if used_somewhere is not None and not all(due):
             parameters = self.group.parameters
@@ -263,16 +261,19 @@ def _pack(
     messages: list[tuple[Tensor, Tensor]] = []
     if plan.numel:
         message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
-        parts = plan.blank.copy() if dtype == group.dtypes.compute else [blank.to(dtype) for blank in plan.blank]
-        for index, parameter in plan.packed:
-            grad, place = grads[parameter], layout.places[parameter]
+        parts: list[Tensor] = []
+        for segment in plan.packed:
+            if segment.parameter < 0:
+                parts.append(plan.zeros[segment.size].to(dtype))
+                continue
+            grad, place = grads[segment.parameter], layout.places[segment.parameter]
             if grad is not None and place.dim == 0:
-                parts[index] = grad.contiguous()
+                parts.append(grad.contiguous())
                 continue
             shape = place.shape if place.dim == 0 else (layout.ranks, place.size)
-            parts[index] = torch.zeros(shape, dtype=dtype, device=device)
+            parts.append(torch.zeros(shape, dtype=dtype, device=device))
             if grad is not None:
-                of_grad, of_blocks = dim_permutation(grad, parts[index], place)
+                of_grad, of_blocks = dim_permutation(grad, parts[-1], place)
                 torch._foreach_copy_(of_blocks, of_grad)
         _torch.chunk_cat(parts, message.view(layout.ranks, -1))
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))

@@ -139,8 +139,9 @@ def write_full(parameter: ShardedParameter, full: Tensor, *, grad: bool) -> None
 
 
 def full_tensor(sharded: DTensor) -> Tensor:
-    """The full tensor of a DTensor, where its own part is (collective). A part that is kept in the host's memory travels by
-    the device of its mesh.
+    """The full tensor of a DTensor, where its own part is (collective).
+
+    A part that is kept in the host's memory travels by the device of its mesh.
     """
     local = _torch.local_tensor(sharded).detach()
     kind = sharded.device_mesh.device_type

@@ -28,6 +28,7 @@ class WeakBackReference:
         self._ref = None if target is None else weakref.ref(target)
 
     def __call__(self) -> Any:
+        """The target, None once it is deleted."""
         return None if self._ref is None else self._ref()
 
     def __reduce__(self) -> Any:
@@ -184,7 +185,7 @@ class ShardedParameter:
     def note_write(self, action: str = "") -> None:
         """The shard was written. DTensor's foreach and fused operations move no version counter.
 
-        `action`: by a caller, who must have done so on all ranks.
+        `action`: the words for a caller's write, which all ranks must have made.
         """
         self.write_count += 1
         if action and self.before_step is not None:
@@ -288,8 +289,9 @@ class ShardedParameter:
         return found
 
     def restore_sharded(self, *, forget: bool = False) -> None:
-        """Have the slots hold the sharded parameter, whatever they hold now. The trainability of a Parameter that was assigned
-        there is taken over, unless what they hold is to be forgotten.
+        """Have the slots hold the sharded parameter, whatever they hold now.
+
+        The trainability of a Parameter that was assigned there is taken over, unless with `forget`.
         """
         for slot in self.slots:
             current = slot.content

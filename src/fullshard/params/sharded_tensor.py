@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fullshard import _torch
 from fullshard.errors import StateError
 
-LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to the ShardedParameter it is the face of
+LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to its ShardedParameter
 _VIEWED = "_fullshard_viewed"  # on a view of a sharded parameter: the same
 _BARE = "_fullshard_bare"  # on both: the DTensor over the same memory that torch computes with
 _COPIED = "_fullshard_copied"  # on what torch gives as a view of a sharded parameter, but had to gather: writing to it is lost
@@ -25,7 +25,7 @@ _WHOLE = (
     "model by fullshard.materialize(model, init=)"
 )
 _RANDOM = torch.Tag.nondeterministic_seeded
-_FILLS = frozenset(  # they write all of what they are given and read nothing of it
+_FILLS = frozenset(  # operations that write all of their tensor and read nothing of it
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
         *((name, "default") for name in ("normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_")),
@@ -38,13 +38,13 @@ _FILLS = frozenset(  # they write all of what they are given and read nothing of
         ("eye", "m_out"),
     )
 )
-_ALIKE = frozenset(  # what they make of a sharded parameter may be filled with random numbers next, as orthogonal_ does
+_ALIKE = frozenset(  # operations whose result may be filled with random numbers next, as orthogonal_ does
     (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
 )
 
 
 class ShardedDTensor(DTensor):
-    """A sharded parameter, or a view of one. What other operations make of it (and `detach()` of a parameter) is a DTensor.
+    """A sharded parameter, or a view of one. Other operations on it (and `detach()` of a parameter) give a DTensor.
 
     torch raises "got mixed torch.Tensor and DTensor" from its C++ parts, without a name. A subclass is asked first, computes
     with a bare DTensor over the same memory, names what it was given, and notes what was written. While an optimizer steps,
@@ -63,18 +63,18 @@ class ShardedDTensor(DTensor):
     ) -> Any:
         if func in _FILLS and (filled := _filled(func, args, kwargs)) is not None:
             return filled
-        faces: list[ShardedDTensor] = []
-        bare = [_bared(value, faces) for value in args]
+        sharded: list[ShardedDTensor] = []
+        bare = [_bared(value, sharded) for value in args]
         out = kwargs.get("out") if kwargs else None
         if _RANDOM in func.tags or _torch.writes(func):
-            _check(func, faces, (args[0] if args else None, out))
+            _check(func, sharded, (args[0] if args else None, out))
         if kwargs:
-            kwargs = {key: _bared(value, faces) for key, value in kwargs.items()}
+            kwargs = {key: _bared(value, sharded) for key, value in kwargs.items()}
         try:
             made = func(*bare, **(kwargs or {}))
         except RuntimeError as error:  # NotImplementedError among them
             text = str(error)
-            names = _names(faces) if any(known in text for known in (_MIXED, _MESHES, _UNKNOWN)) else ""
+            names = _names(sharded) if any(known in text for known in (_MIXED, _MESHES, _UNKNOWN)) else ""
             if not names:
                 raise
             if _UNKNOWN in text:
@@ -87,19 +87,19 @@ class ShardedDTensor(DTensor):
             ) from error
         if _torch.writes(func):
             _note_writes((args[0] if args else None, out), _torch.operation_name(func))
-            return _originals(made, faces)
+            return _originals(made, sharded)
         if func.is_view:
             for view in made if isinstance(made, (list, tuple)) else (made,):
-                _name(view, faces[0], func)
-        elif func in _ALIKE and faces:
-            _name(made, faces[0], func)
+                _name(view, sharded[0], func)
+        elif func in _ALIKE and sharded:
+            _name(made, sharded[0], func)
         return made
 
     @property
     def data(self) -> Any:
-        """Over the same memory, without a version counter: who writes to it is noted all the same."""
+        """A tensor over the same memory, without a version counter: writes to it are noted all the same."""
         made = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        back = self.__dict__.get(LOGICAL) or self.__dict__.get(_VIEWED)
+        back = _back(self)
         if back is not None and type(made) is DTensor:
             made.__dict__[_VIEWED] = back
             _turn(made, ShardedDTensor)
@@ -108,21 +108,21 @@ class ShardedDTensor(DTensor):
     @data.setter
     def data(self, value: Any) -> None:
         """Of a parameter of a unit: the values are taken over, the memory stays. Raises StateError for what does not fit."""
-        back = self.__dict__.get(LOGICAL)
-        logical = None if back is None else back()
+        logical = _logical(self) if LOGICAL in self.__dict__ else None
         if logical is None:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         else:
             logical.assign(value)
 
     def detach(self) -> Any:
+        """As a DTensor's; while torch makes a Parameter, of this class."""
         made = super().detach()  # type: ignore[misc]
         if _torch.makes_parameter():  # which insists on the class it was given
             _turn(made, ShardedDTensor)
         return made
 
     @staticmethod
-    def __tensor_unflatten__(*args: Any) -> Any:  # what torch.compile makes of one must be one
+    def __tensor_unflatten__(*args: Any) -> Any:  # by which torch.compile makes one of its parts
         made = DTensor.__tensor_unflatten__(*args)
         _turn(made, ShardedDTensor)
         return made
@@ -150,7 +150,7 @@ def _turn(tensor: Any, cls: type[DTensor]) -> None:
 
 def sleep(tensors: Iterable[Tensor]) -> None:
     """Let instances be DTensors until `wake`: an optimizer's operations then cost what they cost torch."""
-    asleep = _ASLEEP.__dict__.setdefault("faces", [])
+    asleep = _ASLEEP.__dict__.setdefault("sharded", [])
     for tensor in tensors:
         if type(tensor) is ShardedDTensor:
             _turn(tensor, DTensor)
@@ -159,7 +159,7 @@ def sleep(tensors: Iterable[Tensor]) -> None:
 
 def wake() -> None:
     """Let all that this thread had sleep be ShardedDTensors again, also after an optimizer whose step raised."""
-    asleep = _ASLEEP.__dict__.get("faces")
+    asleep = _ASLEEP.__dict__.get("sharded")
     while asleep:
         tensor = asleep.pop()
         if type(tensor) is DTensor and LOGICAL in tensor.__dict__:
@@ -169,12 +169,12 @@ def wake() -> None:
 _ASLEEP = threading.local()
 
 
-def _bare(face: ShardedDTensor) -> DTensor:
+def _bare(tensor: ShardedDTensor) -> DTensor:
     """The DTensor that torch computes with: over the same memory, so that it writes the same."""
-    held = face.__dict__.get(_BARE)
-    local, spec = _torch.local_tensor(face), _torch.spec_of(face)
+    held = tensor.__dict__.get(_BARE)
+    local, spec = _torch.local_tensor(tensor), _torch.spec_of(tensor)
     if held is None or _torch.local_tensor(held) is not local or _torch.spec_of(held) is not spec:
-        held = face.__dict__[_BARE] = _torch.dtensor(local, spec)
+        held = tensor.__dict__[_BARE] = _torch.dtensor(local, spec)
     return held
 
 
@@ -182,24 +182,24 @@ def _filled(func: Any, args: Any, kwargs: Any) -> Any:
     """`func` of the full tensor, of which this rank's part is kept; None for a tensor on meta."""
     kwargs = dict(kwargs or {})
     outs = kwargs.pop("out", None)
-    face = outs if outs is not None else args[0]
-    local, spec = _torch.local_tensor(face), _torch.spec_of(face)
+    tensor = outs if outs is not None else args[0]
+    local, spec = _torch.local_tensor(tensor), _torch.spec_of(tensor)
     if local.device.type == "meta":
         return None
-    _check(func, [face], (face,))
-    if not _torch.writes(func):  # a new one, like the face
+    _check(func, [tensor], (tensor,))
+    if not _torch.writes(func):  # a new one, like the tensor
         dtype = kwargs.get("dtype") or local.dtype
-        full = func(_full_like(face), *args[1:], **kwargs)
-        made = _torch.dtensor(_part(face, full).contiguous(), _torch.spec(spec.mesh, spec.placements, face.shape, dtype))
-        _name(made, face, func)
+        full = func(_full_like(tensor), *args[1:], **kwargs)
+        made = _torch.dtensor(_part(tensor, full).contiguous(), _torch.spec(spec.mesh, spec.placements, tensor.shape, dtype))
+        _name(made, tensor, func)
         return made
-    full = _full_like(face)
+    full = _full_like(tensor)
     if outs is not None:
         func(*args, **kwargs, out=full)
     else:
         func(full, *args[1:], **kwargs)
-    _keep_part(face, full, _torch.operation_name(func))
-    return face
+    _keep_part(tensor, full, _torch.operation_name(func))
+    return tensor
 
 
 def _truncated(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -213,63 +213,61 @@ def _truncated(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tens
     return tensor
 
 
-def _full_like(face: ShardedDTensor) -> Tensor:
+def _full_like(tensor: ShardedDTensor) -> Tensor:
     """Strides count too: random numbers are drawn in the order of memory."""
-    local = _torch.local_tensor(face)
-    return torch.empty_strided(face.shape, face.stride(), dtype=local.dtype, device=local.device)
+    local = _torch.local_tensor(tensor)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
 
 
-def _keep_part(face: ShardedDTensor, full: Tensor, how: str) -> None:
-    _torch.local_tensor(face).copy_(_part(face, full))
-    _note_writes(face, how)
+def _keep_part(tensor: ShardedDTensor, full: Tensor, how: str) -> None:
+    _torch.local_tensor(tensor).copy_(_part(tensor, full))
+    _note_writes(tensor, how)
 
 
-def _part(face: ShardedDTensor, full: Tensor) -> Tensor:
-    """This rank's part of `full`, (face.shape)."""
-    back = face.__dict__.get(LOGICAL) or face.__dict__.get(_VIEWED)
-    logical = None if back is None else back()
-    spec = _torch.spec_of(face)
-    if logical is not None and face.shape == logical.shape and spec.placements == logical.sharding.placements:
-        return logical.slice(full).view(_torch.local_tensor(face).shape)  # type: ignore[no-any-return]
+def _part(tensor: ShardedDTensor, full: Tensor) -> Tensor:
+    """This rank's part of `full`, (tensor.shape)."""
+    logical, spec = _logical(tensor), _torch.spec_of(tensor)
+    if logical is not None and tensor.shape == logical.shape and spec.placements == logical.sharding.placements:
+        return logical.slice(full).view(_torch.local_tensor(tensor).shape)  # type: ignore[no-any-return]
     return _torch.local_tensor(distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None))
 
 
-def _check(func: Any, faces: list[ShardedDTensor], written: tuple[Any, ...]) -> None:
+def _check(func: Any, sharded: list[ShardedDTensor], written: tuple[Any, ...]) -> None:
     """Raise StateError for what torch would do silently wrong."""
-    if _RANDOM in func.tags and func not in _FILLS and (names := _names(faces)):
+    if _RANDOM in func.tags and func not in _FILLS and (names := _names(sharded)):
         raise StateError(f"{func} would draw the same numbers for each part of sharded {names} {_WHOLE}")
     for one in written:
         if type(one) is ShardedDTensor and _COPIED in one.__dict__ and (names := _names([one])):
             raise StateError(f"{func} writes to an element or a row of sharded {names} {_WHOLE}")
 
 
-def _bared(value: Any, faces: list[ShardedDTensor]) -> Any:
+def _bared(value: Any, sharded: list[ShardedDTensor]) -> Any:
     if type(value) is ShardedDTensor:
-        faces.append(value)
+        sharded.append(value)
         return _bare(value)
     if isinstance(value, (list, tuple)) and any(type(one) is ShardedDTensor for one in value):
-        return [_bared(one, faces) for one in value]
+        return [_bared(one, sharded) for one in value]
     return value
 
 
-def _originals(made: Any, faces: list[ShardedDTensor]) -> Any:
-    """What an operation wrote to, as it was given."""
+def _originals(made: Any, sharded: list[ShardedDTensor]) -> Any:
+    """The tensors that an operation wrote to, as they were given."""
     if isinstance(made, (list, tuple)):
-        return type(made)(_originals(one, faces) for one in made)
+        return type(made)(_originals(one, sharded) for one in made)
     if type(made) is DTensor:
-        for face in faces:
-            if face.__dict__[_BARE] is made:
-                return face
+        for tensor in sharded:
+            if tensor.__dict__[_BARE] is made:
+                return tensor
     return made
 
 
 def _note_writes(written: Any, how: str) -> None:
-    """Some operations (foreach, or on `.data`) move no version counter that a gather would look at. And a rank that writes
-    alone makes a patchwork of two models.
+    """Note writes to sharded parameters: some operations (foreach, or on `.data`) move no version counter that a gather reads.
+
+    A rank that writes alone makes a patchwork of two models, so all ranks compare these notes.
     """
     if type(written) is ShardedDTensor:
-        back = written.__dict__.get(LOGICAL) or written.__dict__.get(_VIEWED)
-        logical = None if back is None else back()
+        logical = _logical(written)
         if logical is not None:
             logical.note_write(how)
     elif isinstance(written, (list, tuple)):
@@ -277,38 +275,48 @@ def _note_writes(written: Any, how: str) -> None:
             _note_writes(one, how)
 
 
-def _name(view: Any, face: ShardedDTensor, func: Any) -> None:
-    back = face.__dict__.get(_VIEWED)
+def _name(view: Any, tensor: ShardedDTensor, func: Any) -> None:
+    back = tensor.__dict__.get(_VIEWED)
     if back is None:
-        back = face.__dict__.get(LOGICAL)
+        back = tensor.__dict__.get(LOGICAL)
         if func is torch.ops.aten.detach.default:
             return
     if back is not None and type(view) is DTensor:
         view.__dict__[_VIEWED] = back
-        if func.is_view and (_COPIED in face.__dict__ or not _shares(view, face)):
+        if func.is_view and (_COPIED in tensor.__dict__ or not _shares(view, tensor)):
             view.__dict__[_COPIED] = True
         _turn(view, ShardedDTensor)
 
 
-def _shares(view: DTensor, face: ShardedDTensor) -> bool:
-    mine, theirs = _torch.local_tensor(view), _torch.local_tensor(face)
+def _shares(view: DTensor, tensor: ShardedDTensor) -> bool:
+    mine, theirs = _torch.local_tensor(view), _torch.local_tensor(tensor)
     return mine.device.type == "meta" or _torch.same_storage(mine, theirs)
 
 
-def _as_dtensor(face: ShardedDTensor, fn: Any, argument: Any) -> Any:
+def _as_dtensor(tensor: ShardedDTensor, fn: Any, argument: Any) -> Any:
     """`fn` of a tensor that is of torch's own class meanwhile, for what asks for the very class."""
-    face.__dict__.pop(_BARE, None)
-    _turn(face, DTensor)
+    tensor.__dict__.pop(_BARE, None)
+    _turn(tensor, DTensor)
     try:
-        return fn(face, argument)
+        return fn(tensor, argument)
     finally:
-        _turn(face, ShardedDTensor)
+        _turn(tensor, ShardedDTensor)
 
 
-def _names(faces: list[ShardedDTensor]) -> str:
+def _back(tensor: Tensor) -> Any:
+    """The way back to the ShardedParameter that `tensor` is, or is a view of; None if there is none."""
+    return tensor.__dict__.get(LOGICAL) or tensor.__dict__.get(_VIEWED)
+
+
+def _logical(tensor: Tensor) -> Any:
+    """That ShardedParameter, None if its unit is gone."""
+    back = _back(tensor)
+    return None if back is None else back()
+
+
+def _names(tensors: list[ShardedDTensor]) -> str:
     """Which parameters they are, and that their units' forward is not running; empty for parameters of units that are gone."""
-    backs = [face.__dict__.get(LOGICAL) or face.__dict__.get(_VIEWED) for face in faces]
-    found = [logical for back in backs if back is not None and (logical := back()) is not None]
+    found = [logical for tensor in tensors if (logical := _logical(tensor)) is not None]
     parts = [f"parameter '{one.name}' of unit '{one.unit_name.name}', whose forward is not running," for one in found]
     return " and ".join(dict.fromkeys(parts))
 

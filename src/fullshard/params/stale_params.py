@@ -1,4 +1,4 @@
-"""Parameters of before sharding: who still holds one deals with the parameter that took its place."""
+"""Parameters of before sharding, which stand for the parameters that took their places."""
 
 from __future__ import annotations
 

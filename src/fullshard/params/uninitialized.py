@@ -1,4 +1,4 @@
-"""Memory that nobody has written yet: marking it when it is allocated, and finding what still has the mark."""
+"""Memory that was not written yet: it is marked when it is allocated, and tensors that still have the mark are found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mark(tensor: Tensor) -> Tensor:
 
 
 def is_marked(tensor: Tensor | None) -> bool:
-    """Whether nobody wrote any element since. Of unsigned and boolean tensors that cannot be told."""
+    """Whether no element was written since. Of unsigned and boolean tensors that cannot be told."""
     if tensor is None or not tensor.numel() or tensor.device.type == "meta":
         return False
     if tensor.is_floating_point() or tensor.is_complex():
@@ -36,14 +36,14 @@ class UninitializedTensors:
         self._versions: dict[str, int] = {}
 
     def mark(self) -> None:
-        """They have memory now: mark it."""
+        """Mark the memory that the tensors have now."""
         for key, (tensor, _) in self._tensors().items():
             if tensor.device.type != "meta":
                 mark(tensor)
                 self._versions[key] = tensor._version
 
     def remaining(self, *, persistent: bool = True) -> list[str]:
-        """Those that nobody wrote since: parameters and persistent buffers, or the other buffers."""
+        """The names of tensors that were not written since: parameters and persistent buffers, or the other buffers."""
         return [
             key
             for key, (tensor, kept) in self._tensors().items()
@@ -54,7 +54,7 @@ class UninitializedTensors:
         ]
 
     def _tensors(self) -> dict[str, tuple[Tensor, bool]]:
-        """What is there now, and whether state dicts have it, by what to call it."""
+        """By name: the tensors that are there now, and whether state dicts have them."""
         found = {f"parameter '{parameter.name}'": (parameter.local, True) for parameter in self._parameters}
         for ref, name in self._buffers:
             module = ref()

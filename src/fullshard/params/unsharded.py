@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.collectives.base import Allocate, Collectives, StartedWork
-from fullshard.collectives.traffic import TrafficCounter
+from fullshard.collectives.base import StartedWork
+from fullshard.collectives.traffic import CountedCollectives, TrafficCounter
 from fullshard.policies import Dtypes, MixedPrecisionPolicy
 from fullshard.sharding.layout import Extent, GroupLayout, ParamOffsets
 
@@ -26,21 +25,11 @@ class GroupCollectives:
     subgroup: over the smaller group that keeps the parameters between forward and backward, None if none does.
     """
 
-    gather: Collectives
-    reduce: Collectives
-    replicate: Collectives | None
-    subgroup: Collectives | None
+    gather: CountedCollectives
+    reduce: CountedCollectives
+    replicate: CountedCollectives | None
+    subgroup: CountedCollectives | None
     traffic: TrafficCounter
-
-    @cached_property
-    def gather_memory(self) -> Allocate | None:
-        """The caller's memory for gathers, None for our own."""
-        return getattr(self.gather, "gather_memory", None)
-
-    @cached_property
-    def reduce_memory(self) -> Allocate | None:
-        """The caller's memory for reductions, None for our own."""
-        return getattr(self.reduce, "reduce_memory", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,40 +47,6 @@ class Storage:
     def home(self) -> torch.device:
         """Where the shards are."""
         return torch.device("cpu") if self.host else self.device
-
-
-class GatherWork(Protocol):
-    """One way to gather. `start` and `finish` run on a lane, in this order."""
-
-    def start(self) -> StartedWork:
-        """Begin the collective."""
-        ...
-
-    def finish(self) -> None:
-        """The collective is done: put what it brought where the full parameters are."""
-        ...
-
-
-class UnshardedBuffer(Protocol):
-    """The memory that a group gathers into. `versions`: of the shards that it shows; empty until it was gathered into."""
-
-    versions: list[int]
-
-    def allocate(self, versions: list[int]) -> GatherWork:
-        """Memory for shards of these versions, on the compute lane, and what gathers them."""
-        ...
-
-    def release_staging(self) -> None:
-        """The compute lane is ordered behind the gather: memory that only the gather needed can go."""
-        ...
-
-    def free(self) -> None:
-        """Give the memory back."""
-        ...
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in this memory."""
-        ...
 
 
 def dim_permutation(full: Tensor, blocks: Tensor, place: ParamOffsets) -> tuple[list[Tensor], list[Tensor]]:
@@ -149,7 +104,10 @@ def copies_out(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[Step]
 
 
 class Gather:
-    """Steps before a collective, the collective, and steps behind it, all planned."""
+    """One way to gather: steps before a collective, the collective, and steps behind it, all planned.
+
+    `start` and `finish` run on a lane, in this order.
+    """
 
     __slots__ = ("_after", "_before", "_begin")
 
@@ -157,66 +115,64 @@ class Gather:
         self._begin, self._before, self._after = begin, before, after
 
     def start(self) -> StartedWork:
-        """As `GatherWork.start`."""
+        """Begin the collective."""
         for step in self._before:
             step()
         return self._begin()
 
     def finish(self) -> None:
-        """As `GatherWork.finish`."""
+        """The collective is done: put what it brought where the full parameters are."""
         for step in self._after:
             step()
 
 
 class CallerMemoryGather(Gather):
-    """A gather of one packed message in memory that the caller's all-gather allocates, each time anew."""
+    """One gather of one packed message, in memory that the caller's all-gather allocates."""
 
-    __slots__ = ("_flat", "_gather", "_layout", "_memory", "_shard")
+    __slots__ = ("_collectives", "_flat", "_layout", "_shard")
 
     def __init__(
-        self, layout: GroupLayout, gather: Collectives, memory: Allocate, flat: Tensor, shard: Tensor, before: Sequence[Step]
+        self, layout: GroupLayout, collectives: CountedCollectives, flat: Tensor, shard: Tensor, before: Sequence[Step]
     ) -> None:
         super().__init__(StartedWork, before)
-        self._layout, self._gather, self._memory, self._flat, self._shard = layout, gather, memory, flat, shard
+        self._layout, self._collectives, self._flat, self._shard = layout, collectives, flat, shard
 
     def start(self) -> StartedWork:
-        """As `GatherWork.start`."""
+        """As `Gather.start`."""
         super().start()
-        ranks, size = self._layout.ranks, self._shard.numel()
-        staging = self._memory((ranks * size,), dtype=self._flat.dtype, device=self._flat.device)
-        slot = staging[self._gather.rank * size :][:size]
-        slot.copy_(self._shard)
+        allocate, size = self._collectives.gather_memory, self._shard.numel()
+        assert allocate is not None
+        staging = allocate((self._layout.ranks * size,), dtype=self._flat.dtype, device=self._flat.device)
+        chunk = staging[self._collectives.rank * size :][:size]
+        chunk.copy_(self._shard)
         self._after = copies_out(self._layout, self._flat, staging)
-        return self._gather.gatherer([staging], [slot])()
-
-    def finish(self) -> None:
-        """As `GatherWork.finish`; the memory is the caller's again."""
-        super().finish()
-        self._after = ()
+        return self._collectives.gatherer([staging], [chunk])()
 
 
 class FlatBuffer:
     """The unsharded buffer of a group whose shards lie in a flat one.
 
-        shard views --(cast into own slot, or nothing)--> region of a large parameter     no copy
-        shard range --> slot in staging (ranks, packed) --all-gather--> split_copy --> regions of the small ones
+        shard views --(cast into own chunk, or nothing)--> region of a large parameter     no copy
+        shard range --> chunk of staging (ranks, packed) --all-gather--> split_copy --> regions of the small ones
 
     Memory exists between `allocate` and `free`; the Parameters made over it (`views`) keep their identity, and their version
     counters move only when the weights behind them did.
+
+    versions: of the shards that it shows; empty until it was gathered into.
     """
 
     def __init__(
         self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
     ) -> None:
         self._flat = torch.empty(layout.full_numel, dtype=dtypes.compute, device=storage.device)
-        self._staging: list[Tensor] = []  # what only a gather needs
+        self._staging: list[Tensor] = []  # memory that only a gather needs
         self._poison = storage.poison
         self.views = [over(self._flat, place.full_offset, place.shape) for place in layout.places]
         self.versions: list[int] = []
+        self._anew: Callable[[], Gather] | None = None  # if each gather is planned by itself
         self._gather = self._plan(layout, dtypes, collectives, storage, shard)
         self._subgroup = collectives.subgroup
-        self._saved: Gather | None = None  # from the smaller group, of what it keeps of these versions
-        self._running: Gather | None = None  # keeps the memory that it reads
+        self._once: Gather | None = None  # a gather for one time, which holds memory of its own: of the smaller group, or anew
         self._memory = [(tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in (self._flat, *self._staging)]
         self.free()
 
@@ -234,8 +190,9 @@ class FlatBuffer:
                 before.append(partial(shard.copy_, home, non_blocking=True))
         if not layout.full_numel:
             return Gather(StartedWork, before)
-        if collectives.gather_memory is not None and layout.packed is not None:
-            return CallerMemoryGather(layout, gather, collectives.gather_memory, flat, shard, before)
+        if gather.gather_memory is not None and layout.packed is not None:
+            self._anew = partial(CallerMemoryGather, layout, gather, flat, shard, before)
+            return Gather(StartedWork)
         staging = flat.new_empty(layout.ranks * layout.packed.size if layout.packed else 0)
         if staging.numel():
             self._staging.append(staging)
@@ -245,38 +202,38 @@ class FlatBuffer:
         ]
         shards = [shard[bucket.offset : bucket.offset + bucket.size] for bucket in layout.buckets]
         if dtypes.storage != dtypes.compute:
-            slots = [out[gather.rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
-            before.append(partial(torch._foreach_copy_, slots, shards))
-            shards = slots
+            own = [out[gather.rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
+            before.append(partial(torch._foreach_copy_, own, shards))
+            shards = own
         return Gather(gather.gatherer(outs, shards), before, copies_out(layout, flat, staging))
 
     def allocate(self, versions: list[int]) -> Gather:
-        """As `UnshardedBuffer.allocate`."""
-        saved, self._saved = self._saved, None
+        """Memory for shards of these versions, on the compute lane, and what gathers them."""
         if versions != self.versions:
-            self.versions, saved = versions, None
-        for storage, nbytes in self._memory if saved is None else self._memory[:1]:
+            self.versions, self._once = versions, None
+        for storage, nbytes in self._memory if self._once is None else self._memory[:1]:
             storage.resize_(nbytes)
         if self._poison:
             self._fill_with_nan()
-        self._running = gather = saved or self._gather
-        return gather
+        if self._anew is not None and self._once is None:
+            self._once = self._anew()
+        return self._once or self._gather
 
     def release_staging(self) -> None:
-        """As `UnshardedBuffer.release_staging`."""
-        self._running = None
+        """The compute lane is ordered behind the gather: memory that only the gather needed can go."""
+        self._once = None
         for storage, _ in self._memory[1:]:
             storage.resize_(0)
 
     def free(self) -> None:
-        """As `UnshardedBuffer.free`."""
+        """Give the memory back."""
         if self._poison:
             self._fill_with_nan()
         for storage, _ in self._memory:
             storage.resize_(0)
 
     def owns(self, tensor: Tensor) -> bool:
-        """As `UnshardedBuffer.owns`."""
+        """Whether `tensor` lies in this memory."""
         return self._flat.numel() > 0 and _torch.is_over(tensor, self._flat.untyped_storage())
 
     def save_subgroup_shard(self) -> None:
@@ -284,11 +241,11 @@ class FlatBuffer:
         subgroup = self._subgroup
         if subgroup is not None and self._flat.untyped_storage().size():
             part = self._flat.view(subgroup.ranks, -1)[subgroup.rank].clone()
-            self._saved = Gather(subgroup.gatherer([self._flat], [part]))
+            self._once = Gather(subgroup.gatherer([self._flat], [part]))
 
     def drop_subgroup_shard(self) -> None:
         """Keep that part no longer."""
-        self._saved = None
+        self._once = None
 
     def _fill_with_nan(self) -> None:
         """`CheckPolicy(poison=True)`: have all memory that is there hold NaN."""

@@ -16,6 +16,7 @@ late_grads.py         gradients that no output announced
 reducer.py            GradientReducer: reductions under way, and when their gradients are handed out
 kept_grads.py         gradients that backwards kept without communication
 heartbeat.py          the message that ends a synchronised backward
+collectives_pool.py   the collectives of process groups, one object per group and role
 communicator.py       lanes, process groups, and the log of what is said on them
 setup_collectives.py  what ranks settle outside of forward and backward
 replicas.py           a unit's weights and buffers, alike on all ranks

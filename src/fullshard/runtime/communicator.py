@@ -1,11 +1,11 @@
-"""Says to other ranks what units have to say: lanes and process groups, a ledger of every call, and waits that are watched."""
+"""The messages of units to other ranks: lanes, a log of every call, and waits that are watched."""
 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from zlib import crc32
 
@@ -15,26 +15,26 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.collectives.backends import collectives_for
-from fullshard.collectives.base import Collectives, StartedWork
-from fullshard.collectives.custom import CustomCollectives
+from fullshard.collectives.base import StartedWork
 from fullshard.collectives.gloo import MessageTag, PeerLost
-from fullshard.collectives.process_groups import HeldGroup, held
+from fullshard.collectives.process_groups import HeldGroup
 from fullshard.collectives.streams import HostLane, Interrupted, Lane, LaneWork, StreamLane, nothing
-from fullshard.collectives.traffic import CountedCollectives, TrafficCounter
+from fullshard.collectives.traffic import TrafficCounter
 from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, described, headline
-from fullshard.consistency.watchdog import WaitState, Watchdog, watch_of
+from fullshard.consistency.local_state import WaitState
+from fullshard.consistency.process import watchdog_of
+from fullshard.consistency.watchdog import Watchdog
 from fullshard.errors import StateError
-from fullshard.params.unsharded import GroupCollectives
-from fullshard.policies import CheckPolicy, CommPolicy
-from fullshard.runtime.options import UnitOptions
-from fullshard.sharding.mesh import ShardAxis, beside
+from fullshard.policies import CheckPolicy
+from fullshard.runtime.collectives_pool import CollectivesPool
+from fullshard.sharding.mesh import ShardAxis
 
 _PROMPT = {HostLane, StreamLane}  # lanes that begin what they are given before they return
-_BOOKS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()  # ledgers of equal names, which all ranks make in one order
+_COUNTS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()  # of logs of equal names
 
 
 class TrackedWork(LoggedCall):
-    """A ticket of work in which other ranks take part: while it is waited for, the watch knows for what.
+    """Work of a lane in which other ranks take part: while a thread waits for it, the watchdog knows for which call.
 
     `Communicator.send` fills it in, which saves each message a call of Python's.
     """
@@ -48,11 +48,11 @@ class TrackedWork(LoggedCall):
 
     def begin(self) -> StartedWork:
         """Send its messages. Raises StateError if nothing is begun any more."""
-        tag, ledger = self.communicator.message_tag, self.log
-        tag.hash, tag.book = self.hash, ledger
+        tag, log = self.communicator.collectives.message_tag, self.log
+        tag.hash, tag.gate = self.hash, log
         start, self.start = self.start, None  # what it belongs to may hold us
         assert start is not None
-        return ledger.begin(start)
+        return log.begin(start)
 
     def done(self) -> bool:
         """Whether the work has ended; False for work that cannot be asked."""
@@ -60,21 +60,21 @@ class TrackedWork(LoggedCall):
 
     def wait(self, *, block: bool = False) -> None:
         """Raises StateError if the work failed, or ended because the ranks parted."""
-        ticket, waiter = self.work, self.communicator.wait_state
-        if waiter is None:
-            return ticket.block() if block else ticket.wait()
-        before, waiter.call = waiter.call, self
+        work, state = self.work, self.communicator.wait_state
+        if state is None:
+            return work.block() if block else work.wait()
+        before, state.call = state.call, self
         try:
             if block:
-                ticket.block()
+                work.block()
             else:
-                ticket.wait()
+                work.wait()
         except Interrupted as failure:  # there is nothing to ask the others
             raise StateError(f"rank {self.log.rank}, {self}: {failure}") from failure
         except Exception as failure:
             raise self.communicator.explained(failure, self) from failure
         finally:
-            waiter.call = before
+            state.call = before
         if self.log.desync_error is not None:
             raise StateError(self.log.desync_error)
 
@@ -83,105 +83,125 @@ class TrackedWork(LoggedCall):
         self.wait(block=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _AxisLog:
+    """The log of one axis, and its process groups, which are kept so that no others have their ids."""
+
+    log: CollectiveLog
+    groups: tuple[HeldGroup, ...]
+
+    @property
+    def is_released(self) -> bool:
+        return any(group.is_released for group in self.groups)
+
+
+def _name_of(axis: ShardAxis) -> str:
+    """A name for one more log of an axis, alike on all its ranks, which make their logs in one order."""
+    name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
+    if axis.group is not None and axis.replicas is None:
+        name = f"{name} {_torch.group_name(axis.group)}"  # threads may make theirs in any order
+    return f"{name} {next(_COUNTS.setdefault(name, itertools.count()))}"
+
+
 class Communicator:
-    """communicator 1 - n ledgers, one per axis; three lanes: for gathers, for reductions over shards, and for those over
-    replicas; collectives, one object per process group and role.
+    """communicator 1 - n logs, one per axis; three lanes: for gathers, for reductions over shards, and for those over replicas.
+
+    Attributes:
+        away: the device, if it is an accelerator: to ask a device for its type takes longer than a heartbeat.
+        collectives: of process groups.
+        watchdog, wait_state: None as long as nobody else takes part in anything.
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
         self.device = device
-        self.away = None if device.type == "cpu" else device  # to ask a device for its type takes longer than a heartbeat
-        self.traffic = TrafficCounter()
-        self.message_tag = MessageTag()
+        self.away = None if device.type == "cpu" else device
+        self.collectives = CollectivesPool(device, TrafficCounter(), MessageTag())
         self.watchdog: Watchdog | None = None
-        self.wait_state: WaitState | None = None  # None as long as nobody else takes part in anything
+        self.wait_state: WaitState | None = None
         self.gather_lane, self.reduce_lane, self.replicate_lane = lanes(device), lanes(device), lanes(device)
         self._prompt = {type(self.gather_lane), type(self.reduce_lane), type(self.replicate_lane)} <= _PROMPT
-        self._ledgers: dict[
-            tuple[int, int], tuple[CollectiveLog, tuple[HeldGroup | None, HeldGroup | None]]
-        ] = {}  # and their groups
-        self._patience = 1.0  # seconds
-        self._timeout: float | None = None  # seconds
-        self._collectives: weakref.WeakValueDictionary[tuple[int, str], CountedCollectives] = weakref.WeakValueDictionary()
-        self._bare: weakref.WeakKeyDictionary[HeldGroup, Collectives] = weakref.WeakKeyDictionary()
+        self._logs: dict[tuple[int, int], _AxisLog] = {}  # by axis
+        self._limits: tuple[float, float | None] = (1.0, None)  # patience and timeout in seconds
 
-    # --- what is said ---
-
-    def log_of(self, axis: ShardAxis) -> CollectiveLog:
-        """What is said on an axis, one as long as the runtime lives."""
-        groups = axis.held, None if axis.replicas is None else axis.replicas.held  # kept, so that no other has their ids
-        known = self._ledgers.get(axis.key)
-        if known is not None:
-            return known[0]
-        ranks = axis.members
-        name = f"{crc32(repr(ranks).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
-        if axis.group is not None and axis.replicas is None:
-            name = f"{name} {_torch.group_name(axis.group)}"  # threads may make theirs in any order
-        found = CollectiveLog(f"{name} {next(_BOOKS.setdefault(name, itertools.count()))}", ranks, dist.get_rank())
-        for key, (_, others) in list(self._ledgers.items()):
-            if any(one is not None and one.is_released for one in others):
-                del self._ledgers[key]
-        self._ledgers[axis.key] = found, groups
-        over = groups[0] if groups[0] is not None else groups[1]
-        if len(ranks) > 1 and over is not None:
-            backend = _torch.backend_name(over.group, axis.device)
-            found.tagged = self.away is None and backend == "gloo"
-            watch = watch_of(backend)
-            if watch is not None:
-                if watch is not self.watchdog:  # also of a process group that was made anew
-                    self.watchdog, self.wait_state = watch, watch.new_wait_state()
-                    self.wait_state.configure(self._patience, self._timeout)
-                watch.add(found)
-        return found
+    # --- logs ---
 
     @property
-    def ledgers(self) -> list[CollectiveLog]:
+    def traffic(self) -> TrafficCounter:
+        """Counts the messages."""
+        return self.collectives.traffic
+
+    def log_of(self, axis: ShardAxis) -> CollectiveLog:
+        """The log of calls on an axis, one as long as the runtime lives."""
+        known = self._logs.get(axis.key)
+        if known is not None:
+            return known.log
+        for key, other in list(self._logs.items()):
+            if other.is_released:
+                del self._logs[key]
+        groups = axis.held, None if axis.replicas is None else axis.replicas.held
+        log = CollectiveLog(_name_of(axis), axis.members, dist.get_rank())
+        self._logs[axis.key] = _AxisLog(log, tuple(group for group in groups if group is not None))
+        over = next((group for group in groups if group is not None), None)
+        if len(axis.members) > 1 and over is not None:
+            backend = _torch.backend_name(over.group, axis.device)
+            log.tagged = self.away is None and backend == "gloo"
+            watchdog = watchdog_of(backend)
+            if watchdog is not None:
+                if watchdog is not self.watchdog:  # also of a process group that was made anew
+                    self.watchdog, self.wait_state = watchdog, watchdog.new_wait_state()
+                    self.wait_state.configure(*self._limits)
+                watchdog.add(log)
+        return log
+
+    def logs(self) -> list[CollectiveLog]:
         """The logs of all axes."""
-        return [ledger for ledger, _ in self._ledgers.values()]
+        return [one.log for one in self._logs.values()]
 
     def report_exception(self, place: str, failure: str | None = None) -> None:
         """An exception leaves this place: ranks that wait for this one are told so, unless it goes on soon."""
-        for ledger in self.ledgers:
-            ledger.note_exception(place, failure)
+        for log in self.logs():
+            log.note_exception(place, failure)
         if self.watchdog is not None:
             self.watchdog.stay_attentive()
 
     @contextmanager
     def leaving(self, place: str) -> Iterator[None]:
-        """What is done within the block: others are told if an exception ends it here."""
+        """A block: others are told if an exception ends it here."""
         try:
             yield
         except Exception as failure:
             self.report_exception(place, described(failure))
             raise
 
-    def roll_pages(self) -> None:
-        """For who begins a forward: a program without heartbeats shall not remember all that it ever said."""
-        for ledger, _ in self._ledgers.values():
-            ledger.roll_page()
+    def roll_blocks(self) -> None:
+        """At the beginning of a forward: a program without heartbeats must not remember all that it ever sent."""
+        for one in self._logs.values():
+            one.log.roll_block()
 
     def update_timeouts(self, checks: Sequence[CheckPolicy]) -> None:
-        """Of what the units were told, the shortest patience counts."""
-        self._patience = min((check.patience for check in checks), default=1.0)
-        self._timeout = min((check.timeout for check in checks if check.timeout is not None), default=None)
+        """Of what the units were told, the shortest patience and the shortest timeout count."""
+        timeouts = [check.timeout for check in checks if check.timeout is not None]
+        self._limits = min((check.patience for check in checks), default=1.0), min(timeouts, default=None)
         if self.wait_state is not None:
-            self.wait_state.configure(self._patience, self._timeout)
+            self.wait_state.configure(*self._limits)
 
-    def explained(self, failure: BaseException, entry: LoggedCall) -> StateError:
-        """What a failed collective was about, and where the other ranks are."""
-        ledger = entry.log
-        if ledger.desync_error is None and isinstance(failure, PeerLost) and self.watchdog is not None:
-            self.watchdog.peer_lost(entry, failure.rank)
-        if ledger.desync_error is not None:
-            return StateError(ledger.desync_error)
-        where = "" if self.watchdog is None else self.watchdog.survey(ledger)
-        text = f"rank {ledger.rank}, {entry}: {headline(failure)}. {where}"
-        return StateError(text if ledger.desync_error is None else ledger.desync_error)
+    def explained(self, failure: BaseException, call: LoggedCall) -> StateError:
+        """An error that says which collective failed, and where the other ranks are."""
+        log = call.log
+        if log.desync_error is None and isinstance(failure, PeerLost) and self.watchdog is not None:
+            self.watchdog.peer_lost(call, failure.rank)
+        if log.desync_error is not None:
+            return StateError(log.desync_error)
+        where = "" if self.watchdog is None else self.watchdog.survey(log)
+        text = f"rank {log.rank}, {call}: {headline(failure)}. {where}"
+        return StateError(text if log.desync_error is None else log.desync_error)
+
+    # --- messages ---
 
     def send(
         self,
         lane: Lane,
-        line: GroupFingerprints,
+        fingerprints: GroupFingerprints,
         action: str,
         start: Callable[[], StartedWork],
         finish: Callable[[], None] = nothing,
@@ -189,21 +209,21 @@ class Communicator:
         *,
         part: bool = False,
     ) -> TrackedWork:
-        """Run a collective on a lane and enter it in the ledger, if it is not part of the last one, which it comes `after`.
+        """Run a collective on a lane and enter it in the log, if it is not `part` of the last one, which it comes `after`.
 
         Raises StateError if the ranks parted, or another rank is gone already.
         """
         sent = TrackedWork()
         sent.communicator = self
-        sent.log = ledger = line.log
-        sent.fingerprint = kind = line[action]
+        sent.log = log = fingerprints.log
+        sent.fingerprint = fingerprint = fingerprints[action]
         if not part:
-            ledger.say(kind)
-        sent.number = ledger.before + len(ledger.fingerprints)
-        begin = start  # at once: the ledger was open a moment ago
-        if ledger.tagged or after is not None or not self._prompt:
+            log.say(fingerprint)
+        sent.number = log.before + len(log.fingerprints)
+        begin = start  # at once: the log was open a moment ago
+        if log.tagged or after is not None or not self._prompt:
             sent.start, begin = start, sent.begin
-            sent.hash = ledger.hash if ledger.tagged else sent.number  # which is for nobody then, and hashing takes its time
+            sent.hash = log.hash if log.tagged else sent.number  # nobody reads it then, and hashing takes its time
         try:
             sent.work = lane.run(begin, finish) if after is None else lane.run(begin, finish, after=after.work)
         except (StateError, torch.OutOfMemoryError):
@@ -213,12 +233,12 @@ class Communicator:
         return sent
 
     def all_reduce(
-        self, axis: ShardAxis, line: GroupFingerprints, action: str, tensor: Tensor, *, maximum: bool = False
+        self, axis: ShardAxis, fingerprints: GroupFingerprints, action: str, tensor: Tensor, *, maximum: bool = False
     ) -> None:
-        """Sum a tensor over the shards (or take the maximum), in place, by torch's own collectives, and wait for it."""
-        collectives = collectives_for(axis.group, self.device, self.message_tag)
+        """Sum a tensor over the shards (or take the maximum), in place, and wait for it."""
+        collectives = collectives_for(axis.group, self.device, self.collectives.message_tag)
         reduce = collectives.all_reduce_max if maximum else collectives.all_reduce
-        self.send(self.reduce_lane, line, action, partial(reduce, tensor)).wait()
+        self.send(self.reduce_lane, fingerprints, action, partial(reduce, tensor)).wait()
 
     def order_behind_lanes(self) -> None:
         """Nothing is waited for any longer, and the compute lane is ordered behind whatever the others were given."""
@@ -228,72 +248,6 @@ class Communicator:
             lane.run(StartedWork, nothing).wait()
         if self.away is not None:  # a lane may have been cut short before it was ordered behind the backend's own stream
             torch.accelerator.synchronize(self.device)
-
-    # --- who carries it ---
-
-    def bare(self, group: dist.ProcessGroup) -> Collectives:
-        """torch's collectives on a group of a ledger's."""
-        found = self._bare.get(held(group))
-        if found is None:
-            found = self._bare[held(group)] = collectives_for(group, self.device, self.message_tag)
-        return found
-
-    def carriers(self, axis: ShardAxis, options: UnitOptions) -> GroupCollectives:
-        """Who carries the messages of groups on `axis`. May make process groups, so it is collective over the axis.
-
-        Raises ValueError for collectives of the caller's that do not fit.
-        """
-        gather = reduce = self._main_collectives(axis, options.comm)
-        if options.separate_reduce and axis.group is not None and axis.ranks > 1:
-            reduce = self._known(axis, "reduce", dist.get_process_group_ranks(axis.group), options.comm)
-        if axis.group is not None:
-            if options.all_gather is not None:
-                custom = CustomCollectives(gather.inner, axis.group, options.all_gather)
-                gather = CountedCollectives(custom, self.traffic, keeps=gather)
-            if options.reduce_scatter is not None:
-                custom = CustomCollectives(reduce.inner, axis.group, None, options.reduce_scatter)
-                reduce = CountedCollectives(custom, self.traffic, keeps=reduce)
-        replicate = retain = None
-        if axis.replicas is not None:
-            replicate = self._known(axis, "replicate", axis.replicas.group, options.comm)
-        if options.subgroup_size is not None and axis.group is not None and axis.ranks % options.subgroup_size == 0:
-            first = axis.rank - axis.rank % options.subgroup_size
-            ranks = dist.get_process_group_ranks(axis.group)[first : first + options.subgroup_size]
-            if len(ranks) < axis.ranks:
-                retain = self._known(axis, f"retain {options.subgroup_size}", ranks, options.comm)
-        return GroupCollectives(gather, reduce, replicate, retain, self.traffic)
-
-    def _main_collectives(self, axis: ShardAxis, comm: CommPolicy) -> CountedCollectives:
-        found = self._known(axis, "shard" if axis.group is not None else "alone", axis.group, comm)
-        if (found.ranks, found.rank) != (axis.ranks, axis.rank):
-            raise ValueError(
-                f"CommPolicy.collectives must give collectives of rank {axis.rank} of {axis.ranks}, as the mesh has it, "
-                f"got rank {found.rank} of {found.ranks}"
-            )
-        return found
-
-    def _known(
-        self, axis: ShardAxis, role: str, group: dist.ProcessGroup | list[int] | None, comm: CommPolicy
-    ) -> CountedCollectives:
-        """Collectives of one process group of `axis` (or of a new one of these ranks), one object as long as it is used."""
-        owner = axis.held if axis.held is not None or axis.replicas is None else axis.replicas.held
-        made: dist.ProcessGroup | None
-        if isinstance(group, list):
-            assert axis.group is not None
-            made = beside(axis.group, role, group)
-        else:
-            made = group
-        if comm.collectives is not None and made is not None:
-            given = comm.collectives(made)
-            if isinstance(getattr(given, "tag", None), MessageTag):
-                given.tag = self.message_tag
-            return CountedCollectives(given, self.traffic)
-        key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.held)}")
-        found = self._collectives.get(key)
-        if found is None:
-            found = CountedCollectives(collectives_for(made, axis.device, self.message_tag), self.traffic, keeps=owner)
-            self._collectives[key] = found
-        return found
 
 
 __all__ = ["Communicator", "TrackedWork"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fullshard.collectives.base import Allocate
 from fullshard.collectives.custom import AllGather, ReduceScatter
 from fullshard.params.reduction import ReduceOptions
 from fullshard.policies import CheckPolicy, CommPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -28,6 +29,7 @@ class UnitOptions:
     separate_reduce: bool = False  # reductions have a process group of their own
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
+    memory: Allocate | None = None  # that messages lie in
     in_backward: bool = True
     sync_gradients: bool = True
     last_backward: bool = True

@@ -55,7 +55,7 @@ def share_buffers(unit: Unit, root: nn.Module, communicator: Communicator) -> No
             kinds.setdefault(buffer.dtype, {})[id(buffer)] = buffer
             slots.append((_torch.buffers_of(module), name, buffer))
     shared: dict[int, Tensor] = {}
-    collectives = communicator.carriers(axis, unit.options)
+    collectives = communicator.collectives.of_axis(axis, unit.options)
     fingerprints = GroupFingerprints(communicator.log_of(axis), unit.unit_name, f"{unit.global_id} buffers")
     with torch.no_grad():
         for dtype, found in kinds.items():

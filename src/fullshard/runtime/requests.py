@@ -139,7 +139,7 @@ class Requests:
         """
         self.ensure_sharded(unit, doing=doing)
         self.check_delivered(unit, doing=doing)
-        self._executor.communicator.carriers(unit.axis, replace(unit.options, **changes))  # type: ignore[arg-type]
+        self._executor.communicator.collectives.of_axis(unit.axis, replace(unit.options, **changes))  # type: ignore[arg-type]
         unit.configure(**changes)
         self._executor.invalidate_unsharded(unit)
         unit.rebuild_groups([parameter.local for parameter in unit.parameters])

@@ -162,7 +162,7 @@ class SetupCollectives:
             self._run(group, [out], lambda collectives: collectives.gatherer([found], [mine])())
 
     def _run(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[Collectives], StartedWork]) -> None:
-        self._send(group, fulls, partial(start, self._communicator.bare(group)))
+        self._send(group, fulls, partial(start, self._communicator.collectives.of_process_group(group)))
 
     def _send(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], StartedWork]) -> None:
         communicator = self._communicator

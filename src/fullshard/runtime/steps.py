@@ -106,7 +106,7 @@ class Steps:
             name_units_in(module, place=True)
         self.trace.clear()
         executor.reducer.read_heartbeats()
-        executor.communicator.roll_pages()
+        executor.communicator.roll_blocks()
         if self.next_event is not None:
             _torch.wait_for_event(executor.communicator.device, self.next_event)
             self.next_event = None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fullshard.consistency.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName
 from fullshard.errors import StateError, warn_once
 from fullshard.params.extension import check_extension, travels_alone
-from fullshard.params.group import ParamGroup, group_parameters, make_group
+from fullshard.params.group import ParamGroup, group_class, group_parameters
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.params.uninitialized import UninitializedTensors
 from fullshard.params.unsharded import Storage
@@ -180,13 +180,13 @@ class Unit:
                 parameters = [self.parameters[i] for i in members]
                 subject = f"{self.global_id}.{len(groups)} {[(p.name, tuple(p.shape)) for p in parameters]} {shared}"
                 axis = parameters[0].sharding.axis
-                collectives = self.runtime.communicator.carriers(axis, self.options)
+                collectives = self.runtime.communicator.collectives.of_axis(axis, self.options)
                 # Custom collectives work in memory of their own, so everything is packed there.
                 packed = max(collectives.gather.direct_min_bytes, collectives.reduce.direct_min_bytes)
                 log = self.runtime.communicator.log_of(axis)
                 log.allow_message_size(_WIDEST * sum(parameter.shape.numel() for parameter in parameters))
                 groups.append(
-                    make_group(
+                    group_class(values[members[0]])(
                         parameters,
                         [values[i] for i in members],
                         dtypes=shared,

@@ -1,0 +1,314 @@
+"""Draws the pictures of the documentation from the planner, the layout and the tables of moves, so that they cannot go stale.
+
+    python docs/pictures/draw.py        # or: make pictures
+
+What is drawn is computed without matplotlib (`schedule`, `parameter`, `gradient`) and lies in each picture as its description,
+by which `tests/unit/test_pictures.py` finds a picture that is not of today's code.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.params import reduction
+from fullshard.policies import CommPolicy
+from fullshard.schedule import residency
+from fullshard.schedule.planner import Planner
+from fullshard.schedule.residency import Action, Reduce, Reshard, ReshardPolicy, Unshard, Wait
+from fullshard.sharding.layout import plan_layout
+
+HERE = Path(__file__).parent
+UNITS = ["root", "block 1", "block 2"]
+COLORS = ["#7a8ba3", "#2f7dc1", "#e08a2c"]
+INK, PALE, PAPER = "#22303c", "#d8dee6", "#ffffff"
+
+Drawn = dict[str, Any]  # what JSON can hold
+
+
+# --- what is drawn --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options of a unit that its planner reads."""
+
+    reshard_policy: ReshardPolicy
+    keep_after_backward: bool = False
+    in_backward: bool = True
+    comm: CommPolicy = CommPolicy()  # noqa: RUF009 (it is frozen)
+
+
+class _Clock:
+    """Lanes on which everything takes one unit of time, a backward two."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # of the compute lane
+        self.bars: list[list[Any]] = []  # lane, unit, start, length, text
+        self.held: list[list[float]] = []  # unit, since, until
+        self._free = {"gather": 0.0, "reduce": 0.0}
+        self._ready: dict[int, float] = {}
+        self._since: dict[int, float] = {}
+
+    def compute(self, unit: int, text: str, length: float) -> None:
+        """The unit computes."""
+        self.bars.append(["compute", unit, self.now, length, text])
+        self.now += length
+
+    def run(self, actions: list[Action]) -> None:
+        """Execute actions of the planner."""
+        for action in actions:
+            unit = action.unit
+            if isinstance(action, Unshard):
+                self._since[unit] = self.now
+                self._ready[unit] = self._send("gather", unit, "gather")
+            elif isinstance(action, Wait):
+                self.now = max(self.now, self._ready[unit])
+            elif isinstance(action, Reshard):
+                self.held.append([unit, self._since.pop(unit), self.now])
+            elif isinstance(action, Reduce):
+                self._send("reduce", unit, "reduce")
+
+    def _send(self, lane: str, unit: int, text: str) -> float:
+        start = max(self.now, self._free[lane])
+        self.bars.append([lane, unit, start, 1.0, text])
+        self._free[lane] = start + 1.0
+        return self._free[lane]
+
+
+def schedule() -> Drawn:
+    """The third step of a root with two blocks: the orders of the units are known by then."""
+    planner = Planner()
+    for unit in range(3):
+        planner.register(unit, _Options(ReshardPolicy.NEVER if unit else ReshardPolicy.OUTERMOST))
+    for _ in range(3):
+        clock = _Clock()
+        calls = []
+        clock.run(planner.before_forward(0))
+        clock.compute(0, "forward", 1)
+        for unit in (1, 2):
+            clock.run(planner.before_forward(unit))
+            clock.compute(unit, "forward", 1)
+            ended = planner.after_forward(unit, grad=True)
+            planner.expect_backward(ended.call)
+            calls.append(ended.call)
+            clock.run(ended.actions)
+        ended = planner.after_forward(0, grad=True)
+        planner.expect_backward(ended.call)
+        clock.run(ended.actions)
+        for call in (ended.call, *reversed(calls)):
+            planner.graph_released(call)
+            clock.run(planner.before_backward(call))
+            clock.compute(call.unit, "backward", 1 if call.unit == 0 else 2)
+        clock.run(planner.after_backward())
+    return {"units": UNITS, "bars": clock.bars, "held": sorted(clock.held)}
+
+
+def parameter() -> Drawn:
+    """Three parameters over two ranks, by the real layout: one travels directly, two in one packed message."""
+    names, shapes = ["weight", "bias", "scale"], [(4, 8), (3,), (4,)]
+    layout = plan_layout(shapes, ranks=2, itemsize=4, direct_min_bytes=64)
+    segments = [
+        [segment.parameter, bucket.direct, bucket.offset + before, segment.size, segment.full_offset]
+        for bucket in layout.buckets
+        for before, segment in zip(_before([segment.size for segment in bucket.pieces]), bucket.pieces)
+    ]
+    return {
+        "parameters": [[name, list(shape)] for name, shape in zip(names, shapes)],
+        "ranks": layout.ranks,
+        "shard_numel": layout.shard_numel,
+        "full_numel": layout.full_numel,
+        "segments": segments,  # parameter, direct, offset in the shard, size, offset in the unsharded buffer
+        "moves": [[old.value, new.value, why] for (old, new), why in residency.MOVES.items()],
+    }
+
+
+def gradient() -> Drawn:
+    """The stages of a reduction."""
+    return {"moves": [[old.value, new.value, why] for (old, new), why in reduction.MOVES.items()]}
+
+
+def _before(sizes: list[int]) -> list[int]:
+    return [sum(sizes[:index]) for index in range(len(sizes))]
+
+
+DRAWN = {"schedule": schedule, "parameter": parameter, "gradient": gradient}
+
+
+# --- how ------------------------------------------------------------------------------------------------------------------
+
+
+def _draw_schedule(drawn: Drawn, plt: Any) -> Any:
+    figure, (lanes, memory) = plt.subplots(2, 1, figsize=(10, 4.2), sharex=True, height_ratios=[3, 1.2])
+    rows = {"compute": 2, "gather": 1, "reduce": 0}
+    for lane, unit, start, length, text in drawn["bars"]:
+        lanes.broken_barh([(start + 0.02, length - 0.04)], (rows[lane] - 0.36, 0.72), color=COLORS[unit])
+        label = f"{text}\n{UNITS[unit]}"
+        lanes.text(start + length / 2, rows[lane], label, ha="center", va="center", color=PAPER, fontsize=8)
+    lanes.set_yticks(list(rows.values()), [f"{lane} lane" for lane in rows])
+    end = max(start + length for _, _, start, length, _ in drawn["bars"])
+    times = sorted({time for _, since, until in drawn["held"] for time in (since, until)})
+    below = [0.0] * len(times)
+    for unit in range(len(UNITS)):
+        full = [float(any(u == unit and since <= time < until for u, since, until in drawn["held"])) for time in times]
+        top = [low + one for low, one in zip(below, full)]
+        memory.fill_between([*times, end], [*below, 0], [*top, 0], step="post", color=COLORS[unit], linewidth=0)
+        below = top
+    memory.set_yticks([0, 1, 2, 3])
+    memory.set_ylabel("units whose full\nparameters lie\nin memory", rotation=0, ha="right", va="center")
+    memory.set_xlabel("time: a forward, a gather and a reduction take 1, the backward of a block takes 2")
+    memory.set_xlim(0, end)
+    memory.set_xticks(range(int(end) + 1))
+    lanes.set_title(
+        "One step of a root with two blocks: what is needed next is gathered while something else computes", fontsize=10
+    )
+    return figure
+
+
+def _draw_parameter(drawn: Drawn, plt: Any) -> Any:
+    figure, axes = plt.subplots(figsize=(10, 5.6))
+    names = [name for name, _ in drawn["parameters"]]
+
+    def bar(left: float, width: float, row: float, index: int, text: str, rank: int | None = None) -> None:
+        color = COLORS[index] if index >= 0 else PALE
+        alpha = 1.0 if rank in (None, 0) else 0.72
+        axes.broken_barh([(left, width)], (row, 0.7), facecolor=color, edgecolor=PAPER, alpha=alpha, linewidth=1.5)
+        if width >= 3:
+            axes.text(left + width / 2, row + 0.35, text, ha="center", va="center", color=PAPER, fontsize=8)
+
+    ranks, numel = drawn["ranks"], drawn["shard_numel"]
+    left = 0.0
+    for index, (name, shape) in enumerate(drawn["parameters"]):
+        size = 1
+        for one in shape:
+            size *= one
+        bar(left, max(size, 3), 6.6, index, f"{name} {tuple(shape)}" if size > 8 else name)
+        left += max(size, 3) + 1.5
+    for rank in range(ranks):
+        for index, _, offset, size, _ in drawn["segments"]:
+            bar(rank * (numel + 4) + offset, size, 5.0, index, names[index] if index >= 0 else "", rank)
+        axes.text(rank * (numel + 4), 5.8, f"rank {rank}: elements 0 to {numel - 1}", fontsize=7, color=INK)
+    left = 0.0
+    for direct in (False, True):
+        sizes = [(index, size) for index, is_direct, _, size, _ in drawn["segments"] if is_direct is direct]
+        start = left
+        for rank in range(ranks):
+            for index, size in sizes:
+                bar(left, size, 3.2, index, names[index] if index >= 0 else "", rank)
+                left += size
+        kind = "direct message: lands where it stays" if direct else "packed message: copied out"
+        axes.text(start, 4.0, kind, fontsize=7, color=INK)
+        left += 3
+    for index, _, _, size, at in drawn["segments"]:
+        for rank in range(ranks):
+            bar(at + rank * size, size, 1.4, index, names[index] if index >= 0 else "", rank)
+    axes.text(
+        0,
+        2.2,
+        f"elements 0 to {drawn['full_numel'] - 1}; pale: gaps, so that every parameter begins at a multiple of 16 bytes",
+        fontsize=7,
+        color=INK,
+    )
+    rows = {6.95: "parameters", 5.35: "flat shards", 3.55: "messages", 1.75: "unsharded\nbuffer", 0.2: "states"}
+    for row, text in rows.items():
+        axes.text(-1.5, row, text, ha="right", va="center", fontsize=9, color=INK)
+    states = list(dict.fromkeys(state for old, new, _ in drawn["moves"] for state in (old, new)))
+    where = {state: 5.0 + 20.0 * place for place, state in enumerate(states)}
+    for state, x in where.items():
+        box = {"boxstyle": "round,pad=0.4", "facecolor": INK}
+        axes.text(x, 0.2, state, ha="center", va="center", fontsize=9, color=PAPER, bbox=box)
+    for old, new, why in drawn["moves"]:
+        x, y = (where[old] + where[new]) / 2, 0.45
+        start, end, bend = (where[old] + 3.5, 0.25), (where[new] - 3.5, 0.25), 0.0
+        if where[new] < where[old]:
+            far = where[old] - where[new] > 30
+            start, end = (where[old] - (1 if far else 2), -0.1), (where[new] + (1 if far else 2), -0.1)
+            y, bend = (-1.05, -0.13) if far else (-0.02, -0.12)
+        style = {"arrowstyle": "->", "color": INK, "connectionstyle": f"arc3,rad={bend}"}
+        axes.annotate("", xy=end, xytext=start, arrowprops=style)
+        axes.text(x, y, why, ha="center", va="center", fontsize=7, color=INK)
+    axes.set_xlim(-9, max(2 * numel + 6, drawn["full_numel"] + 2))
+    axes.set_ylim(-1.2, 7.6)
+    axes.set_title("A parameter's life: sharded on every rank, gathered into one buffer, freed", fontsize=10)
+    axes.axis("off")
+    return figure
+
+
+def _draw_gradient(drawn: Drawn, plt: Any) -> Any:
+    figure, axes = plt.subplots(figsize=(10, 3.8))
+    chain = [
+        "autograd's\ngradient",
+        *dict.fromkeys(state for old, new, _ in drawn["moves"] for state in (old, new)),
+        ".grad of the\nparameter",
+    ]
+    chain.remove("part of a later sum")
+    where = {state: 0.7 + 1.85 * place for place, state in enumerate(chain)}
+    where["part of a later sum"] = where["summed over shards"]
+    where["kept on\nthis rank"] = where[chain[0]]
+    rows = dict.fromkeys(where, 2.0) | {"part of a later sum": 0.6, "kept on\nthis rank": 0.6}
+    real = {state for old, new, _ in drawn["moves"] for state in (old, new)}
+    for state, x in where.items():
+        text = state.replace("summed over shards", "summed\nover shards").replace("part of a later", "part of a\nlater")
+        box = {"boxstyle": "round,pad=0.5", "facecolor": INK if state in real else COLORS[1], "edgecolor": INK}
+        axes.text(x, rows[state], text, ha="center", va="center", fontsize=9, color=PAPER, bbox=box)
+
+    def arrow(old: str, new: str, why: str, *, above: bool) -> None:
+        level = rows[old] == rows[new]
+        start = (where[old] + 0.6, rows[old]) if level else (where[old], rows[old] - 0.33)
+        end = (where[new] - 0.6, rows[new]) if level else (where[new], rows[new] + 0.33)
+        axes.annotate("", xy=end, xytext=start, arrowprops={"arrowstyle": "->", "color": INK})
+        x, y = ((start[0] + end[0]) / 2, 2.55 if above else 2.3) if level else (where[old] + 0.12, 1.3)
+        axes.text(x, y, _wrapped(why), ha="center" if level else "left", va="center", fontsize=7, color=INK)
+
+    arrow(chain[0], "packed", "cut, padded and cast\nin one call", above=True)
+    for old, new, why in drawn["moves"]:
+        if old == new:
+            axes.annotate(
+                "",
+                xy=(where[old] + 0.2, 1.67),
+                xytext=(where[old] - 0.2, 1.67),
+                arrowprops={"arrowstyle": "->", "color": INK, "connectionstyle": "arc3,rad=1.4"},
+            )
+            axes.text(where[old], 1.15, _wrapped(why), ha="center", va="center", fontsize=7, color=INK)
+        else:
+            arrow(old, new, why, above=True)
+    arrow("committed", chain[-1], "all parameters of\nthe step, or none", above=True)
+    arrow(chain[0], "kept on\nthis rank", "accumulate(): no\ncommunication", above=False)
+    axes.set_xlim(-0.3, where[chain[-1]] + 0.9)
+    axes.set_ylim(0.1, 3.0)
+    axes.set_title("A gradient's life, from autograd to .grad (dark: the stages of a reduction)", fontsize=10)
+    axes.axis("off")
+    return figure
+
+
+def _wrapped(text: str, width: int = 24) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(text, width)) if "\n" not in text else text
+
+
+def main() -> None:
+    """Draw all of them."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    style = {"svg.hashsalt": "fullshard", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
+    matplotlib.rcParams.update(
+        {**style, "figure.facecolor": PAPER, "text.color": INK, "axes.spines.top": False, "axes.spines.right": False}
+    )
+    draw = {"schedule": _draw_schedule, "parameter": _draw_parameter, "gradient": _draw_gradient}
+    for name, compute in DRAWN.items():
+        drawn = compute()
+        figure = draw[name](drawn, plt)
+        figure.tight_layout()
+        figure.savefig(HERE / f"{name}.svg", metadata={"Date": None, "Description": json.dumps(drawn)})
+        plt.close(figure)
+        print(HERE / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

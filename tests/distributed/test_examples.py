@@ -1,0 +1,68 @@
+"""Each example runs as a job of its own, and prints that it did what it is about."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from exits import Rank, run_job
+
+pytestmark = pytest.mark.processes
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LOSS = r"loss (\d\.\d+) to (\d\.\d+)"
+
+
+def example(rank: Rank, name: str) -> None:
+    """What torchrun starts."""
+    rank.event()
+    where = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": rank.size, "MASTER_PORT": rank.port}
+    os.environ.update({key: str(value) for key, value in where.items()}, MASTER_ADDR="127.0.0.1")
+    if name == "with_accelerate":
+        from launch import let_accelerate_shard_on_cpu
+
+        let_accelerate_shard_on_cpu()
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def printed(name: str, ranks: int) -> list[str]:
+    """What each rank printed."""
+    job = run_job(example, ranks, limit=120.0, name=name)
+    assert [one.code for one in job] == [0] * ranks, str(job)
+    return [one.out for one in job]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("bottom_up", 2), ("tensor_parallel", 4), ("mixed_precision", 2), ("experts", 2)])
+def test_the_loss_goes_down(name: str, ranks: int) -> None:
+    out = "".join(printed(name, ranks))
+    losses = re.findall(LOSS, out)
+    assert losses and all(float(last) < float(first) for first, last in losses), out
+    told = {
+        "bottom_up": r"99,968 of 199,936 elements on this rank; \d+ messages",
+        "tensor_parallel": r"a weight has \(.*Shard\(dim=0\)\) and \(32, 32\) here",
+        "mixed_precision": "computed in torch.bfloat16, stored in torch.float32",
+        "experts": r"rank 1: .*; its tokens went to the experts \[[0-3, ]+\]",
+    }
+    assert re.search(told[name], out), out
+
+
+def test_values_of_a_model_from_meta_are_the_same_for_any_number_of_ranks() -> None:
+    texts = [printed("meta_init", ranks)[0] for ranks in (1, 2)]
+    sums = [re.search(r"sum of the embedding (-?\d+\.\d+)", text) for text in texts]
+    assert sums[0] and sums[1] and sums[0][1] == sums[1][1], texts
+    assert "1000 rows on this rank" in texts[0] and "500 rows on this rank" in texts[1]
+
+
+def test_replicas_sum_what_their_shards_reduced() -> None:
+    assert "6 gathers and 3 reductions among 2 ranks, 3 sums over 2 replicas" in printed("hybrid", 4)[0]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed: make test-clients has it"
+)
+def test_accelerate_shards_by_fullshard() -> None:
+    out = printed("with_accelerate", 2)[0]
+    assert re.search(LOSS, out) and "isinstance(model, fullshard.FSDPModule)=True" in out
