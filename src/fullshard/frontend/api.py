@@ -117,8 +117,8 @@ def fully_shard(  # type: ignore[misc]
         >>> fully_shard(model)                                                                # doctest: +SKIP
         >>> optimizer = torch.optim.AdamW(model.parameters())                                 # doctest: +SKIP
 
-    Source: the interface of `torch.distributed.fsdp.fully_shard`; Rajbhandari et al., ZeRO (arXiv 1910.02054);
-    Zhao et al., PyTorch FSDP (arXiv 2304.11277).
+    Source: the interface of `torch.distributed.fsdp.fully_shard`; Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054);
+    Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277).
     """
     modules, ignored = _check_modules(module), _check_ignored(ignored_params)
     shaped = _ResolvedArguments.of(
