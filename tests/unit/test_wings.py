@@ -5,6 +5,7 @@ stay in one file.
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,12 @@ def test_wings_import_each_other_one_way(path: Path) -> None:
         assert other == wing or other in ARROWS[wing] | ROOT, (
             f"{name_of(path)} imports {name}: no arrow leads from {wing} to {other}"
         )
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Ranks import the module of a test by its name, out of all rooms."""
+    names = sorted(path.name for path in (SOURCE.parents[1] / "tests").rglob("*.py"))
+    assert not [name for name, next_ in itertools.pairwise(names) if name == next_]
 
 
 def test_arrows_make_no_circle_and_every_wing_has_some() -> None:
