@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,7 +152,7 @@ class CommPolicy:
     lanes: Callable[[torch.device], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.direct_min_bytes is not None and not self.direct_min_bytes >= 0:
+        if self.direct_min_bytes is not None and not (_is_number(self.direct_min_bytes) and self.direct_min_bytes >= 0):
             raise ValueError(f"CommPolicy.direct_min_bytes must be None or a number >= 0, got {self.direct_min_bytes!r}")
         if not _is_int(self.reductions_in_flight) or self.reductions_in_flight < 1:
             raise ValueError(f"CommPolicy.reductions_in_flight must be an int >= 1, got {self.reductions_in_flight!r}")
@@ -161,6 +162,10 @@ class CommPolicy:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 LINTS = ("root", "large", "padding", "ignored", "prefetch", "optimizer", "gradients", "hidden", "added")
@@ -210,12 +215,14 @@ class CheckPolicy:
     silence: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.silence, str) or not isinstance(self.silence, Iterable):
+            raise ValueError(f"CheckPolicy.silence takes a tuple of names, as in ('root',), got {self.silence!r}")
         unknown = [name for name in self.silence if name not in LINTS]
         if unknown:
             raise ValueError(f"CheckPolicy.silence takes names out of {LINTS}, got {unknown[0]!r}")
         if not (_is_int(self.every) and self.every >= 1):
             raise ValueError(f"CheckPolicy.every must be an int >= 1, got {self.every!r}")
-        if not self.patience >= 0:
+        if not (_is_number(self.patience) and self.patience >= 0):
             raise ValueError(f"CheckPolicy.patience must be a number of seconds >= 0, got {self.patience!r}")
-        if self.timeout is not None and not self.timeout > 0:
+        if self.timeout is not None and not (_is_number(self.timeout) and self.timeout > 0):
             raise ValueError(f"CheckPolicy.timeout must be None or a number of seconds > 0, got {self.timeout!r}")

@@ -127,7 +127,7 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
         Whether any rank failed: the same on every rank.
 
     Raises:
-        ValueError: if `mesh` is no DeviceMesh.
+        ValueError: if `mesh` is no DeviceMesh, or None where there is no process group and the environment names none.
         StateError: if a rank of the mesh is gone.
 
     Example:

@@ -96,7 +96,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     Has the methods of torch's class of this name (and is one, for `isinstance`), on the units of fullshard. With `recurse`
     a setter reaches every unit at or below the module, without it this unit alone; the defaults are FSDP2's. Every setter
-    works at any time between steps. Where a method takes True or False, any other value (1, None, "no") is a ValueError.
+    works at any time between steps. Where one takes True or False, any other value (1, None, "no") is a ValueError.
 
     Source: `torch.distributed.fsdp.FSDPModule`.
     """

@@ -24,7 +24,7 @@ class DataParallelMeshDims:
         replicate: gradients are averaged over them too (hybrid sharding, or plain data parallelism without `shard`).
 
     Raises:
-        ValueError: if both are None.
+        ValueError: if neither names an axis.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("rep", "dp", "tp"))    # doctest: +SKIP
@@ -37,8 +37,9 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.shard is None and self.replicate is None:
-            raise ValueError("DataParallelMeshDims needs at least one of shard and replicate, got None for both")
+        if not (self.shard_names or self.replicate_names):
+            given = "None for both" if self.shard is self.replicate is None else f"{self.shard!r} and {self.replicate!r}"
+            raise ValueError(f"DataParallelMeshDims needs at least one of shard and replicate, got {given}")
 
     @property
     def shard_names(self) -> tuple[str, ...]:

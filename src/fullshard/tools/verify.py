@@ -123,7 +123,7 @@ def verify(
         shard: shards a model in place, `shard_model` by default.
         loss: from the model's output to a 0-dim tensor.
         optimizer: called with (parameters, lr=1e-3).
-        seed: of torch's generators: before each `build()`, and with the number of the step added before each forward.
+        seed: of torch's generators before each `build()`; before the forward of step i, counted from 0, it is seed + 1 + i.
         tolerance: of differences relative to the largest value of the tensor in question.
         ranks: how many processes to start if torch.distributed is not initialised; then `build`, `batch` and the others must
             be importable or inherited (the processes are forked). Otherwise the ranks that there are take part.
@@ -132,8 +132,8 @@ def verify(
         A `Verdict`, the same on all ranks: true if nothing differs, else with the first difference.
 
     Raises:
-        ValueError: if no loss can be found in the output.
-        RuntimeError: with the traceback, if the program raised on some rank that was started here.
+        ValueError: if no loss can be found in the output, where the ranks are there already.
+        RuntimeError: where the ranks are started here, if the program raised on one of them, with its traceback.
 
     Example:
         >>> def build():

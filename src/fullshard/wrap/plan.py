@@ -91,7 +91,7 @@ class PlannedUnit:
         options: keyword options of `fully_shard` for this unit alone.
 
     Raises:
-        ValueError: if `modules` is no tuple of names, or empty.
+        ValueError: if `modules` is one string, is empty, or holds anything but strings.
     """
 
     modules: tuple[str, ...]  # qualified names, more than one for a list unit
@@ -213,7 +213,8 @@ class Plan:
             options: keyword options of `fully_shard` for this unit alone.
 
         Raises:
-            ValueError: for no names, or a module that the model does not have or that has no forward.
+            ValueError: for no names, a name that is given twice, a module that the model does not have or that has no
+                forward, or one inside another of them.
 
         Example:
             >>> plan.add("lm_head", reshard_after_forward=False)                                  # doctest: +SKIP
@@ -222,8 +223,9 @@ class Plan:
             raise ValueError("Plan.add takes the qualified names of the modules of one unit, got none")
         modules = tuple(map(self._named, modules))
         gone = set(modules)
-        kept = [replace(unit, modules=tuple(m for m in unit.modules if m not in gone)) for unit in self._units]
-        self._set_units([*(unit for unit in kept if unit.modules), PlannedUnit(modules, why, options)])
+        left = [unit for unit in self._units if not gone.issuperset(unit.modules)]
+        kept = [replace(unit, modules=tuple(name for name in unit.modules if name not in gone)) for unit in left]
+        self._set_units([*kept, PlannedUnit(modules, why, options)])
 
     def drop(self, module: str) -> None:
         """Make no unit of `module`: what it holds goes to the unit around it.
