@@ -378,3 +378,17 @@ def test_to_empty_never_leaves_garbage_without_a_word(world: World) -> None:
     initialise(model.rotary)
     model.stats.reset_parameters()
     square(model(batch(0))).backward()
+
+
+@ranks(2)
+def test_unshard_and_join_inside_full_params_are_refused_and_change_nothing(world: World) -> None:
+    """Both installed parameters of their own beside the plain ones, and what was written went to the wrong ones."""
+    model = shard_stack(Stack(), world.mesh)
+    with fullshard.full_params(model, write=True):
+        for doing, call in (("unshard", model.unshard), ("join", model.join)):
+            with pytest.raises(StateError, match=rf"{doing}\(\) was called inside full_params\(\) of unit 'Stack'"):
+                call()
+        with torch.no_grad():
+            next(model.parameters()).fill_(7.0)
+    assert (next(model.parameters()).full_tensor() == 7.0).all()
+    square(model(batch(0))).backward()

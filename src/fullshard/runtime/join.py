@@ -15,7 +15,7 @@ from fullshard.runtime.interrupts import recovers_first
 from fullshard.runtime.recovery import Recovery
 from fullshard.runtime.replicas import share_buffers
 from fullshard.runtime.steps import Steps
-from fullshard.runtime.unit import Unit, unit_of
+from fullshard.runtime.unit import Unit, refuse_inside_full_params, unit_of
 from fullshard.schedule.join import Joined, JoinedCalls
 
 
@@ -85,7 +85,9 @@ def order_of(unit: Unit) -> Sequence[tuple[int, bool]]:
 
 
 def _refuse_illegal_join(unit: Unit, inner: Sequence[Unit]) -> None:
-    """Raises StateError for a unit whose forward cannot be known, and inside a backward."""
+    """Raises StateError for a unit whose forward cannot be known, inside a backward, and inside full_params()."""
+    for other in inner:
+        refuse_inside_full_params(other, doing="join()")
     lists = [other.name for other in inner if other.place.is_list]
     if lists:
         raise StateError(

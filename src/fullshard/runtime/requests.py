@@ -17,7 +17,7 @@ from fullshard.runtime.backward import BackwardHook
 from fullshard.runtime.executor import Executor
 from fullshard.runtime.interrupts import recovers_first
 from fullshard.runtime.recovery import Recovery
-from fullshard.runtime.unit import Unit
+from fullshard.runtime.unit import Unit, refuse_inside_full_params
 
 
 class Requests:
@@ -30,7 +30,8 @@ class Requests:
 
     @recovers_first
     def start_unshard(self, unit: Unit) -> None:
-        """Start gathering for the caller."""
+        """Start gathering for the caller. Raises StateError while the slots show plain parameters."""
+        refuse_inside_full_params(unit, doing="unshard()")
         self._executor.drop_if_replaced(unit)
         self._executor.execute(self._planner.moves.unshard(unit.number, stale=unit.stale))
 
@@ -177,10 +178,7 @@ class Requests:
     def check_idle(self, unit: Unit, *, doing: str) -> None:
         """Raises StateError if the unit's forward or backward is under way, or it shows full parameters."""
         self.recovery.recover()
-        if unit.exposure.plain:
-            raise StateError(
-                f"{doing} was called inside full_params() of unit '{unit.name}': call it before or after the block"
-            )
+        refuse_inside_full_params(unit, doing=doing)
         self.recovery.abort_if_left(unit)
         if self._planner.running.has(unit.number):
             raise StateError(f"{doing} was called inside the forward of unit '{unit.name}': call it before or after")

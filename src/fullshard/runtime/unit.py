@@ -285,6 +285,12 @@ class Unit:
                 parameter.check_unwritten()
 
 
+def refuse_inside_full_params(unit: Unit, *, doing: str) -> None:
+    """Raises StateError while the unit's slots show plain parameters."""
+    if unit.exposure.plain:
+        raise StateError(f"{doing} was called inside full_params() of unit '{unit.name}': call it before or after the block")
+
+
 def name_units_in(module: nn.Module, *, place: bool = False) -> None:
     """Give units below a module the names that it knows them by; a module around it renames them. `place`: also their paths."""
     for name, inner in module.named_modules():
@@ -365,5 +371,6 @@ __all__ = [
     "name_units_in",
     "own_modules",
     "owner_of",
+    "refuse_inside_full_params",
     "unit_of",
 ]
