@@ -1,6 +1,6 @@
 """Which cases of a test that repeats itself run: `make test` takes a part, another one each day, `make test-all` takes all.
 
-FULLSHARD_TESTS says otherwise: `all`, or `part:3`, as the header of a run shows it, to repeat that part.
+FULLSHARD_TESTS says otherwise: `all`, or `part:3`, as the end of a run shows it, to repeat that part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def part() -> int | None:
 
 
 def header() -> str:
-    """A line for the beginning of a run."""
+    """A line for the end of a run."""
     number = part()
     if number is None:
         return "tests that repeat themselves: all cases"

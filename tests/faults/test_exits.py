@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from exits import TESTS, Job, Rank, free_port, meet, run_job, soon, together
 from harness import launched
 from models import Stack, batch, shard_stack, square
+from rotation import share
 from torch import nn
 
 import fullshard
@@ -76,8 +78,9 @@ def part(rank: Rank, ending: str) -> None:
     meet(ending)
 
 
-@pytest.mark.parametrize("ending", ["live on", "sys.exit", "os._exit", "raise"])
-@pytest.mark.parametrize("store", ["tcp", "agent", "file"])
+@pytest.mark.parametrize(
+    ("store", "ending"), share(list(product(["tcp", "agent", "file"], ["live on", "sys.exit", "os._exit", "raise"])))
+)
 def test_all_learn_that_they_parted_whatever_becomes_of_the_first(ending: str, store: str) -> None:
     """Rank 0 catches its error, and its model is freed when the `except` block ends; the others still wait for it."""
     lives = (0,) if ending == "live on" else ()
@@ -250,7 +253,7 @@ def gone_ranks(text: str) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize(("victim", "store"), [(0, "tcp"), (5, "tcp"), (0, "agent"), (5, "agent")])
+@pytest.mark.parametrize(("victim", "store"), share([(0, "tcp"), (5, "tcp"), (0, "agent"), (5, "agent")]))
 def test_after_one_of_eight_was_killed_all_others_name_it_and_nobody_else(victim: int, store: str) -> None:
     job = run_job(killed, 8, victim=victim, store=store)
     assert job[victim].code == -signal.SIGKILL, job
