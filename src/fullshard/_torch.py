@@ -29,6 +29,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fullshard.errors import warn_once
+
 __all__ = [
     "BATCH_NORM",
     "HONOURS_SUBCLASSES",
@@ -80,6 +82,7 @@ __all__ = [
     "in_transform",
     "insides",
     "is_alive",
+    "is_capturing",
     "is_cut",
     "is_done",
     "is_handled",
@@ -592,12 +595,18 @@ _REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
 _REDUCE_SCATTER_COALESCED = _method("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 _ALL_TO_ALL = _method("all_to_all_single", "alltoall_base")
 
+# Without asyncOp nccl runs its kernel on the current stream, which is a lane and has its priority. With it, on a stream of the
+# group's own: two more events per message, and TORCH_NCCL_BLOCKING_WAIT=1 has the host wait for each.
+_GATHER = torch._C._distributed_c10d.AllgatherOptions()
 _SUM = dist.ReduceScatterOptions()
-_SUM.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
 _SUM_ALL = dist.AllreduceOptions()
-_SUM_ALL.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
 _MAX = dist.AllreduceOptions()
+_GATHER.asyncOp = _SUM.asyncOp = _SUM_ALL.asyncOp = _MAX.asyncOp = False
+_SUM.reduceOp = _SUM_ALL.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
 _MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+
+Started = dist.Work | None
+"""A collective that was started; some backends give nothing to wait for where the kernel is on the current stream."""
 
 
 def has_backend(device: torch.device) -> bool:
@@ -620,13 +629,21 @@ def same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def on_stream(stream: Any, fn: Callable[..., Any], *args: Any) -> None:
-    """Call `fn` on `stream`, ordered behind the current stream, which is ordered behind it."""
+    """Call `fn` on `stream`, ordered behind the current stream, which is ordered behind it, also if it raises."""
     module = torch.get_device_module(stream.device)
     current = module.current_stream(stream.device)
     stream.wait_stream(current)
-    with module.stream(stream):
-        fn(*args)
-    current.wait_stream(stream)
+    try:
+        with module.stream(stream):
+            fn(*args)
+    finally:
+        current.wait_stream(stream)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is captured in a graph."""
+    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return capturing is not None and capturing()
 
 
 def wait_for_event(device: torch.device, event: Any) -> None:
@@ -660,23 +677,21 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def all_gather_base(group: dist.ProcessGroup, out: Tensor, shard: Tensor) -> dist.Work:
-    if out.is_complex():
-        out, shard = _real(out), _real(shard)
-    return getattr(group, _ALL_GATHER)(out, shard)
+def all_gather_base(group: dist.ProcessGroup, out: Tensor, shard: Tensor) -> Started:
+    return getattr(group, _ALL_GATHER)(out, shard, _GATHER)
 
 
-def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> dist.Work:
-    return getattr(group, _ALL_GATHER_COALESCED)([_real(out) for out in outs], [_real(shard) for shard in shards])
+def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Started:
+    return getattr(group, _ALL_GATHER_COALESCED)(outs, shards, _GATHER)
 
 
-def reduce_scatter_base(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work:
+def reduce_scatter_base(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> Started:
     if out.is_complex():
         out, full = _real(out), _real(full)
     return getattr(group, _REDUCE_SCATTER)(out, full, _SUM)
 
 
-def reduce_scatter_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> dist.Work:
+def reduce_scatter_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> Started:
     return getattr(group, _REDUCE_SCATTER_COALESCED)([_real(out) for out in outs], [_real(full) for full in fulls], _SUM)
 
 
@@ -684,11 +699,11 @@ def all_to_all(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work
     return getattr(group, _ALL_TO_ALL)(_real(out), _real(full), [], [])
 
 
-def all_reduce_sum(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
+def all_reduce_sum(group: dist.ProcessGroup, tensor: Tensor) -> Started:
     return group.allreduce([_real(tensor)], _SUM_ALL)
 
 
-def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
+def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> Started:
     return group.allreduce([tensor], _MAX)
 
 
@@ -827,23 +842,31 @@ def is_handled(number: int) -> bool:
 def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
     """A process group made by `ranks` alone, under a name that all of them derive alike.
 
-    torch names such groups after how many each rank knows already, which may differ; the ranks then wait for ever.
+    torch names such groups after how many each rank knows already, which may differ; the ranks then wait for ever. They wait
+    for ever, too, if nccl splits the default group (`init_process_group(device_id=...)`), for which it needs all ranks of that.
     """
     with _named(hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()):
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 class _Naming:
-    """Process groups that are being made under names of our own, by any threads at a time, each of which waits for others."""
+    """Process groups that are being made under names of our own, by any threads at a time, each of which waits for others.
+
+    They are made anew, not split from the default group.
+    """
 
     def __init__(self) -> None:
         self.lock, self.threads = threading.Lock(), 0
         self.of_thread = threading.local()
         self.given: Callable[..., Any] = dist.distributed_c10d._process_group_name
+        self.given_source: Callable[..., Any] = dist.distributed_c10d._get_split_source
 
     def name(self, ranks: Any, use_hashed_name: bool) -> Any:
         chosen = getattr(self.of_thread, "name", None)
         return self.given(ranks, use_hashed_name) if chosen is None else dist.distributed_c10d.GroupName(chosen)
+
+    def split_source(self, group: Any) -> Any:
+        return self.given_source(group) if getattr(self.of_thread, "name", None) is None else None
 
 
 _NAMING = _Naming()
@@ -857,6 +880,7 @@ def _named(name: str) -> Iterator[None]:
         naming.threads += 1
         if naming.threads == 1:
             naming.given, c10d._process_group_name = c10d._process_group_name, naming.name  # type: ignore[assignment]
+            naming.given_source, c10d._get_split_source = c10d._get_split_source, naming.split_source  # type: ignore[assignment]
     naming.of_thread.name = name
     try:
         yield
@@ -866,6 +890,7 @@ def _named(name: str) -> Iterator[None]:
             naming.threads -= 1
             if not naming.threads:
                 c10d._process_group_name = naming.given  # type: ignore[assignment]
+                c10d._get_split_source = naming.given_source
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -874,12 +899,19 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor]:
-    """The allocator of message memory of the backend of `group`. Raises ValueError if it has none."""
+    """The allocator of message memory of the backend of `group` (collective). Raises ValueError if it never has any.
+
+    A device without multicast has none for nccl: the allocator is that of all other memory then, and a warning says so.
+    """
     name = backend_name(group, device)
     backend = group._get_backend(device) if name != THREADED else None
     supports = getattr(backend, "supports_tensor_alloc", None)
-    if backend is None or supports is None or not supports(device):
+    if backend is None or supports is None or (name != "nccl" and not supports(device)):
         raise ValueError(f"the {name} backend allocates no memory for messages: use nccl, or leave this setting off")
+    if not supports(device):
+        warn_once(f"nccl allocates no memory for messages on {device}, which lacks multicast: ordinary memory is used")
+        return torch.empty
+    dist.barrier(group)  # the communicator must exist before its memory does
 
     def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return backend.allocate_tensor(prod(size), dtype=dtype, device=device)

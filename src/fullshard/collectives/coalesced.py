@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
 from fullshard.collectives.base import KIB, StartedWork
 from fullshard.collectives.process_groups import held
+
+_CARRIED = {  # dtypes that every backend has; of gathers the others travel as bytes
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
 
 
 class CoalescedCollectives:
@@ -25,10 +31,12 @@ class CoalescedCollectives:
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """As `Collectives.gatherer`: one call of the backend per gather."""
         held = self._held
+        if outs[0].dtype not in _CARRIED:
+            outs, shards = [out.view(torch.uint8) for out in outs], [shard.view(torch.uint8) for shard in shards]
         if len(outs) == 1:
             out, shard = outs[0], shards[0]
-            return lambda: StartedWork((_torch.all_gather_base(held.group, out, shard),))
-        return lambda: StartedWork((_torch.all_gather_coalesced(held.group, outs, shards),))
+            return lambda: _started(_torch.all_gather_base(held.group, out, shard))
+        return lambda: _started(_torch.all_gather_coalesced(held.group, outs, shards))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """As `Collectives.reduce_scatter`: sums alone, scaled behind them, so that any backend will do."""
@@ -36,12 +44,16 @@ class CoalescedCollectives:
             work = _torch.reduce_scatter_base(self._held.group, outs[0], fulls[0])
         else:
             work = _torch.reduce_scatter_coalesced(self._held.group, outs, fulls)
-        return StartedWork((work,), partial(_torch.scale, outs, scale) if scale != 1.0 else None)
+        return _started(work, partial(_torch.scale, outs, scale) if scale != 1.0 else None)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """As `Collectives.all_reduce`."""
-        return StartedWork((_torch.all_reduce_sum(self._held.group, tensor),))
+        return _started(_torch.all_reduce_sum(self._held.group, tensor))
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
         """As `Collectives.all_reduce_max`."""
-        return StartedWork((_torch.all_reduce_max(self._held.group, tensor),))
+        return _started(_torch.all_reduce_max(self._held.group, tensor))
+
+
+def _started(work: dist.Work | None, then: Callable[[], None] | None = None) -> StartedWork:
+    return StartedWork(() if work is None else (work,), then)

@@ -52,7 +52,8 @@ class AllGather(Comm):
             output_tensor: (ranks * size,), memory that `allocate` gave.
             input_tensor: (size,), this rank's chunk of `output_tensor`.
             group: the ranks that take part.
-            async_op: whether to return before it is done; fullshard passes True.
+            async_op: whether to return before it is done: True on the CPU. On an accelerator False, since the current stream
+                is a lane of fullshard's.
 
         Returns:
             The work to wait for, or None if there is nothing to wait for.
@@ -81,7 +82,8 @@ class ReduceScatter(Comm):
             input_tensor: (ranks * size,), memory that `allocate` gave.
             group: the ranks that take part.
             op: the torch.distributed.ReduceOp; fullshard passes SUM, and scales behind it.
-            async_op: whether to return before it is done; fullshard passes True.
+            async_op: whether to return before it is done: True on the CPU. On an accelerator False, since the current stream
+                is a lane of fullshard's.
 
         Returns:
             The work to wait for, or None if there is nothing to wait for.
@@ -102,8 +104,10 @@ class CustomCollectives:
         *,
         all_gather: AllGather | None = None,
         reduce_scatter: ReduceScatter | None = None,
+        asynchronous: bool = True,
     ) -> None:
         self._inner, self._held, self._gather, self._reduce = inner, held(group), all_gather, reduce_scatter
+        self._asynchronous = asynchronous
         self.ranks, self.rank = inner.ranks, inner.rank
         self.all_reduce, self.all_reduce_max = inner.all_reduce, inner.all_reduce_max
         self.direct_min_bytes = float("inf")
@@ -122,7 +126,7 @@ class CustomCollectives:
                 chunk = out.view(self.ranks, -1)[self.rank]
                 if chunk.data_ptr() != shard.data_ptr():
                     chunk.copy_(shard)
-                works.append(call(out, chunk, self._held.group, async_op=True))
+                works.append(call(out, chunk, self._held.group, async_op=self._asynchronous))
             return StartedWork([work for work in works if work is not None])
 
         return gather
@@ -132,6 +136,6 @@ class CustomCollectives:
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
         group, add = self._held.group, dist.ReduceOp.SUM
-        works = [self._reduce(out, full, group, add, async_op=True) for out, full in zip(outs, fulls)]
+        works = [self._reduce(out, full, group, add, async_op=self._asynchronous) for out, full in zip(outs, fulls)]
         then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
         return StartedWork([work for work in works if work is not None], then)

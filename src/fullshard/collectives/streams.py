@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -170,19 +170,33 @@ class StreamLane:
         self._stream = self._module.Stream(device=device, priority=-1)
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
-        """As `Lane.run`: all of it is queued at once, and ordered by events."""
+        """As `Lane.run`: all of it is queued at once, and ordered by events.
+
+        Of work that raises, a part may be queued, in memory that the caller gives back then: the compute lane is behind it.
+        """
+        compute, lane = self._module.current_stream(self._device), self._stream
         if after is None:
-            self._stream.wait_stream(self._module.current_stream(self._device))
+            lane.wait_stream(compute)
         else:
-            self._stream.wait_event(after.event)
-        with self._module.stream(self._stream):
-            pending = start()
-            for work in pending.works:
-                work.wait()
-            if pending.then is not None:
-                pending.then()
-            finish()
-            return _StreamWork(self._stream.record_event(), self._module, self._device)
+            lane.wait_event(after.event)
+        works: Sequence[Any] = ()
+        try:
+            with self._module.stream(lane):
+                pending = start()
+                works = pending.works
+                for work in works:
+                    work.wait()
+                if pending.then is not None:
+                    pending.then()
+                finish()
+                return _StreamWork(lane.record_event(), self._module, self._device)
+        except BaseException:
+            with self._module.stream(lane):
+                for work in works:
+                    with suppress(Exception):
+                        work.wait()
+            compute.wait_stream(lane)
+            raise
 
 
 def lane_for(device: torch.device) -> Lane:

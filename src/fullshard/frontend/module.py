@@ -340,7 +340,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         if hook is not None and not callable(hook):
             raise ValueError(f"set_all_reduce_hook takes a callable or None, got {type(hook).__name__}")
-        if stream is not None and _unit(self).axis.device.type == "cpu":
+        if stream is not None and runtime_of(_unit(self)).communicator.away is None:
             raise ValueError("set_all_reduce_hook got a stream, but the mesh of this unit computes on the CPU: leave it out")
         unit = _unit(self)
         unit.configure(reduce=replace(unit.options.reduce, hook=hook, hook_stream=stream))
@@ -466,7 +466,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         runtime_of(unit).requests.reconfigure(unit, doing="set_symm_mem_for_comm()", memory=memory)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Order the next forward behind `event`, which an optimizer recorded on a stream of its own. Once.
+        """Order the next forward, or `unshard()`, behind `event`, which an optimizer recorded on a stream of its own. Once.
 
         Gathers are ordered behind the current stream as well, whose memory they write to.
 
@@ -478,11 +478,11 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             StateError: if there is no unit at or below this module.
         """
         unit = _any_unit(self)
-        if unit.axis.device.type == "cpu":
+        if runtime_of(unit).communicator.away is None:
             raise ValueError("set_post_optim_event got an event, but the mesh computes on the CPU, which has no streams")
         if not callable(getattr(event, "wait", None)):
             raise ValueError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}")
-        runtime_of(unit).steps.next_event = event
+        runtime_of(unit).communicator.next_event = event
 
     def reset_iter_state(self) -> None:
         """Forget a step that was interrupted by an exception, with all gradients that only this rank holds.

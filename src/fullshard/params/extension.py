@@ -15,7 +15,7 @@ from fullshard import _torch
 from fullshard.collectives.base import Collectives
 from fullshard.errors import StateError
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.params.unsharded import Gather, Storage
+from fullshard.params.unsharded import Gather, Storage, over
 from fullshard.sharding.param_sharding import ParamSharding
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -140,7 +140,8 @@ class ExtensionBuffer:
             inner.untyped_storage().resize_(nbytes)
         # as_strided: of one element, `view(-1)` may keep a stride that `view(dtype)` refuses.
         flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
-        return Gather(self._collectives.gatherer([out.view(torch.uint8) for out in self._outs], flat))
+        # No views of the outputs: the gather of one rank is a copy, which would move the version of the full tensor, too.
+        return Gather(self._collectives.gatherer([over(out.view(torch.uint8), 0, (out.nbytes,)) for out in self._outs], flat))
 
     def release_staging(self) -> None:
         """The compute lane is ordered behind the gather: hand the outputs to fsdp_post_all_gather."""

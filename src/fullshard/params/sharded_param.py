@@ -92,6 +92,10 @@ class WriteGuard(Protocol):
         """Raises StateError if this is no moment for an optimizer to write the shard."""
         ...
 
+    def wait_for_readers(self) -> None:
+        """Have the host wait until nothing reads the shard that the host may write."""
+        ...
+
     def note_write(self, parameter: ShardedParameter, action: str) -> None:
         """A caller wrote to the shard: all ranks must."""
         ...
@@ -182,6 +186,11 @@ class ShardedParameter:
         _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
         self.sharded.__dict__[LOGICAL] = WeakBackReference(self)
 
+    def wait_for_readers(self) -> None:
+        """Before the host writes the shard: have it wait until no copy to the device reads it."""
+        if self.before_step is not None:
+            self.before_step.wait_for_readers()
+
     def note_write(self, action: str = "") -> None:
         """The shard was written. DTensor's foreach and fused operations move no version counter.
 
@@ -199,6 +208,7 @@ class ShardedParameter:
                 "with .to(dtype) first"
             )
         rows = self.sharding.rows_of(value.detach(), name=self.name, doing="was assigned .data")
+        self.wait_for_readers()
         with torch.no_grad():
             self.local.copy_(rows)
         self.note_write("assignment to .data")

@@ -68,6 +68,7 @@ class ShardedDTensor(DTensor):
         out = kwargs.get("out") if kwargs else None
         if _RANDOM in func.tags or _torch.writes(func):
             _check(func, sharded, (args[0] if args else None, out))
+            _before_writes((args[0] if args else None, out))
         if kwargs:
             kwargs = {key: _bared(value, sharded) for key, value in kwargs.items()}
         try:
@@ -220,7 +221,9 @@ def _full_like(tensor: ShardedDTensor) -> Tensor:
 
 
 def _keep_part(tensor: ShardedDTensor, full: Tensor, how: str) -> None:
-    _torch.local_tensor(tensor).copy_(_part(tensor, full))
+    part = _part(tensor, full)
+    _before_writes(tensor)
+    _torch.local_tensor(tensor).copy_(part)
     _note_writes(tensor, how)
 
 
@@ -259,6 +262,17 @@ def _originals(made: Any, sharded: list[ShardedDTensor]) -> Any:
             if tensor.__dict__[_BARE] is made:
                 return tensor
     return made
+
+
+def _before_writes(written: Any) -> None:
+    """Wait until sharded parameters may be written: a copy to the device may still read those in the host's memory."""
+    if type(written) is ShardedDTensor:
+        logical = _logical(written)
+        if logical is not None:
+            logical.wait_for_readers()
+    elif isinstance(written, (list, tuple)):
+        for one in written:
+            _before_writes(one)
 
 
 def _note_writes(written: Any, how: str) -> None:

@@ -106,7 +106,7 @@ def copies_out(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[Step]
 class Gather:
     """One way to gather: steps before a collective, the collective, and steps behind it, all planned.
 
-    `start` and `finish` run on a lane, in this order.
+    `start` and `finish` run on a lane, in this order; or `copy_in` on a lane of its own, and then `begin` and `finish`.
     """
 
     __slots__ = ("_after", "_before", "_begin")
@@ -114,8 +114,23 @@ class Gather:
     def __init__(self, begin: Callable[[], StartedWork], before: Sequence[Step] = (), after: Sequence[Step] = ()) -> None:
         self._begin, self._before, self._after = begin, before, after
 
-    def start(self) -> StartedWork:
+    @property
+    def copies_in(self) -> bool:
+        """Whether there are steps before the collective."""
+        return bool(self._before)
+
+    def copy_in(self) -> StartedWork:
+        """Cast the shard, or copy it from the host's memory, to where the collective reads it."""
+        for step in self._before:
+            step()
+        return StartedWork()
+
+    def begin(self) -> StartedWork:
         """Begin the collective."""
+        return self._begin()
+
+    def start(self) -> StartedWork:
+        """Copy in, and begin the collective."""
         for step in self._before:
             step()
         return self._begin()
@@ -134,12 +149,10 @@ class CallerMemoryGather(Gather):
     def __init__(
         self, layout: GroupLayout, collectives: CountedCollectives, flat: Tensor, shard: Tensor, before: Sequence[Step]
     ) -> None:
-        super().__init__(StartedWork, before)
+        super().__init__(self._allocate_and_begin, before)
         self._layout, self._collectives, self._flat, self._shard = layout, collectives, flat, shard
 
-    def start(self) -> StartedWork:
-        """As `Gather.start`."""
-        super().start()
+    def _allocate_and_begin(self) -> StartedWork:
         allocate, size = self._collectives.gather_memory, self._shard.numel()
         assert allocate is not None
         staging = allocate((self._layout.ranks * size,), dtype=self._flat.dtype, device=self._flat.device)

@@ -44,11 +44,16 @@ class CollectivesPool:
         if options.separate_reduce and axis.group is not None and axis.ranks > 1:
             reduce = self._known(axis, "reduce", dist.get_process_group_ranks(axis.group), options.comm)
         if axis.group is not None:
+            asynchronous = self._device.type == "cpu"
             if options.all_gather is not None or options.memory is not None:
-                custom = CustomCollectives(gather.inner, axis.group, options.memory, all_gather=options.all_gather)
+                custom = CustomCollectives(
+                    gather.inner, axis.group, options.memory, all_gather=options.all_gather, asynchronous=asynchronous
+                )
                 gather = CountedCollectives(custom, self.traffic, keeps=gather)
             if options.reduce_scatter is not None or options.memory is not None:
-                custom = CustomCollectives(reduce.inner, axis.group, options.memory, reduce_scatter=options.reduce_scatter)
+                custom = CustomCollectives(
+                    reduce.inner, axis.group, options.memory, reduce_scatter=options.reduce_scatter, asynchronous=asynchronous
+                )
                 reduce = CountedCollectives(custom, self.traffic, keeps=reduce)
         replicate = retain = None
         if axis.replicas is not None:

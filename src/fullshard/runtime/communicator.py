@@ -104,22 +104,30 @@ def _name_of(axis: ShardAxis) -> str:
 
 
 class Communicator:
-    """communicator 1 - n logs, one per axis; three lanes: for gathers, for reductions over shards, and for those over replicas.
+    """communicator 1 - n logs, one per axis; lanes for gathers, for reductions over shards, and for those over replicas.
 
     Attributes:
-        away: the device, if it is an accelerator: to ask a device for its type takes longer than a heartbeat.
+        copy_lane: for casts and copies from the host that a gather begins with, so that those of the next unit do not wait for
+            the gather of the last; None on the CPU, where a gather does them itself.
+        away: the device, if it works behind the host's back, as an accelerator does; None for the CPU.
         collectives: of process groups.
+        next_event: an event of the caller's that the next outermost forward, or gather by hand, is ordered behind.
         watchdog, wait_state: None as long as nobody else takes part in anything.
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
         self.device = device
-        self.away = None if device.type == "cpu" else device
         self.collectives = CollectivesPool(device, TrafficCounter(), MessageTag())
         self.watchdog: Watchdog | None = None
         self.wait_state: WaitState | None = None
         self.gather_lane, self.reduce_lane, self.replicate_lane = lanes(device), lanes(device), lanes(device)
-        self._prompt = {type(self.gather_lane), type(self.reduce_lane), type(self.replicate_lane)} <= _PROMPT
+        self.copy_lane: Lane | None = None
+        kinds = {type(self.gather_lane), type(self.reduce_lane), type(self.replicate_lane)}
+        self.away = device if device.type != "cpu" or StreamLane in kinds else None
+        if self.away is not None:
+            self.copy_lane = lanes(device)
+        self._prompt = kinds <= _PROMPT
+        self.next_event: object = None
         self._logs: dict[tuple[int, int], _AxisLog] = {}  # by axis
         self._limits: tuple[float, float | None] = (1.0, None)  # patience and timeout in seconds
 
@@ -198,6 +206,12 @@ class Communicator:
 
     # --- messages ---
 
+    def wait_for_next_event(self) -> None:
+        """Order the compute lane behind the event that the caller left, if there is one."""
+        event, self.next_event = self.next_event, None
+        if event is not None:
+            _torch.wait_for_event(self.device, event)
+
     def send(
         self,
         lane: Lane,
@@ -205,11 +219,13 @@ class Communicator:
         action: str,
         start: Callable[[], StartedWork],
         finish: Callable[[], None] = nothing,
-        after: TrackedWork | None = None,
+        after: LaneWork | None = None,
         *,
         part: bool = False,
     ) -> TrackedWork:
-        """Run a collective on a lane and enter it in the log, if it is not `part` of the last one, which it comes `after`.
+        """Run a collective on a lane and enter it in the log, if it is not `part` of the last one.
+
+        after: work of another lane that it begins behind, instead of behind the compute lane.
 
         Raises StateError if the ranks parted, or another rank is gone already.
         """
@@ -225,7 +241,7 @@ class Communicator:
             sent.start, begin = start, sent.begin
             sent.hash = log.hash if log.tagged else sent.number  # nobody reads it then, and hashing takes its time
         try:
-            sent.work = lane.run(begin, finish) if after is None else lane.run(begin, finish, after=after.work)
+            sent.work = lane.run(begin, finish) if after is None else lane.run(begin, finish, after=after)
         except (StateError, torch.OutOfMemoryError):
             raise
         except RuntimeError as failure:
@@ -244,10 +260,11 @@ class Communicator:
         """Nothing is waited for any longer, and the compute lane is ordered behind whatever the others were given."""
         if self.wait_state is not None:
             self.wait_state.leave()
-        for lane in (self.gather_lane, self.reduce_lane, self.replicate_lane):
-            lane.run(StartedWork, nothing).wait()
+        for lane in (self.copy_lane, self.gather_lane, self.reduce_lane, self.replicate_lane):
+            if lane is not None:
+                lane.run(StartedWork, nothing).wait()
         if self.away is not None:  # a lane may have been cut short before it was ordered behind the backend's own stream
-            torch.accelerator.synchronize(self.device)
+            torch.get_device_module(self.device).synchronize(self.device)
 
 
 __all__ = ["Communicator", "TrackedWork"]

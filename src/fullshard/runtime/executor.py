@@ -9,7 +9,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from fullshard import _torch
-from fullshard.collectives.streams import LaneWork
+from fullshard.collectives.streams import LaneWork, nothing
 from fullshard.errors import StateError
 from fullshard.params.group import ParamGroup
 from fullshard.params.shard_values import read_slots
@@ -111,8 +111,11 @@ class Executor:
         communicator = self.communicator
         for group in unit.groups:
             gather = group.allocate_unsharded()
+            start, copied = gather.start, None
             try:
-                work = communicator.send(communicator.gather_lane, group.fingerprints, action, gather.start, gather.finish)
+                if communicator.copy_lane is not None and gather.copies_in:
+                    start, copied = gather.begin, communicator.copy_lane.run(gather.copy_in, nothing)
+                work = communicator.send(communicator.gather_lane, group.fingerprints, action, start, gather.finish, copied)
             except BaseException:
                 group.drop_unsharded()
                 raise
@@ -253,14 +256,21 @@ class Executor:
                 group.take_gradients()
 
     def _wait_or_drop(self, gathering: Sequence[tuple[ParamGroup, LaneWork]]) -> None:
-        """Memory that messages may still arrive in must not be freed. Work that failed once is not waited for again."""
+        """Memory that messages may still arrive in must not be freed. Work that failed once is not waited for again.
+
+        On an accelerator all is waited for, which orders the compute lane behind it and cannot take long; on the CPU nothing
+        behind a failure, since the messages may never come, and hold their memory themselves.
+        """
         left = deque(gathering)
         try:
             while left:
-                left[0][1].wait()
+                try:
+                    left[0][1].wait()
+                except Exception:
+                    if self.communicator.away is None:
+                        break
+                    left[0][0].drop_unsharded()
                 left.popleft()
-        except Exception:
-            pass
         finally:
             for group, _ in left:
                 group.drop_unsharded()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from fullshard.collectives.base import StartedWork
 from fullshard.collectives.streams import nothing
@@ -23,8 +23,42 @@ SLOTS = 128  # bytes for the units that a rank keeps gradients of: the slot of a
 _NOTHING = bytes(SLOTS)
 
 
-Page = tuple[bytearray, Tensor]
-"""Bytes, and a tensor of the same memory: to make one takes longer than to write on it."""
+class Page:
+    """Memory of one heartbeat. To make it takes longer than to write on it, so it is used again once the heartbeat was read.
+
+    On the CPU there is one piece of memory: bytes, and a tensor over them. On an accelerator the bytes go by way of pinned
+    memory, and the answer arrives in such memory, so that neither copy holds the host up.
+    """
+
+    __slots__ = ("_away", "_pinned", "_written", "answer", "bytes", "message")
+
+    def __init__(self, length: int, away: torch.device | None) -> None:
+        self._away, self.bytes = away, bytearray(length)
+        self._written = self._pinned = self.message = self.answer = torch.frombuffer(self.bytes, dtype=torch.uint8)
+        if away is not None:
+            self._pinned = torch.empty(length, dtype=torch.uint8, pin_memory=True)
+            self.message = torch.empty(length, dtype=torch.uint8, device=away)
+            self.answer = torch.empty(length, dtype=torch.uint8, pin_memory=True)
+
+    def write(self, body: bytes) -> None:
+        """Put this on it, and zeros behind."""
+        self.bytes[:] = body.ljust(len(self.bytes), b"\0")
+        if self._away is not None:
+            self._pinned.copy_(self._written)
+
+    def send(self) -> None:
+        """On a lane: have the device hold it."""
+        if self._away is not None:
+            self.message.copy_(self._pinned, non_blocking=True)
+
+    def receive(self) -> None:
+        """On a lane: have the host hold the answer."""
+        if self._away is not None:
+            self.answer.copy_(self.message, non_blocking=True)
+
+    def read(self, start: int, end: int) -> bytes:
+        """Bytes of the answer, for which the host must have waited."""
+        return bytes(self.bytes[start:end] if self._away is None else self.answer[start:end].tolist())
 
 
 class Heartbeat:
@@ -37,6 +71,8 @@ class Heartbeat:
 
     It is read where it costs nothing: at once on the CPU, on an accelerator when the device has long passed it, or at once by
     a rank that has to know whether others used a parameter that it did not.
+
+    reductions: that it ends, until their gradients are handed out.
     """
 
     def __init__(
@@ -61,29 +97,28 @@ class Heartbeat:
             slots = bytes(held)
         body = self._head + slots + flags
         length = -(-len(body) // _UNIT) * _UNIT
-        if page is None or len(page[0]) != length:
-            memory = bytearray(length)
-            page = memory, torch.frombuffer(memory, dtype=torch.uint8)
-        page[0][:] = body.ljust(length, b"\0")
-        self.page, self._message = page, page[1]
-        self._host: Tensor | None = None
-        if away is not None:
-            self._message = self._message.to(away, non_blocking=True)
-            self._host = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
+        if page is None or len(page.bytes) != length:
+            page = Page(length, away)
+        page.write(body)
+        self.page = page
 
     def start(self) -> StartedWork:
         """Send it over the shards."""
-        return self.reductions[0].group.collectives.reduce.all_reduce_max(self._message)
+        self.page.send()
+        return self.reductions[0].group.collectives.reduce.all_reduce_max(self.page.message)
 
     def start_over_replicas(self) -> StartedWork:
         """Send it over the replicas, behind that."""
         replicas = self.reductions[0].group.collectives.replicate
-        return StartedWork() if replicas is None else replicas.all_reduce_max(self._message)
+        return StartedWork() if replicas is None else replicas.all_reduce_max(self.page.message)
 
     def finish(self) -> None:
         """On the last lane: let the host have it."""
-        if self._host is not None:
-            self._host.copy_(self._message, non_blocking=True)
+        self.page.receive()
+
+    def release_reductions(self) -> None:
+        """Their gradients are handed out: keep none of them in memory until the host looks at the answer."""
+        self.reductions = []
 
     @property
     def undecided(self) -> bool:
@@ -92,26 +127,17 @@ class Heartbeat:
 
     def is_desynced(self) -> bool:
         """Whether the ranks' logs differ. The host must have waited for it."""
-        if self._host is None:
-            return not self.page[0].startswith(self._head)
-        return bytes(self._host[: len(self._head)].tolist()) != self._head
+        return self.page.read(0, len(self._head)) != self._head
 
     def used_anywhere(self) -> list[list[bool]]:
         """Of each reduction, which of its parameters any rank used. The host must have waited for it."""
-        flags = iter(self._answer[2 * DIGEST + SLOTS :].tolist())
+        flags = iter(self.page.read(2 * DIGEST + SLOTS, len(self.page.bytes)))
         return [[bool(next(flags)) for _ in reduction.used] for reduction in self.reductions]
 
     def kept_units(self) -> set[int]:
         """The slots of units of which any rank keeps gradients. The host must have waited for it."""
-        if self._host is None:
-            slots = bytes(self.page[0][2 * DIGEST : 2 * DIGEST + SLOTS])
-        else:
-            slots = bytes(self._host[2 * DIGEST : 2 * DIGEST + SLOTS].tolist())
+        slots = self.page.read(2 * DIGEST, 2 * DIGEST + SLOTS)
         return set() if slots == _NOTHING else {index for index, flag in enumerate(slots) if flag}
-
-    @property
-    def _answer(self) -> Tensor:
-        return self._message if self._host is None else self._host
 
 
 _NOBODY = UnitName("")
@@ -127,7 +153,7 @@ class Heartbeats:
         self._communicator = communicator
         self._unread: deque[Sent] = deque()  # oldest first
         self._fingerprints: dict[CollectiveLog, GroupFingerprints] = {}  # of what no unit says, but this rank
-        self._page: Page | None = None  # that nothing is on any more
+        self._pages: list[Page] = []  # that nothing is on any more
 
     def send(
         self,
@@ -154,14 +180,13 @@ class Heartbeats:
         fingerprints = self._fingerprints.get(log)
         if fingerprints is None:
             fingerprints = self._fingerprints[log] = GroupFingerprints(log, _NOBODY, "")
-        beat = Heartbeat(log, reductions, communicator.away, self._page, slots)
-        self._page = None
+        beat = Heartbeat(log, reductions, communicator.away, self._pages.pop() if self._pages else None, slots)
         over = reductions[0].group.collectives.replicate is not None
         finish = nothing if over else beat.finish
         work = communicator.send(communicator.reduce_lane, fingerprints, "heartbeat", beat.start, finish)
         if over:
             lane, start = communicator.replicate_lane, beat.start_over_replicas
-            work = communicator.send(lane, fingerprints, "heartbeat", start, beat.finish, work, part=True)
+            work = communicator.send(lane, fingerprints, "heartbeat", start, beat.finish, work.work, part=True)
         return beat, work
 
     def read_now(self, sent: Sequence[Sent]) -> None:
@@ -184,15 +209,21 @@ class Heartbeats:
             beat, work = unread.popleft()
             work.block()
             self._check(beat)
+            self._pages.append(beat.page)
 
-    def reuse(self, sent: Sequence[Sent]) -> None:
-        """Nothing on the pages of these is needed any longer."""
-        if sent and self._communicator.away is None:
-            self._page = sent[0][0].page
+    def handed_out(self, sent: Sequence[Sent]) -> None:
+        """The gradients that these end are handed out."""
+        unread = {id(beat) for beat, _ in self._unread}
+        for beat, _ in sent:
+            beat.release_reductions()
+            if id(beat) not in unread:
+                self._pages.append(beat.page)
 
     def clear(self) -> None:
-        """Look at none that was sent."""
-        self._unread.clear()
+        """Look at none that was sent, but let the compute lane come behind all of them, whose memory goes."""
+        while self._unread:
+            with suppress(Exception):
+                self._unread.popleft()[1].wait()
 
     def _check(self, beat: Heartbeat) -> None:
         if beat.is_desynced():

@@ -44,7 +44,7 @@ class GradientReducer:
 
     def track(self, work: LaneWork, landed: Callable[[], None]) -> None:
         """Call `landed` once the work of `work` is waited for, in its turn."""
-        self._in_flight.push(work, landed)
+        self._in_flight.push(work, landed, polled=False)
 
     def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None]) -> None:
         """Send the gradients of a group on their way, or keep them on this rank. Takes them out of `grads`."""
@@ -72,7 +72,9 @@ class GradientReducer:
         communicator = self._communicator
         work = communicator.send(communicator.reduce_lane, group.fingerprints, action, reduction.start, reduction.finish)
         # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
-        self._in_flight.push(work, reduction.release_messages, polled=not reduction.steps.replicated)
+        # Nor is memory given back so that ranks exchange when they get it (symmetric memory).
+        polled = not reduction.steps.replicated and group.collectives.reduce.reduce_memory is None
+        self._in_flight.push(work, reduction.release_messages, polled=polled)
         if reduction.steps.replicated:
             work = communicator.send(
                 communicator.replicate_lane,
@@ -80,7 +82,7 @@ class GradientReducer:
                 "sum over replicas",
                 reduction.replicate,
                 reduction.finish_replicated,
-                after=work,
+                after=work.work,
             )
             self._replicating.push(work, reduction.release_sum, polled=reduction.steps.hook is None)
             self._replicates = True
@@ -141,21 +143,21 @@ class GradientReducer:
         """Hand out nothing to these units (by number) of what they have sent."""
         self._reduced = [entry for entry in self._reduced if entry[0].number not in units]
 
-    def check_arrived(self, unit: Unit) -> None:
-        """Raises StateError if gradients of the unit are not where an optimizer would look for them."""
-        for parameter in unit.parameters:
+    def check_arrived(self, unit: Unit, group: ParamGroup) -> None:
+        """Raises StateError if gradients of a group are not where an optimizer would look for them."""
+        for parameter in group.parameters:
             if parameter.local_grad is not None:
                 raise StateError(
                     f"optimizer.step() was called while the gradient of '{parameter.name}' in unit '{unit.name}' is only kept "
                     "on each rank: run the last backward of the step outside of accumulate(), or after "
                     "set_requires_gradient_sync(True)"
                 )
-        if any(group.grads.deferred is not None for group in unit.groups):
+        if group.grads.deferred is not None:
             raise StateError(
                 f"optimizer.step() was called while gradients of unit '{unit.name}' are reduced over shards, but not over "
                 "replicas: call set_requires_all_reduce(True) before the last backward of the step"
             )
-        if any(held is unit and not reduction.committed for held, reduction in self._reduced):
+        if any(reduction.group is group and not reduction.committed for _, reduction in self._reduced):
             raise StateError(
                 f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived: "
                 "call set_is_last_backward(True) before the last backward of the step"
@@ -168,6 +170,13 @@ class GradientReducer:
         assert commit is not None
         commit_all([commit])
 
+    def _land_unfinished(self) -> None:
+        """Land what belongs to steps that go on: a hook may write a shard, which the next backward may be gathering."""
+        unfinished = [reduction for _, reduction in self._reduced]
+        for reduction in [one for one in self._hooked if one in unfinished]:
+            self._hooked.remove(reduction)
+            self._land_early(reduction)
+
     # --- the end of a backward ---
 
     def collect(self, touched: Sequence[Unit], units: Callable[[], Sequence[Unit]]) -> None:
@@ -177,6 +186,7 @@ class GradientReducer:
         """
         kept = self._kept.known_here(touched)
         reduced = self._take_due()
+        self._land_unfinished()
         if not reduced and not kept:
             return
         at_once = self._communicator.away is None or self._kept.since_last_step or len(self._kept) > 0
@@ -245,7 +255,7 @@ class GradientReducer:
             commit = reduction.grad_commit(anywhere)
             if commit is not None:
                 commits.append(commit)
-        self._heartbeats.reuse(sent)
+        self._heartbeats.handed_out(sent)
         self.decided, self.merged = commits, False
 
     def assign_grads(self) -> None:

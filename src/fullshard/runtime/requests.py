@@ -32,6 +32,7 @@ class Requests:
     def start_unshard(self, unit: Unit) -> None:
         """Start gathering for the caller. Raises StateError while the slots show plain parameters."""
         refuse_inside_full_params(unit, doing="unshard()")
+        self._executor.communicator.wait_for_next_event()
         self._executor.drop_if_replaced(unit)
         self._executor.execute(self._planner.moves.unshard(unit.number, stale=unit.stale))
 
@@ -190,15 +191,14 @@ class Requests:
         self._executor.reducer.check_delivered(unit, doing=doing)
 
     @recovers_first
-    def check_step(self, unit: Unit) -> None:
-        """Raises StateError if an optimizer may not write the unit's shards now."""
+    def check_step(self, unit: Unit, group: ParamGroup) -> None:
+        """Raises StateError if an optimizer may not write the shards of a group now."""
         self.recovery.recover()
         self._executor.reducer.read_heartbeats()
         if self._planner.running.has(unit.number) and any(_torch.is_in_forward(module) for module in unit.modules):
             raise StateError(f"optimizer.step() was called inside the forward of unit '{unit.name}': call it after backward")
-        for group in unit.groups:
-            group.synchronize_host()
-        self._executor.reducer.check_arrived(unit)
+        group.synchronize_host()
+        self._executor.reducer.check_arrived(unit, group)
 
     @recovers_first
     def meet(self, unit: Unit, *, doing: str) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from fullshard.collectives.streams import Lane, lane_for
 from fullshard.consistency.collective_log import CollectiveLog, Fingerprint
+from fullshard.params.group import ParamGroup
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.policies import CommPolicy
 from fullshard.runtime.communicator import Communicator
@@ -74,9 +75,9 @@ class Runtime:
         """A gradient arrived in a backward that none of the unit's outputs announced."""
         self.steps.enter_late(unit)
 
-    def check_step(self, unit: Unit) -> None:
-        """Raises StateError if an optimizer may not write the unit's shards now."""
-        self.requests.check_step(unit)
+    def check_step(self, unit: Unit, group: ParamGroup) -> None:
+        """Raises StateError if an optimizer may not write the shards of a group now."""
+        self.requests.check_step(unit, group)
 
     def log_write(self, log: CollectiveLog, fingerprint: Fingerprint) -> None:
         """The caller wrote to shards, as all ranks of the log must."""

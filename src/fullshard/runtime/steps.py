@@ -28,7 +28,6 @@ class Steps:
 
     Attributes:
         trace: the units that the outermost forward under way entered (True) and left so far, for `join()`.
-        next_event: an event of the caller's that the next outermost forward is ordered behind.
     """
 
     def __init__(self, executor: Executor, recovery: Recovery, joined: JoinedCalls) -> None:
@@ -36,7 +35,6 @@ class Steps:
         self._runs = 0  # outermost forwards so far
         self._leaving: tuple[str, str] | None = None  # the innermost forward that an exception left, and which
         self.trace: list[tuple[int, bool]] = []
-        self.next_event: object = None
 
     # --- forward ---
 
@@ -107,9 +105,13 @@ class Steps:
         self.trace.clear()
         executor.reducer.read_heartbeats()
         executor.communicator.roll_blocks()
-        if self.next_event is not None:
-            _torch.wait_for_event(executor.communicator.device, self.next_event)
-            self.next_event = None
+        if executor.communicator.away is not None and _torch.is_capturing(executor.communicator.away):
+            raise StateError(
+                f"the forward of unit '{unit.name}' was called while a graph of the device is captured, which cannot hold "
+                "gathers: the host decides anew in each step what is gathered, freed and reduced. Capture modules inside of "
+                "units, or use torch.compile without mode='reduce-overhead'"
+            )
+        executor.communicator.wait_for_next_event()
 
     def _begin_recomputation(self, unit: Unit) -> None:
         number = unit.record.number

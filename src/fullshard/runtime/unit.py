@@ -64,8 +64,8 @@ class UnitRuntime(Protocol):
     def enter_late(self, unit: Unit) -> None:
         """A gradient arrived in a backward that none of the unit's outputs announced."""
 
-    def check_step(self, unit: Unit) -> None:
-        """Raises StateError if an optimizer may not write the unit's shards now."""
+    def check_step(self, unit: Unit, group: ParamGroup) -> None:
+        """Raises StateError if an optimizer may not write the shards of a group now."""
 
     def log_write(self, log: CollectiveLog, fingerprint: Fingerprint) -> None:
         """The caller wrote to shards, as all ranks of the log must."""
@@ -197,9 +197,10 @@ class Unit:
                 )
         self.groups, self.checks.gathers = groups, True
         self.runtime.update_timeouts()
-        check = StepCheck(self)
-        for parameter in self.parameters:
-            parameter.before_step, parameter.unit_name = check, self.unit_name
+        for group in groups:
+            check = StepCheck(self, group)
+            for parameter in group.parameters:
+                parameter.before_step, parameter.unit_name = check, self.unit_name
         self._update_record()
 
     def _storage(self, packed: float) -> Storage:
@@ -332,12 +333,12 @@ def own_modules(root: nn.Module) -> Iterator[nn.Module]:
 
 
 class StepCheck:
-    """Asked by optimizers before they step: one per unit, shared by its parameters, which it does not keep alive."""
+    """Asked by optimizers before they step: one per group, shared by its parameters. It does not keep the unit alive."""
 
-    __slots__ = ("_unit",)
+    __slots__ = ("_group", "_unit")
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = weakref.ref(unit)
+    def __init__(self, unit: Unit, group: ParamGroup) -> None:
+        self._unit, self._group = weakref.ref(unit), weakref.ref(group)
 
     @property
     def unit(self) -> Unit | None:
@@ -346,9 +347,15 @@ class StepCheck:
 
     def __call__(self) -> None:
         """Raises StateError if the shards may not be written now."""
-        unit = self._unit()
-        if unit is not None:
-            unit.runtime.check_step(unit)
+        unit, group = self._unit(), self._group()
+        if unit is not None and group is not None:
+            unit.runtime.check_step(unit, group)
+
+    def wait_for_readers(self) -> None:
+        """Have the host wait until no copy to the device reads the shards in its memory."""
+        group = self._group()
+        if group is not None:
+            group.synchronize_host()
 
     def note_write(self, parameter: ShardedParameter, action: str) -> None:
         """The caller did this to the shard of a parameter, as all ranks must."""

@@ -1,0 +1,409 @@
+"""Notes for every operation and message which bytes it reads and writes on which timeline, and finds the races."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fullshard import _torch
+from memory import Access, Home, Memory, Pool, Race, spans
+from timelines import SOURCE, Clock, Machine, Stream, Timeline, join, site, stack
+
+COPIES = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"}
+NO_DATA = {"aten::set_", "aten::resize_", "aten::detach_", "aten::requires_grad_", "aten::record_stream", "aten::as_strided_"}
+SYNCHRONIZE = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::item"}
+NEW = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}  # no values
+
+
+class Planted(RuntimeError):
+    """An exception behind an operation that was queued already."""
+
+
+class Detector:
+    """A stand-in for a device, in a block: what runs in it is looked at.
+
+    Attributes:
+        races: found so far, each pair of places once.
+        sequence: the messages and group allocations of this rank, which all ranks must have alike.
+        trains: whether the program is ready to train.
+        queued: how many operations lanes and messages were given since; behind number `raise_at` an exception is planted.
+    """
+
+    def __init__(self, seed: int = 0, *, drops: Any = None, raise_at: int | None = None) -> None:
+        dice = Random(seed)
+        self.machine = Machine(dice, dice.choice((0.0, 0.3, 0.7, 1.0)), drops or (lambda site, kind: False))
+        self.races: dict[tuple[str, ...], Race] = {}
+        self.sequence: list[tuple[object, ...]] = []
+        self.trains, self.queued, self._raise_at = False, 0, raise_at
+        self._memories: dict[
+            int, tuple[StorageWeakRef, Memory, int]
+        ] = {}  # by storage; a slice of one begins so many bytes into it
+        self._pools: dict[Timeline, Pool] = {}
+        self._host_pool = Pool()
+        self._paused = 0
+        self._tolist = torch.Tensor.tolist
+        self._resize = torch.UntypedStorage.resize_
+
+    # --- what there is ---
+
+    def memory_of(self, tensor: Tensor | torch.UntypedStorage) -> Memory:
+        return self._find(tensor)[0]
+
+    def _find(self, tensor: Tensor | torch.UntypedStorage) -> tuple[Memory, int]:
+        """The memory of a tensor's storage, and where in it that storage begins."""
+        storage = tensor if isinstance(tensor, torch.UntypedStorage) else tensor.untyped_storage()
+        known = self._memories.get(storage._cdata)
+        if known is not None and not known[0].expired():
+            return known[1], known[2]
+        self.reap()
+        first, last = storage.data_ptr(), storage.data_ptr() + storage.size()
+        for key, (_, memory, _) in list(self._memories.items()) if last > first else ():
+            if (
+                memory.storage == key and memory.address <= first and last <= memory.address + memory.nbytes and memory.nbytes
+            ):  # a slice of a storage
+                self._memories[storage._cdata] = StorageWeakRef(storage), memory, first - memory.address
+                return memory, first - memory.address
+        made = Memory("memory from before", Home.DEVICE, None)
+        self._know(storage, made)
+        return made, 0
+
+    def is_known(self, tensor: Tensor) -> bool:
+        known = self._memories.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known[0].expired()
+
+    def _know(self, storage: torch.UntypedStorage, memory: Memory) -> None:
+        self.reap()
+        memory.storage, memory.address, memory.nbytes = storage._cdata, storage.data_ptr(), storage.size()
+        self._memories[storage._cdata] = StorageWeakRef(storage), memory, 0
+
+    def reap(self) -> None:
+        """Memory of which no storage is left goes back to its pool."""
+        for key, (storage, memory, _) in list(self._memories.items()):
+            if storage.expired():
+                if memory.storage == key:
+                    memory.free()
+                del self._memories[key]
+
+    def is_host(self, tensor: Tensor) -> bool:
+        return self.is_known(tensor) and self.memory_of(tensor).home is not Home.DEVICE
+
+    def mark(self, tensor: Tensor, home: Home) -> Tensor:
+        """Say where a tensor that was made already is."""
+        memory = self.memory_of(tensor)
+        memory.home = home
+        memory.allocate(self.pool_of(home))
+        return tensor
+
+    def pool_of(self, home: Home) -> Pool | None:
+        if home is Home.DEVICE:
+            return self._pools.setdefault(self.machine.current.timeline, Pool())
+        return (
+            self._host_pool if home is Home.HOST else None
+        )  # pinned memory waits for the streams that copied from it or to it
+
+    # --- what happens ---
+
+    def new(self, tensor: Tensor, home: Home, label: str = "") -> None:
+        memory = Memory(label or label_of(sys._getframe(1)), home, None)
+        memory.allocate(self.pool_of(home))
+        self._know(tensor.untyped_storage(), memory)
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        if not self._paused and nbytes != storage.size():
+            memory = self.memory_of(storage)
+            if memory.label == "memory from before":
+                memory.label = label_of(sys._getframe(1))
+            if storage.size():
+                memory.free()
+            if nbytes:
+                self.reap()
+                memory.allocate(self.pool_of(memory.home))
+        self._resize(storage, nbytes)
+        if not self._paused and nbytes:
+            memory = self.memory_of(storage)
+            memory.address, memory.nbytes = storage.data_ptr(), nbytes
+
+    def touch(self, tensor: Tensor, timeline: Timeline, clock: Clock, writes: bool, op: str, where: Any) -> None:
+        memory, base = self._find(tensor)
+        if memory.freed:
+            raise AssertionError(f"{op} on {timeline.name} uses memory of {memory.label} that was freed")
+        for low, high in spans(tensor):
+            access = Access(timeline, clock[timeline.number], clock, writes, base + low, base + high, op, where, memory.label)
+            for race in memory.touch(access):
+                self.races.setdefault(race.key, race)
+
+    def message(self, kind: str, timeline: Timeline, reads: Sequence[Tensor], writes: Sequence[Tensor], group: str) -> None:
+        """A collective on a timeline."""
+        clock, where = self.machine.enqueue(timeline), stack()
+        for tensor in reads:
+            self.touch(tensor, timeline, clock, False, kind, where)
+        for tensor in writes:
+            self.touch(tensor, timeline, clock, True, kind, where)
+        self.sequence.append((kind, group, sum(tensor.numel() * tensor.element_size() for tensor in writes)))
+        self.count()
+
+    def count(self) -> None:
+        self.queued += self.trains
+        if self.queued == self._raise_at:
+            raise Planted(f"behind operation {self.queued}")
+
+    def operation(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        for index, argument in enumerate(func._schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            (writes if argument.is_write else reads).extend(tensors)
+        pinned = kwargs.pop("pin_memory", None) if "pin_memory" in kwargs else None
+        fine = [*reads, *writes]
+        for tensor in fine:
+            if self.is_known(tensor) and self.memory_of(tensor).freed and tensor.numel() and name not in NO_DATA:
+                if not any(argument.alias_info and not argument.is_write for argument in func._schema.arguments):
+                    raise AssertionError(f"{name} uses memory of {self.memory_of(tensor).label} that was freed")
+        found = func(*args, **kwargs)
+        if name in NO_DATA:
+            return found
+        olds = {tensor.untyped_storage()._cdata for tensor in fine}
+        made = [out for out in tree_leaves(found) if isinstance(out, Tensor) and out.untyped_storage()._cdata not in olds]
+        if not made and not writes and fine and isinstance(found, (Tensor, list, tuple)):
+            return found  # views
+        home = self._home_of(reads, writes, kwargs, pinned)
+        for out in made:
+            self.new(out, home)
+        if name in NEW:
+            return found
+        self._note(name, reads, [*writes, *made], args, kwargs, home)
+        return found
+
+    def _home_of(self, reads: Sequence[Tensor], writes: Sequence[Tensor], kwargs: dict[str, Any], pinned: bool | None) -> Home:
+        """Where an operation makes memory."""
+        if pinned:
+            return Home.PINNED
+        given = [*reads, *writes]
+        if kwargs.get("device") is not None and (not given or site()):  # an optimizer's state is where its parameter is
+            return Home.DEVICE
+        if given:
+            return Home.HOST if all(map(self.is_host, given)) else Home.DEVICE
+        return Home.HOST if pinned is not None else Home.DEVICE  # torch.empty(n, pin_memory=False) without a device
+
+    def _note(
+        self,
+        name: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        home: Home,
+    ) -> None:
+        machine, where = self.machine, stack()
+        on_host = all(map(self.is_host, [*reads, *writes]))
+        if on_host:
+            timeline, clock = machine.host, machine.host.advance()
+        else:
+            timeline = machine.current.timeline
+            clock = machine.enqueue(timeline)
+        for tensors, writing in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                staged = not on_host and not writing and self.is_host(tensor) and self.memory_of(tensor).home is Home.HOST
+                if staged or (not on_host and self.is_host(tensor) and name not in COPIES):  # read as it is queued
+                    self.touch(tensor, machine.host, machine.host.advance(), writing, name, where)
+                else:
+                    self.touch(tensor, timeline, clock, writing, name, where)
+        if not on_host and timeline is not machine.main.timeline:
+            self.count()
+        crosses = not on_host and any(map(self.is_host, [*reads, *writes]))
+        blocking = name in COPIES and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True))
+        if (crosses and blocking) or (name in SYNCHRONIZE and not on_host):
+            join(machine.host.clock, timeline.clock)
+
+    def host_reads(self, tensor: Tensor) -> Any:
+        """`tolist()`: Python reads the values of a tensor, which of one on the device waits for its stream."""
+        machine = self.machine
+        if type(tensor) is not Tensor or self._paused:
+            return self._tolist(tensor)
+        if not self.is_host(tensor):
+            join(machine.host.clock, machine.current.timeline.clock)
+        self.touch(tensor, machine.host, machine.host.advance(), False, "tolist", stack())
+        return self._tolist(tensor)
+
+    # --- the block ---
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs in this block is part of something that is noted already."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @contextmanager
+    def watching(self) -> Iterator[Detector]:
+        module = self.machine.module
+        inner, frombuffer = torch.get_device_module, torch.frombuffer
+        given = lambda device=None: module if getattr(device, "type", device) == "cpu" else inner(device)
+        with ExitStack() as entered:
+            for target, name, value in (
+                (torch, "get_device_module", given),
+                (torch.UntypedStorage, "resize_", lambda storage, nbytes: self.resize(storage, nbytes)),
+                (torch, "frombuffer", lambda *args, **kwargs: self.mark(frombuffer(*args, **kwargs), Home.HOST)),
+                (torch.Tensor, "tolist", lambda tensor: self.host_reads(tensor)),
+                (torch.Tensor, "pin_memory", lambda tensor, *_: self.mark(tensor.clone(), Home.PINNED)),
+            ):
+                entered.enter_context(mock.patch.object(target, name, value))
+            entered.enter_context(Operations(self))
+            yield self
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self._detector = detector
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        without_data = any(issubclass(kind, FakeTensor) for kind in types) or any(
+            leaf.is_meta for leaf in tree_leaves(args) if isinstance(leaf, Tensor)
+        )
+        if not without_data and any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a subclass: its own operations come here
+        if self._detector._paused or without_data:
+            return func(*args, **kwargs)
+        return self._detector.operation(func, func._schema.name, args, kwargs)
+
+
+class NodeStreams(TorchFunctionMode):
+    """What autograd's engine does with streams: a node runs on the stream of its forward, behind the nodes that it gets gradients of;
+    when all ran, the caller's stream is behind those that end a graph, and final callbacks run on that.
+    """
+
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self._detector = detector
+        self._machine = detector.machine
+        self._streams: dict[Any, Stream] = {}
+        self._clocks: dict[Any, list[Clock]] = {}  # of what a node waits for
+        self._before: list[Stream] = []
+        self._ran: Clock = {}
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Any:
+        graph: Any = torch.autograd.graph
+        engine = graph._engine_run_backward
+        self._entered.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", partial(self._run, engine)))
+        self._entered.enter_context(mock.patch.object(graph, "_engine_run_backward", partial(self._run, engine)))
+        self._entered.enter_context(mock.patch.object(_torch, "on_backward_end", partial(self._at_end, _torch.on_backward_end)))
+        return super().__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._entered.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            for out in tree_leaves(found):
+                if isinstance(out, Tensor) and out.requires_grad and out.grad_fn is not None:
+                    self._tag(out.grad_fn)
+        return found
+
+    def _tag(self, node: Any) -> None:
+        """Have a node, and those below it that are new, run on the current stream."""
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self._streams or type(node).__name__ == "CheckpointFunctionBackward":
+                continue
+            self._streams[node] = self._machine.current
+            node.register_prehook(partial(self._begin, node))
+            node.register_hook(partial(self._end, node))
+            waiting += [below for below, _ in node.next_functions]
+
+    def _begin(self, node: Any, *_: Any) -> None:
+        machine, stream = self._machine, self._streams[node]
+        self._before.append(machine.current)
+        machine.current = stream
+        for clock in self._clocks.pop(node, []):
+            join(stream.timeline.clock, clock)
+
+    def _end(self, node: Any, *_: Any) -> None:
+        clock = dict(self._machine.current.timeline.clock)
+        if not node.next_functions:
+            join(self._ran, clock)
+        self._machine.current = self._before.pop()
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            clocks = self._clocks.setdefault(below, [])
+            clocks.append(clock)
+            if len(clocks) > 1:  # the engine adds gradients up on the stream of the node that gets them
+                self._machine.current = self._streams.get(below, self._machine.current)
+                for other in clocks:
+                    join(self._machine.current.timeline.clock, other)
+
+    def _run(self, engine: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        caller, ran, before = self._machine.current, self._ran, self._before
+        self._ran, self._before = {}, []
+        for out in outputs:
+            if isinstance(out, Tensor) and out.grad_fn is not None:
+                self._clocks.setdefault(out.grad_fn, []).append(dict(caller.timeline.clock))
+        try:
+            return engine(outputs, *args, **kwargs)
+        finally:
+            self._machine.current = caller
+            join(caller.timeline.clock, self._ran)
+            self._ran, self._before = ran, before
+
+    def _at_end(self, queue: Any, callback: Any) -> None:
+        machine, caller = self._machine, self._before[0] if self._before else self._machine.current
+        weak = weakref.ref(self)
+
+        def ended() -> None:
+            streams = weak()
+            assert streams is not None
+            join(caller.timeline.clock, streams._ran)
+            machine.current = caller
+            callback()
+
+        queue(ended)
+
+
+def label_of(frame: Any) -> str:
+    """What an allocation is for, as far as the frames of fullshard tell: the unit, and the line."""
+    unit, where = "", ""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(SOURCE):
+            where = (
+                where
+                or f"{frame.f_code.co_filename[len(SOURCE) + 1 :]}:{frame.f_lineno} {frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name}"
+            )
+            unit = unit or unit_of_frame(frame)
+        frame = frame.f_back
+    if not where:
+        return "the program"
+    return f"{where}, unit '{unit}'" if unit else where
+
+
+def unit_of_frame(frame: Any) -> str:
+    for name in ("unit", "group", "self"):
+        thing = frame.f_locals.get(name)
+        if name == "unit" and hasattr(thing, "unit_name"):
+            return str(thing.unit_name.name)
+        parameters = getattr(getattr(thing, "group", thing), "parameters", None)
+        if isinstance(parameters, list) and parameters and hasattr(parameters[0], "unit_name"):
+            return f"{parameters[0].unit_name.name}"
+    return ""

@@ -1,0 +1,300 @@
+"""Programs to look at: models, options and steps of training, each a value that says all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+from detector import Detector, NodeStreams, Planted
+from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.collectives.streams import StreamLane
+from models import Stack, batch, square
+from network import host_memory, watching
+
+RANKS = 4
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a program does; the defaults are those of a plain one.
+
+    dtypes: none, low (bfloat16, reduced in float32), high (reduced in float64).        recompute: of each block.
+    evaluate: a forward without graph before each step.         write: weights are written behind it, and loaded.
+    by_hand: prefetch by hand, and unshard(async_op=True) of the first block.           towers: blocks on two streams.
+    hook: set_all_reduce_hook, on a stream of its own if "stream".                      optimizer: at the end, in hooks, or on
+    memory: messages in memory of the group.                                            a stream of its own with an event.
+    offload: none, pageable, pinned.
+    """
+
+    steps: int = 2
+    microbatches: int = 1
+    replicas: int = 1
+    defer_replicas: bool = False
+    reshard: Any = None
+    dtypes: str = "none"
+    direct: float | None = None
+    in_flight: int = 1
+    ahead: int | None = None
+    offload: str = "none"
+    recompute: bool = False
+    evaluate: bool = False
+    write: bool = False
+    by_hand: bool = False
+    towers: bool = False
+    hook: str = "none"
+    optimizer: str = "end"
+    memory: bool = False
+    extension: bool = False
+    every: int = 1
+    wide: bool = False
+
+    @property
+    def mp(self) -> MixedPrecisionPolicy:
+        return {
+            "none": MixedPrecisionPolicy(),
+            "low": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "high": MixedPrecisionPolicy(reduce_dtype=torch.float64),
+        }[self.dtypes]
+
+    def __str__(self) -> str:
+        told = [f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return f"Program({', '.join(told)})"
+
+
+def drawn(seed: int) -> Program:
+    """A random program: of each option a choice, rarely the rare ones."""
+    dice = Random(seed)
+    rare = lambda value, plain, chance=0.2: value if dice.random() < chance else plain
+    program = Program(
+        steps=dice.choice((1, 2, 3)),
+        microbatches=dice.choice((1, 1, 2, 3)),
+        replicas=dice.choice((1, 1, 2, 4)),
+        reshard=dice.choice((None, True, False, 2)),
+        dtypes=dice.choice(("none", "none", "low", "high")),
+        direct=dice.choice((None, 0, 200, float("inf"))),
+        in_flight=dice.choice((1, 1, 2, 3)),
+        ahead=dice.choice((None, None, 0, 10**4, 10**6)),
+        offload=rare(dice.choice(("pageable", "pinned")), "none"),
+        recompute=rare(True, False),
+        evaluate=rare(True, False, 0.3),
+        write=rare(True, False, 0.3),
+        by_hand=rare(True, False),
+        towers=rare(True, False, 0.3),
+        hook=rare(dice.choice(("lane", "stream")), "none"),
+        optimizer=dice.choice(("end", "end", "hooks", "stream")),
+        memory=rare(True, False),
+        extension=rare(True, False),
+        every=dice.choice((1, 1, 2)),
+        wide=dice.random() < 0.5,
+        defer_replicas=dice.random() < 0.3,
+    )
+    if program.replicas == RANKS and program.reshard == 2:
+        program = dataclasses.replace(program, reshard=True)
+    if program.replicas == 2 and program.reshard == 2:  # the shards of two ranks have no smaller group
+        program = dataclasses.replace(program, reshard=None)
+    if program.extension:  # its copy from the host is torch's own `.to(device)`, which does nothing here
+        program = dataclasses.replace(program, offload="none")
+    if program.optimizer == "stream" and program.offload != "none":
+        program = dataclasses.replace(program, optimizer="end")
+    return program
+
+
+def run(program: Program, detector: Detector, *, tolerant: bool = False) -> Detector:
+    """Train in a thread of its own, which has lanes of its own. `tolerant`: go on behind an exception that the detector planted."""
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with (
+                warnings.catch_warnings(),
+                watching(detector),
+                host_memory(detector, pinned=program.offload == "pinned"),
+                NodeStreams(detector),
+            ):
+                warnings.simplefilter("ignore")
+                training = Training(program, detector, tolerant)
+                detector.trains = True
+                training.run()
+                detector.reap()
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return detector
+
+
+class Training:
+    def __init__(self, program: Program, detector: Detector, tolerant: bool) -> None:
+        self.program, self.detector, self.tolerant = program, detector, tolerant
+        self.module = detector.machine.module
+        self.side = self.module.Stream()
+        torch.manual_seed(0)
+        self.model = Model(3, 8, 24) if program.wide else Model(2)
+        self.model.training_of = self
+        self.shard()
+        if program.extension:
+            for block in self.model.blocks:
+                shard = block.up.weight._local_tensor
+                shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = MethodType(halved, shard), MethodType(widened, shard)
+        self.optimizers()
+
+    def shard(self) -> None:
+        program, model = self.program, self.model
+        shape = (RANKS,) if program.replicas == 1 else (program.replicas, RANKS // program.replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard",) if program.replicas == 1 else ("replicate", "shard"))
+        offload = None if program.offload == "none" else CPUOffloadPolicy(pin_memory=program.offload == "pinned")
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": program.mp,
+            "reshard_after_forward": program.reshard,
+            "comm_policy": CommPolicy(
+                direct_min_bytes=program.direct,
+                reductions_in_flight=program.in_flight,
+                prefetch_bytes=program.ahead,
+                lanes=StreamLane,
+            ),
+            "check_policy": CheckPolicy(every=program.every),
+        }
+        if offload is not None:
+            options["offload_policy"] = offload
+        for block in model.blocks:
+            fullshard.fully_shard(block, **options)
+        fullshard.fully_shard(model, **options)
+        for unit in fullshard_units(model):
+            if program.hook != "none":
+                unit.set_all_reduce_hook(lambda flat: flat.mul_(0.5), stream=self.side if program.hook == "stream" else None)
+            if program.memory:
+                unit.set_allocate_memory_from_process_group_for_comm(True)
+        if program.by_hand:
+            first, *others = model.blocks
+            model.set_modules_to_forward_prefetch([first])
+            for one, other in zip(model.blocks, others):
+                one.set_modules_to_forward_prefetch([other])
+                other.set_modules_to_backward_prefetch([one])
+
+    def optimizers(self) -> None:
+        if self.program.optimizer != "hooks":
+            self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=True)
+            return
+        self.optimizer = None
+        for parameter in self.model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.01)
+
+            def step(parameter: Tensor, optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+
+    def run(self) -> None:
+        for step in range(self.program.steps):
+            try:
+                self.step(step)
+            except (Planted, fullshard.StateError) as failure:
+                if not self.tolerant or not (isinstance(failure, Planted) or isinstance(failure.__cause__, Planted)):
+                    raise
+                failure.__traceback__ = None  # it keeps what the frames hold
+                self.model.zero_grad()
+        if self.tolerant:  # whatever came before, a whole step follows
+            self.step(self.program.steps)
+
+    def step(self, step: int) -> None:
+        program, model = self.program, self.model
+        if program.evaluate:
+            with torch.no_grad():
+                self.forward(batch(step))
+        if program.write:
+            self.module.current_stream().wait_stream(self.side)  # an optimizer may be at work there
+            with torch.no_grad():
+                for index, parameter in enumerate(model.parameters()):
+                    if index % 3 == 0:
+                        parameter.mul_(0.99)
+                    elif index % 3 == 1:
+                        parameter.data = parameter.data * 0.99
+                    else:
+                        nn.init.uniform_(parameter)
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        for micro in range(program.microbatches):
+            last = micro == program.microbatches - 1
+            model.set_is_last_backward(last)
+            if program.defer_replicas and program.replicas > 1:
+                model.set_requires_all_reduce(last)
+            elif program.optimizer != "hooks":
+                model.set_requires_gradient_sync(last)
+            # Not Tensor.backward: a function of torch's, inside of which function modes are off.
+            torch.autograd.backward(square(self.forward(batch(step + micro))))
+        if self.optimizer is None:
+            return
+        if program.optimizer == "stream":
+            self.side.wait_stream(self.module.current_stream())
+            with self.module.stream(self.side):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            model.set_post_optim_event(self.side.record_event())
+        else:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.program.by_hand:
+            self.model.blocks[0].unshard(async_op=True)
+        return self.model(x)
+
+
+class Model(Stack):
+    """A Stack that recomputes its blocks, or runs every second one on another stream, with the waits that a program owes."""
+
+    training_of: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        training = self.training_of
+        program, module, side = training.program, training.module, training.side
+        x = self.inp(x)
+        for index, block in enumerate(self.blocks):
+            call = partial(checkpoint, block, use_reentrant=False) if program.recompute else block
+            if program.towers and index % 2:
+                side.wait_stream(module.current_stream())
+                with module.stream(side):
+                    x = call(x)
+                module.current_stream().wait_stream(side)
+            else:
+                x = call(x)
+        return self.head(x)
+
+
+def halved(shard: Tensor, mesh: Any) -> Any:
+    return (shard.detach().to(torch.bfloat16),), None
+
+
+def widened(shard: Tensor, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+    """The gathered bfloat16 in the dtype that is computed in."""
+    (part,) = outputs
+    if out is not None:
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(part)
+        return None
+    full = part.to(dtype)
+    return full, (full,)
+
+
+def fullshard_units(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, fullshard.FSDPModule):
+            yield module
