@@ -12,6 +12,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from accesses import Access, Home, Memory, Pool, Race, spans
+from timelines import SOURCE, Clock, Machine, Stream, Timeline, join, site, stack
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,8 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fullshard import _torch
-from memory import Access, Home, Memory, Pool, Race, spans
-from timelines import SOURCE, Clock, Machine, Stream, Timeline, join, site, stack
 
 COPIES = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"}
 NO_DATA = {"aten::set_", "aten::resize_", "aten::detach_", "aten::requires_grad_", "aten::record_stream", "aten::as_strided_"}
@@ -49,6 +49,7 @@ class Detector:
         self.races: dict[tuple[str, ...], Race] = {}
         self.sequence: list[tuple[object, ...]] = []
         self.trains, self.queued, self._raise_at = False, 0, raise_at
+        self._groups: dict[str, int] = {}
         self._memories: dict[
             int, tuple[StorageWeakRef, Memory, int]
         ] = {}  # by storage; a slice of one begins so many bytes into it
@@ -98,6 +99,11 @@ class Detector:
                     memory.free()
                 del self._memories[key]
 
+    def labels(self) -> list[str]:
+        """Of all memory that lives."""
+        self.reap()
+        return [memory.label for _, memory, _ in self._memories.values() if not memory.freed]
+
     def is_host(self, tensor: Tensor) -> bool:
         return self.is_known(tensor) and self.memory_of(tensor).home is not Home.DEVICE
 
@@ -118,6 +124,7 @@ class Detector:
     # --- what happens ---
 
     def new(self, tensor: Tensor, home: Home, label: str = "") -> None:
+        self.reap()
         memory = Memory(label or label_of(sys._getframe(1)), home, None)
         memory.allocate(self.pool_of(home))
         self._know(tensor.untyped_storage(), memory)
@@ -153,8 +160,12 @@ class Detector:
             self.touch(tensor, timeline, clock, False, kind, where)
         for tensor in writes:
             self.touch(tensor, timeline, clock, True, kind, where)
-        self.sequence.append((kind, group, sum(tensor.numel() * tensor.element_size() for tensor in writes)))
+        self.send(kind, group, sum(tensor.numel() * tensor.element_size() for tensor in writes))
         self.count()
+
+    def send(self, kind: str, group: str, *what: object) -> None:
+        """Something that all ranks of a group, of which there are new ones in each program, do together."""
+        self.sequence.append((kind, self._groups.setdefault(group, len(self._groups)), *what))
 
     def count(self) -> None:
         self.queued += self.trains
@@ -170,10 +181,10 @@ class Detector:
             (writes if argument.is_write else reads).extend(tensors)
         pinned = kwargs.pop("pin_memory", None) if "pin_memory" in kwargs else None
         fine = [*reads, *writes]
-        for tensor in fine:
-            if self.is_known(tensor) and self.memory_of(tensor).freed and tensor.numel() and name not in NO_DATA:
-                if not any(argument.alias_info and not argument.is_write for argument in func._schema.arguments):
-                    raise AssertionError(f"{name} uses memory of {self.memory_of(tensor).label} that was freed")
+        is_view = any(argument.alias_info and not argument.is_write for argument in func._schema.arguments)
+        for tensor in () if is_view or name in NO_DATA or name in NEW else fine:
+            if self.is_known(tensor) and self.memory_of(tensor).freed and tensor.numel():
+                raise AssertionError(f"{name} uses memory of {self.memory_of(tensor).label} that was freed")
         found = func(*args, **kwargs)
         if name in NO_DATA:
             return found

@@ -13,19 +13,21 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from accesses import Home
+from detector import Detector
+from timelines import Timeline
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from detector import Detector
 from fullshard import _torch
 from fullshard.params.group import ParamGroup
 from fullshard.params.reduction import Reduction
 from fullshard.runtime import communicator
 from fullshard.runtime.unit import Unit
-from memory import Home
-from timelines import Timeline
 
 BACKEND = "races"
+
+ASYNCHRONOUS = False  # whether collectives run on the group's own stream, whatever they were asked for
 
 DETECTOR: list[Detector] = []  # the one that is at work
 
@@ -52,7 +54,7 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, size)
         self._own: dict[int, Timeline] = {}  # by machine
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return BACKEND
 
     @property
@@ -69,7 +71,7 @@ class Group(dist.ProcessGroup):
         if DETECTOR:
             detector = DETECTOR[-1]
             machine = detector.machine
-            asynchronous = opts is None or opts.asyncOp
+            asynchronous = ASYNCHRONOUS or opts is None or opts.asyncOp
             timeline = machine.current.timeline
             if asynchronous:
                 own = self._own.get(id(machine))
@@ -169,7 +171,7 @@ def host_memory(detector: Detector, *, pinned: bool) -> Iterator[None]:
 
     def allocating(group: Any, device: Any) -> Any:
         def allocate(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-            detector.sequence.append(("allocation", group.group_name, tuple(size), dtype))
+            detector.send("allocation", group.group_name, tuple(size), dtype)
             return torch.empty(size, dtype=dtype, device=device)
 
         return allocate

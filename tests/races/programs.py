@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -13,16 +13,16 @@ from types import MethodType
 from typing import Any
 
 import torch
+from detector import Detector, NodeStreams, Planted
+from models import Stack, batch, square
+from network import host_memory, watching
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from detector import Detector, NodeStreams, Planted
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.collectives.streams import StreamLane
-from models import Stack, batch, square
-from network import host_memory, watching
 
 RANKS = 4
 
@@ -74,6 +74,30 @@ class Program:
         return f"Program({', '.join(told)})"
 
 
+NAMED = {
+    "plain": Program(steps=3),
+    "mixed precision": Program(dtypes="low"),
+    "cast before reduction": Program(dtypes="high", direct=0),
+    "accumulation": Program(microbatches=3),
+    "hybrid": Program(replicas=2, microbatches=2, defer_replicas=True),
+    "replicas alone": Program(replicas=RANKS),
+    "int reshard": Program(reshard=2, wide=True),
+    "kept full": Program(reshard=False),
+    "offload": Program(offload="pinned", dtypes="low", replicas=2),
+    "offload, written": Program(offload="pinned", evaluate=True, write=True),
+    "offload to pageable memory, written": Program(offload="pageable", evaluate=True, write=True),
+    "prefetch by hand": Program(by_hand=True, ahead=10**6),
+    "two streams": Program(towers=True, recompute=True, in_flight=2),
+    "hook on a stream": Program(hook="stream", replicas=2, in_flight=2, microbatches=2),
+    "optimizer on a stream": Program(optimizer="stream", by_hand=True, steps=3),
+    "optimizers in hooks": Program(optimizer="hooks", in_flight=2, microbatches=2, replicas=2, ahead=10**6),
+    "recomputation": Program(recompute=True, reshard=False),
+    "extension": Program(extension=True, dtypes="low", optimizer="hooks"),
+    "memory of the group": Program(memory=True, microbatches=2, replicas=2),
+    "many in flight": Program(in_flight=3, direct=0, every=2, steps=3),
+}
+
+
 def drawn(seed: int) -> Program:
     """A random program: of each option a choice, rarely the rare ones."""
     dice = Random(seed)
@@ -112,8 +136,11 @@ def drawn(seed: int) -> Program:
     return program
 
 
-def run(program: Program, detector: Detector, *, tolerant: bool = False) -> Detector:
-    """Train in a thread of its own, which has lanes of its own. `tolerant`: go on behind an exception that the detector planted."""
+def run(program: Program, detector: Detector, *, tolerant: bool = False, at_end: Callable[[], None] = lambda: None) -> Detector:
+    """Train in a thread of its own, which has lanes of its own.
+
+    tolerant: go on behind an exception that the detector planted. at_end: called while the model still lives.
+    """
     failures: list[BaseException] = []
 
     def work() -> None:
@@ -128,6 +155,7 @@ def run(program: Program, detector: Detector, *, tolerant: bool = False) -> Dete
                 training = Training(program, detector, tolerant)
                 detector.trains = True
                 training.run()
+                at_end()
                 detector.reap()
         except BaseException as failure:
             failures.append(failure)

@@ -175,10 +175,10 @@ class DeviceModule:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def Stream(self, device: object = None, priority: int = 0) -> Stream:  # noqa: N802
+    def Stream(self, device: object = None, priority: int = 0) -> Stream:
         return Stream(self._machine)
 
-    def Event(self, *args: object, **kwargs: object) -> Event:  # noqa: N802
+    def Event(self, *args: object, **kwargs: object) -> Event:
         return Event(self._machine)
 
     def current_stream(self, device: object = None) -> Stream:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from timelines import Clock, Frame, Timeline
+from torch import Tensor
 
 
 class Home(enum.Enum):

@@ -1,0 +1,136 @@
+"""Faults to plant: each takes a wait away, gives memory back too early, or swaps two lines, as a bug would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import network
+import torch
+
+from fullshard import _torch
+from fullshard.collectives.streams import InFlight, StreamLane, _StreamWork
+from fullshard.params.group import ParamGroup
+from fullshard.params.reduction import Reduction
+from fullshard.runtime.executor import Executor
+from fullshard.runtime.heartbeat import Heartbeats
+
+Patch = tuple[Any, str, Any]
+
+
+def staging_before_the_wait(executor: Any, unit: Any) -> None:
+    for group, work in executor._gathering[unit.record.number]:
+        group.finish_gather(work)
+        work.wait()
+    del executor._gathering[unit.record.number]
+    if unit.record.is_pinned:
+        unit.expose()
+
+
+def memory_without_a_wait(in_flight: Any) -> None:
+    while in_flight._entries:
+        in_flight._entries.popleft()[1]()
+
+
+def messages_as_they_are_sent(reduction: Any, work: Any, sent: Any = Reduction.sent) -> None:
+    sent(reduction, work)
+    reduction._messages = []
+
+
+def pages_as_they_are_sent(heartbeats: Any, sent: Any, handed_out: Any = Heartbeats.handed_out) -> None:
+    handed_out(heartbeats, sent)
+    heartbeats._pages += [beat.page for beat, _ in sent if beat.page not in heartbeats._pages]
+
+
+def lane(order: str) -> Callable[..., Any]:
+    """`StreamLane.run` with two of its lines swapped, or one missing."""
+
+    def run(self: Any, start: Any, finish: Any, after: Any = None) -> Any:
+        module, stream = self._module, self._stream
+        compute = module.current_stream(self._device)
+
+        def wait() -> None:
+            stream.wait_stream(compute) if after is None else stream.wait_event(after.event)
+
+        if order != "start before the wait":
+            wait()
+        with module.stream(stream):
+            pending = start()
+            if order == "start before the wait":
+                wait()
+            event = stream.record_event()
+            if order == "finish before the works":
+                finish()
+            for work in pending.works:
+                work.wait()
+            if pending.then is not None:
+                pending.then()
+            if order != "finish before the works":
+                finish()
+            if order != "event before finish":
+                event = stream.record_event()
+            return _StreamWork(event, module, self._device)
+
+    return run
+
+
+def in_forward_only(synchronize: Any = ParamGroup.synchronize_host) -> Callable[[Any], None]:
+    """`synchronize_host` as it was: by whom optimizers ask, not by writes of the caller's."""
+    import sys
+
+    def synchronize_host(group: Any) -> None:
+        if "wait_for_readers" not in {sys._getframe(depth).f_code.co_name for depth in (1, 2, 3)}:
+            synchronize(group)
+
+    return synchronize_host
+
+
+def dropped(heartbeats: Any) -> None:
+    heartbeats._unread.clear()
+
+
+def on_stream(stream: Any, fn: Any, *args: Any) -> None:
+    module = torch.get_device_module(stream.device)
+    stream.wait_stream(module.current_stream())
+    with module.stream(stream):
+        fn(*args)
+    module.current_stream().wait_stream(stream)
+
+
+FAULTS: dict[str, tuple[Patch, ...]] = {
+    "staging of a gather is freed before the wait": ((Executor, "_wait", staging_before_the_wait),),
+    "messages of a reduction are freed as they are sent": ((Reduction, "sent", messages_as_they_are_sent),),
+    "pages of heartbeats are used again as they are sent": ((Heartbeats, "handed_out", pages_as_they_are_sent),),
+    "a lane starts before it waits": ((StreamLane, "run", lane("start before the wait")),),
+    "a lane finishes before the collective": (
+        (StreamLane, "run", lane("finish before the works")),
+        (network, "ASYNCHRONOUS", True),
+    ),
+    "a lane records its event before it finishes": ((StreamLane, "run", lane("event before finish")),),
+    "the backend's own stream is not waited for": (
+        (network, "ASYNCHRONOUS", True),
+        (network.Work, "wait", lambda work, timeout=None: True),
+    ),
+    "writes of the caller's do not wait for copies": ((ParamGroup, "synchronize_host", in_forward_only()),),
+    "nothing waits for copies of the host's memory": ((ParamGroup, "synchronize_host", lambda group: None),),
+}
+
+BEHIND_EXCEPTIONS: dict[str, tuple[Patch, ...]] = {
+    "a lane that raises leaves the compute lane before it": ((StreamLane, "run", lane("as it should be")),),
+    "memory in flight is dropped without a wait": ((InFlight, "drain_quietly", memory_without_a_wait),),
+    "heartbeats are dropped without a wait": ((Heartbeats, "clear", dropped),),
+    "a hook that raises leaves its stream": ((_torch, "on_stream", on_stream),),
+}
+
+
+@contextmanager
+def planted(patches: tuple[Patch, ...]) -> Iterator[None]:
+    with ExitStack() as entered:
+        for target, name, value in patches:
+            entered.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
+__all__ = ["BEHIND_EXCEPTIONS", "FAULTS", "planted"]

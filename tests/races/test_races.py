@@ -1,0 +1,236 @@
+"""Streams, without a GPU: nothing that the library does is out of order, and every planted fault is found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import rotation
+import torch
+from accesses import Home
+from detector import Detector
+from network import watching, world
+from planted import BEHIND_EXCEPTIONS, FAULTS, planted
+from programs import NAMED, Program, drawn, run
+
+import fullshard
+
+RANDOM = 500
+
+# Orders that others make already. Each is part of a call that does more elsewhere: on the CPU, or together with what is said here.
+COVERED = {
+    (
+        "runtime/heartbeat.py read_now (wait)",
+        "wait_event",
+    ): "the host waits as well, and nothing on the device reads the answer",
+    ("runtime/heartbeat.py read (wait)", "wait_event"): "the host waits as well, and nothing on the device reads the answer",
+    ("params/group.py synchronize_host (wait)", "wait_event"): "the host waits as well, and the host alone writes such shards",
+    ("runtime/reducer.py poll (wait)", "wait_event"): "the host was told that the lane is done",
+    ("runtime/reducer.py _send_heartbeats (wait)", "wait_event"): "the lanes are drained a moment later",
+    ("runtime/heartbeat.py clear (wait)", "wait_event"): "found behind exceptions",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_world() -> Iterator[None]:
+    with world():
+        yield
+
+
+def first_race(detector: Detector) -> str:
+    return next((str(race) for race in detector.races.values()), "")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_no_program_has_a_race(name: str) -> None:
+    """Whatever the device answers to queries, all ranks send the same messages and allocate the same of the group's memory."""
+    sequences = []
+    for seed in range(4):
+        detector = run(NAMED[name], Detector(seed))
+        assert not detector.races, first_race(detector)
+        sequences.append(detector.sequence)
+    assert all(sequence == sequences[0] for sequence in sequences)
+
+
+def test_no_random_program_has_a_race() -> None:
+    for seed in rotation.share(range(RANDOM)):
+        program = drawn(seed)
+        detector = run(program, Detector(seed))
+        assert not detector.races, f"{seed} {program}\n{first_race(detector)}"
+        if seed % 2:
+            other = run(program, Detector(seed + RANDOM))
+            assert detector.sequence == other.sequence, f"{seed} {program}: what ranks send depends on when the device answers"
+
+
+@pytest.mark.parametrize("name", ["offload", "hook on a stream", "extension", "memory of the group"])
+def test_no_exception_behind_an_operation_leaves_a_race(name: str) -> None:
+    """An exception behind each operation of a lane in turn; the step is given up, and a whole one follows."""
+    program = NAMED[name]
+    for at in rotation.share(range(1, run(program, Detector()).queued + 1)):
+        detector = run(program, Detector(at, raise_at=at), tolerant=True)
+        assert not detector.races, f"behind operation {at}: {first_race(detector)}"
+
+
+def orders() -> list[tuple[str, str]]:
+    """The orders that the named programs make, by function and kind."""
+    found: dict[tuple[str, str], None] = {}
+    for program in NAMED.values():
+        found |= dict.fromkeys(run(program, Detector()).machine.orderings)
+    return [key for key in found if key[1] != "query"]
+
+
+def test_each_order_that_is_left_out_is_found() -> None:
+    """Orders are left out by function: all that the function makes in a program. Those that others cover are listed, with reasons."""
+    every = orders()
+    assert len(every) >= 20
+    missed = []
+    for key in rotation.share(every):
+        drops = lambda site, kind, key=key: (site, kind) == key
+        found = any(
+            key in run(program, Detector(seed)).machine.orderings and run(program, Detector(seed, drops=drops)).races
+            for program in NAMED.values()
+            for seed in range(2)
+        )
+        if not found and key not in COVERED:
+            missed.append(key)
+    assert not missed, missed
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(name: str) -> None:
+    with planted(FAULTS[name]):
+        assert any(is_found(program, seed) for program in NAMED.values() for seed in range(3))
+
+
+def is_found(program: Program, seed: int) -> bool:
+    detector = Detector(seed)
+    try:
+        run(program, detector)
+    except fullshard.StateError:
+        pass  # what the host read was not what was sent
+    except AssertionError as error:
+        return "that was freed" in str(error)
+    return bool(detector.races)
+
+
+@pytest.mark.parametrize("name", BEHIND_EXCEPTIONS)
+def test_faults_behind_exceptions_are_found(name: str) -> None:
+    def is_found(program: Program, at: int) -> bool:
+        return bool(run(program, Detector(at, raise_at=at), tolerant=True).races)
+
+    programs = [NAMED["offload"], NAMED["hook on a stream"]]
+    lasts = [run(program, Detector()).queued for program in programs]
+    with planted(BEHIND_EXCEPTIONS[name]):
+        assert any(is_found(program, at) for program, last in zip(programs, lasts) for at in range(1, last + 1))
+
+
+# --- the detector itself ---
+
+
+def test_two_streams_that_write_the_same_bytes_race_unless_an_event_orders_them() -> None:
+    for wait in (False, True):
+        with watching(Detector()) as detector:
+            module = detector.machine.module
+            side, tensor = module.Stream(), torch.zeros(8)
+            with module.stream(side):
+                if wait:
+                    side.wait_stream(detector.machine.main)
+                tensor[2:6].add_(1)
+            tensor[6:].add_(1)  # other bytes
+        assert bool(detector.races) is not wait
+    (race,) = run_of_two_writers().races.values()
+    text = str(race)
+    assert "aten::add_ on stream 2" in text and "aten::zeros on compute" in text, text
+    assert "stream 2 does not wait for an event recorded on compute behind operation 1" in text and "bytes 8 to 24" in text, (
+        text
+    )
+
+
+def run_of_two_writers() -> Detector:
+    with watching(Detector()) as detector:
+        tensor = torch.zeros(8)
+        with detector.machine.module.stream(detector.machine.module.Stream()):
+            tensor[2:6].add_(1)
+    return detector
+
+
+def test_freed_memory_is_reused_at_once_by_the_pool_of_the_stream_that_allocated_it() -> None:
+    for wait in (False, True):
+        with watching(Detector()) as detector:
+            module, main = detector.machine.module, detector.machine.main
+            side, tensor = module.Stream(), torch.zeros(8)
+            side.wait_stream(main)
+            with module.stream(side):
+                tensor.add_(1)
+            if wait:
+                main.wait_stream(side)
+            del tensor
+            torch.ones(4).add_(1)  # may be the same memory
+        assert bool(detector.races) is not wait
+        assert all(race.reused for race in detector.races.values())
+
+
+def test_the_host_knows_of_a_stream_by_synchronize_or_a_query_that_says_yes_alone() -> None:
+    for how in ("nothing", "wait_event", "synchronize", "query"):
+        with watching(Detector(3)) as detector:
+            detector.machine.eager = 1.0
+            host = detector.mark(torch.zeros(4), Home.PINNED)
+            device = torch.ones(4, device="cpu")
+            host.copy_(device, non_blocking=True)
+            event = detector.machine.main.record_event()
+            if how == "wait_event":
+                event.wait()
+            elif how != "nothing":
+                getattr(event, how)()
+            host.tolist()
+        assert bool(detector.races) is (how in ("nothing", "wait_event")), how
+
+
+def test_a_query_is_answered_either_way_but_always_yes_once_the_host_knows() -> None:
+    with watching(Detector(1)) as detector:
+        detector.machine.eager, answers = 0.5, set()
+        for _ in range(40):
+            torch.zeros(1).add_(1)
+            event = detector.machine.main.record_event()
+            answers.add(event.query())
+            event.synchronize()
+            assert event.query()
+    assert answers == {True, False}
+
+
+def test_a_backward_runs_on_the_streams_of_its_forward_and_final_callbacks_on_the_callers() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        detector = run(NAMED["two streams"], Detector(0))
+    names = {race.first.timeline.name for race in detector.races.values()}
+    assert not names
+    backward = [timeline.name for timeline in detector.machine.timelines if timeline.clock[timeline.number] > 10]
+    assert len(backward) >= 3, "compute, the other stream and the lanes"
+
+
+# --- what a reading of the stream path found ---
+
+
+def test_a_heartbeat_that_nobody_read_keeps_no_gradients() -> None:
+    """A host that runs ahead of its device found a whole step's flat gradients alive behind `zero_grad()`."""
+
+    detector = Detector(0)
+    detector.machine.eager = 0.0
+    alive: list[str] = []
+    run(Program(steps=1, dtypes="high"), detector, at_end=lambda: alive.extend(detector.labels()))
+    assert alive and not [label for label in alive if "params/reduction.py" in label]
+
+
+def test_messages_run_on_their_lane_and_not_on_the_streams_of_the_backend() -> None:
+    for name in ("plain", "hybrid", "extension"):
+        detector = run(NAMED[name], Detector())
+        assert not [timeline.name for timeline in detector.machine.timelines if timeline.name.startswith("nccl")]
+        assert not [key for key in detector.machine.orderings if key[1] == "work.wait"]
+
+
+def test_casts_and_copies_from_the_host_are_on_a_lane_of_their_own() -> None:
+    """The copy for the next unit does not wait for the gather of the last."""
+    for name, copies in (("offload", True), ("mixed precision", True), ("plain", False)):
+        detector = run(NAMED[name], Detector())
+        assert (("runtime/executor.py _unshard (run)", "wait_event") in detector.machine.orderings) is copies
