@@ -12,7 +12,12 @@ torch.set_num_threads(1)
 settings.register_profile("fullshard", deadline=None)  # a busy machine is no failure
 settings.load_profile("fullshard")
 
-LONG = ("test_random_faults.py", "test_races.py", "test_exits.py", "test_train_lm.py")  # files that begin first, so that no lane ends with one
+LONG = (
+    "test_random_faults.py",
+    "test_races.py",
+    "test_exits.py",
+    "test_train_lm.py",
+)  # files that begin first, so that no lane ends with one
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
