@@ -38,6 +38,7 @@ class Detector:
 
     Attributes:
         races: found so far, each pair of places once.
+        allocations: of device memory, in order, and frees.
         sequence: the messages and group allocations of this rank, which all ranks must have alike.
         trains: whether the program is ready to train.
         queued: how many operations lanes and messages were given since; behind number `raise_at` an exception is planted.
@@ -49,6 +50,7 @@ class Detector:
         self.races: dict[tuple[str, ...], Race] = {}
         self.sequence: list[tuple[object, ...]] = []
         self.trains, self.queued, self._raise_at = False, 0, raise_at
+        self.allocations: list[tuple[int, int | None, str]] = []  # memory, bytes (None: freed) and stream
         self._groups: dict[str, int] = {}
         self._memories: dict[
             int, tuple[StorageWeakRef, Memory, int]
@@ -96,7 +98,7 @@ class Detector:
         for key, (storage, memory, _) in list(self._memories.items()):
             if storage.expired():
                 if memory.storage == key:
-                    memory.free()
+                    self._free(memory)
                 del self._memories[key]
 
     def labels(self) -> list[str]:
@@ -126,8 +128,18 @@ class Detector:
     def new(self, tensor: Tensor, home: Home, label: str = "") -> None:
         self.reap()
         memory = Memory(label or label_of(sys._getframe(1)), home, None)
-        memory.allocate(self.pool_of(home))
+        self._allocate(memory, tensor.untyped_storage().size())
         self._know(tensor.untyped_storage(), memory)
+
+    def _allocate(self, memory: Memory, nbytes: int) -> None:
+        memory.allocate(self.pool_of(memory.home))
+        if memory.home is Home.DEVICE:
+            self.allocations.append((id(memory), nbytes, self.machine.current.timeline.name))
+
+    def _free(self, memory: Memory) -> None:
+        if memory.home is Home.DEVICE and memory.pool is not None and not memory.freed:
+            self.allocations.append((id(memory), None, ""))
+        memory.free()
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         if not self._paused and nbytes != storage.size():
@@ -135,10 +147,10 @@ class Detector:
             if memory.label == "memory from before":
                 memory.label = label_of(sys._getframe(1))
             if storage.size():
-                memory.free()
+                self._free(memory)
             if nbytes:
                 self.reap()
-                memory.allocate(self.pool_of(memory.home))
+                self._allocate(memory, nbytes)
         self._resize(storage, nbytes)
         if not self._paused and nbytes:
             memory = self.memory_of(storage)

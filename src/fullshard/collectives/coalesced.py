@@ -19,6 +19,19 @@ _CARRIED = {  # dtypes that every backend has; of gathers the others travel as b
 }
 
 
+class _Queued:
+    """The work of a collective that was put on the current stream: whatever follows on that is behind it."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_QUEUED = _Queued()
+
+
 class CoalescedCollectives:
     """The collectives of nccl and everything like it: all buckets of a group go out as one coalesced call."""
 
@@ -35,8 +48,8 @@ class CoalescedCollectives:
             outs, shards = [out.view(torch.uint8) for out in outs], [shard.view(torch.uint8) for shard in shards]
         if len(outs) == 1:
             out, shard = outs[0], shards[0]
-            return lambda: _started(_torch.all_gather_base(held.group, out, shard))
-        return lambda: _started(_torch.all_gather_coalesced(held.group, outs, shards))
+            return lambda: StartedWork((_torch.all_gather_base(held.group, out, shard) or _QUEUED,))
+        return lambda: StartedWork((_torch.all_gather_coalesced(held.group, outs, shards) or _QUEUED,))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """As `Collectives.reduce_scatter`: sums alone, scaled behind them, so that any backend will do."""
@@ -44,16 +57,12 @@ class CoalescedCollectives:
             work = _torch.reduce_scatter_base(self._held.group, outs[0], fulls[0])
         else:
             work = _torch.reduce_scatter_coalesced(self._held.group, outs, fulls)
-        return _started(work, partial(_torch.scale, outs, scale) if scale != 1.0 else None)
+        return StartedWork((work or _QUEUED,), partial(_torch.scale, outs, scale) if scale != 1.0 else None)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """As `Collectives.all_reduce`."""
-        return _started(_torch.all_reduce_sum(self._held.group, tensor))
+        return StartedWork((_torch.all_reduce_sum(self._held.group, tensor) or _QUEUED,))
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
         """As `Collectives.all_reduce_max`."""
-        return _started(_torch.all_reduce_max(self._held.group, tensor))
-
-
-def _started(work: dist.Work | None, then: Callable[[], None] | None = None) -> StartedWork:
-    return StartedWork(() if work is None else (work,), then)
+        return StartedWork((_torch.all_reduce_max(self._held.group, tensor) or _QUEUED,))
