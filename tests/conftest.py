@@ -15,6 +15,7 @@ settings.load_profile("fullshard")
 LONG = (
     "test_random_faults.py",
     "test_races.py",
+    "test_planted.py",
     "test_exits.py",
     "test_train_lm.py",
 )  # files that begin first, so that no lane ends with one

@@ -93,6 +93,7 @@ class Memory:
     before: dict[int, Access] = field(default_factory=dict)  # to what this memory may have been
     accesses: list[Access] = field(default_factory=list)
     freed: bool = False
+    group: str = ""  # the process group whose memory it is
     storage: int = 0  # that owns it
     address: int = 0
     nbytes: int = 0

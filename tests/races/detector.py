@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fullshard import _torch
 
@@ -27,6 +26,13 @@ COPIES = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"}
 NO_DATA = {"aten::set_", "aten::resize_", "aten::detach_", "aten::requires_grad_", "aten::record_stream", "aten::as_strided_"}
 SYNCHRONIZE = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::item"}
 NEW = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}  # no values
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Of an argument or result of an operation."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, (list, tuple)) else []
 
 
 class Planted(RuntimeError):
@@ -52,6 +58,7 @@ class Detector:
         self.trains, self.queued, self._raise_at = False, 0, raise_at
         self.allocations: list[tuple[int, int | None, str]] = []  # memory, bytes (None: freed) and stream
         self._groups: dict[str, int] = {}
+        self._freed: list[tuple[str, int]] = []  # memory of groups, of which nothing was sent yet
         self._memories: dict[
             int, tuple[StorageWeakRef, Memory, int]
         ] = {}  # by storage; a slice of one begins so many bytes into it
@@ -100,6 +107,9 @@ class Detector:
                 if memory.storage == key:
                     self._free(memory)
                 del self._memories[key]
+        freed, self._freed = sorted(self._freed), []
+        for group, nbytes in freed:
+            self.send("free", group, nbytes)
 
     def labels(self) -> list[str]:
         """Of all memory that lives."""
@@ -139,6 +149,8 @@ class Detector:
     def _free(self, memory: Memory) -> None:
         if memory.home is Home.DEVICE and memory.pool is not None and not memory.freed:
             self.allocations.append((id(memory), None, ""))
+            if memory.group:
+                self._freed.append((memory.group, memory.nbytes))
         memory.free()
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -189,8 +201,7 @@ class Detector:
         writes: list[Tensor] = []
         for index, argument in enumerate(func._schema.arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            (writes if argument.is_write else reads).extend(tensors)
+            (writes if argument.is_write else reads).extend(tensors_in(value))
         pinned = kwargs.pop("pin_memory", None) if "pin_memory" in kwargs else None
         fine = [*reads, *writes]
         is_view = any(argument.alias_info and not argument.is_write for argument in func._schema.arguments)
@@ -201,7 +212,7 @@ class Detector:
         if name in NO_DATA:
             return found
         olds = {tensor.untyped_storage()._cdata for tensor in fine}
-        made = [out for out in tree_leaves(found) if isinstance(out, Tensor) and out.untyped_storage()._cdata not in olds]
+        made = [out for out in tensors_in(found) if out.untyped_storage()._cdata not in olds]
         if not made and not writes and fine and isinstance(found, (Tensor, list, tuple)):
             return found  # views
         home = self._home_of(reads, writes, kwargs, pinned)
@@ -299,14 +310,30 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        without_data = any(issubclass(kind, FakeTensor) for kind in types) or any(
-            leaf.is_meta for leaf in tree_leaves(args) if isinstance(leaf, Tensor)
-        )
+        without_data = any(issubclass(kind, FakeTensor) for kind in types) or any(tensor.is_meta for tensor in tensors_in(args))
         if not without_data and any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a subclass: its own operations come here
         if self._detector._paused or without_data:
             return func(*args, **kwargs)
         return self._detector.operation(func, func._schema.name, args, kwargs)
+
+
+TAG = "races"  # in the metadata of a node
+
+
+class NodeRun:
+    """How a node of a graph runs. It does not know the node, which holds it."""
+
+    def __init__(self, streams: NodeStreams, stream: Stream) -> None:
+        self._streams, self.stream = streams, stream
+        self.below: list[NodeRun] = []
+        self.clocks: list[Clock] = []  # of what it waits for
+
+    def begin(self, *_: Any) -> None:
+        self._streams.begin(self)
+
+    def end(self, *_: Any) -> None:
+        self._streams.end(self)
 
 
 class NodeStreams(TorchFunctionMode):
@@ -316,10 +343,7 @@ class NodeStreams(TorchFunctionMode):
 
     def __init__(self, detector: Detector) -> None:
         super().__init__()
-        self._detector = detector
         self._machine = detector.machine
-        self._streams: dict[Any, Stream] = {}
-        self._clocks: dict[Any, list[Clock]] = {}  # of what a node waits for
         self._before: list[Stream] = []
         self._ran: Clock = {}
         self._entered = ExitStack()
@@ -339,51 +363,49 @@ class NodeStreams(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled():
-            for out in tree_leaves(found):
-                if isinstance(out, Tensor) and out.requires_grad and out.grad_fn is not None:
+            for out in tensors_in(found):
+                if out.requires_grad and out.grad_fn is not None:
                     self._tag(out.grad_fn)
         return found
 
-    def _tag(self, node: Any) -> None:
+    def _tag(self, node: Any) -> NodeRun:
         """Have a node, and those below it that are new, run on the current stream."""
-        waiting = [node]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in self._streams or type(node).__name__ == "CheckpointFunctionBackward":
-                continue
-            self._streams[node] = self._machine.current
-            node.register_prehook(partial(self._begin, node))
-            node.register_hook(partial(self._end, node))
-            waiting += [below for below, _ in node.next_functions]
+        known: NodeRun | None = node.metadata.get(TAG)
+        if known is not None:
+            return known
+        run = node.metadata[TAG] = NodeRun(self, self._machine.current)
+        node.register_prehook(run.begin)
+        node.register_hook(run.end)
+        run.below = [self._tag(below) for below, _ in node.next_functions if below is not None]
+        return run
 
-    def _begin(self, node: Any, *_: Any) -> None:
-        machine, stream = self._machine, self._streams[node]
-        self._before.append(machine.current)
-        machine.current = stream
-        for clock in self._clocks.pop(node, []):
-            join(stream.timeline.clock, clock)
+    def begin(self, run: NodeRun) -> None:
+        """A node begins."""
+        self._before.append(self._machine.current)
+        self._machine.current = run.stream
+        for clock in run.clocks:
+            join(run.stream.timeline.clock, clock)
+        run.clocks.clear()
 
-    def _end(self, node: Any, *_: Any) -> None:
+    def end(self, run: NodeRun) -> None:
+        """It has ended."""
         clock = dict(self._machine.current.timeline.clock)
-        if not node.next_functions:
+        if not run.below:
             join(self._ran, clock)
         self._machine.current = self._before.pop()
-        for below, _ in node.next_functions:
-            if below is None:
-                continue
-            clocks = self._clocks.setdefault(below, [])
-            clocks.append(clock)
-            if len(clocks) > 1:  # the engine adds gradients up on the stream of the node that gets them
-                self._machine.current = self._streams.get(below, self._machine.current)
-                for other in clocks:
-                    join(self._machine.current.timeline.clock, other)
+        for below in run.below:
+            below.clocks.append(clock)
+            if len(below.clocks) > 1:  # the engine adds gradients up on the stream of the node that gets them
+                self._machine.current = below.stream
+                for other in below.clocks:
+                    join(below.stream.timeline.clock, other)
 
     def _run(self, engine: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         caller, ran, before = self._machine.current, self._ran, self._before
         self._ran, self._before = {}, []
         for out in outputs:
             if isinstance(out, Tensor) and out.grad_fn is not None:
-                self._clocks.setdefault(out.grad_fn, []).append(dict(caller.timeline.clock))
+                self._tag(out.grad_fn).clocks.append(dict(caller.timeline.clock))
         try:
             return engine(outputs, *args, **kwargs)
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from accesses import Home
 from detector import Detector
 from timelines import Timeline
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard import _torch
@@ -150,7 +152,17 @@ def world(ranks: int = 4) -> Iterator[None]:
     try:
         yield
     finally:
+        mesh_of.cache_clear()
         dist.destroy_process_group()
+
+
+@cache
+def mesh_of(replicas: int) -> DeviceMesh:
+    """The mesh of all ranks, which programs share: one axis of shards, or replicas and shards."""
+    ranks = dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 @contextmanager
@@ -172,7 +184,9 @@ def host_memory(detector: Detector, *, pinned: bool) -> Iterator[None]:
     def allocating(group: Any, device: Any) -> Any:
         def allocate(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
             detector.send("allocation", group.group_name, tuple(size), dtype)
-            return torch.empty(size, dtype=dtype, device=device)
+            made = torch.empty(size, dtype=dtype, device=device)
+            detector.memory_of(made).group = group.group_name
+            return made
 
         return allocate
 

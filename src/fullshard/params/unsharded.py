@@ -149,10 +149,16 @@ class CallerMemoryGather(Gather):
     def __init__(
         self, layout: GroupLayout, collectives: CountedCollectives, flat: Tensor, shard: Tensor, before: Sequence[Step]
     ) -> None:
-        super().__init__(self._allocate_and_begin, before)
+        super().__init__(StartedWork, before)
         self._layout, self._collectives, self._flat, self._shard = layout, collectives, flat, shard
 
-    def _allocate_and_begin(self) -> StartedWork:
+    def start(self) -> StartedWork:
+        """As `Gather.start`."""
+        self.copy_in()
+        return self.begin()
+
+    def begin(self) -> StartedWork:
+        """As `Gather.begin`."""
         allocate, size = self._collectives.gather_memory, self._shard.numel()
         assert allocate is not None
         staging = allocate((self._layout.ranks * size,), dtype=self._flat.dtype, device=self._flat.device)

@@ -71,10 +71,10 @@ class GradientReducer:
             action = f"{action}, without {', '.join(frozen)}"
         communicator = self._communicator
         work = communicator.send(communicator.reduce_lane, group.fingerprints, action, reduction.start, reduction.finish)
-        # On the CPU the sum over replicas begins when this is waited for, so never by polling: that differs from rank to rank.
-        # Nor is memory given back so that ranks exchange when they get it (symmetric memory).
-        polled = not reduction.steps.replicated and group.collectives.reduce.reduce_memory is None
-        self._in_flight.push(work, reduction.release_messages, polled=polled)
+        # Polling differs from rank to rank. On the CPU the sum over replicas begins when this is waited for, so this is not polled.
+        # Nor is memory that ranks exchange when they get it (symmetric memory).
+        own_memory = group.collectives.reduce.reduce_memory is None
+        self._in_flight.push(work, reduction.release_messages, polled=own_memory and not reduction.steps.replicated)
         if reduction.steps.replicated:
             work = communicator.send(
                 communicator.replicate_lane,
@@ -84,7 +84,7 @@ class GradientReducer:
                 reduction.finish_replicated,
                 after=work.work,
             )
-            self._replicating.push(work, reduction.release_sum, polled=reduction.steps.hook is None)
+            self._replicating.push(work, reduction.release_sum, polled=own_memory and reduction.steps.hook is None)
             self._replicates = True
         reduction.sent(work)
         if reduction.steps.deferred:
