@@ -71,8 +71,8 @@ class GradientReducer:
             action = f"{action}, without {', '.join(frozen)}"
         communicator = self._communicator
         work = communicator.send(communicator.reduce_lane, group.fingerprints, action, reduction.start, reduction.finish)
-        # Polling differs from rank to rank. Not polled is what a sum over replicas follows, which begins on the CPU when this is
-        # waited for, and memory that ranks exchange when they get it (symmetric memory).
+        # Polling differs from rank to rank. Not polled is what a sum over replicas follows, since on the CPU that begins when
+        # this is waited for, and memory that ranks exchange when they get it (symmetric memory).
         own_memory = group.collectives.reduce.reduce_memory is None
         self._in_flight.push(work, reduction.release_messages, polled=own_memory and not reduction.steps.replicated)
         if reduction.steps.replicated:
