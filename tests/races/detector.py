@@ -109,7 +109,7 @@ class Detector:
                 del self._memories[key]
         freed, self._freed = sorted(self._freed), []
         for group, nbytes in freed:
-            self.send("free", group, nbytes)
+            self._log("free", group, nbytes)
 
     def labels(self) -> list[str]:
         """Of all memory that lives."""
@@ -188,8 +188,12 @@ class Detector:
         self.count()
 
     def send(self, kind: str, group: str, *what: object) -> None:
-        """Something that all ranks of a group, of which there are new ones in each program, do together."""
-        self.sequence.append((kind, self._groups.setdefault(group, len(self._groups)), *what))
+        """Something that all ranks of a group do together, behind what they freed until now, whenever that is noticed."""
+        self.reap()
+        self._log(kind, group, *what)
+
+    def _log(self, kind: str, group: str, *what: object) -> None:
+        self.sequence.append((kind, self._groups.setdefault(group, len(self._groups)), *what))  # groups are new in each program
 
     def count(self) -> None:
         self.queued += self.trains
