@@ -32,8 +32,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fullshard
 from fullshard import CheckPolicy
 from fullshard.consistency.local_state import WaitState
-from fullshard.frontend import optim
 from fullshard.frontend.module import units_of
+from fullshard.frontend.step_entries import StepEntries
 from fullshard.runtime.communicator import Communicator
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -111,16 +111,16 @@ def entry_of_steps(units: int, steps: int) -> dict[str, float]:
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(2, 16)
     spent: list[int] = []
     empty: list[int] = []
-    say = optim._Steps.say
+    say = StepEntries.say
 
-    def timed(self: optim._Steps, groups: Any) -> None:
+    def timed(self: StepEntries, groups: Any) -> None:
         first = time.perf_counter_ns()
         begin = time.perf_counter_ns()
         say(self, groups)
         spent.append(time.perf_counter_ns() - begin)
         empty.append(begin - first)
 
-    optim._Steps.say = timed  # type: ignore[method-assign]
+    StepEntries.say = timed  # type: ignore[method-assign]
     found: dict[str, float] = {}
     for name in ("same options", "another rate"):
         for step in range(steps):
@@ -132,7 +132,7 @@ def entry_of_steps(units: int, steps: int) -> dict[str, float]:
         found[name] = (median(spent[5:]) - median(empty[5:])) / 1e3
         spent.clear()
         empty.clear()
-    optim._Steps.say = say  # type: ignore[method-assign]
+    StepEntries.say = say  # type: ignore[method-assign]
     dist.destroy_process_group()
     return found
 

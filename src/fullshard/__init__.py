@@ -26,6 +26,7 @@ from fullshard.errors import InternalError, StateError
 from fullshard.frontend.any_failed import any_failed
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.autograd import grad
+from fullshard.frontend.clipping import clip_grad_norm_
 from fullshard.frontend.full_params import full_params, gathered
 from fullshard.frontend.init import materialize
 from fullshard.frontend.module import (
@@ -38,7 +39,6 @@ from fullshard.frontend.module import (
     stats,
     undo,
 )
-from fullshard.frontend.optim import clip_grad_norm_
 from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, LintWarning, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharding.mesh import DataParallelMeshDims
 from fullshard.sharding.param_sharding import ShardPlacementResult

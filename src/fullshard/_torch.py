@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.errors import warn_once
 
@@ -48,6 +48,7 @@ __all__ = [
     "all_reduce_sum",
     "all_to_all",
     "allocates",
+    "are_dtensors",
     "at_origin",
     "attach_state",
     "axis_of",
@@ -77,6 +78,8 @@ __all__ = [
     "groups_of",
     "has_backend",
     "has_extended_api",
+    "have_listed_by",
+    "have_listed_by_itself",
     "have_reduction_hooks",
     "in_functional_call",
     "in_transform",
@@ -94,7 +97,10 @@ __all__ = [
     "join_meshes",
     "leads_to",
     "left_out_of",
+    "list_alike",
+    "list_tensors",
     "local_tensor",
+    "locals_of",
     "makes_parameter",
     "mark_managed",
     "new_group",
@@ -123,6 +129,7 @@ __all__ = [
     "show_collective",
     "spec",
     "spec_of",
+    "specs_of",
     "split_copy",
     "store_host",
     "strided_shard",
@@ -248,6 +255,60 @@ def insides(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
+
+
+def _all_dtensors(kinds: set[type]) -> bool:
+    return all(issubclass(kind, DTensor) for kind in kinds)
+
+
+def are_dtensors(tensors: Sequence[Any]) -> bool:
+    return _all_dtensors(set(map(type, tensors)))
+
+
+def specs_of(tensors: Sequence[Any]) -> list[Any]:
+    """The spec of each DTensor, None for what is none."""
+    kinds = set(map(type, tensors))
+    if _all_dtensors(kinds):
+        return [tensor._spec for tensor in tensors]
+    if not any(issubclass(kind, DTensor) for kind in kinds):
+        return [None] * len(tensors)
+    return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
+
+
+def locals_of(tensors: Sequence[Any]) -> Sequence[Any]:
+    """The local tensors of DTensors, and the others as they are."""
+    kinds = set(map(type, tensors))
+    if _all_dtensors(kinds):
+        return [tensor._local_tensor for tensor in tensors]
+    if not any(issubclass(kind, DTensor) for kind in kinds):
+        return tensors
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+_FIRST = -1  # the key of a hook; torch counts from 0
+
+
+def list_tensors(optimizer: Optimizer, group: dict[str, Any], *lists: list[Any]) -> Any:
+    """As an optimizer of torch lists the tensors of a step: parameters, gradients, states."""
+    return type(optimizer)._init_group(optimizer, group, *lists)  # type: ignore[attr-defined]
+
+
+def list_alike(one: type[Optimizer], other: type[Optimizer]) -> bool:
+    """Whether two classes of optimizers list tensors in the same way."""
+    return one._init_group is other._init_group  # type: ignore[attr-defined]
+
+
+def have_listed_by(optimizer: Optimizer, how: Callable[..., Any], after: Callable[..., None]) -> None:
+    """Have `how` list the tensors of this optimizer's steps, and `after` called behind them, before the caller's hooks."""
+    optimizer.__dict__["_init_group"] = how
+    optimizer._optimizer_step_post_hooks[_FIRST] = after
+    optimizer._optimizer_step_post_hooks.move_to_end(_FIRST, last=False)  # type: ignore[attr-defined]
+
+
+def have_listed_by_itself(optimizer: Optimizer) -> None:
+    """Undo that."""
+    optimizer.__dict__.pop("_init_group", None)
+    optimizer._optimizer_step_post_hooks.pop(_FIRST, None)
 
 
 def makes_parameter() -> bool:

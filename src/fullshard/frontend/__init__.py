@@ -4,7 +4,10 @@ api.py              fully_shard()
 module.py           FSDPModule (the class that is mixed in), UnshardHandle, counting(), stats(), undo()
 full_params.py      full_params(), gathered(): full parameters for the length of a block
 init.py             materialize(): memory and first values for a model built on meta
-optim.py            clip_grad_norm_, optimizers built before sharding, entries of optimizer steps
+optim.py            optimizers built before sharding; what precedes and follows each step
+local_steps.py      element-wise optimizers compute with local shards
+step_entries.py     the entries of optimizer steps in the logs
+clipping.py         clip_grad_norm_, and torch's over several meshes
 autograd.py         grad(): gradients as values
 any_failed.py       any_failed(): skipping a step on all ranks
 hooks.py            translates torch's callbacks into events of the runtime

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
 from fullshard.consistency.collective_log import UnitName
-from fullshard.frontend import class_swap
+from fullshard.frontend import class_swap, optim  # noqa: F401  optim: what precedes and follows steps
 from fullshard.frontend.fsdp2_state import view_of
 from fullshard.frontend.module import keep_of, plain_class, sharded_class
 from fullshard.frontend.ties import Ties, find_ties

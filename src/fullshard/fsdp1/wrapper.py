@@ -40,6 +40,7 @@ from fullshard.collectives.custom import ReduceScatter
 from fullshard.errors import StateError, warn_once
 from fullshard.frontend import class_swap
 from fullshard.frontend.api import PreparedShard, fully_shard
+from fullshard.frontend.clipping import clip_grad_norm_
 from fullshard.frontend.full_params import full_params
 from fullshard.frontend.hooks import cast_floats
 from fullshard.frontend.module import (
@@ -52,7 +53,6 @@ from fullshard.frontend.module import (
     sharded_class,
     units_of,
 )
-from fullshard.frontend.optim import clip_grad_norm_
 from fullshard.fsdp1 import state_dicts
 from fullshard.fsdp1.agreement import Ranks
 from fullshard.fsdp1.arguments import HYBRID, FSDP1Arguments, cast_buffers, device_type_of, materialize, mesh_of

@@ -56,7 +56,10 @@ class GradCommit:
         """Give the parameters their gradients, or add to those that are there."""
         if self.gradients is not None:
             return self._commit_each(self.gradients)
-        if self._is_added():
+        there = _common_mark(self._group)
+        if there is not None and there[0] is self._mark[0]:  # the views of one flat tensor of the same layout
+            if there is not self._mark:
+                self._add(-1, there[1], self._flat)
             return
         group, flat, plan = self._group, self._flat, self._group.reduction
         first: list[Any] = []  # gradients of a step
@@ -85,20 +88,6 @@ class GradCommit:
                 for hook in _torch.parameter_hooks(parameter.sharded)[1]:
                     hook(parameter.sharded)
 
-    def _is_added(self) -> bool:
-        """Add all gradients in one call, if those that are there are the views of one flat tensor of the same layout."""
-        before: Any = None
-        for parameter, key in zip(self._group.parameters, self._group.reduction.keys):
-            grad = parameter.sharded.grad
-            mark = None if grad is None else grad.__dict__.get(key)
-            if mark is None or (before is not None and mark is not before):
-                return False
-            before = mark
-        views, total = before
-        if before is not self._mark and views is self._mark[0]:
-            self._add(-1, total, self._flat)
-        return views is self._mark[0]
-
     def _add(self, index: int, total: Tensor, more: Tensor) -> None:
         """Once, however often it is called."""
         total, more = _torch.insides(total, more)
@@ -106,6 +95,27 @@ class GradCommit:
             self._versions[index] = total._version
         if total._version == self._versions[index]:
             total.add_(more)
+
+
+def _common_mark(group: ParamGroup) -> Any:
+    """The mark that the gradients of all parameters bear; None if not all bear one, and the same."""
+    before: Any = None
+    for parameter, key in zip(group.parameters, group.reduction.keys):
+        grad = parameter.sharded.grad
+        mark = None if grad is None else grad.__dict__.get(key)
+        if mark is None or (before is not None and mark is not before):
+            return None
+        before = mark
+    return before
+
+
+def flat_gradient(group: ParamGroup) -> Tensor | None:
+    """The flat tensor, (shard_numel,), of which the gradients of all parameters are views; None if they are not.
+
+    Between gradients it holds zeros.
+    """
+    mark = _common_mark(group)
+    return mark[1] if mark is not None and mark[0] is group.reduction.views else None
 
 
 def _hooked(parameter: ShardedParameter, local: Tensor) -> Any:
@@ -161,4 +171,4 @@ def commit_all(commits: Sequence[GradCommit]) -> None:
             one.run_post_grad_hooks()
 
 
-__all__ = ["GradCommit", "commit_all"]
+__all__ = ["GradCommit", "commit_all", "flat_gradient"]

@@ -13,6 +13,12 @@ from fullshard.params.sharded_tensor import LOGICAL
 _SUCCESSOR = "_fullshard_sharded"  # on a parameter: the one that took its place
 
 
+class Successions:
+    """How often a parameter of this process was given a successor: as long as that stays, so do those of all parameters."""
+
+    count = 0
+
+
 class StaleParameter(nn.Parameter):
     """A parameter whose place another one took: whatever is done with it is done with that one.
 
@@ -60,7 +66,7 @@ def replace(original: Tensor, by: nn.Parameter) -> None:
 
     A frozen one stays what it is: no gradient is missed, and another module may compute with it.
     """
-    original.__dict__[_SUCCESSOR] = by
+    redirect_to(original, by)
     if type(original) is nn.Parameter and original.requires_grad:
         if type(original.data) is Tensor and original.device.type != "meta":
             original.data = torch.empty(0, dtype=original.dtype, device=original.device)
@@ -70,6 +76,8 @@ def replace(original: Tensor, by: nn.Parameter) -> None:
 
 def redirect_to(tensor: Tensor, by: nn.Parameter) -> None:
     """Optimizers that are given `tensor`, which keeps its own memory, train `by`."""
+    if tensor.__dict__.get(_SUCCESSOR) is not by:
+        Successions.count += 1
     tensor.__dict__[_SUCCESSOR] = by
 
 
@@ -81,4 +89,4 @@ def successor(tensor: Tensor) -> nn.Parameter | None:
     return found
 
 
-__all__ = ["StaleParameter", "redirect_to", "replace", "successor"]
+__all__ = ["StaleParameter", "Successions", "redirect_to", "replace", "successor"]

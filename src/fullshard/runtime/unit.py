@@ -345,6 +345,11 @@ class StepCheck:
         """None once it is deleted."""
         return self._unit()
 
+    @property
+    def group(self) -> ParamGroup | None:
+        """None once it is deleted."""
+        return self._group()
+
     def __call__(self) -> None:
         """Raises StateError if the shards may not be written now."""
         unit, group = self._unit(), self._group()
