@@ -32,7 +32,7 @@ def run(script: str, *arguments: str) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     host, memory, speed, checks = run("host.py"), run("memory.py"), run("train_cpu.py"), run("checks.py")
-    scale = run("watch_scale.py")
+    scale, steps = run("watch_scale.py"), run("optimizers.py")
     rows: list[tuple[str, float, float, str]] = []
     for label, found in host.items():
         rows.append((f"host time per unit, {label} (us)", found["fullshard"], found["FSDP2"], "0.40"))
@@ -48,6 +48,11 @@ def main() -> None:
     print(f"|{'-' * 46}|----------:|--------:|------:|--------:|")
     for name, ours, theirs, limit in rows:
         print(f"| {name:44s} | {ours:9.2f} | {theirs:7.2f} | {ours / theirs:5.2f} | {limit:>7s} |")
+    for label, found in steps.items():
+        mine, theirs = found["fullshard"] / found["plain"], found["FSDP2"] / found["plain"]
+        print(
+            f"{label} over 300 parameters, of plain tensors: {mine:.2f} (at most {1.3 if label == 'clipping' else 1.2}), FSDP2 {theirs:.2f}"
+        )
     share = 100 * (checks["step"]["ratio"] - 1)
     print(f"\nchecks: {checks['host']['per unit']:.1f} us of host time per unit and step (at most 15)")
     entry = checks["entry"]

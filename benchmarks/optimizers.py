@@ -1,0 +1,97 @@
+"""Optimizer steps and clipping over 300 sharded parameters, beside plain tensors of the local sizes and torch's FSDP2.
+
+    python benchmarks/optimizers.py
+
+A fake group of eight ranks; 30 units of ten small parameters. Steps of all three are interleaved; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fullshard
+
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "AdamW, fused": lambda parameters: optim.AdamW(parameters, fused=True),
+    "AdamW, foreach": lambda parameters: optim.AdamW(parameters, foreach=True),
+    "AdamW, single": lambda parameters: optim.AdamW(parameters, foreach=False),
+    "SGD with momentum": lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adagrad": lambda parameters: optim.Adagrad(parameters),
+    "RMSprop": lambda parameters: optim.RMSprop(parameters),
+    "NAdam": lambda parameters: optim.NAdam(parameters),
+}
+
+
+def parameters_of(shard: Callable[[nn.Module], object] | None, dim: int, ranks: int) -> list[nn.Parameter]:
+    """With gradients."""
+    model = nn.Sequential(*[nn.Sequential(*[nn.Linear(dim, dim) for _ in range(5)]) for _ in range(30)])
+    if shard is None:
+        plain = [nn.Parameter(torch.randn(dim // ranks, *parameter.shape[1:])) for parameter in model.parameters()]
+        for parameter in plain:
+            parameter.grad = torch.randn_like(parameter)
+        return plain
+    for module in (*model, model):
+        shard(module)
+    model(torch.randn(2, dim)).sum().backward()
+    return list(model.parameters())
+
+
+def medians(runs: dict[str, Callable[[], object]], count: int, warm: int = 10) -> dict[str, float]:
+    """Milliseconds of each, one after the other, over and over."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(count + warm):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            times[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: statistics.median(found[warm:]) for name, found in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    ranks = 8
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    mesh = init_device_mesh("cpu", (ranks,))
+    shards: dict[str, Callable[[nn.Module], object] | None] = {
+        "plain": None,
+        "fullshard": lambda module: fullshard.fully_shard(module, mesh=mesh),
+        "FSDP2": lambda module: torch_fully_shard(module, mesh=mesh),
+    }
+    parameters = {name: parameters_of(shard, options.dim, ranks) for name, shard in shards.items()}
+    results: dict[str, dict[str, float]] = {}
+    for label, make in OPTIMIZERS.items():
+        results[label] = medians({name: make(listed).step for name, listed in parameters.items()}, options.steps)
+    clips = {name: fullshard.clip_grad_norm_ if name == "fullshard" else nn.utils.clip_grad_norm_ for name in parameters}
+    results["clipping"] = medians(
+        {name: lambda clip=clips[name], listed=listed: clip(listed, 1.0) for name, listed in parameters.items()}, options.steps
+    )
+    for label, found in results.items():
+        ratios = {name: found[name] / found["plain"] for name in ("fullshard", "FSDP2")}
+        print(
+            f"{label:18s} plain {found['plain']:6.2f} ms   fullshard {found['fullshard']:6.2f} ({ratios['fullshard']:.2f})   "
+            f"FSDP2 {found['FSDP2']:6.2f} ({ratios['FSDP2']:.2f})"
+        )
+    dist.destroy_process_group()
+    if options.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
