@@ -1,16 +1,19 @@
 """Peak memory above the sharded baseline, in units of U (one unit's full parameters in the compute dtype), both libraries.
 
-    python benchmarks/memory.py
+    python benchmarks/memory.py [--ranks 8 64 512 4096] [--dims 2048]
 
-Six equal units over a fake group of 64 ranks; every allocation of the CPU allocator is counted by torch's profiler, so
-the figures are exact and repeatable. Activations are a few kilobytes. The baseline is the memory at rest, shards included.
+At the defaults that a user gets: six equal units (two matrices of dim x 2 dim and a norm) over fake groups of so many ranks.
+Every allocation of the CPU allocator is counted by torch's profiler, so the figures are exact and repeatable; activations are a
+few kilobytes. The baseline is the memory at rest, shards included.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,16 +47,21 @@ class Peak:
 
 
 def block_of(dim: int) -> nn.Module:
-    return nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(4)])
+    return nn.Sequential(nn.RMSNorm(dim), nn.Linear(dim, 2 * dim, bias=False), nn.Linear(2 * dim, dim, bias=False))
 
 
-def peaks(shard: Callable[[nn.Module], object], dtype: torch.dtype, dim: int = 256, depth: int = 6) -> dict[str, float]:
-    model = nn.Sequential(*[block_of(dim) for _ in range(depth)])
+def peaks(shard: Callable[[nn.Module], object], dtype: torch.dtype, dim: int, depth: int = 6) -> dict[str, float]:
+    with torch.device("meta"):
+        model = nn.Sequential(*[block_of(dim) for _ in range(depth)])
     for module in (*model, model):
         shard(module)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().fill_(0.01)
     unit_bytes = sum(p.numel() for p in model[0].parameters()) * dtype.itemsize
     x = torch.randn(1, dim)
-    for _ in range(3):
+    for _ in range(2):
         model(x).sum().backward()
         model.zero_grad()
     measured = Peak()
@@ -62,32 +70,43 @@ def peaks(shard: Callable[[nn.Module], object], dtype: torch.dtype, dim: int = 2
     return {name: peak / unit_bytes for name, peak in measured.peaks.items()}
 
 
+def both(ranks: int, param: torch.dtype | None, reduce: torch.dtype | None, dim: int) -> dict[str, dict[str, float]]:
+    """Of fullshard and of torch's FSDP2."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    ours: Any = {"mesh": mesh, "mp_policy": fullshard.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)}
+    theirs: Any = {"mesh": mesh, "mp_policy": TorchPolicy(param_dtype=param, reduce_dtype=reduce)}
+    found = {}
+    for name, shard in (
+        ("fullshard", lambda module: fullshard.fully_shard(module, **ours)),
+        ("FSDP2", lambda module: torch_fully_shard(module, **theirs)),
+    ):
+        found[name] = peaks(shard, param or torch.float32, dim)
+        gc.collect()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
+    parser.add_argument("--dims", type=int, nargs="+", default=[2048])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
-    mesh = init_device_mesh("cpu", (64,))
     results: dict[str, dict[str, float]] = {}
-    for label, param, reduce in (("fp32", None, None), ("bf16, fp32 reduction", torch.bfloat16, torch.float32)):
-        dtype = param or torch.float32
-        packed = fullshard.CommPolicy(direct_min_bytes=float("inf"))
-        direct = fullshard.CommPolicy(direct_min_bytes=0)
-        ours = fullshard.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-        theirs = TorchPolicy(param_dtype=param, reduce_dtype=reduce)
-        for name, shard in (
-            ("fullshard", lambda m, p=ours: fullshard.fully_shard(m, mesh=mesh, mp_policy=p, comm_policy=direct)),
-            ("all packed", lambda m, p=ours: fullshard.fully_shard(m, mesh=mesh, mp_policy=p, comm_policy=packed)),
-            ("FSDP2", lambda m, p=theirs: torch_fully_shard(m, mesh=mesh, mp_policy=p)),
-        ):
-            found = peaks(shard, dtype, options.dim)
-            results[f"{label} {name}"] = found
-            print(
-                f"peak above baseline, {label:20s} {name:10s}: forward {found['forward']:.2f} U   backward {found['backward']:.2f} U"
-            )
-    dist.destroy_process_group()
+    for ranks in options.ranks:
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        for dim in options.dims:
+            for label, param, reduce in (("fp32", None, None), ("bf16, fp32 reduction", torch.bfloat16, torch.float32)):
+                found = both(ranks, param, reduce, dim)
+                for name, one in found.items():
+                    results[f"{label}, dim {dim}, {ranks} ranks {name}"] = one
+                ours, theirs = found["fullshard"], found["FSDP2"]
+                print(
+                    f"peak above baseline (U), {ranks:5d} ranks, dim {dim}, {label:20s}: forward {ours['forward']:5.2f} "
+                    f"(FSDP2 {theirs['forward']:5.2f})   backward {ours['backward']:5.2f} (FSDP2 {theirs['backward']:5.2f})",
+                    flush=True,
+                )
+        dist.destroy_process_group()
     if options.json:
         print(json.dumps(results))
 

@@ -18,7 +18,7 @@ from fullshard.policies import CommPolicy
 from fullshard.schedule import residency
 from fullshard.schedule.planner import Planner
 from fullshard.schedule.residency import Action, Reduce, Reshard, ReshardPolicy, Unshard, Wait
-from fullshard.sharding.layout import plan_layout
+from fullshard.sharding.layout import DirectRule, plan_layout
 
 HERE = Path(__file__).parent
 UNITS = ["root", "block 1", "block 2"]
@@ -109,7 +109,7 @@ def schedule() -> Drawn:
 def parameter() -> Drawn:
     """Three parameters over two ranks, by the real layout: one travels directly, two in one packed message."""
     names, shapes = ["weight", "bias", "scale"], [(4, 8), (3,), (4,)]
-    layout = plan_layout(shapes, ranks=2, itemsize=4, direct_min_bytes=64)
+    layout = plan_layout(shapes, ranks=2, itemsize=4, direct=DirectRule(64))
     segments = [
         [segment.parameter, bucket.direct, bucket.offset + before, segment.size, segment.full_offset]
         for bucket in layout.buckets

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fullshard
-from fullshard.sharding.layout import ALIGN_BYTES, Extent, plan_layout
+from fullshard.sharding.layout import ALIGN_BYTES, DirectRule, Extent, plan_layout
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -38,7 +38,7 @@ def test_extents_are_torch_chunks(length: int, ranks: int) -> None:
 def test_places_align_and_cover_the_shard_without_overlap(
     shapes: list[tuple[int, ...]], ranks: int, itemsize: int, threshold: float
 ) -> None:
-    layout = plan_layout(shapes, ranks=ranks, itemsize=itemsize, direct_min_bytes=threshold)
+    layout = plan_layout(shapes, ranks=ranks, itemsize=itemsize, direct=DirectRule(threshold))
     pieces = [piece for bucket in layout.buckets for piece in bucket.pieces]
     assert sum(piece.size for piece in pieces) == layout.shard_numel
     assert sum(piece.size for piece in pieces) * ranks == layout.full_numel
@@ -63,7 +63,7 @@ def test_places_align_and_cover_the_shard_without_overlap(
 def test_a_reduction_covers_every_parameter_once(
     shapes: list[tuple[int, ...]], ranks: int, threshold: float, direct: bool
 ) -> None:
-    layout = plan_layout(shapes, ranks=ranks, itemsize=4, direct_min_bytes=threshold)
+    layout = plan_layout(shapes, ranks=ranks, itemsize=4, direct=DirectRule(threshold))
     packed, alone = layout.reduction(direct=direct)
     inside = [piece.parameter for piece in packed.pieces if piece.parameter >= 0] if packed else []
     covered_parameters = {i for i in (*inside, *alone) if layout.places[i].size}
@@ -75,10 +75,34 @@ def test_a_reduction_covers_every_parameter_once(
     assert covered == layout.shard_numel
 
 
+@pytest.mark.parametrize(
+    ("matrices", "ranks", "expected"),
+    [
+        ([(4096, 8192), (8192, 4096), (4096,)], 2, 2),
+        ([(4096, 8192), (8192, 4096), (4096,)], 64, 2),
+        ([(4096, 8192), (8192, 4096), (4096,)], 4096, 2),  # chunks of 32 KiB
+        ([(1024, 2048)] * 3, 64, 3),  # 8 MiB in all, chunks of 128 KiB
+        ([(1024, 1024)] * 3, 64, 0),  # 4 MiB in all
+        ([(1024, 1024)] * 3, 16, 3),  # chunks of 256 KiB
+        ([(8192, 256)] * 3, 8192, 0),  # chunks of 1 KiB
+        ([(1024, 2048 + 8 * i) for i in range(20)], 64, 16),  # the largest of many
+    ],
+)
+def test_large_messages_are_direct_by_default_whatever_the_number_of_ranks(
+    matrices: list[tuple[int, ...]], ranks: int, expected: int
+) -> None:
+    layout = plan_layout(matrices, ranks=ranks, itemsize=4, direct=DirectRule.by_default(256 << 10))
+    direct = [index for index, place in enumerate(layout.places) if place.direct]
+    largest = sorted(range(len(matrices)), key=lambda index: -math.prod(matrices[index]))
+    assert direct == sorted(largest[:expected])
+    told = plan_layout(matrices, ranks=ranks, itemsize=4, direct=DirectRule(256 << 10))
+    assert all(place.size * 4 >= 256 << 10 for place in told.places if place.direct)
+
+
 def test_a_threshold_of_infinity_packs_everything_and_zero_nothing_that_can_be_avoided() -> None:
     shapes = [(64, 64), (64,), (7, 3)]
-    assert len(plan_layout(shapes, ranks=2, itemsize=4, direct_min_bytes=math.inf).buckets) == 1
-    layout = plan_layout(shapes, ranks=2, itemsize=4, direct_min_bytes=0)
+    assert len(plan_layout(shapes, ranks=2, itemsize=4, direct=DirectRule(math.inf)).buckets) == 1
+    layout = plan_layout(shapes, ranks=2, itemsize=4, direct=DirectRule(0))
     assert [p.direct for p in layout.places] == [True, True, True]
     assert [p.size * 2 == math.prod(p.shape) for p in layout.places] == [True, True, False]
 

@@ -49,7 +49,7 @@ class ParamGroup:
             [p.sharding.dim for p in parameters],
             ranks=collectives.gather.ranks,
             itemsize=min(dtypes.storage.itemsize, dtypes.compute.itemsize),
-            direct_min_bytes=storage.direct_min_bytes,
+            direct=storage.direct,
         )
         self.shard = self._bind(values)
         self.reduction = ReductionPlan.of(

@@ -14,7 +14,7 @@ from fullshard import _torch
 from fullshard.collectives.base import StartedWork
 from fullshard.collectives.traffic import CountedCollectives, TrafficCounter
 from fullshard.policies import Dtypes, MixedPrecisionPolicy
-from fullshard.sharding.layout import Extent, GroupLayout, ParamOffsets
+from fullshard.sharding.layout import DirectRule, Extent, GroupLayout, ParamOffsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Storage:
     device: torch.device  # where parameters are gathered
     host: bool  # shards are kept in the host's memory, and travel to `device` for each gather
     pinned: bool
-    direct_min_bytes: float
+    direct: DirectRule
     poison: bool
     mp: MixedPrecisionPolicy
 

@@ -25,6 +25,7 @@ from fullshard.runtime.unit_modules import UNIT, ForwardProgress, UnitModules
 from fullshard.schedule.planner import Planner
 from fullshard.schedule.records import ForwardCall, UnitRecord
 from fullshard.schedule.residency import Residency
+from fullshard.sharding.layout import DirectRule
 from fullshard.sharding.mesh import ShardAxis
 from fullshard.sharding.module_tree import clean_name
 
@@ -211,12 +212,12 @@ class Unit:
         if pinned and self.axis.device.type == "cpu":
             warn_once("CPUOffloadPolicy(pin_memory=True): host memory is not pinned, since the mesh computes on the CPU")
             pinned = False
-        direct = options.comm.direct_min_bytes
+        told = options.comm.direct_min_bytes
         return Storage(
             device=self.axis.device,
             host=host,
             pinned=pinned,
-            direct_min_bytes=packed if direct is None or packed == float("inf") else direct,
+            direct=DirectRule.by_default(packed) if told is None or packed == float("inf") else DirectRule(told),
             poison=options.checks.poison,
             mp=options.mp,
         )

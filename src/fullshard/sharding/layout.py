@@ -7,6 +7,38 @@ from dataclasses import dataclass
 from math import prod
 
 ALIGN_BYTES = 16
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DirectRule:
+    """Which parameters travel in messages of their own, straight between shards and regions.
+
+    A copy costs as the whole message is large, and a message as there are many of them, or as a rank's chunk is small.
+
+    min_chunk: bytes per rank from which on any does; `inf`: none.
+    min_message: bytes over all ranks from which on the `most` largest of a group do, if a rank's chunk has `least_chunk`.
+    """
+
+    min_chunk: float
+    min_message: float = float("inf")
+    least_chunk: int = 4 << 10
+    most: int = 16
+
+    @classmethod
+    def by_default(cls, min_chunk: float) -> DirectRule:
+        """Where the caller said nothing, for a backend to which chunks of `min_chunk` bytes are worth a message."""
+        return cls(min_chunk, 8 * MIB if min_chunk < float("inf") else float("inf"))
+
+    def direct(self, chunks: Sequence[int], ranks: int) -> set[int]:
+        """The indices of those that do, of parameters with these chunks, in bytes; 0 for one that must not."""
+        alone = {i for i, chunk in enumerate(chunks) if chunk and chunk >= self.min_chunk and chunk % ALIGN_BYTES == 0}
+        large = [
+            i
+            for i, chunk in enumerate(chunks)
+            if chunk >= self.least_chunk and chunk * ranks >= self.min_message and chunk % ALIGN_BYTES == 0
+        ]
+        return alone.union(sorted(large, key=lambda i: (-chunks[i], i))[: self.most])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +158,15 @@ def plan_layout(
     *,
     ranks: int,
     itemsize: int,
-    direct_min_bytes: float,
+    direct: DirectRule,
 ) -> GroupLayout:
     """Lay out parameters of `shapes` (each with at least one dim) for `ranks` ranks.
 
     dims: along which dim each is cut, 0 if not given.
     itemsize: bytes of the smaller of storage and compute dtype; offsets are aligned to 16 of them.
-    direct_min_bytes: chunks of at least this many bytes per rank travel directly; `inf` packs everything.
+    direct: which of them travel in messages of their own.
 
-    >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct_min_bytes=64)
+    >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct=DirectRule(64))
     >>> [(p.offset, p.size, p.direct) for p in layout.places], layout.shard_numel
     ([(4, 16, True), (0, 2, False)], 20)
     """
@@ -142,27 +174,25 @@ def plan_layout(
     dims = [0] * len(shapes) if dims is None else dims
     chunks = [-(-shape[dim] // ranks) * prod(shape[:dim]) * prod(shape[dim + 1 :]) for shape, dim in zip(shapes, dims)]
 
-    def is_direct(index: int) -> bool:
-        nbytes = chunks[index] * itemsize
-        return dims[index] == 0 and nbytes >= direct_min_bytes and nbytes % ALIGN_BYTES == 0 and nbytes > 0
+    alone = direct.direct([chunk * itemsize if dim == 0 else 0 for chunk, dim in zip(chunks, dims)], ranks)
 
     def is_even(index: int) -> bool:
         return chunks[index] * ranks == prod(shapes[index])
 
-    order = sorted(range(len(shapes)), key=lambda i: (is_direct(i), dims[i] != 0, is_direct(i) and is_even(i)))
+    order = sorted(range(len(shapes)), key=lambda i: (i in alone, dims[i] != 0, i in alone and is_even(i)))
     places: list[ParamOffsets | None] = [None] * len(shapes)
     packed: list[Segment] = []
-    direct: list[Bucket] = []
+    messages: list[Bucket] = []  # of one parameter each
     offset = region = 0
     direct_grad_offset: int | None = None
     for index in order:
-        size, alone = chunks[index], is_direct(index)
-        places[index] = ParamOffsets(tuple(shapes[index]), dims[index], offset, size, region, alone)
+        size = chunks[index]
+        places[index] = ParamOffsets(tuple(shapes[index]), dims[index], offset, size, region, index in alone)
         segment, gap = Segment(index, size, region), -size % align
-        if alone:
+        if index in alone:
             if direct_grad_offset is None and is_even(index):
                 direct_grad_offset = offset
-            direct.append(Bucket(True, offset, size, (segment,)))
+            messages.append(Bucket(True, offset, size, (segment,)))
         else:
             packed.append(segment)
         offset, region = offset + size, region + ranks * size
@@ -174,7 +204,7 @@ def plan_layout(
     return GroupLayout(
         ranks=ranks,
         places=tuple(place for place in places if place is not None),
-        buckets=(*head, *direct),
+        buckets=(*head, *messages),
         shard_numel=offset,
         full_numel=region,
         direct_grad_offset=offset if direct_grad_offset is None else direct_grad_offset,
