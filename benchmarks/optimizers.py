@@ -34,18 +34,18 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 }
 
 
-def parameters_of(shard: Callable[[nn.Module], object] | None, dim: int, ranks: int) -> list[nn.Parameter]:
+def model_of(shard: Callable[[nn.Module], object] | None, dim: int, ranks: int) -> nn.Module:
     """With gradients."""
     model = nn.Sequential(*[nn.Sequential(*[nn.Linear(dim, dim) for _ in range(5)]) for _ in range(30)])
     if shard is None:
-        plain = [nn.Parameter(torch.randn(dim // ranks, *parameter.shape[1:])) for parameter in model.parameters()]
-        for parameter in plain:
+        for parameter in model.parameters():
+            parameter.data = torch.randn(dim // ranks, *parameter.shape[1:])
             parameter.grad = torch.randn_like(parameter)
-        return plain
+        return model
     for module in (*model, model):
         shard(module)
     model(torch.randn(2, dim)).sum().backward()
-    return list(model.parameters())
+    return model
 
 
 def medians(runs: dict[str, Callable[[], object]], count: int, warm: int = 10) -> dict[str, float]:
@@ -74,7 +74,8 @@ def main() -> None:
         "fullshard": lambda module: fullshard.fully_shard(module, mesh=mesh),
         "FSDP2": lambda module: torch_fully_shard(module, mesh=mesh),
     }
-    parameters = {name: parameters_of(shard, options.dim, ranks) for name, shard in shards.items()}
+    models = {name: model_of(shard, options.dim, ranks) for name, shard in shards.items()}
+    parameters = {name: list(model.parameters()) for name, model in models.items()}
     results: dict[str, dict[str, float]] = {}
     for label, make in OPTIMIZERS.items():
         results[label] = medians({name: make(listed).step for name, listed in parameters.items()}, options.steps)
