@@ -1,8 +1,8 @@
 """Peak memory above the sharded baseline, in units of U (one unit's full parameters in the compute dtype), both libraries.
 
-    python benchmarks/memory.py [--ranks 8 64 512 4096] [--dims 2048]
+    python benchmarks/memory.py [--ranks 8 64 512 4096] [--dims 2048] [--of fullshard FSDP2 packed]
 
-At the defaults that a user gets: six equal units (two matrices of dim x 2 dim and a norm) over fake groups of so many ranks.
+At the defaults that a user gets (`packed`: fullshard with `direct_min_bytes=inf`): six equal units (two matrices of dim x 2 dim and a norm) over fake groups of so many ranks.
 Every allocation of the CPU allocator is counted by torch's profiler, so the figures are exact and repeatable; activations are a
 few kilobytes. The baseline is the memory at rest, shards included.
 """
@@ -70,17 +70,22 @@ def peaks(shard: Callable[[nn.Module], object], dtype: torch.dtype, dim: int, de
     return {name: peak / unit_bytes for name, peak in measured.peaks.items()}
 
 
-def both(ranks: int, param: torch.dtype | None, reduce: torch.dtype | None, dim: int) -> dict[str, dict[str, float]]:
-    """Of fullshard and of torch's FSDP2."""
+def peaks_of(
+    names: list[str], ranks: int, param: torch.dtype | None, reduce: torch.dtype | None, dim: int
+) -> dict[str, dict[str, float]]:
+    """By name of the library."""
     mesh = init_device_mesh("cpu", (ranks,))
     ours: Any = {"mesh": mesh, "mp_policy": fullshard.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)}
     theirs: Any = {"mesh": mesh, "mp_policy": TorchPolicy(param_dtype=param, reduce_dtype=reduce)}
+    packed = fullshard.CommPolicy(direct_min_bytes=float("inf"))
+    shards: dict[str, Callable[[nn.Module], object]] = {
+        "fullshard": lambda module: fullshard.fully_shard(module, **ours),
+        "FSDP2": lambda module: torch_fully_shard(module, **theirs),
+        "packed": lambda module: fullshard.fully_shard(module, comm_policy=packed, **ours),
+    }
     found = {}
-    for name, shard in (
-        ("fullshard", lambda module: fullshard.fully_shard(module, **ours)),
-        ("FSDP2", lambda module: torch_fully_shard(module, **theirs)),
-    ):
-        found[name] = peaks(shard, param or torch.float32, dim)
+    for name in names:
+        found[name] = peaks(shards[name], param or torch.float32, dim)
         gc.collect()
     return found
 
@@ -89,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--dims", type=int, nargs="+", default=[2048])
+    parser.add_argument("--of", nargs="+", default=["fullshard", "FSDP2"], choices=["fullshard", "FSDP2", "packed"])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -97,15 +103,13 @@ def main() -> None:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         for dim in options.dims:
             for label, param, reduce in (("fp32", None, None), ("bf16, fp32 reduction", torch.bfloat16, torch.float32)):
-                found = both(ranks, param, reduce, dim)
+                found = peaks_of(options.of, ranks, param, reduce, dim)
                 for name, one in found.items():
                     results[f"{label}, dim {dim}, {ranks} ranks {name}"] = one
-                ours, theirs = found["fullshard"], found["FSDP2"]
-                print(
-                    f"peak above baseline (U), {ranks:5d} ranks, dim {dim}, {label:20s}: forward {ours['forward']:5.2f} "
-                    f"(FSDP2 {theirs['forward']:5.2f})   backward {ours['backward']:5.2f} (FSDP2 {theirs['backward']:5.2f})",
-                    flush=True,
-                )
+                listed = [
+                    f"{name} {one['forward']:5.2f} forward {one['backward']:5.2f} backward" for name, one in found.items()
+                ]
+                print(f"peak (U), {ranks:5d} ranks, dim {dim}, {label:20s}: {'   '.join(listed)}", flush=True)
         dist.destroy_process_group()
     if options.json:
         print(json.dumps(results))
