@@ -1625,7 +1625,7 @@ def compiled_trial(world: World, how: str, dtype: str, backend: str) -> float:
             block.compile(backend=backend)
         trial.sharded = shard_stack(world, model, trial.case, 0)
         trial.sharded.random = None
-        trial.optimizers[0] = torch.optim.SGD(trial.sharded.parameters(), lr=0.1, momentum=0.9)
+        trial.optimizers[0] = trial.make(trial.sharded.parameters())
     elif how == "blocks after sharding":
         for block in trial.sharded.blocks:
             block.compile(backend=backend)
