@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy, fully_shard
+from fullshard.collectives.gloo import GlooCollectives
+from fullshard.params import group_grads
 
 PACKED, DIRECT = CommPolicy(direct_min_bytes=float("inf")), CommPolicy(direct_min_bytes=0)
 
@@ -51,6 +53,48 @@ def test_direct_messages_give_bit_for_bit_what_packed_ones_give(world: World, si
     assert any(places)
     for packed, direct in zip(models[0].parameters(), models[1].parameters()):
         assert torch.equal(full(packed.grad), full(direct.grad))
+
+
+class InOrder(GlooCollectives):
+    """Has gradients that must be cast, or are cut unevenly, go in slices, as they do on an accelerator."""
+
+    in_order = True
+
+
+class Wide(Stack):
+    """A stack, and a parameter that the second step leaves out on all ranks but one."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 64, 65)
+        self.rare = nn.Parameter(torch.randn(67, 5))
+
+    def forward(self, x: Tensor, rare: bool) -> Tensor:
+        out = super().forward(x)
+        return out + (x.to(self.rare.dtype) @ self.rare.t()).sum(-1, keepdim=True) if rare else out
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@ranks(1, 2, 3)
+def test_gradients_in_slices_are_bit_for_bit_those_in_one_message(
+    world: World, reduce_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_grads, "staging_limit", lambda nbytes: 4096)
+    mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    base = Wide()
+    models = [copy.deepcopy(base) for _ in range(2)]
+    counts = []
+    sliced_policy = CommPolicy(direct_min_bytes=0, collectives=InOrder if world.size > 1 else None)
+    for model, comm in zip(models, (PACKED, sliced_policy)):
+        shard_stack(model, world.mesh, comm_policy=comm, mp_policy=mp)
+        for step in range(2):
+            with fullshard.counting(model) as messages:
+                out = model(world.mine(batch(step)), rare=step == 0 or world.rank == 0)
+                square(out.float()).backward()
+            counts.append(sum(message.kind == "reduce_scatter" for message in messages))
+    for packed, sliced in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(full(packed.grad), full(sliced.grad))
+    if world.size > 1 or reduce_dtype is not torch.bfloat16:  # one rank cuts evenly, and casts nothing
+        assert counts[2] > 2 * counts[0]
 
 
 @ranks(2, 3)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fullshard
-from fullshard.sharding.layout import ALIGN_BYTES, DirectRule, Extent, plan_layout
+from fullshard.sharding.layout import ALIGN_BYTES, MIB, DirectRule, Extent, Reducible, plan_layout, slices, staging_limit
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -59,18 +59,21 @@ def test_places_align_and_cover_the_shard_without_overlap(
     assert sorted(piece.parameter for piece in pieces if piece.parameter >= 0) == list(range(len(shapes)))
 
 
-@given(shapes=shapes, ranks=st.integers(1, 9), threshold=st.sampled_from([0, 64, math.inf]), direct=st.booleans())
+@given(shapes=shapes, ranks=st.integers(1, 9), threshold=st.sampled_from([0, 64, math.inf]), direct=st.sampled_from(Reducible))
 def test_a_reduction_covers_every_parameter_once(
-    shapes: list[tuple[int, ...]], ranks: int, threshold: float, direct: bool
+    shapes: list[tuple[int, ...]], ranks: int, threshold: float, direct: Reducible
 ) -> None:
     layout = plan_layout(shapes, ranks=ranks, itemsize=4, direct=DirectRule(threshold))
-    packed, alone = layout.reduction(direct=direct)
+    packed, alone = layout.reduction(direct)
     inside = [piece.parameter for piece in packed.pieces if piece.parameter >= 0] if packed else []
     covered_parameters = {i for i in (*inside, *alone) if layout.places[i].size}
     assert covered_parameters == {i for i, place in enumerate(layout.places) if place.size}
     assert len(set(inside) & set(alone)) == 0
-    assert all(layout.places[i].size * ranks == math.prod(layout.places[i].shape) for i in alone)
-    assert not alone or direct
+    if direct is Reducible.EVEN:
+        assert all(layout.places[i].size * ranks == math.prod(layout.places[i].shape) for i in alone)
+    if direct is Reducible.ALL:
+        assert set(alone) == {i for i, place in enumerate(layout.places) if place.direct}
+    assert not alone or direct is not Reducible.NONE
     covered = (packed.size if packed else 0) + sum(layout.places[i].size for i in alone)
     assert covered == layout.shard_numel
 
@@ -85,7 +88,10 @@ def test_a_reduction_covers_every_parameter_once(
         ([(1024, 1024)] * 3, 64, 0),  # 4 MiB in all
         ([(1024, 1024)] * 3, 16, 3),  # chunks of 256 KiB
         ([(8192, 256)] * 3, 8192, 0),  # chunks of 1 KiB
-        ([(1024, 2048 + 8 * i) for i in range(20)], 64, 16),  # the largest of many
+        ([(1024, 2048 + 8 * i) for i in range(18)], 64, 16),  # the largest of many
+        ([(1024, 2048 + 8 * i) for i in range(30)], 64, 27),  # until 32 MiB are left
+        ([(1024, 256 + 8 * i) for i in range(50)], 64, 27),  # the same, of 1 MiB and more
+        ([(1024, 248)] * 50, 16, 0),  # below 1 MiB
     ],
 )
 def test_large_messages_are_direct_by_default_whatever_the_number_of_ranks(
@@ -97,6 +103,29 @@ def test_large_messages_are_direct_by_default_whatever_the_number_of_ranks(
     assert direct == sorted(largest[:expected])
     told = plan_layout(matrices, ranks=ranks, itemsize=4, direct=DirectRule(256 << 10))
     assert all(place.size * 4 >= 256 << 10 for place in told.places if place.direct)
+
+
+@given(sizes=st.lists(st.integers(1, 3000), max_size=6), ranks=st.integers(1, 9), limit=st.sampled_from([1, 100, 4096, 10**6]))
+def test_slices_cover_every_chunk_once_in_messages_of_at_most_the_limit(sizes: list[int], ranks: int, limit: int) -> None:
+    messages = slices(list(enumerate(sizes)), ranks=ranks, limit=limit)
+    most = max(1, limit // ranks)
+    found = dict.fromkeys(range(len(sizes)), 0)
+    for message in messages:
+        assert 0 < sum(part.size for part in message) <= most
+        for part in message:
+            assert part.start == found[part.parameter] and part.size > 0
+            found[part.parameter] += part.size
+    assert found == dict(enumerate(sizes))
+    assert len(messages) <= -(-sum(sizes) // most)
+
+
+@given(ranks=st.sampled_from([8, 64, 512]), rows=st.lists(st.sampled_from([64, 512, 1024, 4096]), min_size=1, max_size=60))
+def test_what_is_packed_by_default_fits_into_staging(ranks: int, rows: list[int]) -> None:
+    layout = plan_layout([(r, 1024) for r in rows], ranks=ranks, itemsize=4, direct=DirectRule.by_default(256 << 10))
+    packed = 0 if layout.packed is None else layout.packed.size * ranks * 4
+    left = [r for r, place in zip(rows, layout.places) if not place.direct]
+    small = all(r * 4096 < MIB or -(-r // ranks) * 4096 < 4096 for r in left)
+    assert small or packed <= staging_limit(layout.full_numel * 4)
 
 
 def test_a_threshold_of_infinity_packs_everything_and_zero_nothing_that_can_be_avoided() -> None:

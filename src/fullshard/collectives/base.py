@@ -36,11 +36,14 @@ class Collectives(Protocol):
         ranks: how many ranks the group has.
         rank: this rank in the group.
         direct_min_bytes: chunks of at least this many bytes are worth a message of their own.
+        in_order: whether collectives run one behind the other on the current stream, so that to wait for one does not hold the
+            host: large gradients that must be cast then go slice by slice through one buffer. False if it is left out.
     """
 
     ranks: int
     rank: int
-    direct_min_bytes: float  # chunks at least this large are worth a message of their own
+    direct_min_bytes: float
+    in_order: bool
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """Prepare an all-gather, which may be started many times.
@@ -98,6 +101,7 @@ class SingleRank:
 
     ranks, rank = 1, 0
     direct_min_bytes: float = 0
+    in_order = True
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """Copy each shard to its out, where it does not lie there already."""

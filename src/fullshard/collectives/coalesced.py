@@ -36,6 +36,7 @@ class CoalescedCollectives:
     """The collectives of nccl and everything like it: all buckets of a group go out as one coalesced call."""
 
     direct_min_bytes: float = 256 * KIB
+    in_order = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._held = held(group)

@@ -110,7 +110,7 @@ class CustomCollectives:
         self._asynchronous = asynchronous
         self.ranks, self.rank = inner.ranks, inner.rank
         self.all_reduce, self.all_reduce_max = inner.all_reduce, inner.all_reduce_max
-        self.direct_min_bytes = float("inf")
+        self.direct_min_bytes, self.in_order = float("inf"), False
         self.gather_memory: Allocate | None = memory if all_gather is None else all_gather.allocate
         self.reduce_memory: Allocate | None = memory if reduce_scatter is None else reduce_scatter.allocate
 

@@ -244,6 +244,7 @@ class GlooCollectives:
     """
 
     direct_min_bytes: float = 256 * KIB
+    in_order = False
 
     def __init__(self, group: dist.ProcessGroup, tag: MessageTag | None = None) -> None:
         self.tag = MessageTag() if tag is None else tag

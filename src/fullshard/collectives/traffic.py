@@ -68,6 +68,7 @@ class CountedCollectives:
     def __init__(self, inner: Collectives, counter: TrafficCounter, *, keeps: object = None) -> None:
         self.inner, self._counter, self._keeps = inner, counter, keeps
         self.ranks, self.rank, self.direct_min_bytes = inner.ranks, inner.rank, inner.direct_min_bytes
+        self.in_order: bool = getattr(inner, "in_order", False)
         self.gather_memory: Allocate | None = getattr(inner, "gather_memory", None)
         self.reduce_memory: Allocate | None = getattr(inner, "reduce_memory", None)
 

@@ -78,6 +78,7 @@ class _Hookable:
     def __init__(self, inner: Collectives, hook: Callable[[Tensor], None]) -> None:
         self._inner, self._hook = inner, hook
         self.ranks, self.rank, self.direct_min_bytes = inner.ranks, inner.rank, inner.direct_min_bytes
+        self.in_order = inner.in_order
         self.gatherer, self.reduce_scatter, self.all_reduce_max = inner.gatherer, inner.reduce_scatter, inner.all_reduce_max
 
     @property

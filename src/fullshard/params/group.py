@@ -55,8 +55,8 @@ class ParamGroup:
         self.reduction = ReductionPlan.of(
             self.layout,
             [p.sharding.shard_shape for p in parameters],
-            direct=dtypes.compute == dtypes.reduce,
-            dtype=dtypes.compute,
+            dtypes=dtypes,
+            in_order=collectives.reduce.in_order,
             device=storage.device,
         )
         self.grads = GroupGradients(parameters, dtypes.reduce, fingerprints.log)

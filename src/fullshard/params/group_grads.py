@@ -12,7 +12,8 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.consistency.collective_log import CollectiveLog
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.sharding.layout import GroupLayout, Segment
+from fullshard.policies import Dtypes
+from fullshard.sharding.layout import GroupLayout, Reducible, Segment, Slice, slices, staging_limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +22,9 @@ class ReductionPlan:
 
         one packed message   | p0 | p1 | gap | p2 | ...    numel elements per rank; gaps are zeros
         direct               p3, p4: each a message of its own, as autograd left it
+        slices               p5, p6: must be cast, or are cut unevenly, slice by slice through one buffer
 
-    packed: segments of the packed message.     direct: the parameters that are in none of them.
+    packed: segments of the packed message.     direct, slices: the parameters that are in none of them.
     zeros: by size, the tensor (ranks, size) in the compute dtype that is sent for a gap.
     views: of each parameter's gradient in the flat one: shape, strides, offset. The list itself, put on a gradient together
         with the flat gradient, says that the flat one is laid out like this group.
@@ -32,23 +34,29 @@ class ReductionPlan:
     numel: int
     packed: list[Segment]
     direct: tuple[int, ...]
+    slices: tuple[tuple[Slice, ...], ...]
     zeros: dict[int, Tensor]
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     keys: list[str]
 
     @classmethod
     def of(
-        cls, layout: GroupLayout, shapes: Sequence[tuple[int, ...]], *, direct: bool, dtype: torch.dtype, device: torch.device
+        cls, layout: GroupLayout, shapes: Sequence[tuple[int, ...]], *, dtypes: Dtypes, in_order: bool, device: torch.device
     ) -> ReductionPlan:
-        """The plan for shards of these `shapes`. `direct`: whether gradients may go as autograd leaves them."""
-        bucket, alone = layout.reduction(direct=direct)
+        """The plan for shards of these `shapes`. in_order: of the collectives that reduce them."""
+        as_is = dtypes.compute == dtypes.reduce
+        bucket, alone = layout.reduction(Reducible.ALL if in_order else Reducible.EVEN if as_is else Reducible.NONE)
+        direct = tuple(index for index in alone if as_is and layout.is_even(index))
+        sliced = [(index, layout.places[index].size) for index in alone if index not in direct]
+        limit = staging_limit(layout.full_numel * dtypes.reduce.itemsize) // dtypes.reduce.itemsize
         segments = [segment for segment in bucket.pieces if segment.size] if bucket is not None else []
         gaps = {segment.size for segment in segments if segment.parameter < 0}
         return cls(
             numel=0 if bucket is None else bucket.size,
             packed=segments,
-            direct=alone,
-            zeros={size: torch.zeros(layout.ranks, size, dtype=dtype, device=device) for size in gaps},
+            direct=direct,
+            slices=slices(sliced, ranks=layout.ranks, limit=limit),
+            zeros={size: torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in gaps},
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, layout.places)],
             keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
         )

@@ -19,6 +19,7 @@ from fullshard.errors import InternalError
 from fullshard.params.grad_commit import GradCommit
 from fullshard.params.group import ParamGroup
 from fullshard.params.unsharded import dim_permutation
+from fullshard.sharding.layout import Slice
 
 ReduceHook = Callable[[Tensor], None]
 
@@ -104,6 +105,7 @@ class Reduction:
     """The gradients of one group on their way to the shards: packed and cast on the compute lane, reduced on others.
 
         large, even parameters ----------------------------------> message of its own    no copy
+        large, uneven or to be cast --(slice by slice)--> messages through one buffer
         the others --(chunk_cat: cut, pad, cast)--> one packed message (ranks, numel)
         PACKED ------reduce-scatter------> SUMMED ---all-reduce over replicas, the caller's hook---> REDUCED ---> COMMITTED
                                               |         (storage dtype; on the host, if shards are)       in `.grad`
@@ -133,6 +135,7 @@ class Reduction:
         memory = group.collectives.reduce.reduce_memory or torch.empty
         self._sum = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         self._messages = _pack(group, grads, dtypes.compute if alike else dtypes.reduce, self._sum, memory)
+        self._sliced = _flat_gradients(group, grads) if group.reduction.slices else {}
         if self.steps.first != 1.0 and self._messages:
             torch._foreach_mul_([full for full, _ in self._messages], self.steps.first)
         self._flat = self._sum
@@ -158,10 +161,38 @@ class Reduction:
 
     def start(self) -> StartedWork:
         """Begin the sum over shards."""
-        if not self._messages:
+        collectives, messages = self.group.collectives.reduce, self._messages
+        if self._sliced:
+            return self._start_slices()
+        if not messages:
             return StartedWork()
-        fulls, outs = zip(*self._messages)
-        return self.group.collectives.reduce.reduce_scatter(outs, fulls, self.steps.scale)
+        fulls, outs = zip(*messages)
+        return collectives.reduce_scatter(outs, fulls, self.steps.scale)
+
+    def _start_slices(self) -> StartedWork:
+        """As `start`, in as many messages as there are sets of slices; the first one takes along whatever is not sliced."""
+        group, messages = self.group, self._messages
+        slices, ranks = group.reduction.slices, group.layout.ranks
+        most = max(sum(part.size for part in message) for message in slices)
+        buffer = torch.empty(ranks * most, dtype=self._sum.dtype, device=self._sum.device)
+        started = StartedWork()
+        for parts in slices:
+            for work in started.works:  # the buffer is used again
+                work.wait()
+            if started.then is not None:
+                started.then()
+            at = 0
+            for part in parts:
+                place = group.layout.places[part.parameter]
+                full = buffer[at : at + ranks * part.size]
+                _copy_slice(self._sliced[part.parameter], place.size, part, full.view(ranks, part.size))
+                if self.steps.first != 1.0:
+                    full.mul_(self.steps.first)
+                messages = [*messages, (full, self._sum[place.offset + part.start :][: part.size])]
+                at += full.numel()
+            fulls, outs = zip(*messages)
+            started, messages = group.collectives.reduce.reduce_scatter(outs, fulls, self.steps.scale), []
+        return started
 
     def finish(self) -> None:
         """The sum over shards is there."""
@@ -209,7 +240,7 @@ class Reduction:
 
     def release_messages(self) -> None:
         """The compute lane is ordered behind the reduce-scatter: let the messages go."""
-        self._messages, self._earlier = [], None
+        self._messages, self._sliced, self._earlier = [], {}, None
         if not self.steps.replicated:
             self._sum = self._flat
 
@@ -248,6 +279,30 @@ class Reduction:
     def undecided(self) -> bool:
         """Whether this rank must learn which of the parameters that it did not use others did."""
         return any(not used and p.requires_grad for used, p in zip(self.used, self.group.parameters))
+
+
+def _flat_gradients(group: ParamGroup, grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+    """Of each parameter whose gradient is sent in slices: that, (numel,); None if this rank has none."""
+    indices = {part.parameter for message in group.reduction.slices for part in message}
+    found = ((index, grads[index]) for index in sorted(indices))
+    return {index: None if grad is None else grad.contiguous().view(-1) for index, grad in found}
+
+
+def _copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None:
+    """Copy a slice of the chunks of all ranks, each `size` elements of a gradient, to `out` (ranks, part.size), cast.
+
+    The chunks of the last ranks may end early, or there may be none: zeros are there instead.
+    """
+    if flat is None:
+        out.zero_()
+        return
+    whole = flat.numel() // size
+    if whole:
+        out[:whole].copy_(flat[: whole * size].view(whole, size)[:, part.start : part.start + part.size])
+    if whole < len(out):
+        out[whole:].zero_()
+        rest = flat[whole * size + part.start : (whole + 1) * size][: part.size]
+        out[whole, : rest.numel()].copy_(rest)
 
 
 def _pack(

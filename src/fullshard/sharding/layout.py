@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 ALIGN_BYTES = 16
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
+
+LEAST_CHUNK = 4 * KIB  # bytes per rank below which no parameter travels alone by itself
+LEAST_MESSAGE = 1 * MIB  # bytes over all ranks, the same
+WORTH_MESSAGE = 8 * MIB  # bytes over all ranks from which on a copy costs more than a message
+MOST = 16  # parameters of a group that travel alone for that reason
+
+
+def staging_limit(nbytes: int) -> int:
+    """How many bytes of a group's messages, which have `nbytes` in all, may lie in staging memory at once.
+
+    >>> staging_limit(100 * MIB) // MIB, staging_limit(1000 * MIB) // MIB
+    (32, 100)
+    """
+    return max(32 * MIB, nbytes // 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,28 +32,37 @@ class DirectRule:
     A copy costs as the whole message is large, and a message as there are many of them, or as a rank's chunk is small.
 
     min_chunk: bytes per rank from which on any does; `inf`: none.
-    min_message: bytes over all ranks from which on the `most` largest of a group do, if a rank's chunk has `least_chunk`.
+    capped: whether others do, too, largest first, if a rank's chunk has LEAST_CHUNK: up to MOST of WORTH_MESSAGE and more over
+        all ranks, and any of LEAST_MESSAGE as long as what is packed would need more than `staging_limit`.
     """
 
     min_chunk: float
-    min_message: float = float("inf")
-    least_chunk: int = 4 << 10
-    most: int = 16
+    capped: bool = False
 
     @classmethod
     def by_default(cls, min_chunk: float) -> DirectRule:
         """Where the caller said nothing, for a backend to which chunks of `min_chunk` bytes are worth a message."""
-        return cls(min_chunk, 8 * MIB if min_chunk < float("inf") else float("inf"))
+        return cls(min_chunk, capped=min_chunk < float("inf"))
 
-    def direct(self, chunks: Sequence[int], ranks: int) -> set[int]:
-        """The indices of those that do, of parameters with these chunks, in bytes; 0 for one that must not."""
-        alone = {i for i, chunk in enumerate(chunks) if chunk and chunk >= self.min_chunk and chunk % ALIGN_BYTES == 0}
-        large = [
-            i
-            for i, chunk in enumerate(chunks)
-            if chunk >= self.least_chunk and chunk * ranks >= self.min_message and chunk % ALIGN_BYTES == 0
-        ]
-        return alone.union(sorted(large, key=lambda i: (-chunks[i], i))[: self.most])
+    def direct(self, chunks: Sequence[int], movable: Sequence[bool], ranks: int) -> set[int]:
+        """The indices of those that do, of parameters with these chunks, in bytes. movable: which of them can."""
+        able = [i for i, chunk in enumerate(chunks) if chunk and movable[i] and chunk % ALIGN_BYTES == 0]
+        alone = {i for i in able if chunks[i] >= self.min_chunk}
+        if not self.capped:
+            return alone
+        total = ranks * sum(chunks)
+        packed = total - ranks * sum(chunks[i] for i in alone)
+        large = 0
+        for index in sorted(able, key=lambda i: (-chunks[i], i)):
+            message = ranks * chunks[index]
+            worth = message >= WORTH_MESSAGE and large < MOST
+            large += 1
+            if index in alone or chunks[index] < LEAST_CHUNK:
+                continue
+            if worth or (message >= LEAST_MESSAGE and packed > staging_limit(total)):
+                alone.add(index)
+                packed -= message
+        return alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +148,54 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of each rank's chunk of one parameter: `size` elements from `start` on."""
+
+    parameter: int
+    start: int
+    size: int
+
+
+def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple[tuple[Slice, ...], ...]:
+    """Cut the chunks of parameters, (parameter, elements) each, for messages of about equal size, of at most `limit` elements.
+
+    >>> slices([(0, 64), (3, 128)], ranks=2, limit=256)
+    ((Slice(parameter=0, start=0, size=64), Slice(parameter=3, start=0, size=64)), (Slice(parameter=3, start=64, size=64),))
+    """
+    left = sum(size for _, size in sizes)
+    most = max(1, limit // ranks)
+    width = -(-left // -(-left // most)) if left else 0
+    room = width = min(most, width + -width % 64)
+    messages: list[list[Slice]] = [[]]
+    for parameter, size in sizes:
+        start = 0
+        while start < size:
+            if not room:
+                room = width
+                messages.append([])
+            part = min(room, size - start)
+            messages[-1].append(Slice(parameter, start, part))
+            start, room = start + part, room - part
+    return tuple(tuple(message) for message in messages if message)
+
+
+class Reducible(enum.Enum):
+    """Which large gradients travel in no packed message: of a backend, and whether the reduction casts them."""
+
+    NONE = "none"
+    EVEN = "those that are cut evenly"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
 class GroupLayout:
     """Everything static about a group's memory. group 1 - n buckets, bucket 1 - n parameters.
 
     shard  | packed: small, folded | large, uneven | large, even |
     gather | one packed bucket     | direct        | direct      |
-    reduce | one packed message                    | direct      |   (all of it packed where gradients must be cast)
+    reduce | one packed message                    | direct      |   EVEN
+    reduce | one packed message    | direct or slice by slice    |   ALL
+    reduce | one packed message                                  |   NONE
     """
 
     ranks: int
@@ -137,16 +203,22 @@ class GroupLayout:
     buckets: tuple[Bucket, ...]
     shard_numel: int
     full_numel: int
-    direct_grad_offset: int  # from this shard offset on, gradients may be reduced directly
 
     @property
     def packed(self) -> Bucket | None:
         """The bucket of the parameters that share a message; None if all travel directly."""
         return next((bucket for bucket in self.buckets if not bucket.direct), None)
 
-    def reduction(self, *, direct: bool) -> tuple[Bucket | None, tuple[int, ...]]:
-        """(the packed message, or None if empty; the parameters reduced directly) with direct reductions on or off."""
-        stop = self.direct_grad_offset if direct else self.shard_numel
+    def is_even(self, index: int) -> bool:
+        """Whether all ranks have as many elements of this parameter."""
+        return self.places[index].size * self.ranks == prod(self.places[index].shape)
+
+    def reduction(self, direct: Reducible) -> tuple[Bucket | None, tuple[int, ...]]:
+        """(the packed message, or None if empty; the parameters that are not in it)."""
+        stop = self.shard_numel
+        if direct is not Reducible.NONE:
+            alone = (i for i, place in enumerate(self.places) if place.direct)
+            stop = min((self.places[i].offset for i in alone if direct is Reducible.ALL or self.is_even(i)), default=stop)
         pieces = tuple(segment for bucket in self.buckets if bucket.offset < stop for segment in bucket.pieces)
         alone = tuple(i for i, place in enumerate(self.places) if place.direct and place.offset >= stop)
         return (Bucket(False, 0, stop, pieces) if stop else None), alone
@@ -174,7 +246,7 @@ def plan_layout(
     dims = [0] * len(shapes) if dims is None else dims
     chunks = [-(-shape[dim] // ranks) * prod(shape[:dim]) * prod(shape[dim + 1 :]) for shape, dim in zip(shapes, dims)]
 
-    alone = direct.direct([chunk * itemsize if dim == 0 else 0 for chunk, dim in zip(chunks, dims)], ranks)
+    alone = direct.direct([chunk * itemsize for chunk in chunks], [dim == 0 for dim in dims], ranks)
 
     def is_even(index: int) -> bool:
         return chunks[index] * ranks == prod(shapes[index])
@@ -184,14 +256,11 @@ def plan_layout(
     packed: list[Segment] = []
     messages: list[Bucket] = []  # of one parameter each
     offset = region = 0
-    direct_grad_offset: int | None = None
     for index in order:
         size = chunks[index]
         places[index] = ParamOffsets(tuple(shapes[index]), dims[index], offset, size, region, index in alone)
         segment, gap = Segment(index, size, region), -size % align
         if index in alone:
-            if direct_grad_offset is None and is_even(index):
-                direct_grad_offset = offset
             messages.append(Bucket(True, offset, size, (segment,)))
         else:
             packed.append(segment)
@@ -207,5 +276,4 @@ def plan_layout(
         buckets=(*head, *messages),
         shard_numel=offset,
         full_numel=region,
-        direct_grad_offset=offset if direct_grad_offset is None else direct_grad_offset,
     )
