@@ -217,8 +217,8 @@ class GroupLayout:
         """(the packed message, or None if empty; the parameters that are not in it)."""
         stop = self.shard_numel
         if direct is not Reducible.NONE:
-            alone = (i for i, place in enumerate(self.places) if place.direct)
-            stop = min((self.places[i].offset for i in alone if direct is Reducible.ALL or self.is_even(i)), default=stop)
+            able = [i for i, place in enumerate(self.places) if place.direct]
+            stop = min((self.places[i].offset for i in able if direct is Reducible.ALL or self.is_even(i)), default=stop)
         pieces = tuple(segment for bucket in self.buckets if bucket.offset < stop for segment in bucket.pieces)
         alone = tuple(i for i, place in enumerate(self.places) if place.direct and place.offset >= stop)
         return (Bucket(False, 0, stop, pieces) if stop else None), alone
