@@ -83,6 +83,23 @@ def block_of(dim: int) -> nn.Module:
     return nn.Sequential(nn.RMSNorm(dim), Linear(dim, 2 * dim), Linear(2 * dim, dim))
 
 
+def messages_of(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
+    """Of fullshard: messages per unit in each direction, and MiB over all ranks of the smallest one."""
+    if not isinstance(model, fullshard.FSDPModule):
+        return {}
+    with fullshard.counting(model) as messages:
+        model(x).sum().backward()
+    model.zero_grad()
+    sent = [one for one in messages if one.kind != "heartbeat"]
+    gathers = [one for one in sent if one.kind == "all_gather" or not one.dtype.is_floating_point]
+    per_gather = 2 * len(model) - 1  # the last unit stays for its backward
+    return {
+        "gathers": len(gathers) / per_gather,
+        "reductions": (len(sent) - len(gathers)) / len(model),
+        "smallest": min(one.nbytes for one in sent) / 2**20,
+    }
+
+
 def peaks(shard: Callable[[nn.Module], object], dtype: torch.dtype, dim: int, depth: int = 6) -> dict[str, float]:
     with torch.device("meta"):
         model = nn.Sequential(*[block_of(dim) for _ in range(depth)])
@@ -97,12 +114,13 @@ def peaks(shard: Callable[[nn.Module], object], dtype: torch.dtype, dim: int, de
     for _ in range(2):
         model(x).sum().backward()
         model.zero_grad()
+    counts = messages_of(model, x)
     losses: list[torch.Tensor] = []
     forward = memory_events(lambda: losses.append(model(x).sum()))
     backward = memory_events(losses[0].backward)
     delivered = {parameter.grad.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
     whole = peak_of([*forward, *backward], delivered)
-    return {"forward": peak_of(forward, set()) / unit_bytes, "backward": whole / unit_bytes}
+    return {"forward": peak_of(forward, set()) / unit_bytes, "backward": whole / unit_bytes, **counts}
 
 
 def peaks_of(
@@ -141,9 +159,11 @@ def main() -> None:
                 found = peaks_of(options.of, ranks, param, reduce, dim)
                 for name, one in found.items():
                     results[f"{label}, dim {dim}, {ranks} ranks {name}"] = one
-                listed = [
-                    f"{name} {one['forward']:5.2f} forward {one['backward']:5.2f} backward" for name, one in found.items()
-                ]
+                listed = []
+                for name, one in found.items():
+                    listed.append(f"{name} {one['forward']:5.2f} forward {one['backward']:5.2f} backward")
+                    if "smallest" in one:
+                        listed[-1] += " ({gathers:.0f} + {reductions:.0f} messages from {smallest:.0f} MiB)".format(**one)
                 print(f"peak (U), {ranks:5d} ranks, dim {dim}, {label:20s}: {'   '.join(listed)}", flush=True)
         dist.destroy_process_group()
     if options.json:

@@ -27,6 +27,17 @@ class StartedWork:
     unpollable: bool = False
 
 
+def together(first: StartedWork, second: StartedWork) -> StartedWork:
+    """Two collectives that were started, as one."""
+    thens = [started.then for started in (first, second) if started.then is not None]
+
+    def both() -> None:
+        for then in thens:
+            then()
+
+    return StartedWork([*first.works, *second.works], both if thens else None, first.unpollable or second.unpollable)
+
+
 class Collectives(Protocol):
     """The collectives of one process group. Tensors are 1-D and contiguous; nothing is waited for inside.
 
@@ -74,7 +85,7 @@ class Collectives(Protocol):
         """Start an element-wise sum over all ranks, in place.
 
         Args:
-            tensor: (size,), read and written.
+            tensor: (size,), read and written; gradients, or int32.
 
         Returns:
             The work that was started.

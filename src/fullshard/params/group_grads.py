@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -23,8 +24,9 @@ class ReductionPlan:
         one packed message   | p0 | p1 | gap | p2 | ...    numel elements per rank; gaps are zeros
         direct               p3, p4: each a message of its own, as autograd left it
         slices               p5, p6: must be cast, or are cut unevenly, slice by slice through one buffer
+        sums                 p7: of so few rows that all ranks get the whole sum
 
-    packed: segments of the packed message.     direct, slices: the parameters that are in none of them.
+    packed: segments of the packed message.     direct, slices, sums: the parameters that are in none of them.
     zeros: by size, the tensor (ranks, size) in the compute dtype that is sent for a gap.
     views: of each parameter's gradient in the flat one: shape, strides, offset. The list itself, put on a gradient together
         with the flat gradient, says that the flat one is laid out like this group.
@@ -35,9 +37,11 @@ class ReductionPlan:
     packed: list[Segment]
     direct: tuple[int, ...]
     slices: tuple[tuple[Slice, ...], ...]
+    sums: tuple[tuple[Slice, ...], ...]
     zeros: dict[int, Tensor]
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     keys: list[str]
+    has_slices: bool
 
     @classmethod
     def of(
@@ -48,6 +52,7 @@ class ReductionPlan:
         bucket, alone = layout.reduction(Reducible.ALL if in_order else Reducible.EVEN if as_is else Reducible.NONE)
         direct = tuple(index for index in alone if as_is and layout.is_even(index))
         sliced = [(index, layout.places[index].size) for index in alone if index not in direct]
+        summed = [(index, prod(layout.places[index].shape)) for index in layout.summed]
         limit = staging_limit(layout.full_numel * dtypes.reduce.itemsize) // dtypes.reduce.itemsize
         segments = [segment for segment in bucket.pieces if segment.size] if bucket is not None else []
         gaps = {segment.size for segment in segments if segment.parameter < 0}
@@ -56,9 +61,11 @@ class ReductionPlan:
             packed=segments,
             direct=direct,
             slices=slices(sliced, ranks=layout.ranks, limit=limit),
+            sums=slices(summed, ranks=1, limit=limit if in_order else max(1, layout.summed_region[1])),
             zeros={size: torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in gaps},
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, layout.places)],
             keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
+            has_slices=bool(sliced or summed),
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.collectives.base import Allocate, Collectives, StartedWork
+from fullshard.collectives.base import Allocate, Collectives, StartedWork, together
 from fullshard.collectives.streams import LaneWork
 from fullshard.errors import InternalError
 from fullshard.params.grad_commit import GradCommit
@@ -106,6 +106,7 @@ class Reduction:
 
         large, even parameters ----------------------------------> message of its own    no copy
         large, uneven or to be cast --(slice by slice)--> messages through one buffer
+        of few rows --(slice by slice)--> sums that all ranks get
         the others --(chunk_cat: cut, pad, cast)--> one packed message (ranks, numel)
         PACKED ------reduce-scatter------> SUMMED ---all-reduce over replicas, the caller's hook---> REDUCED ---> COMMITTED
                                               |         (storage dtype; on the host, if shards are)       in `.grad`
@@ -135,7 +136,7 @@ class Reduction:
         memory = group.collectives.reduce.reduce_memory or torch.empty
         self._sum = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         self._messages = _pack(group, grads, dtypes.compute if alike else dtypes.reduce, self._sum, memory)
-        self._sliced = _flat_gradients(group, grads) if group.reduction.slices else {}
+        self._sliced = _flat_gradients(group, grads) if group.reduction.has_slices else {}
         if self.steps.first != 1.0 and self._messages:
             torch._foreach_mul_([full for full, _ in self._messages], self.steps.first)
         self._flat = self._sum
@@ -161,26 +162,22 @@ class Reduction:
 
     def start(self) -> StartedWork:
         """Begin the sum over shards."""
-        collectives, messages = self.group.collectives.reduce, self._messages
         if self._sliced:
             return self._start_slices()
-        if not messages:
+        if not self._messages:
             return StartedWork()
-        fulls, outs = zip(*messages)
-        return collectives.reduce_scatter(outs, fulls, self.steps.scale)
+        fulls, outs = zip(*self._messages)
+        return self.group.collectives.reduce.reduce_scatter(outs, fulls, self.steps.scale)
 
     def _start_slices(self) -> StartedWork:
         """As `start`, in as many messages as there are sets of slices; the first one takes along whatever is not sliced."""
-        group, messages = self.group, self._messages
-        slices, ranks = group.reduction.slices, group.layout.ranks
-        most = max(sum(part.size for part in message) for message in slices)
-        buffer = torch.empty(ranks * most, dtype=self._sum.dtype, device=self._sum.device)
+        group, plan, messages = self.group, self.group.reduction, self._messages
+        ranks, collectives = group.layout.ranks, group.collectives.reduce
+        most = max((ranks * sum(part.size for part in parts) for parts in plan.slices), default=0)
+        buffer = torch.empty(most, dtype=self._sum.dtype, device=self._sum.device)
         started = StartedWork()
-        for parts in slices:
-            for work in started.works:  # the buffer is used again
-                work.wait()
-            if started.then is not None:
-                started.then()
+        for parts in plan.slices or ((),):
+            _end(started)  # the buffer is used again
             at = 0
             for part in parts:
                 place = group.layout.places[part.parameter]
@@ -190,9 +187,41 @@ class Reduction:
                     full.mul_(self.steps.first)
                 messages = [*messages, (full, self._sum[place.offset + part.start :][: part.size])]
                 at += full.numel()
-            fulls, outs = zip(*messages)
-            started, messages = group.collectives.reduce.reduce_scatter(outs, fulls, self.steps.scale), []
+            if messages:
+                fulls, outs = zip(*messages)
+                started, messages = collectives.reduce_scatter(outs, fulls, self.steps.scale), []
+        return together(started, self._start_sums()) if plan.sums else started
+
+    def _start_sums(self) -> StartedWork:
+        """Begin the sums that all ranks get."""
+        plan = self.group.reduction
+        most = max(sum(part.size for part in parts) for parts in plan.sums)
+        buffer = torch.empty(most, dtype=self._sum.dtype, device=self._sum.device)
+        self._sum[self.group.layout.summed_offset :].zero_()  # what is padding, between them and in them
+        started = StartedWork()
+        for parts in plan.sums:
+            _end(started)
+            at = 0
+            for part in parts:
+                flat, into = self._sliced[part.parameter], buffer[at : at + part.size]
+                into.zero_() if flat is None else into.copy_(flat[part.start :][: part.size])
+                at += part.size
+            if self.steps.first != 1.0:
+                buffer[:at].mul_(self.steps.first)
+            sent = self.group.collectives.reduce.all_reduce(buffer[:at])
+            started = together(sent, StartedWork(then=partial(self._take_rows, parts, buffer)))
         return started
+
+    def _take_rows(self, parts: Sequence[Slice], sums: Tensor) -> None:
+        """Of sums that all ranks have, keep this rank's rows."""
+        layout, at = self.group.layout, 0
+        for part in parts:
+            mine, place = layout.rows_of(part.parameter, self.group.collectives.reduce.rank), layout.places[part.parameter]
+            start, stop = max(mine.start, part.start), min(mine.stop, part.start + part.size)
+            if start < stop:
+                out = self._sum[place.offset + start - mine.start :][: stop - start]
+                torch.mul(sums[at + start - part.start :][: stop - start], self.steps.scale, out=out)
+            at += part.size
 
     def finish(self) -> None:
         """The sum over shards is there."""
@@ -283,9 +312,18 @@ class Reduction:
 
 def _flat_gradients(group: ParamGroup, grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
     """Of each parameter whose gradient is sent in slices: that, (numel,); None if this rank has none."""
-    indices = {part.parameter for message in group.reduction.slices for part in message}
+    plan = group.reduction
+    indices = {part.parameter for message in (*plan.slices, *plan.sums) for part in message}
     found = ((index, grads[index]) for index in sorted(indices))
     return {index: None if grad is None else grad.contiguous().view(-1) for index, grad in found}
+
+
+def _end(started: StartedWork) -> None:
+    """Wait for a collective that runs in order, and finish it."""
+    for work in started.works:
+        work.wait()
+    if started.then is not None:
+        started.then()
 
 
 def _copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None:

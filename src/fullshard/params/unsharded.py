@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.collectives.base import StartedWork
+from fullshard.collectives.base import StartedWork, together
 from fullshard.collectives.traffic import CountedCollectives, TrafficCounter
 from fullshard.policies import Dtypes, MixedPrecisionPolicy
 from fullshard.sharding.layout import DirectRule, Extent, GroupLayout, ParamOffsets
@@ -101,6 +101,36 @@ def copies_out(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[Step]
     if permuted:
         steps.append(partial(torch._foreach_copy_, permuted, blocks))
     return steps
+
+
+def _with_sum(
+    layout: GroupLayout,
+    gather: CountedCollectives,
+    flat: Tensor,
+    shard: Tensor,
+    before: list[Step],
+    begin: Callable[[], StartedWork] | None,
+) -> Callable[[], StartedWork]:
+    """`begin` together with the sum that gathers the summed parameters. `before` gets the steps that it needs.
+
+    Integers are summed, of which at most one is not zero: bits arrive as they were sent.
+    """
+    offset, numel = layout.summed_region
+    region = flat[offset : offset + numel]
+    before.append(region.zero_)
+    own: list[Tensor] = []
+    rows: list[Tensor] = []
+    for index in layout.summed:
+        mine, place = layout.rows_of(index, gather.rank), layout.places[index]
+        if mine.start < mine.stop:
+            own.append(flat[place.full_offset :][mine])
+            rows.append(shard[place.offset :][: mine.stop - mine.start])
+    if own:
+        before.append(partial(torch._foreach_copy_, own, rows))
+    bits = region.view(torch.int32)
+    if begin is None:
+        return partial(gather.all_reduce, bits)
+    return lambda: together(begin(), gather.all_reduce(bits))
 
 
 class Gather:
@@ -222,9 +252,14 @@ class FlatBuffer:
         shards = [shard[bucket.offset : bucket.offset + bucket.size] for bucket in layout.buckets]
         if dtypes.storage != dtypes.compute:
             own = [out[gather.rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
-            before.append(partial(torch._foreach_copy_, own, shards))
+            if own:
+                before.append(partial(torch._foreach_copy_, own, shards))
             shards = own
-        return Gather(gather.gatherer(outs, shards), before, copies_out(layout, flat, staging))
+        begin = gather.gatherer(outs, shards) if layout.buckets else None
+        if layout.summed:
+            begin = _with_sum(layout, gather, flat, shard, before, begin)
+        assert begin is not None
+        return Gather(begin, before, copies_out(layout, flat, staging))
 
     def allocate(self, versions: list[int]) -> Gather:
         """Memory for shards of these versions, on the compute lane, and what gathers them."""

@@ -33,7 +33,8 @@ class DirectRule:
 
     min_chunk: bytes per rank from which on any does; `inf`: none.
     capped: whether others do, too, largest first, if a rank's chunk has LEAST_CHUNK: up to MOST of WORTH_MESSAGE and more over
-        all ranks, and any of LEAST_MESSAGE as long as what is packed would need more than `staging_limit`.
+        all ranks, and any of LEAST_MESSAGE as long as what is packed would need more than `staging_limit`; and whether those
+        that would be padding for the most part are summed instead.
     """
 
     min_chunk: float
@@ -63,6 +64,10 @@ class DirectRule:
                 alone.add(index)
                 packed -= message
         return alone
+
+    def is_summed(self, nbytes: int, padded: int) -> bool:
+        """Whether to sum a parameter of `nbytes`, which is `padded` in chunks of equal size for all ranks."""
+        return self.capped and padded >= 2 * nbytes and padded - nbytes >= LEAST_MESSAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ class ParamOffsets:
 
     shard of this rank   ...[offset, offset + size)...          size = chunk rows, padding included
     full storage         ...[region, region + ranks * size)...  the parameter is its first `numel` elements
+                         ...[region, region + numel)...         if it is summed
 
     Cut along `dim` 0, the shards in rank order are the parameter. Along another they are not: it is `folded`, travels
     packed, and is permuted where it is copied out of the message or into it.
@@ -196,6 +202,9 @@ class GroupLayout:
     reduce | one packed message                    | direct      |   EVEN
     reduce | one packed message    | direct or slice by slice    |   ALL
     reduce | one packed message                                  |   NONE
+
+    Behind those are the shards of the summed: parameters of so few rows that chunks of equal size would be padding for the most
+    part. They are gathered by a sum to which each rank adds its rows and zeros, and so are their gradients, whole.
     """
 
     ranks: int
@@ -203,6 +212,15 @@ class GroupLayout:
     buckets: tuple[Bucket, ...]
     shard_numel: int
     full_numel: int
+    summed: tuple[int, ...]  # their parameters
+    summed_offset: int  # from here on they are in the shard; shard_numel if there are none
+    summed_region: tuple[int, int]  # where they are in the full storage, and how many elements
+
+    def rows_of(self, index: int, rank: int) -> slice:
+        """Which elements of a parameter, of those in its region, are of this rank; for one cut along dim 0."""
+        place = self.places[index]
+        numel = prod(place.shape)
+        return slice(min(numel, rank * place.size), min(numel, (rank + 1) * place.size))
 
     @property
     def packed(self) -> Bucket | None:
@@ -215,7 +233,7 @@ class GroupLayout:
 
     def reduction(self, direct: Reducible) -> tuple[Bucket | None, tuple[int, ...]]:
         """(the packed message, or None if empty; the parameters that are not in it)."""
-        stop = self.shard_numel
+        stop = self.summed_offset
         if direct is not Reducible.NONE:
             able = [i for i, place in enumerate(self.places) if place.direct]
             stop = min((self.places[i].offset for i in able if direct is Reducible.ALL or self.is_even(i)), default=stop)
@@ -246,12 +264,22 @@ def plan_layout(
     dims = [0] * len(shapes) if dims is None else dims
     chunks = [-(-shape[dim] // ranks) * prod(shape[:dim]) * prod(shape[dim + 1 :]) for shape, dim in zip(shapes, dims)]
 
-    alone = direct.direct([chunk * itemsize for chunk in chunks], [dim == 0 for dim in dims], ranks)
+    summed = tuple(
+        index
+        for index, (shape, dim) in enumerate(zip(shapes, dims))
+        if dim == 0 and direct.is_summed(prod(shape) * itemsize, ranks * chunks[index] * itemsize)
+    )
+    movable = [dim == 0 and index not in summed for index, dim in enumerate(dims)]
+    alone = direct.direct([chunk * itemsize for chunk in chunks], movable, ranks)
+    rest = [index for index in range(len(shapes)) if index not in summed and index not in alone]
+    if summed and not alone and 0 < ranks * itemsize * sum(chunks[index] for index in rest) < LEAST_MESSAGE:
+        summed += tuple(index for index in rest if dims[index] == 0)  # they would be a message of their own
 
     def is_even(index: int) -> bool:
         return chunks[index] * ranks == prod(shapes[index])
 
-    order = sorted(range(len(shapes)), key=lambda i: (i in alone, dims[i] != 0, i in alone and is_even(i)))
+    order = sorted(set(range(len(shapes))) - set(summed))
+    order.sort(key=lambda i: (i in alone, dims[i] != 0, i in alone and is_even(i)))
     places: list[ParamOffsets | None] = [None] * len(shapes)
     packed: list[Segment] = []
     messages: list[Bucket] = []  # of one parameter each
@@ -268,6 +296,12 @@ def plan_layout(
         if gap:  # never behind a direct parameter: its chunk is a multiple of 16 bytes in the smaller dtype
             packed.append(Segment(-1, gap, region))
             offset, region = offset + gap, region + ranks * gap
+    summed_offset, summed_region = offset, region
+    for index in summed:
+        size, numel = chunks[index], prod(shapes[index])
+        places[index] = ParamOffsets(tuple(shapes[index]), 0, offset, size, region, False)
+        offset, region = offset + size + -size % align, region + numel + -numel % align
+    region += (summed_region - region) % (ranks * align)  # a smaller group keeps equal parts of it
     head = [Bucket(False, 0, sum(segment.size for segment in packed), tuple(packed))] if packed else []
     assert all(place is not None for place in places)
     return GroupLayout(
@@ -276,4 +310,7 @@ def plan_layout(
         buckets=(*head, *messages),
         shard_numel=offset,
         full_numel=region,
+        summed=summed,
+        summed_offset=summed_offset,
+        summed_region=(summed_region, region - summed_region),
     )
