@@ -6,10 +6,12 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import torch
 from detector import Detector, NodeStreams, Planted
@@ -22,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.collectives.streams import StreamLane
+from fullshard.params import group_grads
+from fullshard.sharding import layout
 
 RANKS = 4
 
@@ -36,6 +40,7 @@ class Program:
     hook: set_all_reduce_hook, on a stream of its own if "stream".                      optimizer: at the end, in hooks, or on
     memory: messages in memory of the group.                                            a stream of its own with an event.
     offload: none, pageable, pinned.
+    small: staging is so small that gradients go in slices, and parameters of few rows are summed.
     """
 
     steps: int = 2
@@ -59,6 +64,7 @@ class Program:
     extension: bool = False
     every: int = 1
     wide: bool = False
+    small: bool = False
 
     @property
     def mp(self) -> MixedPrecisionPolicy:
@@ -94,6 +100,9 @@ NAMED = {
     "extension": Program(extension=True, dtypes="low", optimizer="hooks"),
     "memory of the group": Program(memory=True, microbatches=2, replicas=2),
     "many in flight": Program(in_flight=3, direct=0, every=2, steps=3),
+    "slices": Program(dtypes="low", direct=0, in_flight=2, small=True, wide=True),
+    "sums": Program(dtypes="low", small=True, wide=True, microbatches=2),
+    "sums, offload": Program(offload="pinned", small=True),
 }
 
 
@@ -137,6 +146,7 @@ PROGRAMS = st.builds(
     extension=often(False, True),
     every=st.sampled_from((1, 1, 2)),
     wide=st.booleans(),
+    small=st.booleans(),
 ).map(legal)
 
 
@@ -154,6 +164,7 @@ def run(program: Program, detector: Detector, *, tolerant: bool = False, at_end:
                 watching(detector),
                 host_memory(detector, pinned=program.offload == "pinned"),
                 NodeStreams(detector),
+                limits(128 if program.small else None),
             ):
                 warnings.simplefilter("ignore")
                 training = Training(program, detector, tolerant)
@@ -172,6 +183,16 @@ def run(program: Program, detector: Detector, *, tolerant: bool = False, at_end:
     return detector
 
 
+@contextmanager
+def limits(nbytes: int | None) -> Iterator[None]:
+    """A block in which staging, and messages of their own, are of so many bytes."""
+    with ExitStack() as stack:
+        if nbytes is not None:
+            stack.enter_context(mock.patch.object(layout, "LEAST_MESSAGE", nbytes // 4))
+            stack.enter_context(mock.patch.object(group_grads, "staging_limit", lambda of: nbytes))
+        yield
+
+
 class Training:
     def __init__(self, program: Program, detector: Detector, tolerant: bool) -> None:
         self.program, self.detector, self.tolerant = program, detector, tolerant
@@ -180,6 +201,8 @@ class Training:
         torch.manual_seed(0)
         self.model = Model(3, 8, 24) if program.wide else Model(2)
         self.model.training_of = self
+        if program.small:  # half as many rows as ranks
+            self.model.head = nn.Linear(self.model.head.in_features, RANKS // 2)
         self.shard()
         if program.extension:
             for block in self.model.blocks:
