@@ -32,7 +32,7 @@ def run(script: str, *arguments: str) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     host, memory, speed, checks = run("host.py"), run("memory.py"), run("train_cpu.py"), run("checks.py")
-    scale, steps = run("watch_scale.py"), run("optimizers.py")
+    scale, steps, startup = run("watch_scale.py"), run("optimizers.py"), run("startup.py")
     rows: list[tuple[str, float, float, str]] = []
     for label, found in host.items():
         rows.append((f"host time per unit, {label} (us)", found["fullshard"], found["FSDP2"], "0.40"))
@@ -53,6 +53,11 @@ def main() -> None:
         print(
             f"{label} over 300 parameters, of plain tensors: {mine:.2f} (at most {1.3 if label == 'clipping' else 1.2}), FSDP2 {theirs:.2f}"
         )
+    for label in dict.fromkeys(name.rsplit(", ", 1)[0] for name in startup):
+        ours, theirs = startup[f"{label}, fullshard"], startup.get(f"{label}, FSDP2")
+        said = "was given up" if theirs is None else f"{theirs['seconds']:.1f} s"
+        limit = {"decoder, 16384 ranks": " (at most 1)", "mixture, 1024 ranks": " (at most 2.5)"}.get(label, "")
+        print(f"sharding on meta, {label}: {ours['seconds']:.2f} s{limit}, FSDP2 {said}")
     share = 100 * (checks["step"]["ratio"] - 1)
     print(f"\nchecks: {checks['host']['per unit']:.1f} us of host time per unit and step (at most 15)")
     entry = checks["entry"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -143,6 +145,25 @@ def _shard(
     modules: list[nn.Module], shaped: _ResolvedArguments, ignored: Iterable[nn.Parameter], planned: frozenset[int]
 ) -> None:
     """Make a unit of `modules`. `planned`: modules (by id) that others will be made of, and that this one does not enter."""
+    with _collector_paused():
+        _shard_at_once(modules, shaped, ignored, planned)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A block that makes many objects, all of which stay: going through all of the program's again and again finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _shard_at_once(
+    modules: list[nn.Module], shaped: _ResolvedArguments, ignored: Iterable[nn.Parameter], planned: frozenset[int]
+) -> None:
     found = _inspect(modules, shaped, ignored, planned)
     axis, options, refs = shaped.axis, shaped.options, found.refs
     _synchronise(found, _setup(modules, shaped), options.sync)

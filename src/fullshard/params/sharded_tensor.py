@@ -138,8 +138,8 @@ class ShardedDTensor(DTensor):
 
 
 def as_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
-    """A Parameter over a DTensor of ours, which leaves `tensor` as it is."""
-    made = nn.Parameter(tensor, requires_grad=requires_grad)
+    """A DTensor that was made for this becomes a Parameter."""
+    made = _torch.turned_into_parameter(tensor, requires_grad)
     if _torch.HONOURS_SUBCLASSES:
         _turn(made, ShardedDTensor)  # as torch.utils.swap_tensors does
     return made

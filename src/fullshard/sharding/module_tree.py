@@ -39,6 +39,8 @@ class ManagedTensors:
 def roots_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """`modules` without those that lie inside another of them, and without repetitions."""
     unique = list(dict.fromkeys(modules))
+    if len(unique) == 1:
+        return unique
     inside = {id(child) for module in unique for child in module.modules() if child is not module}
     return [module for module in unique if id(module) not in inside]
 
@@ -112,5 +114,7 @@ def _post_order(
 
 
 def _holds_only_ignored(module: nn.Module, ignored_ids: set[int]) -> bool:
+    if not ignored_ids:
+        return False
     parameters = list(module.parameters())
     return bool(parameters) and all(id(p) in ignored_ids for p in parameters) and not any(True for _ in module.buffers())
