@@ -29,6 +29,7 @@ from fullshard.frontend.autograd import grad
 from fullshard.frontend.clipping import clip_grad_norm_
 from fullshard.frontend.full_params import full_params, gathered
 from fullshard.frontend.init import materialize
+from fullshard.frontend.local_view import local_view
 from fullshard.frontend.module import (
     FSDPModule,
     UnshardHandle,
@@ -79,6 +80,7 @@ __all__ = [
     "grad",
     "install",
     "installed",
+    "local_view",
     "materialize",
     "plan_model",
     "register_fsdp_forward_method",

@@ -6,6 +6,7 @@ full_params.py      full_params(), gathered(): full parameters for the length of
 init.py             materialize(): memory and first values for a model built on meta
 optim.py            optimizers built before sharding; what precedes and follows each step
 local_steps.py      element-wise optimizers compute with local shards
+local_view.py       local_view(): the same for those of other libraries
 step_entries.py     the entries of optimizer steps in the logs
 clipping.py         clip_grad_norm_, and torch's over several meshes
 autograd.py         grad(): gradients as values
