@@ -123,6 +123,10 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
+DIRECT_MIN_BYTES = 256 << 10
+"""Bytes per rank from which on a parameter is worth a message: measured for gloo (docs/performance.md), for nccl a guess."""
+
+
 @dataclass(frozen=True)
 class CommPolicy:
     """How messages are cut and carried.

@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fullshard.collectives.gloo import GlooCollectives
-from fullshard.params import group_grads
 from fullshard.sharding import layout
 
 PACKED, DIRECT = CommPolicy(direct_min_bytes=float("inf")), CommPolicy(direct_min_bytes=0)
@@ -79,7 +78,7 @@ class Wide(Stack):
 def test_gradients_in_slices_are_bit_for_bit_those_in_one_message(
     world: World, reduce_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_grads, "staging_limit", lambda nbytes: 4096)
+    monkeypatch.setattr(layout, "slice_limit", lambda nbytes, kinds: 4096)
     mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     base = Wide()
     models = [copy.deepcopy(base) for _ in range(2)]
@@ -136,7 +135,7 @@ def test_parameters_with_few_rows_are_summed_instead_of_padded(
     world: World, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "LEAST_MESSAGE", 64)
-    monkeypatch.setattr(group_grads, "staging_limit", lambda nbytes: 128)
+    monkeypatch.setattr(layout, "slice_limit", lambda nbytes, kinds: 128)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if kind == "hybrid" else world.mesh
     model = FewRows()
     sharded = fully_shard(copy.deepcopy(model), mesh=mesh, **FEW_ROWS.get(kind, {}))

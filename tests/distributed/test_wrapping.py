@@ -19,9 +19,11 @@ from models import Block, Stack, assert_same_grads, batch, square, train_both
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import MixedPrecisionPolicy, fully_shard, plan_model, shard_model, wrap
+from fullshard import CommPolicy, MixedPrecisionPolicy, fully_shard, plan_model, shard_model, wrap
+from fullshard.collectives.gloo import GlooCollectives
 from fullshard.frontend.module import units_of
 from fullshard.runtime.unit import unit_of
+from fullshard.sharding import layout
 from fullshard.wrap.plan import ModelSummary, Plan, PlannedUnit
 from fullshard.wrap.whole_model import _asked
 
@@ -690,3 +692,53 @@ def test_what_is_ignored_stays_plain(world: World) -> None:
     shard_model(model, world.mesh, ignored_modules=[model.blocks[1]], ignored_params=[model.head.bias])
     plain = [name for name, p in model.named_parameters() if type(p) is nn.Parameter and not hasattr(p, "placements")]
     assert plain == [name for name in dict(model.named_parameters()) if name.startswith("blocks.1.") or name == "head.bias"]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 1024, bias=index > 1) for index in range(3))
+        self.gate = nn.Linear(1024, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.cat([layer(x), x], 1)[:, :2048]
+        return self.gate(x[:, :1024])
+
+
+class InOrder(GlooCollectives):
+    in_order = True
+
+
+@pytest.mark.parametrize("low", [False, True])
+@ranks(2)
+def test_a_plan_tells_the_messages_that_training_sends(world: World, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "LEAST_MESSAGE", 1024)
+    model = Wide()
+    mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    plan = plan_model(model)
+    told = plan.messages(2, mp_policy=mp)
+    shard_model(model, world.mesh, policy=plan, mp_policy=mp, comm_policy=CommPolicy(collectives=InOrder))
+    with fullshard.counting(model) as messages:
+        out = model(torch.randn(2, 2048))
+    forward = [message for message in messages if message.kind != "heartbeat"]
+    with fullshard.counting(model) as messages:
+        out.sum().backward()
+    reductions = [m for m in messages if m.dtype.is_floating_point and m.kind in ("reduce_scatter", "all_reduce")]
+    groups = [group for unit in units_of(model, True) for group in unit.groups]
+    assert [name for name, _ in told] == [unit.name for unit in plan.units]
+    assert sum(one.gathered for _, one in told) == len(forward)
+    assert sum(one.reduced for _, one in told) == len(reductions)
+    assert sum(one.full for _, one in told) == sum(group.full_nbytes for group in groups)
+    assert sum(one.summed for _, one in told) == sum(m.nbytes for m in forward if m.kind == "all_reduce") > 0
+    direct = sum(one.direct for _, one in told)
+    sent = sum(m.nbytes for m in forward if m.kind == "all_gather")
+    assert direct + sum(one.gather_staging for _, one in told) == sent and direct >= 3 * 2048 * 1024 * (2 if low else 4)
+    assert sum(one.kept for _, one in told) == 4 * sum(entry.numel for entry in plan.outline.parameters)
+    assert str(told).splitlines()[-1].startswith("on 2 ranks parameters are direct from 256.0 KiB per rank or 8.0 MiB in all")
+
+
+def test_messages_of_a_plan_refuse_what_is_no_number_of_ranks() -> None:
+    for wrong in (0, True, 2.0):
+        with pytest.raises(ValueError, match=r"Plan.messages takes the number of ranks, an int of at least 1, got"):
+            plan_model(Wide()).messages(wrong)  # type: ignore[arg-type]

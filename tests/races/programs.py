@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.collectives.streams import StreamLane
-from fullshard.params import group_grads
 from fullshard.sharding import layout
 
 RANKS = 4
@@ -189,7 +188,7 @@ def limits(nbytes: int | None) -> Iterator[None]:
     with ExitStack() as stack:
         if nbytes is not None:
             stack.enter_context(mock.patch.object(layout, "LEAST_MESSAGE", nbytes // 4))
-            stack.enter_context(mock.patch.object(group_grads, "staging_limit", lambda of: nbytes))
+            stack.enter_context(mock.patch.object(layout, "slice_limit", lambda of, kinds: nbytes))
         yield
 
 

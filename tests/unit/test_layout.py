@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fullshard
-from fullshard.sharding.layout import ALIGN_BYTES, MIB, DirectRule, Extent, Reducible, plan_layout, slices, staging_limit
+from fullshard.sharding.layout import ALIGN_BYTES, MIB, DirectRule, Extent, plan_layout, slices, staging_limit
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -59,23 +59,31 @@ def test_places_align_and_cover_the_shard_without_overlap(
     assert sorted(piece.parameter for piece in pieces if piece.parameter >= 0) == list(range(len(shapes)))
 
 
-@given(shapes=shapes, ranks=st.integers(1, 9), threshold=st.sampled_from([0, 64, math.inf]), direct=st.sampled_from(Reducible))
+@given(
+    shapes=shapes,
+    ranks=st.integers(1, 9),
+    threshold=st.sampled_from([0, 64, math.inf]),
+    as_is=st.booleans(),
+    in_order=st.booleans(),
+)
 def test_a_reduction_covers_every_parameter_once(
-    shapes: list[tuple[int, ...]], ranks: int, threshold: float, direct: Reducible
+    shapes: list[tuple[int, ...]], ranks: int, threshold: float, as_is: bool, in_order: bool
 ) -> None:
     layout = plan_layout(shapes, ranks=ranks, itemsize=4, direct=DirectRule(threshold))
-    packed, alone = layout.reduction(direct)
-    inside = [piece.parameter for piece in packed.pieces if piece.parameter >= 0] if packed else []
-    covered_parameters = {i for i in (*inside, *alone) if layout.places[i].size}
-    assert covered_parameters == {i for i, place in enumerate(layout.places) if place.size}
-    assert len(set(inside) & set(alone)) == 0
-    if direct is Reducible.EVEN:
-        assert all(layout.places[i].size * ranks == math.prod(layout.places[i].shape) for i in alone)
-    if direct is Reducible.ALL:
-        assert set(alone) == {i for i, place in enumerate(layout.places) if place.direct}
-    assert not alone or direct is not Reducible.NONE
-    covered = (packed.size if packed else 0) + sum(layout.places[i].size for i in alone)
+    found = layout.reduction(as_is=as_is, in_order=in_order, itemsize=4)
+    inside = [piece.parameter for piece in found.packed.pieces if piece.parameter >= 0] if found.packed else []
+    sliced = {part.parameter for message in found.slices for part in message}
+    listed = [i for i in (*inside, *found.direct, *sliced) if layout.places[i].size]
+    assert sorted(listed) == [i for i, place in enumerate(layout.places) if place.size]
+    assert not found.direct or as_is
+    assert all(layout.is_even(i) for i in found.direct)
+    if in_order:
+        assert {*found.direct, *sliced} == {i for i, place in enumerate(layout.places) if place.direct}
+    else:
+        assert not sliced
+    covered = (found.packed.size if found.packed else 0) + sum(layout.places[i].size for i in (*found.direct, *sliced))
     assert covered == layout.shard_numel
+    assert found.messages <= 1 or in_order
 
 
 @pytest.mark.parametrize(
@@ -108,7 +116,7 @@ def test_large_messages_are_direct_by_default_whatever_the_number_of_ranks(
 @given(sizes=st.lists(st.integers(1, 3000), max_size=6), ranks=st.integers(1, 9), limit=st.sampled_from([1, 100, 4096, 10**6]))
 def test_slices_cover_every_chunk_once_in_messages_of_at_most_the_limit(sizes: list[int], ranks: int, limit: int) -> None:
     messages = slices(list(enumerate(sizes)), ranks=ranks, limit=limit)
-    most = max(1, limit // ranks)
+    most = max(1, -(-limit // ranks))
     found = dict.fromkeys(range(len(sizes)), 0)
     for message in messages:
         assert 0 < sum(part.size for part in message) <= most

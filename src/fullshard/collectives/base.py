@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-KIB = 1024
-
 
 @dataclass(slots=True)
 class StartedWork:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.collectives.base import KIB, StartedWork
+from fullshard.collectives.base import StartedWork
 from fullshard.collectives.process_groups import held
+from fullshard.policies import DIRECT_MIN_BYTES
 
 _CARRIED = {  # dtypes that every backend has; of gathers the others travel as bytes
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
@@ -35,7 +36,7 @@ _QUEUED = _Queued()
 class CoalescedCollectives:
     """The collectives of nccl and everything like it: all buckets of a group go out as one coalesced call."""
 
-    direct_min_bytes: float = 256 * KIB
+    direct_min_bytes: float = DIRECT_MIN_BYTES
     in_order = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:

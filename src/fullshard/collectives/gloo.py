@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.collectives.base import KIB, StartedWork
+from fullshard.collectives.base import StartedWork
 from fullshard.collectives.process_groups import held, on_release
 from fullshard.errors import StateError
+from fullshard.policies import DIRECT_MIN_BYTES
 
 _TAGS = 0x20000000  # above the tags that programs use; 28 bits are ours: 24 of the call, 4 of its stages
 _STAGES = 4
@@ -243,7 +244,7 @@ class GlooCollectives:
     Here each message carries the tag of its call, so ranks that call different things wait instead, and can be told so.
     """
 
-    direct_min_bytes: float = 256 * KIB
+    direct_min_bytes: float = DIRECT_MIN_BYTES
     in_order = False
 
     def __init__(self, group: dist.ProcessGroup, tag: MessageTag | None = None) -> None:

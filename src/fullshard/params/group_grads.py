@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 import torch
@@ -14,7 +13,7 @@ from fullshard import _torch
 from fullshard.consistency.collective_log import CollectiveLog
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.policies import Dtypes
-from fullshard.sharding.layout import GroupLayout, Reducible, Segment, Slice, slices, staging_limit
+from fullshard.sharding.layout import GroupLayout, Segment, Slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,23 +48,19 @@ class ReductionPlan:
     ) -> ReductionPlan:
         """The plan for shards of these `shapes`. in_order: of the collectives that reduce them."""
         as_is = dtypes.compute == dtypes.reduce
-        bucket, alone = layout.reduction(Reducible.ALL if in_order else Reducible.EVEN if as_is else Reducible.NONE)
-        direct = tuple(index for index in alone if as_is and layout.is_even(index))
-        sliced = [(index, layout.places[index].size) for index in alone if index not in direct]
-        summed = [(index, prod(layout.places[index].shape)) for index in layout.summed]
-        limit = staging_limit(layout.full_numel * dtypes.reduce.itemsize) // dtypes.reduce.itemsize
-        segments = [segment for segment in bucket.pieces if segment.size] if bucket is not None else []
+        found = layout.reduction(as_is=as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize)
+        segments = [segment for segment in found.packed.pieces if segment.size] if found.packed is not None else []
         gaps = {segment.size for segment in segments if segment.parameter < 0}
         return cls(
-            numel=0 if bucket is None else bucket.size,
+            numel=0 if found.packed is None else found.packed.size,
             packed=segments,
-            direct=direct,
-            slices=slices(sliced, ranks=layout.ranks, limit=limit),
-            sums=slices(summed, ranks=1, limit=limit if in_order else max(1, layout.summed_region[1])),
+            direct=found.direct,
+            slices=found.slices,
+            sums=found.sums,
             zeros={size: torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in gaps},
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, layout.places)],
             keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
-            has_slices=bool(sliced or summed),
+            has_slices=bool(found.slices or found.sums),
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,16 +12,25 @@ KIB, MIB = 1 << 10, 1 << 20
 LEAST_CHUNK = 4 * KIB  # bytes per rank below which no parameter travels alone by itself
 LEAST_MESSAGE = 1 * MIB  # bytes over all ranks, the same
 WORTH_MESSAGE = 8 * MIB  # bytes over all ranks from which on a copy costs more than a message
+MOST_SLICES = 8  # messages of a reduction
 MOST = 16  # parameters of a group that travel alone for that reason
 
 
 def staging_limit(nbytes: int) -> int:
-    """How many bytes of a group's messages, which have `nbytes` in all, may lie in staging memory at once.
+    """How many bytes of a group's parameters, which have `nbytes` in all, may be packed.
 
     >>> staging_limit(100 * MIB) // MIB, staging_limit(1000 * MIB) // MIB
     (32, 100)
     """
     return max(32 * MIB, nbytes // 10)
+
+
+def slice_limit(nbytes: int, *, kinds: int) -> int:
+    """How many bytes of a group's gradients, which have `nbytes` in all, a slice has: MOST_SLICES suffice.
+
+    kinds: of messages that are sliced, 1 or 2.
+    """
+    return max(32 * MIB, -(-nbytes // (MOST_SLICES + 1 - kinds)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +171,15 @@ class Slice:
 
 
 def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple[tuple[Slice, ...], ...]:
-    """Cut the chunks of parameters, (parameter, elements) each, for messages of about equal size, of at most `limit` elements.
+    """Cut the chunks of parameters, (parameter, elements) each, for messages of about equal size.
+
+    limit: elements of a message over all ranks, up to a multiple of these.
 
     >>> slices([(0, 64), (3, 128)], ranks=2, limit=256)
     ((Slice(parameter=0, start=0, size=64), Slice(parameter=3, start=0, size=64)), (Slice(parameter=3, start=64, size=64),))
     """
     left = sum(size for _, size in sizes)
-    most = max(1, limit // ranks)
+    most = max(1, -(-limit // ranks))
     width = -(-left // -(-left // most)) if left else 0
     room = width = min(most, width + -width % 64)
     messages: list[list[Slice]] = [[]]
@@ -185,12 +195,25 @@ def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple
     return tuple(tuple(message) for message in messages if message)
 
 
-class Reducible(enum.Enum):
-    """Which large gradients travel in no packed message: of a backend, and whether the reduction casts them."""
+@dataclass(frozen=True, slots=True)
+class ReductionLayout:
+    """How the gradients of a group travel. Each parameter with elements is in exactly one of these.
 
-    NONE = "none"
-    EVEN = "those that are cut evenly"
-    ALL = "all"
+    packed      one message, None if it is empty
+    direct      parameters that are messages of their own, as autograd left them
+    slices      of parameters that must be cast, or are cut unevenly: of each message the slices of their chunks
+    sums        of parameters that are summed: of each message the slices of them
+    """
+
+    packed: Bucket | None
+    direct: tuple[int, ...]
+    slices: tuple[tuple[Slice, ...], ...]
+    sums: tuple[tuple[Slice, ...], ...]
+
+    @property
+    def messages(self) -> int:
+        """How many there are: the first of the slices takes along whatever is packed or direct."""
+        return max(len(self.slices), int(self.packed is not None or bool(self.direct))) + len(self.sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +222,9 @@ class GroupLayout:
 
     shard  | packed: small, folded | large, uneven | large, even |
     gather | one packed bucket     | direct        | direct      |
-    reduce | one packed message                    | direct      |   EVEN
-    reduce | one packed message    | direct or slice by slice    |   ALL
-    reduce | one packed message                                  |   NONE
+    reduce | one packed message                    | direct      |   as they are
+    reduce | one packed message                                  |   cast
+    reduce | one packed message    | slice by slice, if cast     |   in order
 
     Behind those are the shards of the summed: parameters of so few rows that chunks of equal size would be padding for the most
     part. They are gathered by a sum to which each rank adds its rows and zeros, and so are their gradients, whole.
@@ -231,15 +254,26 @@ class GroupLayout:
         """Whether all ranks have as many elements of this parameter."""
         return self.places[index].size * self.ranks == prod(self.places[index].shape)
 
-    def reduction(self, direct: Reducible) -> tuple[Bucket | None, tuple[int, ...]]:
-        """(the packed message, or None if empty; the parameters that are not in it)."""
-        stop = self.summed_offset
-        if direct is not Reducible.NONE:
-            able = [i for i, place in enumerate(self.places) if place.direct]
-            stop = min((self.places[i].offset for i in able if direct is Reducible.ALL or self.is_even(i)), default=stop)
+    def reduction(self, *, as_is: bool, in_order: bool, itemsize: int) -> ReductionLayout:
+        """How the gradients travel.
+
+        as_is: whether they have the dtype in which they are reduced, of `itemsize` bytes.
+        in_order: whether collectives run one behind the other on their stream, so that large ones may go in slices.
+        """
+        able = [index for index, place in enumerate(self.places) if place.direct]
+        alone = able if in_order else [index for index in able if as_is and self.is_even(index)]
+        stop = min((self.places[index].offset for index in alone), default=self.summed_offset)
         pieces = tuple(segment for bucket in self.buckets if bucket.offset < stop for segment in bucket.pieces)
-        alone = tuple(i for i, place in enumerate(self.places) if place.direct and place.offset >= stop)
-        return (Bucket(False, 0, stop, pieces) if stop else None), alone
+        direct = tuple(index for index in alone if as_is and self.is_even(index))
+        sliced = [(index, self.places[index].size) for index in alone if index not in direct]
+        summed = [(index, prod(self.places[index].shape)) for index in self.summed]
+        limit = slice_limit(self.full_numel * itemsize, kinds=bool(sliced) + bool(summed)) // itemsize
+        return ReductionLayout(
+            packed=Bucket(False, 0, stop, pieces) if stop else None,
+            direct=direct,
+            slices=slices(sliced, ranks=self.ranks, limit=limit),
+            sums=slices(summed, ranks=1, limit=limit if in_order else max(1, self.summed_region[1])),
+        )
 
 
 def plan_layout(

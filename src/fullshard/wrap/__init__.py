@@ -3,6 +3,8 @@
 policies.py     FSDP1's policies, asked module by module; enable_wrap() and wrap()
 auto_policy.py  AutoPolicy: repeated blocks, and what is as large beside them
 plan.py         Plan: the units to be made, as data; prints as a table
+plan_messages.py  Plan.messages(): what they send, and what that needs in memory
+tables.py       columns of text
 whole_model.py  plan_model(), shard_model()
 """
 

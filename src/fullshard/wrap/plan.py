@@ -9,17 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.policies import CommPolicy, MixedPrecisionPolicy
 from fullshard.sharding.module_tree import children_first
-
-
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
-    """One parameter of a model."""
-
-    name: str  # qualified
-    numel: int
-    nbytes: int
-    trainable: bool
+from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, thresholds
+from fullshard.wrap.tables import aligned, bytes_text, span
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +51,9 @@ class ModelSummary:
                 if id(parameter) not in index:
                     index[id(parameter)] = len(entries)
                     nbytes = parameter.numel() * parameter.element_size()
-                    entries.append(
-                        PlanEntry(f"{name}.{key}" if name else key, parameter.numel(), nbytes, parameter.requires_grad)
-                    )
+                    full_name = f"{name}.{key}" if name else key
+                    shape, dtype = tuple(parameter.shape), parameter.dtype
+                    entries.append(PlanEntry(full_name, parameter.numel(), nbytes, parameter.requires_grad, shape, dtype))
                 held.append(index[id(parameter)])
             own[name] = tuple(dict.fromkeys(held))
             if type(module).forward is nn.Module.forward and "forward" not in vars(module):
@@ -292,6 +285,40 @@ class Plan:
                 found.append(Mixture(unit.name, trainable, frozen))
         return found
 
+    def messages(
+        self,
+        ranks: int,
+        *,
+        mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+        comm_policy: CommPolicy = CommPolicy(),
+    ) -> PlannedMessages:
+        """The messages of each unit on so many ranks, and what they need in memory, by the layouts that training uses.
+
+        Of parameters cut along dim 0, on nccl (or another backend whose collectives run in order; gloo does not slice).
+
+        Args:
+            ranks: over how many ranks parameters are cut, at least 1.
+            mp_policy: the dtypes, as `fully_shard` takes them; options of single units go before these.
+            comm_policy: the same, of which `direct_min_bytes` counts.
+
+        Returns:
+            Pairs of a unit's name and its `UnitMessages`; prints as a table, in whose last line the thresholds are.
+
+        Raises:
+            ValueError: if `ranks` is no positive int.
+
+        Example:
+            >>> print(plan.messages(512))                                                         # doctest: +SKIP
+        """
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+            raise ValueError(f"Plan.messages takes the number of ranks, an int of at least 1, got {ranks!r}")
+        found: list[tuple[str, UnitMessages]] = []
+        for unit, entries in self._held():
+            options = {"mp_policy": mp_policy, "comm_policy": comm_policy, **unit.options}
+            told = options["comm_policy"].direct_min_bytes
+            found.append((unit.name, UnitMessages.of(entries, ranks, options["mp_policy"], told)))
+        return PlannedMessages(found, thresholds(ranks, comm_policy))
+
     def __str__(self) -> str:
         rows = [("unit", "class", "parameters", "elements", "bytes", "options", "why")]
         held = self._held()
@@ -303,20 +330,20 @@ class Plan:
             while len(unit.modules) == 1 and alike + 1 < len(held) and self._facts(*held[alike + 1]) == facts:
                 alike += 1
             count = alike - at + 1
-            name = unit.name if count == 1 else _span(unit.name, held[alike][0].name)
+            name = unit.name if count == 1 else span(unit.name, held[alike][0].name)
             times = "" if count == 1 else f"{count} x "
             kind, number, numel, nbytes, options, why = facts
-            cells = [times + cell for cell in (kind, str(number), f"{numel:,}", _bytes(nbytes))]
+            cells = [times + cell for cell in (kind, str(number), f"{numel:,}", bytes_text(nbytes))]
             rows.append((name, cells[0], cells[1], cells[2], cells[3], options, why))
             at = alike + 1
         total = self.outline.parameters
         most = max(sum(entry.nbytes for entry in entries) for _, entries in held)
         numel, nbytes = sum(entry.numel for entry in total), sum(entry.nbytes for entry in total)
         last = (
-            f"{len(held)} units hold {len(total)} parameters: {numel:,} elements, {_bytes(nbytes)}; "
-            f"the largest holds {_bytes(most)}"
+            f"{len(held)} units hold {len(total)} parameters: {numel:,} elements, {bytes_text(nbytes)}; "
+            f"the largest holds {bytes_text(most)}"
         )
-        return "\n".join([*_aligned(rows, right={2, 3, 4}), last])
+        return "\n".join([*aligned(rows, right={2, 3, 4}), last])
 
     def __repr__(self) -> str:
         return f"Plan of {len(self._units)} units: {', '.join(unit.name for unit in self._units)}"
@@ -404,42 +431,10 @@ class Plan:
         raise ValueError(f"module '{module}' is in no planned unit; there are {', '.join(unit.name for unit in self._units)}")
 
 
-def _span(first: str, last: str) -> str:
-    """`blocks.0` and `blocks.3` become `blocks.0 ... 3`.
-
-    >>> _span("model.blocks.0", "model.blocks.11")
-    'model.blocks.0 ... 11'
-    """
-    ours, theirs = first.split("."), last.split(".")
-    same = 0
-    while same < min(len(ours), len(theirs)) - 1 and ours[same] == theirs[same]:
-        same += 1
-    return f"{first} ... {'.'.join(theirs[same:])}"
-
-
-def _bytes(number: float) -> str:
-    """A number of bytes, as a reader wants it.
-
-    >>> _bytes(512), _bytes(3 * 2**20)
-    ('512 B', '3.0 MiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
-
-
 def _short(value: Any) -> str:
     """An option in a table: of policies only what was said."""
     text = repr(value)
     return text if len(text) <= 40 else f"{type(value).__name__}(...)"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], *, right: set[int]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    placed = [[cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))] for row in rows]
-    return ["  ".join(cells).rstrip() for cells in placed]
 
 
 __all__ = ["Mixture", "ModelSummary", "Plan", "PlanEntry", "PlannedUnit"]
