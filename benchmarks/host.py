@@ -1,6 +1,6 @@
 """Host time per unit above the plain module: fullshard beside torch's FSDP2, same process, interleaved, fake process group.
 
-    python benchmarks/host.py [--units 8] [--repeats 30]
+    python benchmarks/host.py [--parameters 2 11 50] [--worlds 8 64 512] [--units 8] [--repeats 30]
 
 The fake group moves no bytes between ranks, so what is left is what the engines cost the host. Figures are microseconds
 per unit for one forward and backward, medians of interleaved repeats; ratios carry over to other machines, times do not.
@@ -26,13 +26,14 @@ import fullshard
 
 
 class Unit(nn.Module):
-    """Eleven parameters, as in a decoder block: two norms, four attention and three MLP matrices, two biases."""
+    """Eleven parameters, as in a decoder block (two norms, four attention and three MLP matrices, two biases), or others so mixed."""
 
-    def __init__(self, dim: int = 16) -> None:
+    def __init__(self, dim: int = 16, parameters: int = 11) -> None:
         super().__init__()
-        self.norms = nn.ParameterList([torch.ones(dim) for _ in range(2)])
-        self.weights = nn.ParameterList([torch.randn(dim, dim) / dim for _ in range(7)])
-        self.biases = nn.ParameterList([torch.zeros(dim) for _ in range(2)])
+        vectors = 4 * parameters // 11
+        self.norms = nn.ParameterList([torch.ones(dim) for _ in range(vectors // 2)])
+        self.weights = nn.ParameterList([torch.randn(dim, dim) / dim for _ in range(parameters - 2 * (vectors // 2))])
+        self.biases = nn.ParameterList([torch.zeros(dim) for _ in range(vectors // 2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for norm, bias in zip(self.norms, self.biases):
@@ -46,45 +47,57 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--units", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[2, 11, 50], help="of each unit")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=options.world, store=FakeStore())
-    mesh = init_device_mesh("cpu", (options.world,))
-    base = nn.Sequential(*[Unit() for _ in range(options.units)])
-    x = torch.randn(2, 16)
     found: dict[str, dict[str, float]] = {}
-    for label, param, reduce in (("fp32", None, None), ("bf16", torch.bfloat16, torch.float32)):
-        plain, ours, theirs = copy.deepcopy(base), copy.deepcopy(base), copy.deepcopy(base)
-        plain = plain.to(param) if param else plain
-        for module in (*ours, ours):
-            fullshard.fully_shard(
-                module, mesh=mesh, mp_policy=fullshard.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-            )
-        for module in (*theirs, theirs):
-            torch_fully_shard(module, mesh=mesh, mp_policy=TorchPolicy(param_dtype=param, reduce_dtype=reduce))
-        times: dict[str, list[float]] = {"plain": [], "fullshard": [], "FSDP2": []}
-        models = {"plain": plain, "fullshard": ours, "FSDP2": theirs}
-        inputs = x.to(param) if param else x
-        for repeat in range(options.repeats + 5):
-            for name, model in models.items():
-                start = time.perf_counter()
-                model(inputs).sum().backward()
-                if repeat >= 5:
-                    times[name].append(time.perf_counter() - start)
-                for parameter in model.parameters():
-                    parameter.grad = None
-        per_unit = {name: median(values) / options.units * 1e6 for name, values in times.items()}
-        above = {name: per_unit[name] - per_unit["plain"] for name in ("fullshard", "FSDP2")}
-        found[label] = above
-        print(
-            f"host time per unit, {label}: plain {per_unit['plain']:7.0f} us   above it: fullshard {above['fullshard']:7.0f} us   "
-            f"FSDP2 {above['FSDP2']:7.0f} us   ratio {above['fullshard'] / above['FSDP2']:.2f}"
-        )
-    dist.destroy_process_group()
+    for world in options.worlds:
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        for parameters in options.parameters:
+            for label, param, reduce in (("fp32", None, None), ("bf16", torch.bfloat16, torch.float32)):
+                above, plain = measure(parameters, world, param, reduce, options)
+                found[f"{label}, {parameters} parameters, {world} ranks"] = above
+                print(
+                    f"host time per unit, {label}, {parameters:2d} parameters, {world:3d} ranks: plain {plain:5.0f} us   above it: "
+                    f"fullshard {above['fullshard']:5.0f} us   FSDP2 {above['FSDP2']:5.0f} us   "
+                    f"ratio {above['fullshard'] / above['FSDP2']:.2f}",
+                    flush=True,
+                )
+        dist.destroy_process_group()
     if options.json:
         print(json.dumps(found))
+
+
+def measure(
+    parameters: int, world: int, param: torch.dtype | None, reduce: torch.dtype | None, options: argparse.Namespace
+) -> tuple[dict[str, float], float]:
+    """(microseconds per unit above the plain module by library, those of the plain module)."""
+    mesh = init_device_mesh("cpu", (world,))
+    base = nn.Sequential(*[Unit(parameters=parameters) for _ in range(options.units)])
+    x = torch.randn(2, 16)
+    plain, ours, theirs = copy.deepcopy(base), copy.deepcopy(base), copy.deepcopy(base)
+    plain = plain.to(param) if param else plain
+    for module in (*ours, ours):
+        fullshard.fully_shard(
+            module, mesh=mesh, mp_policy=fullshard.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        )
+    for module in (*theirs, theirs):
+        torch_fully_shard(module, mesh=mesh, mp_policy=TorchPolicy(param_dtype=param, reduce_dtype=reduce))
+    times: dict[str, list[float]] = {"plain": [], "fullshard": [], "FSDP2": []}
+    models = {"plain": plain, "fullshard": ours, "FSDP2": theirs}
+    inputs = x.to(param) if param else x
+    for repeat in range(options.repeats + 5):
+        for name, model in models.items():
+            start = time.perf_counter()
+            model(inputs).sum().backward()
+            if repeat >= 5:
+                times[name].append(time.perf_counter() - start)
+            for parameter in model.parameters():
+                parameter.grad = None
+    per_unit = {name: median(values) / options.units * 1e6 for name, values in times.items()}
+    return {name: per_unit[name] - per_unit["plain"] for name in ("fullshard", "FSDP2")}, per_unit["plain"]
 
 
 if __name__ == "__main__":
