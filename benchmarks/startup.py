@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 1024, 16_384])
     parser.add_argument("--models", nargs="+", default=["decoder", "mixture"], choices=["decoder", "mixture"])
     parser.add_argument("--of", nargs="+", default=["fullshard", "FSDP2"], choices=["fullshard", "FSDP2"])
-    parser.add_argument("--limit", type=float, default=200, help="seconds after which a process is given up")
+    parser.add_argument("--limit", type=float, default=150, help="seconds after which a process is given up")
     parser.add_argument("--one", nargs=3, metavar=("LIBRARY", "MODEL", "WORLD"), help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()

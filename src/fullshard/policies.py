@@ -134,9 +134,10 @@ class CommPolicy:
     Args:
         direct_min_bytes: a parameter whose chunk per rank has at least this many bytes (of its compute dtype) travels
             directly, without a copy; smaller ones share one packed message. None takes what was measured for the backend,
-            and has parameters of at least 8 MiB over all ranks travel directly, too, whatever the number of ranks (the 16
-            largest of a unit, if a rank's chunk has at least 4 KiB); `float("inf")` packs everything, 0 packs nothing that
-            can be avoided.
+            has parameters of at least 8 MiB over all ranks travel directly, too (the 16 largest of a unit, if a rank's chunk
+            has at least 4 KiB), more of them as long as more than 32 MiB and a tenth of the unit would be packed, and sums
+            parameters of so few rows that they would be padding for the most part; `float("inf")` packs everything, 0 packs
+            nothing that can be avoided.
         reductions_in_flight: how many groups' gradients may be on their way before backward waits for the oldest, at least 1.
         prefetch_bytes: units are gathered ahead, in the order of the last run, as long as all that are ahead together have at
             most this many bytes of full parameters; None gathers exactly one unit ahead, 0 none.

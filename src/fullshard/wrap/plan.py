@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.policies import CommPolicy, MixedPrecisionPolicy
 from fullshard.sharding.module_tree import children_first
-from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, thresholds
+from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, messages_of, thresholds
 from fullshard.wrap.tables import aligned, bytes_text, span
 
 
@@ -316,7 +316,7 @@ class Plan:
         for unit, entries in self._held():
             options = {"mp_policy": mp_policy, "comm_policy": comm_policy, **unit.options}
             told = options["comm_policy"].direct_min_bytes
-            found.append((unit.name, UnitMessages.of(entries, ranks, options["mp_policy"], told)))
+            found.append((unit.name, messages_of(entries, ranks, options["mp_policy"], told)))
         return PlannedMessages(found, thresholds(ranks, comm_policy))
 
     def __str__(self) -> str:

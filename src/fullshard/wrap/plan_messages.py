@@ -57,17 +57,17 @@ class UnitMessages:
     reduce_staging: int
     kept: int
 
-    @classmethod
-    def of(cls, entries: Sequence[PlanEntry], ranks: int, mp: MixedPrecisionPolicy, direct: float | None) -> UnitMessages:
-        """Those of a unit that holds `entries`, cut along dim 0."""
-        groups: dict[tuple[torch.dtype, bool], list[PlanEntry]] = {}
-        for entry in entries:
-            groups.setdefault((entry.dtype, entry.trainable), []).append(entry)
-        rule = DirectRule.by_default(DIRECT_MIN_BYTES) if direct is None else DirectRule(direct)
-        parts = [
-            _of_group(members, ranks, mp.resolve(dtype), trainable, rule) for (dtype, trainable), members in groups.items()
-        ]
-        return cls(*(sum(column) for column in zip(*parts))) if parts else cls(0, 0, 0, 0, 0, 0, 0, 0)
+
+def messages_of(
+    entries: Sequence[PlanEntry], ranks: int, mp: MixedPrecisionPolicy, direct_min_bytes: float | None
+) -> UnitMessages:
+    """Those of a unit that holds `entries`, cut along dim 0."""
+    groups: dict[tuple[torch.dtype, bool], list[PlanEntry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.dtype, entry.trainable), []).append(entry)
+    rule = DirectRule.by_default(DIRECT_MIN_BYTES) if direct_min_bytes is None else DirectRule(direct_min_bytes)
+    parts = [_of_group(members, ranks, mp.resolve(dtype), trainable, rule) for (dtype, trainable), members in groups.items()]
+    return UnitMessages(*(sum(column) for column in zip(*parts))) if parts else UnitMessages(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def _of_group(
@@ -140,4 +140,4 @@ def thresholds(ranks: int, comm: CommPolicy) -> str:
     )
 
 
-__all__ = ["PlanEntry", "PlannedMessages", "UnitMessages", "thresholds"]
+__all__ = ["PlanEntry", "PlannedMessages", "UnitMessages", "messages_of", "thresholds"]
