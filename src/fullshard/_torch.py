@@ -666,11 +666,12 @@ _ALL_TO_ALL = _method("all_to_all_single", "alltoall_base")
 # Without asyncOp nccl runs its kernel on the current stream, which is a lane and has its priority. With it, on a stream of the
 # group's own: two more events per message, and TORCH_NCCL_BLOCKING_WAIT=1 has the host wait for each.
 _GATHER = torch._C._distributed_c10d.AllgatherOptions()
-_SUM = dist.ReduceScatterOptions()
+_SUM, _AVERAGE = dist.ReduceScatterOptions(), dist.ReduceScatterOptions()
 _SUM_ALL = dist.AllreduceOptions()
 _MAX = dist.AllreduceOptions()
-_GATHER.asyncOp = _SUM.asyncOp = _SUM_ALL.asyncOp = _MAX.asyncOp = False
+_GATHER.asyncOp = _SUM.asyncOp = _AVERAGE.asyncOp = _SUM_ALL.asyncOp = _MAX.asyncOp = False
 _SUM.reduceOp = _SUM_ALL.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
+_AVERAGE.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
 _MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
 Started = dist.Work | None
@@ -753,14 +754,17 @@ def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shard
     return getattr(group, _ALL_GATHER_COALESCED)(outs, shards, _GATHER)
 
 
-def reduce_scatter_base(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> Started:
+def reduce_scatter_base(group: dist.ProcessGroup, out: Tensor, full: Tensor, *, average: bool = False) -> Started:
     if out.is_complex():
         out, full = _real(out), _real(full)
-    return getattr(group, _REDUCE_SCATTER)(out, full, _SUM)
+    return getattr(group, _REDUCE_SCATTER)(out, full, _AVERAGE if average else _SUM)
 
 
-def reduce_scatter_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> Started:
-    return getattr(group, _REDUCE_SCATTER_COALESCED)([_real(out) for out in outs], [_real(full) for full in fulls], _SUM)
+def reduce_scatter_coalesced(
+    group: dist.ProcessGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor], *, average: bool = False
+) -> Started:
+    how = _AVERAGE if average else _SUM
+    return getattr(group, _REDUCE_SCATTER_COALESCED)([_real(out) for out in outs], [_real(full) for full in fulls], how)
 
 
 def all_to_all(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work:

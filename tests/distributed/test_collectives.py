@@ -67,6 +67,34 @@ def test_a_reduction_sums_and_scales(world: World, dtype: torch.dtype) -> None:
             assert all(torch.equal(a, b) for a, b in zip(kept, fulls)), "gradients are left as they were"
 
 
+@ranks(1)
+def test_a_backend_that_averages_is_asked_for_the_mean_and_for_nothing_else(world: World) -> None:
+    class Group:
+        asked: list[Any] = []
+
+        def size(self) -> int:
+            return 4
+
+        def rank(self) -> int:
+            return 0
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda outs, fulls, how: self.asked.append((name, how.reduceOp))
+
+    group: Any = Group()
+    full, out = torch.ones(8), torch.ones(2)
+    for averages in (True, False):
+        collectives = CoalescedCollectives(group, averages=averages)
+        for scale, count in ((0.25, 1), (0.125, 1), (0.25, 2), (1.0, 1)):
+            group.asked.clear()
+            finish(collectives.reduce_scatter([out] * count, [full] * count, scale))
+            ((_, asked),) = group.asked
+            mean = averages and scale == 0.25
+            assert asked == (dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM)
+            assert out[0] == (1.0 if mean else scale**count)
+            out.fill_(1.0)
+
+
 @ranks(1, 2, 3)
 def test_the_maximum_over_ranks(world: World) -> None:
     collectives = collectives_for(dist.group.WORLD, torch.device("cpu"))

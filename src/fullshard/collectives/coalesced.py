@@ -39,8 +39,9 @@ class CoalescedCollectives:
     direct_min_bytes: float = DIRECT_MIN_BYTES
     in_order = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._held = held(group)
+    def __init__(self, group: dist.ProcessGroup, *, averages: bool = False) -> None:
+        """`averages`: whether the backend divides by the ranks itself, which saves a pass over the sums."""
+        self._held, self._averages = held(group), averages
         self.ranks, self.rank = group.size(), group.rank()
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
@@ -54,12 +55,14 @@ class CoalescedCollectives:
         return lambda: StartedWork((_torch.all_gather_coalesced(held.group, outs, shards) or _QUEUED,))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """As `Collectives.reduce_scatter`: sums alone, scaled behind them, so that any backend will do."""
+        """As `Collectives.reduce_scatter`: sums, scaled behind them unless the backend can make the mean."""
+        average = self._averages and scale == 1.0 / self.ranks
         if len(outs) == 1:
-            work = _torch.reduce_scatter_base(self._held.group, outs[0], fulls[0])
+            work = _torch.reduce_scatter_base(self._held.group, outs[0], fulls[0], average=average)
         else:
-            work = _torch.reduce_scatter_coalesced(self._held.group, outs, fulls)
-        return StartedWork((work or _QUEUED,), partial(_torch.scale, outs, scale) if scale != 1.0 else None)
+            work = _torch.reduce_scatter_coalesced(self._held.group, outs, fulls, average=average)
+        then = None if average or scale == 1.0 else partial(_torch.scale, outs, scale)
+        return StartedWork((work or _QUEUED,), then)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """As `Collectives.all_reduce`."""
