@@ -21,12 +21,16 @@ from fullshard import CommPolicy, MixedPrecisionPolicy
 from fullshard.collectives.streams import StreamLane
 from fullshard.params.unsharded import FlatBuffer, Gather
 from fullshard.runtime.unit import unit_of
+from fullshard.sharding import layout
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_world() -> Iterator[None]:
     with world(8):
         yield
+
+
+SCALE = 256  # of the bytes of dim 128 those of dim 2,048
 
 
 class Block(nn.Module):
@@ -70,7 +74,11 @@ def traced(direct: float | None, tokens: int, *, own_pool: bool) -> Detector:
                 torch.autograd.backward(model(torch.randn(2, tokens, 128)).float().square().mean())
                 model.zero_grad()
 
-    with mock.patch.object(FlatBuffer, "allocate", on_lane):
+    def scaled(nbytes: int, *, kinds: int) -> int:
+        return limit(SCALE * nbytes, kinds=kinds) // SCALE
+
+    limit = layout.slice_limit
+    with mock.patch.object(FlatBuffer, "allocate", on_lane), mock.patch.object(layout, "slice_limit", scaled):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -92,14 +100,17 @@ def reserved_of(detector: Detector, scale: int) -> tuple[float, float]:
 
 
 def test_gathered_memory_in_the_pool_of_compute_reserves_no_more_than_in_a_pool_of_its_own() -> None:
-    """Dim 128 as if it were 2,048. A pool of its own would keep the largest unit twice, where compute could have used it."""
+    """Dim 128 as if it were 2,048. A pool of its own would keep the largest unit twice, where compute could have used it.
+
+    In the middle; of single sizes either may leave larger gaps.
+    """
     found = []
     for direct in (None, 0):
         for tokens in (16, 64, 128):
-            ours, other = (reserved_of(traced(direct, tokens, own_pool=own), 256) for own in (False, True))
+            ours, other = (reserved_of(traced(direct, tokens, own_pool=own), SCALE) for own in (False, True))
             assert ours[1] == other[1], "the same is allocated"
             found.append(ours[0] / other[0])
-    assert max(found) <= 1.02 and sum(found) / len(found) < 1.0, found
+    assert max(found) <= 1.05 and sum(found) / len(found) < 0.98, found
 
 
 def test_the_model_reserves_and_reuses_as_the_caching_allocator_does() -> None:
