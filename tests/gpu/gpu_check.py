@@ -176,6 +176,7 @@ class StagedCollectives:
     """gloo between ranks that share a GPU: messages go through pinned host memory, and the host waits for them."""
 
     direct_min_bytes: float = 256 * 1024
+    in_order = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._inner = GlooCollectives(group)
@@ -235,6 +236,7 @@ class MirrorCollectives:
     """Rank 0 of many whose shards are all equal: gathers broadcast, reductions take chunk 0, all on the current stream."""
 
     rank = 0
+    in_order = True
 
     def __init__(self, ranks: int, network: Network | None = None, direct_min_bytes: float = 256 * 1024) -> None:
         self.ranks, self.direct_min_bytes = ranks, direct_min_bytes

@@ -110,7 +110,7 @@ class SingleRank:
 
     ranks, rank = 1, 0
     direct_min_bytes: float = 0
-    in_order = True
+    in_order = False  # one call packs and casts the gradients of all parameters, and nothing is sent
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """Copy each shard to its out, where it does not lie there already."""

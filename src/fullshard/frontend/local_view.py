@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from operator import is_
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -64,53 +65,86 @@ def local_view(optimizer: OptimizerT) -> OptimizerT:
 
 
 class _LocalView:
-    """Plain Parameters over the shards of an optimizer's parameters, kept from step to step; their gradients are not."""
+    """Plain Parameters over the shards of an optimizer's parameters, kept from step to step; gradients and states are not."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by the id of the shard, which is kept
+        self._groups: list[list[Any]] = []  # as the optimizer holds them
+        self._plain_groups: list[list[Any]] = []
+        self._stand_in: list[tuple[ShardedParameter, Tensor, nn.Parameter]] = []  # parameter, shard, plain one
+        self._outside: Any = None  # the states, as they are outside of the step
+        self._local_states: list[dict[str, Any] | None] = []
 
-    @contextmanager
-    def within(self, optimizer: Optimizer) -> Any:
-        """A block in which the optimizer holds plain Parameters, and plain states.
+    def enter(self, optimizer: Optimizer) -> None:
+        """Have the optimizer hold plain Parameters and plain states.
 
         Raises StateError, naming the parameter, before anything changed, for a gradient or state that is cut in another way.
         """
-        sharded = [found for group in optimizer.param_groups for found in logical_parameters(group["params"])]
-        stands_for = [(parameter, self._plain(parameter)) for parameter in sharded]
-        wrapped: dict[int, DTensor] = {}  # states, by their local tensors
-        entering = [(parameter, plain, _local_state(optimizer, parameter, wrapped)) for parameter, plain in stands_for]
-        grads = [_local_of(p.sharded.grad, p, "gradient") for p in sharded]
-        plain_of = {id(parameter.sharded): plain for parameter, plain in stands_for}
-        members = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-        try:
-            for (parameter, plain, state), grad in zip(entering, grads):
+        members = [group["params"] for group in optimizer.param_groups]
+        if not self._holds(members):
+            self._learn(members)
+        grads = [_local_of(parameter.sharded.grad, parameter, "gradient") for parameter, _, _ in self._stand_in]
+        held = [optimizer.state.get(parameter.sharded) for parameter, _, _ in self._stand_in]
+        self._local_states = [
+            None if state is None else {key: _local_of(value, parameter, f"state '{key}'") for key, value in state.items()}
+            for (parameter, _, _), state in zip(self._stand_in, held)
+        ]
+        inside: Any = defaultdict(dict)
+        for (parameter, _, plain), grad, state in zip(self._stand_in, grads, self._local_states):
+            if plain.requires_grad is not parameter.sharded.requires_grad:
                 plain.requires_grad_(parameter.sharded.requires_grad)
-                plain.grad = grad
-                if state is not None:
-                    del optimizer.state[parameter.sharded]
-                    optimizer.state[plain] = state
-            for listed, before in members:
-                listed[:] = [plain_of.get(id(tensor), tensor) for tensor in before]
-            yield
-        finally:
-            for listed, before in members:
-                listed[:] = before
-            for (parameter, plain), grad in zip(stands_for, grads):
-                if plain.grad is None and grad is not None:
-                    parameter.sharded.grad = None
-                plain.grad = None
-                state = optimizer.state.pop(plain, None)
-                if state is not None:
-                    for key, value in state.items():
-                        state[key] = _as_before(value, parameter, wrapped)
-                    optimizer.state[parameter.sharded] = state
+            plain.grad = grad
+            if state is not None:
+                inside[plain] = dict(state)
+        if len(optimizer.state) > len(inside):  # of plain parameters, or none at all
+            ours = {parameter.sharded for parameter, _, _ in self._stand_in}
+            inside.update((key, state) for key, state in optimizer.state.items() if key not in ours)
+        self._outside, optimizer.state = optimizer.state, inside
+        for listed, plain_ones in zip(members, self._plain_groups):
+            listed[:] = plain_ones
 
-    def _plain(self, parameter: ShardedParameter) -> nn.Parameter:
-        local = parameter.local
-        known = self._known.get(id(local))
-        if known is None:
-            known = self._known[id(local)] = local, nn.Parameter(local.detach(), requires_grad=local.dtype.is_floating_point)
-        return known[1]
+    def leave(self, optimizer: Optimizer) -> None:
+        """The opposite: states become DTensors, where they have an element for each of the shard."""
+        inside, outside = optimizer.state, self._outside
+        if outside is None:  # it could not be entered
+            return
+        for listed, before in zip([group["params"] for group in optimizer.param_groups], self._groups):
+            listed[:] = before
+        for (parameter, _, plain), known in zip(self._stand_in, self._local_states):
+            if plain.grad is None:
+                parameter.sharded.grad = None
+            plain.grad = None
+            state = inside.pop(plain, None)
+            if state is None:
+                outside.pop(parameter.sharded, None)
+            elif known is None or known.keys() != state.keys() or not all(map(is_, known.values(), state.values())):
+                held, kept = outside.setdefault(parameter.sharded, {}), known or {}
+                found = {
+                    key: held[key] if key in kept and value is kept[key] else _as_before(value, parameter)
+                    for key, value in state.items()
+                }
+                held.clear()
+                held.update(found)
+        outside.update(inside)
+        optimizer.state = outside
+        self._outside, self._local_states = None, []
+
+    def _holds(self, members: Sequence[Sequence[Any]]) -> bool:
+        """Whether all is as it was learned."""
+        known = self._groups
+        if len(known) != len(members) or any(len(one) != len(other) for one, other in zip(known, members)):
+            return False
+        same = all(all(map(is_, one, other)) for one, other in zip(known, members))
+        return same and all(parameter.local is local for parameter, local, _ in self._stand_in)
+
+    def _learn(self, members: Sequence[Sequence[Any]]) -> None:
+        """Make plain Parameters for the sharded ones of these groups."""
+        sharded = [found for listed in members for found in logical_parameters(listed)]
+        self._stand_in = [
+            (one, one.local, nn.Parameter(one.local.detach(), requires_grad=one.requires_grad)) for one in sharded
+        ]
+        plain_of = {id(parameter.sharded): plain for parameter, _, plain in self._stand_in}
+        self._groups = [list(listed) for listed in members]
+        self._plain_groups = [[plain_of.get(id(tensor), tensor) for tensor in listed] for listed in members]
 
 
 def _local_of(tensor: Any, parameter: ShardedParameter, what: str) -> Any:
@@ -126,20 +160,8 @@ def _local_of(tensor: Any, parameter: ShardedParameter, what: str) -> Any:
     return _torch.local_tensor(tensor)
 
 
-def _local_state(optimizer: Optimizer, parameter: ShardedParameter, wrapped: dict[int, DTensor]) -> dict[str, Any] | None:
-    """A copy of its state, of local tensors; None if it has none. `wrapped` gets the DTensors."""
-    held = optimizer.state.get(parameter.sharded)
-    if held is None:
-        return None
-    found = {key: _local_of(value, parameter, f"state '{key}'") for key, value in held.items()}
-    wrapped.update((id(found[key]), value) for key, value in held.items() if isinstance(value, DTensor))
-    return found
-
-
-def _as_before(value: Any, parameter: ShardedParameter, wrapped: dict[int, DTensor]) -> Any:
+def _as_before(value: Any, parameter: ShardedParameter) -> Any:
     """A state as it is outside of steps: a DTensor if it has an element for each of the shard."""
-    if id(value) in wrapped:
-        return wrapped[id(value)]
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim and value.shape == parameter.local.shape:
         return parameter.dtensor_like_shard(value)
     return value
@@ -149,19 +171,16 @@ def _step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """The step of the optimizer's class, over local shards."""
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # torch's hooks run around this, and see DTensors
-    view = optimizer.__dict__[_VIEW]
-    inside = view.within(optimizer)
+    view: _LocalView = optimizer.__dict__[_VIEW]
 
     def outside(closure: Callable[[], Any]) -> Any:
         """The closure is the caller's program, which has sharded parameters."""
-        nonlocal inside
-        inside.__exit__(None, None, None)
+        view.leave(optimizer)
         try:
             with torch.enable_grad():
                 return closure()
         finally:
-            inside = view.within(optimizer)
-            inside.__enter__()
+            view.enter(optimizer)
 
     def wrapped(value: Any) -> Any:
         return (lambda: outside(value)) if callable(value) else value
@@ -169,11 +188,11 @@ def _step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     args = tuple(map(wrapped, args))
     if "closure" in kwargs:
         kwargs["closure"] = wrapped(kwargs["closure"])
-    inside.__enter__()
+    view.enter(optimizer)
     try:
         return step(optimizer, *args, **kwargs)
     finally:
-        inside.__exit__(None, None, None)
+        view.leave(optimizer)
 
 
 _HOOKED_STEP = Optimizer.profile_hook_step(_step)

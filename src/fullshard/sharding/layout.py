@@ -304,7 +304,7 @@ def plan_layout(
         if dim == 0 and direct.is_summed(prod(shape) * itemsize, ranks * chunks[index] * itemsize)
     )
     movable = [dim == 0 and index not in summed for index, dim in enumerate(dims)]
-    alone = direct.direct([chunk * itemsize for chunk in chunks], movable, ranks)
+    alone = direct.direct([0 if index in summed else chunk * itemsize for index, chunk in enumerate(chunks)], movable, ranks)
     rest = [index for index in range(len(shapes)) if index not in summed and index not in alone]
     if summed and not alone and 0 < ranks * itemsize * sum(chunks[index] for index in rest) < LEAST_MESSAGE:
         summed += tuple(index for index in rest if dims[index] == 0)  # they would be a message of their own
