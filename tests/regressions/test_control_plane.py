@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import World, ranks
 from models import (
     Block,
@@ -23,10 +24,14 @@ from models import (
     train_both,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import CommPolicy, StateError, fully_shard
+from fullshard.collectives.base import StartedWork
+from fullshard.collectives.streams import HostLane
 
 
 class Dec(nn.Module):
@@ -304,3 +309,40 @@ def test_a_backward_through_a_unit_that_was_undone_says_so(world: World) -> None
     ):
         loss.backward()
     square(sharded(batch(0))).backward()
+
+
+def test_a_scalar_on_a_hybrid_mesh_is_sharded_again_after_the_process_group_was_destroyed() -> None:
+    """The group of all ranks was looked up among those of the job before, which torch does not know any more."""
+    for _ in range(2):
+        dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+        try:
+            model = nn.Linear(4, 4)
+            model.scale = nn.Parameter(torch.ones(()))
+            fullshard.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+            model(torch.ones(1, 4)).sum().backward()
+        finally:
+            dist.destroy_process_group()
+
+
+def test_the_sum_over_replicas_keeps_nothing_for_the_collector() -> None:
+    """Work that begins behind other work kept the reduction that it was of, and that the work: gradients that were added to
+    others stayed until Python looked for circles.
+    """
+
+    class Reduction:
+        def start(self) -> StartedWork:
+            return StartedWork()
+
+        def finish(self) -> None: ...
+
+    reduction = Reduction()
+    first = HostLane().run(reduction.start, reduction.finish)
+    reduction.work = HostLane().run(reduction.start, reduction.finish, after=first)
+    reduction.work.wait()
+    seen = weakref.ref(reduction)
+    gc.disable()
+    try:
+        del reduction, first
+        assert seen() is None
+    finally:
+        gc.enable()

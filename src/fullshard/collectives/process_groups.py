@@ -66,9 +66,10 @@ def release() -> None:
             then()
 
 
-def on_release(then: Callable[[], object]) -> None:
+def on_release(then: Callable[[], None]) -> Callable[[], None]:
     """Call `then` when process groups were destroyed, to forget what knows those."""
     _THEN.append(then)
+    return then
 
 
 __all__ = ["HeldGroup", "held", "on_release", "release"]

@@ -111,11 +111,14 @@ class _ChainedWork:
     __slots__ = ("_before", "_begun", "_finish", "_start")
 
     def __init__(self, before: LaneWork, start: Callable[[], StartedWork], finish: Callable[[], None]) -> None:
-        self._before, self._start, self._finish = before, start, finish
+        self._before, self._finish = before, finish
+        self._start: Callable[[], StartedWork] = start
         self._begun: _HostWork | None = None
 
     def begin(self) -> None:
-        self._begun = _HostWork(self._start(), self._finish)
+        start, finish = self._start, self._finish
+        self._start, self._finish = StartedWork, nothing  # their owner may hold this work: a circle
+        self._begun = _HostWork(start(), finish)
 
     def done(self) -> bool:
         return self._begun is not None and self._begun.done()

@@ -142,6 +142,7 @@ def beside(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str |
 
     name: what all `ranks` know alike and no other group of theirs has; None if they share `owner`, whose name it is.
     """
+    _forget_beside()
     key = (id(owner), role)
     if key not in _BESIDE:
         known = _torch.group_name(owner) if name is None else name
@@ -156,6 +157,7 @@ def everywhere(axis: ShardAxis) -> ShardAxis:
     over = axis.group, axis.ranks, axis.rank
     if axis.replicas is not None:
         ranks = axis.mesh.mesh.flatten().tolist()
+        _forget_beside()
         before = sum(
             role == "everywhere" and dist.get_process_group_ranks(made) == ranks for (_, role), (_, made) in _BESIDE.items()
         )
