@@ -1,4 +1,4 @@
-"""Makes `harness` and `models` importable and keeps the parent process out of the ranks' way."""
+"""Makes `harness`, `models` and the files of benchmarks/ importable and keeps the parent process out of the ranks' way."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 torch.set_num_threads(1)
 settings.register_profile("fullshard", deadline=None)  # a busy machine is no failure
 settings.load_profile("fullshard")

@@ -28,6 +28,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fullshard.errors import warn_once
 
@@ -41,6 +43,7 @@ __all__ = [
     "PerRank",
     "ShardedTensor",
     "StoreError",
+    "TorchDispatchMode",
     "TorchFSDPModule",
     "all_gather_base",
     "all_gather_coalesced",
@@ -131,10 +134,12 @@ __all__ = [
     "spec_of",
     "specs_of",
     "split_copy",
+    "storage_key",
     "store_host",
     "strided_shard",
     "symmetric_memory",
     "threads_are_ranks",
+    "tree_leaves",
     "view_base",
     "wait_for_event",
     "waited",
@@ -611,6 +616,12 @@ def mark_managed(module: nn.Module) -> None:
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many dispatch modes of torch this thread is in."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that tensors over the same storage share, as long as that lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def counts_collectives() -> bool:

@@ -222,7 +222,7 @@ class _ResolvedArguments:
                 raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
         mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
         axis = resolve_mesh(mesh, dp_mesh_dims)
-        keep, retain = keep_of(reshard_after_forward, axis)
+        keep, retain = keep_of(reshard_after_forward, axis.ranks)
         options = UnitOptions(
             reshard_policy=keep,
             subgroup_size=retain,

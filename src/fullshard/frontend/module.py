@@ -24,7 +24,6 @@ from fullshard.runtime.unit import Unit, unit_of
 from fullshard.runtime.unwritten import mark_unwritten, on_meta
 from fullshard.schedule.prefetch import Stats
 from fullshard.schedule.residency import ReshardPolicy
-from fullshard.sharding.mesh import ShardAxis
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -70,7 +69,7 @@ def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls if made is None else made.__bases__[1]
 
 
-def keep_of(reshard_after_forward: bool | int | None, axis: ShardAxis) -> tuple[ReshardPolicy, int | None]:
+def keep_of(reshard_after_forward: bool | int | None, ranks: int) -> tuple[ReshardPolicy, int | None]:
     """The reshard policy that an argument means, and how many ranks keep one copy together if they keep a part."""
     if reshard_after_forward is None:
         return ReshardPolicy.OUTERMOST, None
@@ -78,12 +77,12 @@ def keep_of(reshard_after_forward: bool | int | None, axis: ShardAxis) -> tuple[
         return (ReshardPolicy.NEVER if reshard_after_forward else ReshardPolicy.ALWAYS), None
     if not isinstance(reshard_after_forward, int):
         raise ValueError(f"reshard_after_forward must be True, False, an int or None, got {reshard_after_forward!r}")
-    if reshard_after_forward < 1 or axis.ranks % reshard_after_forward:
+    if reshard_after_forward < 1 or ranks % reshard_after_forward:
         raise ValueError(
-            f"reshard_after_forward={reshard_after_forward} must divide the {axis.ranks} ranks that parameters are sharded "
-            f"over: take one of {[k for k in range(1, axis.ranks + 1) if axis.ranks % k == 0]}"
+            f"reshard_after_forward={reshard_after_forward} must divide the {ranks} ranks that parameters are sharded "
+            f"over: take one of {[k for k in range(1, ranks + 1) if ranks % k == 0]}"
         )
-    if reshard_after_forward == axis.ranks:
+    if reshard_after_forward == ranks:
         return ReshardPolicy.NEVER, None
     if reshard_after_forward == 1:
         warn_once("reshard_after_forward=1 keeps all parameters after forward: it is taken as False, which says so")
@@ -211,7 +210,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             ValueError: for another type, or a number that does not divide the ranks of the shard axis.
             StateError: inside a forward or backward, where the size of the smaller group changes.
         """
-        told = [(unit, *keep_of(reshard_after_forward, unit.axis)) for unit in units_of(self, _flag("recurse", recurse))]
+        told = [(unit, *keep_of(reshard_after_forward, unit.axis.ranks)) for unit in units_of(self, _flag("recurse", recurse))]
         for unit, policy, size in told:
             if size == unit.options.subgroup_size:
                 unit.configure(reshard_policy=policy)

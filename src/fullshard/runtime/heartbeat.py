@@ -23,6 +23,15 @@ SLOTS = 128  # bytes for the units that a rank keeps gradients of: the slot of a
 _NOTHING = bytes(SLOTS)
 
 
+def message_length(parameters: int) -> int:
+    """Bytes of a heartbeat that speaks of so many parameters.
+
+    >>> message_length(10), message_length(2000)
+    (1024, 3072)
+    """
+    return -(-(2 * DIGEST + SLOTS + parameters) // _UNIT) * _UNIT
+
+
 class Page:
     """Memory of one heartbeat. To make it takes longer than to write on it, so it is used again once the heartbeat was read.
 
@@ -96,7 +105,7 @@ class Heartbeat:
                 held[slot] = 1
             slots = bytes(held)
         body = self._head + slots + flags
-        length = -(-len(body) // _UNIT) * _UNIT
+        length = message_length(len(flags))
         if page is None or len(page.bytes) != length:
             page = Page(length, away)
         page.write(body)
@@ -233,4 +242,4 @@ class Heartbeats:
             raise StateError(beat.log.desync_error)
 
 
-__all__ = ["SLOTS", "Heartbeat", "Heartbeats", "Page", "Sent"]
+__all__ = ["SLOTS", "Heartbeat", "Heartbeats", "Page", "Sent", "message_length"]

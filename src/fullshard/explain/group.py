@@ -1,0 +1,300 @@
+"""What a parameter group allocates and sends when it is gathered and reduced: `params` in bytes, over its own layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from fullshard.collectives.base import StartedWork
+from fullshard.collectives.traffic import Message
+from fullshard.explain.ledger import Category, Ledger
+from fullshard.policies import Dtypes
+from fullshard.sharding.layout import Bucket, GroupLayout, ReductionLayout, Slice
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One group of a unit, as it will be on one rank.
+
+    parameters: qualified names.      axis: "shards", or "everywhere" for what cannot be cut; the log that its calls are in.
+    replicas: ranks that hold the same shards, 1 if there are no others.      subgroup: ranks of a smaller group, or None.
+    host: whether shards are kept in the host's memory.      accelerator: whether kernels are those of one, or of the CPU.
+    in_flight: how many groups' gradients may be on their way.
+    """
+
+    unit: str
+    parameters: tuple[str, ...]
+    layout: GroupLayout
+    reduction: ReductionLayout
+    dtypes: Dtypes
+    trainable: bool
+    axis: str
+    replicas: int
+    replicated: bool
+    subgroup: int | None
+    host: bool
+    accelerator: bool
+    in_flight: int
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the full parameters."""
+        return self.layout.full_numel * self.dtypes.compute.itemsize
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of the flat shard."""
+        return self.layout.shard_numel * self.dtypes.storage.itemsize
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of the packed message that is gathered."""
+        return 0 if self.layout.packed is None else self.layout.ranks * self.layout.packed.size * self.dtypes.compute.itemsize
+
+
+Send = Callable[[Message], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Gradients that are reduced together. spent: blocks of those that were added to others. kept: whether any were kept."""
+
+    blocks: list[int | None]
+    dtype: torch.dtype
+    spent: list[int]
+    kept: bool
+
+
+class SimulatedGroup:
+    """The memory of a group. It allocates in the order in which `FlatBuffer` does.
+
+    kept: of each parameter the block of a gradient that backwards without communication left, in the reduce dtype.
+    used: whether a gradient was reduced since the optimizer last stepped.
+    """
+
+    def __init__(self, plan: GroupPlan, ledger: Ledger, send: Send) -> None:
+        self.plan, self.ledger, self.send = plan, ledger, send
+        self.kept: list[int | None] = [None] * len(plan.parameters)
+        self.used = False
+        self._flat = -1
+        self._staging: list[int] = []
+        self._part = -1  # that a smaller group's copy is gathered from
+        self.shard = self.take(plan.shard_nbytes, "pinned host" if plan.host else "shards")
+
+    def take(self, nbytes: int, category: Category) -> int:
+        """Allocate a block of this group."""
+        return self.ledger.take(nbytes, category, self.plan.unit)
+
+    # --- gathering ---
+
+    def gather(self) -> StartedWork:
+        """Allocate what a gather needs, and send it."""
+        plan, layout = self.plan, self.plan.layout
+        compute = plan.dtypes.compute
+        self._flat = self.take(plan.full_nbytes, "gathered")
+        if self._part >= 0:
+            assert plan.subgroup is not None
+            self.send(Message("all_gather", compute, plan.full_nbytes, 1, plan.subgroup))
+            return StartedWork()
+        if plan.host:
+            self._staging.append(self.take(plan.shard_nbytes, "staging"))
+            if plan.shard_nbytes:
+                self.send(Message("to_device", plan.dtypes.storage, plan.shard_nbytes, 1))
+        self._staging.append(self.take(plan.staging_nbytes, "staging"))
+        if layout.buckets and layout.full_numel:
+            numel = layout.ranks * sum(bucket.size for bucket in layout.buckets)
+            self.send(Message("all_gather", compute, numel * compute.itemsize, len(layout.buckets), layout.ranks))
+        if layout.summed:
+            self.send(Message("all_reduce", torch.int32, layout.summed_region[1] * compute.itemsize, 1, layout.ranks))
+        return StartedWork()
+
+    def finish_gather(self) -> None:
+        """Free what only the gather needed."""
+        self._give_part()
+        for block in self._staging:
+            self.ledger.give(block)
+        self._staging.clear()
+
+    def save_subgroup_shard(self) -> None:
+        """Keep this rank's part of the smaller group's copy."""
+        if self.plan.subgroup is not None:
+            self._part = self.take(self.plan.full_nbytes // self.plan.subgroup, "gathered")
+
+    def write(self) -> None:
+        """The shards are written: what was kept of them is out of date."""
+        self._give_part()
+
+    def free(self) -> None:
+        """Free the full parameters."""
+        self.ledger.give(self._flat)
+        self._flat = -1
+
+    def _give_part(self) -> None:
+        self.ledger.give(self._part)
+        self._part = -1
+
+    # --- gradients between backwards ---
+
+    def accumulate(self, grads: Sequence[int | None]) -> list[int]:
+        """Keep gradients of a backward that does not communicate, in the reduce dtype. Returns what is left over of them."""
+        dtypes = self.plan.dtypes
+        spent: list[int] = []
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            if self.kept[index] is None and dtypes.compute == dtypes.reduce:
+                self.kept[index] = grad
+                continue
+            if self.kept[index] is not None:
+                if dtypes.compute != dtypes.reduce and not self.plan.accelerator:  # add_ casts by way of a copy there
+                    self.ledger.give(self.take(self.numel(index) * dtypes.reduce.itemsize, "gradients"))
+            else:
+                self.kept[index] = self.take(self.numel(index) * dtypes.reduce.itemsize, "gradients")
+            spent.append(grad)
+        return spent
+
+    def merge(self, grads: list[int | None]) -> Merged:
+        """These gradients and what earlier backwards kept."""
+        if not any(block is not None for block in self.kept):
+            return Merged(grads, self.plan.dtypes.compute, [], False)
+        spent = self.accumulate(grads)
+        merged, self.kept = self.kept, [None] * len(grads)
+        return Merged(merged, self.plan.dtypes.reduce, spent, True)
+
+    def numel(self, index: int) -> int:
+        """Elements of a full parameter."""
+        return prod(self.plan.layout.places[index].shape)
+
+
+class SimulatedReduction:
+    """The memory and messages of `Reduction`, in its order. grads: blocks of gradients; they are freed with the reduction."""
+
+    def __init__(self, group: SimulatedGroup, merged: Merged) -> None:
+        grads, dtype = merged.blocks, merged.dtype
+        self.group = group
+        self.used = any(block is not None for block in grads)  # whether any parameter has a gradient
+        plan = self.plan = group.plan
+        self.replicated = plan.replicated
+        itemsize, shard = plan.dtypes.reduce.itemsize, plan.layout.shard_numel
+        self._sum = group.take(shard * itemsize, "gradients")
+        packed = plan.reduction.packed
+        self._held: list[int] = []  # until the messages are sent
+        if packed is not None:
+            self._held.append(group.take(plan.layout.ranks * packed.size * itemsize, "staging"))
+        zeros = [] if packed is None else self._zeros(grads, dtype)
+        if packed is not None and not plan.accelerator:
+            self._chunk_cat_on_cpu(packed, dtype)
+        self._sizes = [] if packed is None else [plan.layout.ranks * packed.size]
+        for index in plan.reduction.direct:
+            grad = grads[index]
+            self._held.append(group.take(group.numel(index) * dtype.itemsize, "staging") if grad is None else grad)
+            self._sizes.append(group.numel(index))
+        group.ledger.give_all(zeros)
+        sliced = {part.parameter for message in (*plan.reduction.slices, *plan.reduction.sums) for part in message}
+        self._sliced = [block for index, block in enumerate(grads) if index in sliced and block is not None]
+        self.packed_grads = [block for block in grads if block is not None and block not in (*self._held, *self._sliced)]
+        self._flat = self._sum
+        if plan.dtypes.storage != plan.dtypes.reduce:
+            self._flat = group.take(shard * plan.dtypes.storage.itemsize, "gradients")
+        self._host = group.take(shard * plan.dtypes.storage.itemsize, "pinned host") if plan.host else -1
+
+    def _zeros(self, grads: Sequence[int | None], dtype: torch.dtype) -> list[int]:
+        """Zeros that stand in the packed message for gaps and missing gradients, and copies of what is permuted."""
+        plan, packed = self.plan, self.plan.reduction.packed
+        found: list[int] = []
+        for segment in () if packed is None else packed.pieces:
+            if segment.parameter < 0:
+                if dtype != plan.dtypes.compute and segment.size:
+                    found.append(self.group.take(plan.layout.ranks * segment.size * dtype.itemsize, "staging"))
+            elif segment.size and (grads[segment.parameter] is None or plan.layout.places[segment.parameter].dim != 0):
+                place = plan.layout.places[segment.parameter]
+                numel = prod(place.shape) if place.dim == 0 else plan.layout.ranks * place.size
+                found.append(self.group.take(numel * dtype.itemsize, "staging"))
+        return found
+
+    def _chunk_cat_on_cpu(self, packed: Bucket, dtype: torch.dtype) -> None:
+        """There torch._chunk_cat pads by copies of all uneven tensors, and casts by way of a copy of one after the other."""
+        group, layout = self.group, self.plan.layout
+        sizes = [(segment.parameter, layout.ranks * segment.size * dtype.itemsize) for segment in packed.pieces]
+        padded = [group.take(nbytes, "staging") for index, nbytes in sizes if index >= 0 and not layout.is_even(index)]
+        for _, nbytes in sizes if dtype != self.plan.dtypes.reduce else ():
+            group.ledger.give(group.take(nbytes, "staging"))
+        for block in padded:
+            group.ledger.give(block)
+
+    def start(self) -> StartedWork:
+        """As `Reduction.start`."""
+        plan, group = self.plan, self.group
+        slices, sums, itemsize = plan.reduction.slices, plan.reduction.sums, plan.dtypes.reduce.itemsize
+        sizes, ranks = self._sizes, plan.layout.ranks
+        if not slices and not sums:
+            self._scatter(sizes)
+            return StartedWork()
+        most = max((ranks * sum(part.size for part in parts) for parts in slices), default=0)
+        buffer = group.take(most * itemsize, "staging")
+        for parts in slices or ((),):
+            sizes = [*sizes, *(ranks * part.size for part in parts)]
+            self._scatter(sizes)
+            sizes = []
+        started = self._start_sums(sums) if sums else StartedWork()
+        group.ledger.give(buffer)
+        return started
+
+    def _start_sums(self, sums: Sequence[Sequence[Slice]]) -> StartedWork:
+        plan, group, itemsize = self.plan, self.group, self.plan.dtypes.reduce.itemsize
+        buffer = group.take(max(sum(part.size for part in parts) for parts in sums) * itemsize, "staging")
+        for parts in sums:
+            nbytes = sum(part.size for part in parts) * itemsize
+            group.send(Message("all_reduce", plan.dtypes.reduce, nbytes, 1, plan.layout.ranks))
+        return StartedWork(then=lambda: group.ledger.give(buffer))
+
+    def _scatter(self, sizes: Sequence[int]) -> None:
+        dtype = self.plan.dtypes.reduce
+        if sizes:
+            self.group.send(Message("reduce_scatter", dtype, sum(sizes) * dtype.itemsize, len(sizes), self.plan.layout.ranks))
+
+    def finish(self) -> None:
+        """The sum over shards is there."""
+        if not self.replicated:
+            self._end()
+
+    def replicate(self) -> StartedWork:
+        """As `Reduction.replicate`."""
+        plan = self.plan
+        if plan.layout.shard_numel:
+            nbytes = plan.layout.shard_numel * plan.dtypes.reduce.itemsize
+            self.group.send(Message("all_reduce", plan.dtypes.reduce, nbytes, 1, plan.replicas))
+        return StartedWork()
+
+    def _end(self) -> None:
+        if self.plan.host and self.plan.shard_nbytes:
+            self.group.send(Message("to_host", self.plan.dtypes.storage, self.plan.shard_nbytes, 1))
+
+    def finish_replicated(self) -> None:
+        """The sum over replicas is there."""
+        self._end()
+
+    def release_messages(self) -> None:
+        """The messages are sent."""
+        self.group.ledger.give_all(self._held)
+        for block in self._sliced:
+            self.group.ledger.give(block)
+        self._held, self._sliced = [], []
+        if not self.replicated:
+            self.release_sum()
+
+    def release_sum(self) -> None:
+        """Only the gradients stay."""
+        if self._sum != self._flat:
+            self.group.ledger.give(self._sum)
+            self._sum = self._flat
+
+    def deliver(self) -> tuple[int, int]:
+        """(the block of the gradients, where the shards are; the one on the device that is needed no longer, -1 for none)."""
+        return (self._host, self._flat) if self._host >= 0 else (self._flat, -1)
+
+
+__all__ = ["GroupPlan", "Merged", "SimulatedGroup", "SimulatedReduction"]

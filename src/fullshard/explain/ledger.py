@@ -1,0 +1,76 @@
+"""Bytes that come and go, each with a category and the unit it is of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Category = Literal["shards", "gathered", "staging", "gradients", "activations", "pinned host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A block is allocated, or freed if `nbytes` is less than 0.
+
+    unit: the qualified name, "" if it is of none.      block: its number, the index of the change that allocated it.
+    """
+
+    nbytes: int
+    category: Category
+    unit: str
+    block: int
+
+
+class Ledger:
+    """Every change, in order, and the sum of all blocks that are there.
+
+    >>> ledger = Ledger()
+    >>> block = ledger.take(100, "gathered", "blocks.0")
+    >>> ledger.give(ledger.take(20, "staging", "blocks.0"))
+    >>> ledger.level, ledger.peak, ledger.at_peak()
+    (100, 120, {('gathered', 'blocks.0'): 100, ('staging', 'blocks.0'): 20})
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self._blocks: dict[int, Change] = {}
+        self.level = self.peak = 0
+        self._peak_after = 0  # how many changes lead to the peak
+
+    def take(self, nbytes: int, category: Category, unit: str) -> int:
+        """Allocate a block. Returns what it is freed by; blocks without bytes are noted nowhere."""
+        block = len(self.changes) if nbytes else -1
+        if nbytes:
+            change = Change(nbytes, category, unit, block)
+            self._blocks[block] = change
+            self.changes.append(change)
+            if category != "pinned host":
+                self.level += nbytes
+            if self.level > self.peak:
+                self.peak, self._peak_after = self.level, len(self.changes)
+        return block
+
+    def give(self, block: int) -> None:
+        """Free a block."""
+        if block >= 0:
+            taken = self._blocks.pop(block)
+            self.changes.append(Change(-taken.nbytes, taken.category, taken.unit, block))
+            if taken.category != "pinned host":
+                self.level -= taken.nbytes
+
+    def give_all(self, blocks: Sequence[int]) -> None:
+        """Free the blocks of a list, last first, as Python does."""
+        for block in reversed(blocks):
+            self.give(block)
+
+    def at_peak(self) -> dict[tuple[Category, str], int]:
+        """Bytes by category and unit where the sum is largest."""
+        found: Counter[tuple[Category, str]] = Counter()
+        for change in self.changes[: self._peak_after]:
+            found[change.category, change.unit] += change.nbytes
+        return {key: nbytes for key, nbytes in found.items() if nbytes}
+
+
+__all__ = ["Category", "Change", "Ledger"]

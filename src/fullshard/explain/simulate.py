@@ -1,0 +1,389 @@
+"""A trace, a plan and options, run by the planner that runs the training, over a ledger of bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from fullshard.collectives.base import StartedWork
+from fullshard.collectives.streams import HostLane, InFlight, LaneWork
+from fullshard.collectives.traffic import Message
+from fullshard.explain.group import GroupPlan, SimulatedGroup, SimulatedReduction
+from fullshard.explain.ledger import Ledger
+from fullshard.explain.trace import Backward, BackwardEnds, Born, Died, Enter, Gradient, Leave, Trace
+from fullshard.frontend.module import keep_of
+from fullshard.policies import (
+    DIRECT_MIN_BYTES,
+    CheckPolicy,
+    CommPolicy,
+    CPUOffloadPolicy,
+    Dtypes,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from fullshard.runtime.heartbeat import message_length
+from fullshard.runtime.options import UnitOptions
+from fullshard.schedule.planner import Planner
+from fullshard.schedule.records import ForwardCall, UnitRecord
+from fullshard.schedule.residency import Action, Reduce, Reshard, SaveSubgroupShard, Unshard, Wait
+from fullshard.sharding.layout import DirectRule, plan_layout
+from fullshard.wrap.plan import Plan, PlannedUnit
+from fullshard.wrap.plan_messages import PlanEntry
+
+_MP, _COMM, _OFFLOAD = MixedPrecisionPolicy(), CommPolicy(), OffloadPolicy()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a plan is carried out: the arguments of `shard_model`, and over how many ranks.
+
+    Args:
+        ranks: over how many ranks parameters are cut.
+        replicas: how many ranks hold the same shards, on a hybrid mesh; 1 on a flat one.
+        hybrid: whether the mesh has an axis of replicas, which may have one rank.
+        microbatches: forwards and backwards per step.
+        accumulate: whether all of them but the last are without communication.
+        accelerator: whether the kernels are those of an accelerator; those of the CPU need more memory for casts.
+    """
+
+    ranks: int
+    replicas: int = 1
+    hybrid: bool = False
+    mp_policy: MixedPrecisionPolicy = _MP
+    comm_policy: CommPolicy = _COMM
+    offload_policy: OffloadPolicy = _OFFLOAD
+    reshard_after_forward: bool | int | None = None
+    microbatches: int = 1
+    accumulate: bool = True
+    accelerator: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "replicas", "microbatches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Setting.{name} must be an int of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a step does, after one that warmed up.
+
+    ledger: of both steps.      begins: the index of the first change of the second step.      messages: of the second step.
+    """
+
+    ledger: Ledger
+    begins: int
+    messages: tuple[Message, ...]
+
+
+def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
+    """Run two steps: the first has no order to prefetch by, the second is like all that follow.
+
+    Of a backend whose collectives run in order and are over at once, as those of torch's fake group.
+
+    Args:
+        trace: of the model that the plan is of, with the dtypes of the setting.
+        plan: its units.
+        setting: how it is carried out.
+
+    Returns:
+        The simulation.
+
+    Raises:
+        ValueError: for a unit of several modules, or a module that holds no forward of the trace.
+    """
+    machine = _Machine(plan, setting)
+    begins = 0
+    for _step in range(2):
+        begins = len(machine.ledger.changes)
+        machine.messages.clear()
+        for number in range(setting.microbatches):
+            machine.run(trace, sync=number == setting.microbatches - 1 or not setting.accumulate)
+        machine.end_step()
+    return Simulation(machine.ledger, begins, tuple(machine.messages))
+
+
+@dataclass(slots=True, eq=False)
+class _Unit:
+    """One unit: its record in the planner, its groups, and the gradients that arrived at its full parameters."""
+
+    name: str
+    options: UnitOptions
+    record: UnitRecord
+    groups: list[SimulatedGroup] = field(default_factory=list)
+    gathering: list[tuple[SimulatedGroup, LaneWork]] = field(default_factory=list)
+    arrived: dict[str, int] = field(default_factory=dict)  # parameter -> block
+
+    def take_gradients(self, group: SimulatedGroup) -> list[int | None] | None:
+        """As `ParamGroup.take_gradients`."""
+        found = [self.arrived.pop(name, None) for name in group.plan.parameters]
+        return found if any(block is not None for block in found) else None
+
+
+class _Machine:
+    """Executor, steps and gradient reducer in one, on blocks instead of tensors."""
+
+    def __init__(self, plan: Plan, setting: Setting) -> None:
+        self.setting = setting
+        self.ledger, self.messages = Ledger(), list[Message]()
+        self.planner = Planner()
+        self._units: dict[int, _Unit] = {}
+        self._by_module: dict[str, _Unit] = {}
+        self._owner: dict[str, _Unit] = {}  # of each parameter
+        self._gather_lane, self._reduce_lane, self._replicate_lane = HostLane(), HostLane(), HostLane()
+        self._in_flight, self._replicating = InFlight(), InFlight()
+        self._reduced: list[SimulatedReduction] = []
+        self._delivered: dict[SimulatedGroup, int] = {}
+        self._sync = True
+        for number, unit in enumerate(plan.units):
+            self._add(number, unit, plan.entries(unit))
+        self._run: dict[type[Action], Callable[[_Unit], None]] = {
+            Unshard: self._unshard,
+            Wait: self._wait,
+            SaveSubgroupShard: self._save_subgroup_shard,
+            Reshard: self._free,
+            Reduce: self._reduce,
+        }
+
+    def _add(self, number: int, planned: PlannedUnit, entries: Sequence[PlanEntry]) -> None:
+        if len(planned.modules) > 1:
+            raise ValueError(
+                f"unit '{planned.name}' has several modules, which simulate() does not know yet: drop() all but one"
+            )
+        setting = self.setting
+        told: dict[str, Any] = {
+            "mp_policy": setting.mp_policy,
+            "comm_policy": setting.comm_policy,
+            "offload_policy": setting.offload_policy,
+            "reshard_after_forward": setting.reshard_after_forward,
+            **planned.options,
+        }
+        policy, subgroup = keep_of(told["reshard_after_forward"], setting.ranks)
+        options = UnitOptions(
+            reshard_policy=policy,
+            subgroup_size=subgroup,
+            mp=told["mp_policy"],
+            offload=told["offload_policy"],
+            comm=told["comm_policy"],
+            checks=CheckPolicy(),
+        )
+        unit = _Unit(planned.name, options, self.planner.register(number, options))
+        for group in group_plans(planned.name, entries, options, setting):
+            unit.groups.append(SimulatedGroup(group, self.ledger, self.messages.append))
+        unit.record.configure(options, nbytes=sum(group.plan.full_nbytes for group in unit.groups))
+        self._units[number] = self._by_module[planned.modules[0]] = unit
+        self._owner |= {entry.name: unit for entry in entries}
+
+    # --- events ---
+
+    def run(self, trace: Trace, *, sync: bool) -> None:
+        """One forward and backward. sync: whether its gradients are reduced."""
+        self._sync = sync
+        calls: dict[int, ForwardCall] = {}
+        blocks: dict[int, int] = {}
+        gradients = {event.storage: event.parameter for event in trace.events if isinstance(event, Gradient)}
+        running: list[str] = [""]
+        for event in trace.events:
+            match event:
+                case Born(storage, nbytes):
+                    owner = gradients.get(storage)
+                    if owner is None:
+                        blocks[storage] = self.ledger.take(nbytes, "activations", running[-1])
+                    else:
+                        blocks[storage] = self.ledger.take(nbytes, "gradients", self._owner[owner].name)
+                case Died(storage):
+                    if storage not in gradients:
+                        self.ledger.give(blocks.pop(storage))
+                case Gradient(parameter, storage):
+                    self._owner[parameter].arrived[parameter] = blocks.pop(storage)
+                case Enter(module, in_backward) if module in self._by_module:
+                    unit = self._by_module[module]
+                    running.append(unit.name)
+                    number = unit.record.number
+                    begin = self.planner.before_recompute if in_backward else self.planner.before_forward
+                    self._execute(begin(number))
+                case Leave(module, call, grad, in_backward) if module in self._by_module:
+                    ended = self._leave_forward(self._by_module[running.pop() and module], grad, in_backward)
+                    if call >= 0:
+                        calls[call] = ended
+                        self.planner.expect_backward(ended)
+                case Backward(module, call) if module in self._by_module:
+                    self.planner.graph_released(calls[call])
+                    self._execute(self.planner.before_backward(calls[call]))
+                case BackwardEnds():
+                    self._leave_backward()
+
+    def _leave_forward(self, unit: _Unit, grad: bool, in_backward: bool) -> ForwardCall:
+        number = unit.record.number
+        if in_backward:
+            return self.planner.after_recompute(number, grad=grad)
+        ended = self.planner.after_forward(number, grad=grad)
+        self._execute(ended.actions)
+        self._poll()
+        return ended.call
+
+    def _leave_backward(self) -> None:
+        self._execute(self.planner.after_backward())
+        for unit in self._units.values():
+            for group in unit.groups:
+                late = unit.take_gradients(group)
+                if late is not None:
+                    self._send(group, late)
+        due, self._reduced = self._reduced, []
+        if not due:
+            return
+        if len(self._replicating):
+            self._in_flight.drain()
+        beats = self._send_heartbeats(due)
+        self._in_flight.drain()
+        self._replicating.drain()
+        for beat in beats:
+            beat.wait()
+        added: list[int] = []
+        copied: list[int] = []
+        for reduction in due:
+            block, left = reduction.deliver()
+            copied.append(left)
+            if not reduction.used or self._delivered.setdefault(reduction.group, block) != block:
+                added.append(block)  # to the gradient that is there; or no parameter gets it
+        self._give(copied)
+        self._give(added)
+
+    def end_step(self) -> None:
+        """The optimizer steps, and gradients are cleared."""
+        for group, block in self._delivered.items():
+            if group.used:
+                group.write()
+            group.used = False
+            self.ledger.give(block)
+        self._delivered.clear()
+
+    def _send_heartbeats(self, due: Sequence[SimulatedReduction]) -> list[LaneWork]:
+        """One message per log, and one over the replicas behind it."""
+        sent: list[LaneWork] = []
+        logs: dict[str, list[GroupPlan]] = defaultdict(list)
+        for reduction in due:
+            logs[reduction.plan.axis].append(reduction.plan)
+        for plans in logs.values():
+            length = message_length(sum(len(plan.parameters) for plan in plans))
+            first = plans[0]
+            work = self._reduce_lane.run(partial(self._beat, length, first.layout.ranks), _nothing)
+            if first.replicated:
+                work = self._replicate_lane.run(partial(self._beat, length, first.replicas), _nothing, after=work)
+            sent.append(work)
+        return sent
+
+    def _beat(self, length: int, ranks: int) -> StartedWork:
+        self.messages.append(Message("heartbeat", torch.uint8, length, 1, ranks))
+        return StartedWork()
+
+    # --- actions ---
+
+    def _execute(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._run[type(action)](self._units[action.unit])
+
+    def _unshard(self, unit: _Unit) -> None:
+        unit.gathering = [(group, self._gather_lane.run(group.gather, _nothing)) for group in unit.groups]
+
+    def _wait(self, unit: _Unit) -> None:
+        for group, work in unit.gathering:
+            work.wait()
+            group.finish_gather()
+        unit.gathering = []
+
+    def _save_subgroup_shard(self, unit: _Unit) -> None:
+        for group in unit.groups:
+            group.save_subgroup_shard()
+
+    def _free(self, unit: _Unit) -> None:
+        for group in unit.groups:
+            group.free()
+
+    def _reduce(self, unit: _Unit) -> None:
+        for group in unit.groups:
+            if group.plan.trainable:
+                self._send(group, unit.take_gradients(group) or [None] * len(group.plan.parameters))
+        self._poll()
+
+    def _send(self, group: SimulatedGroup, grads: list[int | None]) -> None:
+        """As `GradientReducer.reduce`."""
+        if not self._sync:
+            return self._give(group.accumulate(grads))
+        self._in_flight.make_room(group.plan.in_flight)
+        merged = group.merge(grads)
+        reduction = SimulatedReduction(group, merged)
+        group.used = group.used or reduction.used
+        self._give(merged.spent if merged.kept else reduction.packed_grads)
+        work = self._reduce_lane.run(reduction.start, reduction.finish)
+        self._in_flight.push(work, reduction.release_messages, polled=not reduction.replicated)
+        if reduction.replicated:
+            work = self._replicate_lane.run(reduction.replicate, reduction.finish_replicated, after=work)
+            self._replicating.push(work, reduction.release_sum)
+        if merged.kept:  # they were in a list of their own
+            self._give(reduction.packed_grads)
+        self._reduced.append(reduction)
+
+    def _give(self, blocks: Sequence[int]) -> None:
+        self.ledger.give_all(blocks)
+
+    def _poll(self) -> None:
+        self._in_flight.poll()
+        self._replicating.poll()
+
+
+def _nothing() -> None: ...
+
+
+def group_plans(name: str, entries: Sequence[PlanEntry], options: UnitOptions, setting: Setting) -> list[GroupPlan]:
+    """The groups of a unit, as `group_parameters` makes them."""
+    kinds: dict[tuple[Dtypes, bool, bool], list[PlanEntry]] = {}
+    for entry in entries:
+        kinds.setdefault((options.mp.resolve(entry.dtype), entry.trainable, not entry.shape), []).append(entry)
+    return [_group_plan(name, members, *kind, options, setting) for kind, members in kinds.items()]
+
+
+def _group_plan(
+    name: str,
+    entries: Sequence[PlanEntry],
+    dtypes: Dtypes,
+    trainable: bool,
+    scalar: bool,
+    options: UnitOptions,
+    setting: Setting,
+) -> GroupPlan:
+    """The group of these parameters. Scalars are cut nowhere: a group of one rank, whose replicas are all ranks."""
+    ranks = 1 if scalar else setting.ranks
+    told = options.comm.direct_min_bytes
+    default = 0 if ranks == 1 else DIRECT_MIN_BYTES  # of SingleRank, CoalescedCollectives
+    layout = plan_layout(
+        [entry.shape or (1,) for entry in entries],
+        ranks=ranks,
+        itemsize=min(dtypes.storage.itemsize, dtypes.compute.itemsize),
+        direct=DirectRule.by_default(default) if told is None else DirectRule(told),
+    )
+    as_is = dtypes.compute == dtypes.reduce
+    subgroup = options.subgroup_size
+    return GroupPlan(
+        unit=name,
+        parameters=tuple(entry.name for entry in entries),
+        layout=layout,
+        reduction=layout.reduction(as_is=as_is, in_order=ranks > 1, itemsize=dtypes.reduce.itemsize),
+        dtypes=dtypes,
+        trainable=trainable,
+        axis="everywhere" if scalar else "shards",
+        replicas=setting.ranks * setting.replicas if scalar else setting.replicas,
+        replicated=scalar or setting.hybrid,
+        subgroup=None if subgroup is None or subgroup >= ranks else subgroup,
+        host=isinstance(options.offload, CPUOffloadPolicy),
+        accelerator=setting.accelerator,
+        in_flight=options.comm.reductions_in_flight,
+    )
+
+
+__all__ = ["Setting", "Simulation", "group_plans", "simulate"]

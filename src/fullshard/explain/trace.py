@@ -1,0 +1,263 @@
+"""One step of a model on meta: when modules are entered and left, when their backward begins, and what lives meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from fullshard import _torch
+from fullshard.frontend.hooks import cast_floats, tensors_in
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.runtime.backward import NodeHooks
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """A forward of a module begins; in the midst of a backward it is a recomputation."""
+
+    module: str
+    in_backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A forward of a module ends. call: its number, of which a `Backward` may come; -1 if nothing of it needs grad."""
+
+    module: str
+    call: int
+    grad: bool  # whether grad was enabled
+    in_backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward of a call begins."""
+
+    module: str
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operator computes. flops: of matrix products and attention, a multiply-add is two; nbytes: read and written."""
+
+    name: str
+    flops: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Born:
+    """A storage is allocated."""
+
+    storage: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A storage is freed."""
+
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of a parameter is whole, in this storage; from here on it is the library's."""
+
+    parameter: str
+    storage: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardEnds:
+    """A backward of the loss is over."""
+
+
+Event = Enter | Leave | Backward | Op | Born | Died | Gradient | BackwardEnds
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one forward, loss and backward of a model does, in order. Its parameters have the compute dtype.
+
+    events: in order.      buffers: bytes of the model's buffers.      batch: bytes of the inputs.
+    """
+
+    events: tuple[Event, ...]
+    buffers: int
+    batch: int
+
+    @property
+    def flops(self) -> int:
+        """Of the whole step."""
+        return sum(event.flops for event in self.events if isinstance(event, Op))
+
+
+class _CallHook:
+    """Rides on the graph of one call, and says when its backward begins."""
+
+    __slots__ = ("_reached", "_recorder", "event")
+
+    def __init__(self, recorder: _Recorder, event: Backward) -> None:
+        self._recorder, self.event, self._reached = recorder, event, False
+
+    def __call__(self, *_: object) -> None:
+        if not self._reached:
+            self._reached = True
+            self._recorder.events.append(self.event)
+
+
+class _Recorder(_torch.TorchDispatchMode):
+    """Notes operators, and storages from the operator that makes them until the last reference to them is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self._known: dict[int, int] = {}  # address of a storage that lives -> its number, -1 if it was there before
+        self._storages = self._calls = 0
+
+    def know(self, tensors: Sequence[Tensor]) -> int:
+        """These were there before; how many bytes they have."""
+        found = {_torch.storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        self._known |= dict.fromkeys(found, -1)
+        return sum(found.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        outs = [leaf for leaf in _torch.tree_leaves(out) if isinstance(leaf, Tensor)]
+        for tensor in outs:
+            self._note(tensor)
+        if not func.is_view:
+            count = flop_registry.get(func.overloadpacket)
+            flops = 0 if count is None else int(count(*args, **kwargs, out_val=out))
+            given = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.events.append(Op(str(func), flops, sum(t.numel() * t.itemsize for t in (*given, *outs))))
+        return out
+
+    def _note(self, tensor: Tensor) -> None:
+        key = _torch.storage_key(tensor)
+        if key in self._known:
+            return
+        storage = tensor.untyped_storage()
+        self._storages += 1
+        self._known[key] = self._storages
+        self.events.append(Born(self._storages, storage.nbytes()))
+        weakref.finalize(storage, self._forget, key, self._storages).atexit = False
+
+    def _forget(self, key: int, number: int) -> None:
+        self._known.pop(key, None)
+        self.events.append(Died(number))
+
+    # --- modules and parameters ---
+
+    def before_forward(self, name: str) -> None:
+        """A forward of a module begins."""
+        self.events.append(Enter(name, _torch.current_graph_task() != -1))
+
+    def after_forward(self, name: str, output: Any) -> None:
+        """It ended: have the graph of its output say when its backward begins."""
+        hook: _CallHook | None = None
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                if hook is None:
+                    self._calls += 1
+                    hook = _CallHook(self, Backward(name, self._calls))
+                NodeHooks.on(tensor.grad_fn).add(hook)  # type: ignore[arg-type]
+        call = -1 if hook is None else hook.event.call
+        self.events.append(Leave(name, call, torch.is_grad_enabled(), _torch.current_graph_task() != -1))
+
+    def take_gradient(self, name: str, parameter: Tensor) -> None:
+        """The gradient of a parameter is whole."""
+        grad = parameter.grad
+        assert grad is not None
+        number = self._known[_torch.storage_key(grad)]
+        self.events.append(Gradient(name, number, grad.numel() * grad.itemsize))
+        parameter.grad = None
+
+
+def trace(
+    model: nn.Module,
+    batch: Sequence[Any] | Mapping[str, Any],
+    *,
+    loss: Callable[[Any], Tensor],
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+) -> Trace:
+    """Run one step on meta.
+
+    Args:
+        model: on the meta device; its parameters are cast to the compute dtype, and stay so.
+        batch: the inputs of its forward, tensors on meta among them.
+        loss: makes the tensor that `backward` is called on out of what the forward returns.
+        mp_policy: the dtypes, as `fully_shard` takes them.
+
+    Returns:
+        The trace.
+
+    Raises:
+        ValueError: if a parameter is not on meta.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model, x = nn.Linear(4, 4), torch.empty(2, 4)
+        >>> trace(model, (x,), loss=torch.sum).flops                  # 2 x 4 x 4, twice each, in forward and in backward
+        128
+    """
+    real = next((name for name, parameter in model.named_parameters() if parameter.device.type != "meta"), None)
+    if real is not None:
+        raise ValueError(f"trace() takes a model on meta, but '{real}' is not: build it under torch.device('meta')")
+    for parameter in model.parameters():
+        compute = mp_policy.resolve(parameter.dtype).compute
+        if parameter.dtype != compute:
+            parameter.data = parameter.data.to(compute)
+    recorder = _Recorder()
+    recorder.know(list(model.parameters()))
+    buffers = recorder.know(list(model.buffers()))
+    inputs = recorder.know(list(tensors_in(batch)))
+    named = isinstance(batch, Mapping)
+    args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+    with _hooks(model, recorder), recorder:
+        if mp_policy.input_dtype is not None:
+            args, kwargs = cast_floats(args, mp_policy.input_dtype), cast_floats(kwargs, mp_policy.input_dtype)
+        value = loss(model(*args, **kwargs) if not named else model(**kwargs))
+        value.backward()
+        recorder.events.append(BackwardEnds())
+        del value
+    return Trace(tuple(recorder.events), buffers, inputs)
+
+
+@contextmanager
+def _hooks(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Have modules and parameters tell the recorder what happens to them."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(_entering(recorder, name)).remove)
+            stack.callback(module.register_forward_hook(_leaving(recorder, name), always_call=True).remove)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(_taking(recorder, name)).remove)
+        yield
+
+
+def _entering(recorder: _Recorder, name: str) -> Callable[..., None]:
+    return lambda module, args: recorder.before_forward(name)
+
+
+def _leaving(recorder: _Recorder, name: str) -> Callable[..., None]:
+    return lambda module, args, output: recorder.after_forward(name, output)
+
+
+def _taking(recorder: _Recorder, name: str) -> Callable[[Tensor], None]:
+    return lambda parameter: recorder.take_gradient(name, parameter)
+
+
+__all__ = ["Backward", "BackwardEnds", "Born", "Died", "Enter", "Event", "Gradient", "Leave", "Op", "Trace", "trace"]
