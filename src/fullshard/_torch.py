@@ -70,11 +70,13 @@ __all__ = [
     "drop_groups",
     "dtensor",
     "dtensor_like",
+    "efficient_attention",
     "ends_by_collective",
     "exception_on",
     "exchange",
     "extend_clipping",
     "extend_trunc_normal",
+    "flash_attention",
     "flat_axis",
     "global_rank",
     "group_name",
@@ -106,6 +108,7 @@ __all__ = [
     "locals_of",
     "makes_parameter",
     "mark_managed",
+    "meta_kernels",
     "new_group",
     "on_backward_end",
     "on_differentiation",
@@ -616,6 +619,20 @@ def mark_managed(module: nn.Module) -> None:
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many dispatch modes of torch this thread is in."""
+
+
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
+"""The kernels of an accelerator; the first of what each returns is what its composite operator returns."""
+
+
+@contextmanager
+def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """For the length of a block, these composite operators of aten are these functions where tensors are on meta."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "AutogradMeta")
+        yield
 
 
 def storage_key(tensor: Tensor) -> int:

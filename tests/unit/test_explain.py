@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard.explain.ledger import Ledger
 from fullshard.explain.simulate import Setting, Simulation, simulate
-from fullshard.explain.trace import Born, Died, Gradient, trace
+from fullshard.explain.trace import Born, Died, Gradient, Op, trace
 from fullshard.wrap.plan import ModelSummary, Plan, PlannedUnit
 
 ROWS = 1  # of the batch: activations are small, and the library's memory is large
@@ -105,9 +106,12 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def plan_of(model: nn.Module) -> Plan:
+def plan_of(model: Model, *, listed: bool) -> Plan:
+    """Blocks are units; listed: the last one together with the head."""
     names = [name for name, module in model.named_modules() if isinstance(module, Block) and module.part.unit]
-    return Plan(ModelSummary.of(model), [PlannedUnit((name,)) for name in names])
+    last = f"blocks.{len(model.blocks) - 1}"
+    groups = [(name, "head") if listed and name == last else (name,) for name in names]
+    return Plan(ModelSummary.of(model), [PlannedUnit(group) for group in groups])
 
 
 @contextmanager
@@ -122,12 +126,14 @@ def fake_mesh(ranks: int, replicas: int | None) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def measured(parts: tuple[Part, ...], setting: Setting, x: Tensor, **options: Any) -> tuple[list[int], list[fullshard.Message]]:
+def measured(
+    parts: tuple[Part, ...], setting: Setting, x: Tensor, *, listed: bool, **options: Any
+) -> tuple[list[int], list[fullshard.Message]]:
     """(allocations and frees of at least LEAST bytes, messages) of the third step, and the fourth, of a sharded model."""
     with fake_mesh(setting.ranks, setting.replicas if setting.hybrid else None) as mesh:
         with torch.device("meta"):
             model = Model(parts)
-        fullshard.shard_model(model, mesh=mesh, policy=plan_of(model), check_policy=quiet(), **options)
+        fullshard.shard_model(model, mesh=mesh, policy=plan_of(model, listed=listed), check_policy=quiet(), **options)
         model.to_empty(device="cpu")
         with torch.no_grad():
             for parameter in model.parameters():
@@ -161,16 +167,16 @@ def quiet() -> fullshard.CheckPolicy:
     return fullshard.CheckPolicy(silence=("root", "large", "padding", "prefetch", "gradients", "ignored", "optimizer"))
 
 
-def predicted(parts: tuple[Part, ...], setting: Setting) -> Simulation:
+def predicted(parts: tuple[Part, ...], setting: Setting, *, listed: bool) -> Simulation:
     with torch.device("meta"):
         model, x = Model(parts), torch.empty(ROWS, WIDTH)
-    plan = plan_of(model)
+    plan = plan_of(model, listed=listed)
     return simulate(trace(model, (x,), loss=torch.sum, mp_policy=setting.mp_policy), plan, setting)
 
 
-def check(parts: tuple[Part, ...], setting: Setting, **options: Any) -> None:
-    allocations, messages = measured(parts, setting, torch.randn(ROWS, WIDTH), **options)
-    found = predicted(parts, setting)
+def check(parts: tuple[Part, ...], setting: Setting, *, listed: bool, **options: Any) -> None:
+    allocations, messages = measured(parts, setting, torch.randn(ROWS, WIDTH), listed=listed, **options)
+    found = predicted(parts, setting, listed=listed)
     # torch's profiler does not see the end of what was there when it began.
     changes = [c for c in found.ledger.changes[found.begins :] if abs(c.nbytes) >= LEAST and c.block >= found.begins]
     assert list(found.messages) == messages
@@ -211,6 +217,7 @@ SETTINGS = st.builds(
     reshard=st.sampled_from([None, True, False, "half"]),
     microbatches=st.sampled_from([1, 1, 3]),
     accumulate=st.booleans(),
+    listed=st.sampled_from([False, False, True]),
 )
 
 
@@ -229,7 +236,7 @@ def test_a_simulated_step_allocates_and_sends_what_a_run_does(parts: tuple[Part,
         accelerator=False,
         **options,
     )
-    check(parts, setting, **options)
+    check(parts, setting, listed=told["listed"], **options)
 
 
 def test_a_trace_counts_the_flops_of_both_directions_and_leaves_the_model_as_it_was() -> None:
@@ -253,11 +260,38 @@ def test_what_cannot_be_simulated_is_said() -> None:
         trace(nn.Linear(2, 2), (torch.empty(2, 2),), loss=torch.sum)
     with pytest.raises(ValueError, match=r"Setting\.ranks must be an int of at least 1, got 0"):
         Setting(0)
+
+
+class Attention(nn.Module):
+    def __init__(self, *, masked: bool) -> None:
+        super().__init__()
+        self.masked, self.norm, self.qkv = masked, nn.RMSNorm(64), nn.Linear(64, 3 * 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(1, LENGTH, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        mask = x.new_ones(LENGTH, LENGTH, dtype=torch.bool) if self.masked else None
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+LENGTH = 256
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_saves_no_matrix_of_length_by_length_and_norms_are_one_kernel(masked: bool, recomputed: bool) -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    plan = Plan(ModelSummary.of(model), [PlannedUnit(("0", "1"))])
-    with pytest.raises(ValueError, match="has several modules"):
-        simulate(trace(model, (torch.empty(1, 2, device="meta"),), loss=torch.sum), plan, Setting(2))
+        model, x = Attention(masked=masked), torch.empty(1, LENGTH, 64)
+        model.forward = partial(checkpoint, model.forward, use_reentrant=False) if recomputed else model.forward
+    found = trace(model, (x,), loss=torch.sum)
+    largest = max(event.nbytes for event in found.events if isinstance(event, Born))
+    assert largest < 4 * LENGTH * LENGTH * 4  # of floats, for each head
+    ops = [event.name for event in found.events if isinstance(event, Op)]
+    kind = "efficient" if masked else "flash"
+    assert ops.count(f"aten._scaled_dot_product_{kind}_attention.default") == 1 + recomputed
+    assert ops.count("fullshard_explain.rms_norm.default") == 1 + recomputed
+    assert ops.count("fullshard_explain.rms_norm_backward.default") == 1
+    taken_apart = trace(Attention(masked=masked).to("meta"), (x,), loss=torch.sum, accelerator=False)
+    assert max(event.nbytes for event in taken_apart.events if isinstance(event, Born)) >= 4 * LENGTH * LENGTH * 4
 
 
 def test_the_peak_is_told_by_category_and_unit() -> None:

@@ -28,6 +28,7 @@ from fullshard.policies import (
 )
 from fullshard.runtime.heartbeat import message_length
 from fullshard.runtime.options import UnitOptions
+from fullshard.runtime.unit_modules import ForwardProgress
 from fullshard.schedule.planner import Planner
 from fullshard.schedule.records import ForwardCall, UnitRecord
 from fullshard.schedule.residency import Action, Reduce, Reshard, SaveSubgroupShard, Unshard, Wait
@@ -95,7 +96,7 @@ def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
         The simulation.
 
     Raises:
-        ValueError: for a unit of several modules, or a module that holds no forward of the trace.
+        ValueError: if `reshard_after_forward` of a unit does not divide the ranks.
     """
     machine = _Machine(plan, setting)
     begins = 0
@@ -110,14 +111,20 @@ def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
 
 @dataclass(slots=True, eq=False)
 class _Unit:
-    """One unit: its record in the planner, its groups, and the gradients that arrived at its full parameters."""
+    """One unit: its modules by name, its record in the planner, and the gradients that arrived at its full parameters."""
 
     name: str
-    options: UnitOptions
+    modules: dict[str, object]
     record: UnitRecord
+    progress: ForwardProgress = field(default_factory=ForwardProgress)
     groups: list[SimulatedGroup] = field(default_factory=list)
     gathering: list[tuple[SimulatedGroup, LaneWork]] = field(default_factory=list)
     arrived: dict[str, int] = field(default_factory=dict)  # parameter -> block
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it has several modules."""
+        return len(self.modules) > 1
 
     def take_gradients(self, group: SimulatedGroup) -> list[int | None] | None:
         """As `ParamGroup.take_gradients`."""
@@ -140,6 +147,7 @@ class _Machine:
         self._reduced: list[SimulatedReduction] = []
         self._delivered: dict[SimulatedGroup, int] = {}
         self._sync = True
+        self._runs = 0  # outermost forwards so far
         for number, unit in enumerate(plan.units):
             self._add(number, unit, plan.entries(unit))
         self._run: dict[type[Action], Callable[[_Unit], None]] = {
@@ -151,10 +159,6 @@ class _Machine:
         }
 
     def _add(self, number: int, planned: PlannedUnit, entries: Sequence[PlanEntry]) -> None:
-        if len(planned.modules) > 1:
-            raise ValueError(
-                f"unit '{planned.name}' has several modules, which simulate() does not know yet: drop() all but one"
-            )
         setting = self.setting
         told: dict[str, Any] = {
             "mp_policy": setting.mp_policy,
@@ -172,11 +176,13 @@ class _Machine:
             comm=told["comm_policy"],
             checks=CheckPolicy(),
         )
-        unit = _Unit(planned.name, options, self.planner.register(number, options))
+        keys: dict[str, object] = {name: object() for name in planned.modules}
+        unit = _Unit(planned.name, keys, self.planner.register(number, options))
         for group in group_plans(planned.name, entries, options, setting):
             unit.groups.append(SimulatedGroup(group, self.ledger, self.messages.append))
         unit.record.configure(options, nbytes=sum(group.plan.full_nbytes for group in unit.groups))
-        self._units[number] = self._by_module[planned.modules[0]] = unit
+        self._units[number] = unit
+        self._by_module |= dict.fromkeys(planned.modules, unit)
         self._owner |= {entry.name: unit for entry in entries}
 
     # --- events ---
@@ -204,11 +210,11 @@ class _Machine:
                 case Enter(module, in_backward) if module in self._by_module:
                     unit = self._by_module[module]
                     running.append(unit.name)
-                    number = unit.record.number
-                    begin = self.planner.before_recompute if in_backward else self.planner.before_forward
-                    self._execute(begin(number))
+                    self._enter_forward(unit, unit.modules[module], in_backward)
                 case Leave(module, call, grad, in_backward) if module in self._by_module:
-                    ended = self._leave_forward(self._by_module[running.pop() and module], grad, in_backward)
+                    running.pop()
+                    unit = self._by_module[module]
+                    ended = self._leave_forward(unit, unit.modules[module], grad, in_backward)
                     if call >= 0:
                         calls[call] = ended
                         self.planner.expect_backward(ended)
@@ -218,11 +224,30 @@ class _Machine:
                 case BackwardEnds():
                     self._leave_backward()
 
-    def _leave_forward(self, unit: _Unit, grad: bool, in_backward: bool) -> ForwardCall:
-        number = unit.record.number
+    def _enter_forward(self, unit: _Unit, module: object, in_backward: bool) -> None:
+        """As `Steps.enter_forward`."""
+        number, planner = unit.record.number, self.planner
         if in_backward:
+            self._execute(planner.before_recompute(number))
+        elif not (unit.is_list and planner.running.has(number)):
+            self._runs += not planner.running
+            self._execute(planner.before_forward(number))
+            if unit.is_list:
+                unit.progress.begin_list(unit.modules.values())
+        unit.progress.begin(module, planner.clock, 0)
+
+    def _leave_forward(self, unit: _Unit, module: object, grad: bool, in_backward: bool) -> ForwardCall:
+        """As `Steps.leave_forward`."""
+        number, progress = unit.record.number, unit.progress
+        if in_backward:
+            progress.end(module)
             return self.planner.after_recompute(number, grad=grad)
-        ended = self.planner.after_forward(number, grad=grad)
+        if unit.is_list:
+            done = progress.is_list_done(module, self._runs) and not progress.runs_around(module)
+            if not done and self.planner.running.outermost() != number:
+                progress.end(module)
+                return self.planner.partial_end(number)
+        ended = self.planner.after_forward(number, grad=grad, since=progress.end(module).clock)
         self._execute(ended.actions)
         self._poll()
         return ended.call

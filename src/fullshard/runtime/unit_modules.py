@@ -131,11 +131,11 @@ class ForwardProgress:
         self.output_has_graph: bool | None = None
         self.last_order: Sequence[tuple[int, bool]] = ()
 
-    def begin(self, module: nn.Module, clock: int, traced: int) -> None:
+    def begin(self, module: object, clock: int, traced: int) -> None:
         """A module of the unit begins its forward."""
         self._stack.append(Began(id(module), clock, traced))
 
-    def end(self, module: nn.Module) -> Began:
+    def end(self, module: object) -> Began:
         """A module of the unit ends its forward; when that began. What began inside and never ended goes with it."""
         stack, key = self._stack, id(module)
         for at in range(len(stack) - 1, -1, -1):
@@ -145,15 +145,15 @@ class ForwardProgress:
                 return began
         return _NEVER
 
-    def runs_around(self, module: nn.Module) -> bool:
+    def runs_around(self, module: object) -> bool:
         """Whether another module of the unit runs around this one."""
         return any(began.module != id(module) for began in self._stack)
 
-    def begin_list(self, modules: Iterable[nn.Module]) -> None:
+    def begin_list(self, modules: Iterable[object]) -> None:
         """The first module of a list begins its forward; the unit's forward ends when every module has run."""
         self._remaining = {id(module) for module in modules}
 
-    def is_list_done(self, module: nn.Module, run: int) -> bool:
+    def is_list_done(self, module: object, run: int) -> bool:
         """A module of a list ended its forward; whether that ends the unit's.
 
         Of a module that is called once per chunk, the unit's forward lasts as many calls as in the last run (an outermost

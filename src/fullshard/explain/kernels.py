@@ -1,0 +1,83 @@
+"""Operators that an accelerator has as one kernel, and meta takes apart: attention and RMSNorm as they are there.
+
+Taken apart, attention saves a matrix of length x length for each head, which no accelerator does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard import _torch
+
+
+def fused_kernels() -> AbstractContextManager[None]:
+    """A block in which meta has the shapes and the operators of an accelerator, also in what a backward recomputes."""
+    kernels: dict[str, Callable[..., Tensor]] = {"scaled_dot_product_attention": _attention, "rms_norm": _rms_norm}
+    return _torch.meta_kernels(kernels)
+
+
+def _attention(
+    query: Tensor,  # (..., heads, length, dim)
+    key: Tensor,  # (..., heads of keys and values, length of the keys, dim)
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention; the memory-efficient one where there is a mask, as torch chooses on CUDA."""
+    if attn_mask is None:
+        flash: Tensor = _torch.flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return flash
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    bias = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=query.dtype)
+    bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    efficient: Tensor = _torch.efficient_attention(query, key, value, bias, saves, dropout_p, is_causal, scale=scale)[0]
+    return efficient
+
+
+# torch's own fused RMSNorm has no kernel on meta, and refuses one. This stands for it: (the output, the reciprocal of the
+# root mean square of each row in fp32), and of its backward (gradient of x, of the weight).
+_OWN = torch.library.Library("fullshard_explain", "DEF")
+_OWN.define("rms_norm(Tensor x, int[] normalized_shape, Tensor? weight) -> (Tensor, Tensor)")
+_OWN.define("rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor? weight) -> (Tensor, Tensor?)")
+
+
+@torch.library.impl(_OWN, "rms_norm", "Meta")
+def _(x: Tensor, normalized_shape: list[int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows = [*x.shape[: x.dim() - len(normalized_shape)], *(1 for _ in normalized_shape)]
+    return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.impl(_OWN, "rms_norm_backward", "Meta")
+def _(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None) -> Tensor:
+        out, rstd = torch.ops.fullshard_explain.rms_norm(x, normalized_shape, weight)
+        ctx.save_for_backward(x, rstd, weight)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        grad_x, grad_weight = torch.ops.fullshard_explain.rms_norm_backward(grads[0], *ctx.saved_tensors)
+        return grad_x, None, grad_weight
+
+
+def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return _RMSNorm.apply(x, normalized_shape, weight)  # type: ignore[no-any-return]
+
+
+__all__ = ["fused_kernels"]
