@@ -2,7 +2,7 @@
 
 Each wing is a subpackage whose first paragraph says what it is for, with a line for every file. A wing imports those below it.
 
-    explain                foresight: what a step needs and sends, by the planner that runs it
+    foresight              what a step needs and sends, by the planner that runs it
     wrap  fsdp1  tools     which modules become units; FSDP1's surface; install(), verify()
     frontend               fully_shard(), FSDPModule, hooks, full parameters, optimizers
     runtime                units, the executor of actions, gradients to be handed out, recovery

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from allocator import MIB, Allocator
 from detector import Detector, NodeStreams
 from network import host_memory, watching, world
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy
 from fullshard.collectives.streams import StreamLane
+from fullshard.foresight.allocator import MIB, Allocator
 from fullshard.params.unsharded import FlatBuffer, Gather
 from fullshard.runtime.unit import unit_of
 from fullshard.sharding import layout

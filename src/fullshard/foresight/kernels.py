@@ -47,7 +47,7 @@ def _attention(
 
 # torch's own fused RMSNorm has no kernel on meta, and refuses one. This stands for it: (the output, the reciprocal of the
 # root mean square of each row in fp32), and of its backward (gradient of x, of the weight).
-_OWN = torch.library.Library("fullshard_explain", "DEF")
+_OWN = torch.library.Library("fullshard_foresight", "DEF")
 _OWN.define("rms_norm(Tensor x, int[] normalized_shape, Tensor? weight) -> (Tensor, Tensor)")
 _OWN.define("rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor? weight) -> (Tensor, Tensor?)")
 
@@ -66,13 +66,13 @@ def _(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Ten
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None) -> Tensor:
-        out, rstd = torch.ops.fullshard_explain.rms_norm(x, normalized_shape, weight)
+        out, rstd = torch.ops.fullshard_foresight.rms_norm(x, normalized_shape, weight)
         ctx.save_for_backward(x, rstd, weight)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor | None]:
-        grad_x, grad_weight = torch.ops.fullshard_explain.rms_norm_backward(grads[0], *ctx.saved_tensors)
+        grad_x, grad_weight = torch.ops.fullshard_foresight.rms_norm_backward(grads[0], *ctx.saved_tensors)
         return grad_x, None, grad_weight
 
 

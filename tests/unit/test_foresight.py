@@ -22,9 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard.explain.ledger import Ledger
-from fullshard.explain.simulate import Setting, Simulation, simulate
-from fullshard.explain.trace import Born, Died, Gradient, Op, trace
+from fullshard.foresight.ledger import Ledger
+from fullshard.foresight.simulate import Setting, Simulation, simulate
+from fullshard.foresight.trace import Born, Died, Gradient, Op, trace
 from fullshard.wrap.plan import ModelSummary, Plan, PlannedUnit
 
 ROWS = 1  # of the batch: activations are small, and the library's memory is large
@@ -288,8 +288,8 @@ def test_attention_saves_no_matrix_of_length_by_length_and_norms_are_one_kernel(
     ops = [event.name for event in found.events if isinstance(event, Op)]
     kind = "efficient" if masked else "flash"
     assert ops.count(f"aten._scaled_dot_product_{kind}_attention.default") == 1 + recomputed
-    assert ops.count("fullshard_explain.rms_norm.default") == 1 + recomputed
-    assert ops.count("fullshard_explain.rms_norm_backward.default") == 1
+    assert ops.count("fullshard_foresight.rms_norm.default") == 1 + recomputed
+    assert ops.count("fullshard_foresight.rms_norm_backward.default") == 1
     taken_apart = trace(Attention(masked=masked).to("meta"), (x,), loss=torch.sum, accelerator=False)
     assert max(event.nbytes for event in taken_apart.events if isinstance(event, Born)) >= 4 * LENGTH * LENGTH * 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,7 +10,8 @@ import torch
 
 from fullshard.collectives.base import StartedWork
 from fullshard.collectives.traffic import Message
-from fullshard.explain.ledger import Category, Ledger
+from fullshard.foresight.ledger import Category, Ledger
+from fullshard.foresight.program import Program
 from fullshard.policies import Dtypes
 from fullshard.sharding.layout import Bucket, GroupLayout, ReductionLayout, Slice
 
@@ -55,9 +56,6 @@ class GroupPlan:
         return 0 if self.layout.packed is None else self.layout.ranks * self.layout.packed.size * self.dtypes.compute.itemsize
 
 
-Send = Callable[[Message], None]
-
-
 @dataclass(frozen=True, slots=True)
 class Merged:
     """Gradients that are reduced together. spent: blocks of those that were added to others. kept: whether any were kept."""
@@ -75,8 +73,9 @@ class SimulatedGroup:
     used: whether a gradient was reduced since the optimizer last stepped.
     """
 
-    def __init__(self, plan: GroupPlan, ledger: Ledger, send: Send) -> None:
-        self.plan, self.ledger, self.send = plan, ledger, send
+    def __init__(self, plan: GroupPlan, ledger: Ledger, program: Program) -> None:
+        self.plan, self.ledger, self.program = plan, ledger, program
+        self.send, self.copy = program.send, program.copy
         self.kept: list[int | None] = [None] * len(plan.parameters)
         self.used = False
         self._flat = -1
@@ -84,9 +83,9 @@ class SimulatedGroup:
         self._part = -1  # that a smaller group's copy is gathered from
         self.shard = self.take(plan.shard_nbytes, "pinned host" if plan.host else "shards")
 
-    def take(self, nbytes: int, category: Category) -> int:
+    def take(self, nbytes: int, category: Category, pool: str = "compute") -> int:
         """Allocate a block of this group."""
-        return self.ledger.take(nbytes, category, self.plan.unit)
+        return self.ledger.take(nbytes, category, self.plan.unit, pool)
 
     # --- gathering ---
 
@@ -104,6 +103,9 @@ class SimulatedGroup:
             if plan.shard_nbytes:
                 self.send(Message("to_device", plan.dtypes.storage, plan.shard_nbytes, 1))
         self._staging.append(self.take(plan.staging_nbytes, "staging"))
+        if plan.dtypes.storage != compute:
+            self.copy(plan.shard_nbytes + layout.shard_numel * compute.itemsize)
+        self.copy(2 * plan.staging_nbytes)
         if layout.buckets and layout.full_numel:
             numel = layout.ranks * sum(bucket.size for bucket in layout.buckets)
             self.send(Message("all_gather", compute, numel * compute.itemsize, len(layout.buckets), layout.ranks))
@@ -187,6 +189,8 @@ class SimulatedReduction:
         zeros = [] if packed is None else self._zeros(grads, dtype)
         if packed is not None and not plan.accelerator:
             self._chunk_cat_on_cpu(packed, dtype)
+        if packed is not None:
+            group.copy(plan.layout.ranks * packed.size * (dtype.itemsize + itemsize))
         self._sizes = [] if packed is None else [plan.layout.ranks * packed.size]
         for index in plan.reduction.direct:
             grad = grads[index]
@@ -234,7 +238,8 @@ class SimulatedReduction:
             self._scatter(sizes)
             return StartedWork()
         most = max((ranks * sum(part.size for part in parts) for parts in slices), default=0)
-        buffer = group.take(most * itemsize, "staging")
+        buffer = group.take(most * itemsize, "staging", "reduce")
+        group.copy(ranks * sum(part.size for parts in slices for part in parts) * (plan.dtypes.compute.itemsize + itemsize))
         for parts in slices or ((),):
             sizes = [*sizes, *(ranks * part.size for part in parts)]
             self._scatter(sizes)
@@ -245,7 +250,7 @@ class SimulatedReduction:
 
     def _start_sums(self, sums: Sequence[Sequence[Slice]]) -> StartedWork:
         plan, group, itemsize = self.plan, self.group, self.plan.dtypes.reduce.itemsize
-        buffer = group.take(max(sum(part.size for part in parts) for parts in sums) * itemsize, "staging")
+        buffer = group.take(max(sum(part.size for part in parts) for parts in sums) * itemsize, "staging", "reduce")
         for parts in sums:
             nbytes = sum(part.size for part in parts) * itemsize
             group.send(Message("all_reduce", plan.dtypes.reduce, nbytes, 1, plan.layout.ranks))
@@ -270,6 +275,10 @@ class SimulatedReduction:
         return StartedWork()
 
     def _end(self) -> None:
+        if self.plan.dtypes.storage != self.plan.dtypes.reduce:
+            self.group.copy(
+                self.plan.layout.shard_numel * (self.plan.dtypes.storage.itemsize + self.plan.dtypes.reduce.itemsize)
+            )
         if self.plan.host and self.plan.shard_nbytes:
             self.group.send(Message("to_host", self.plan.dtypes.storage, self.plan.shard_nbytes, 1))
 

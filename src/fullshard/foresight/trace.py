@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from fullshard import _torch
-from fullshard.explain.kernels import fused_kernels
+from fullshard.foresight.kernels import fused_kernels
 from fullshard.frontend.hooks import cast_floats, tensors_in
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.runtime.backward import NodeHooks
@@ -47,11 +47,15 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operator computes. flops: of matrix products and attention, a multiply-add is two; nbytes: read and written."""
+    """An operator computes. flops: of matrix products and attention, a multiply-add is two; nbytes: read and written.
+
+    dtype: of its first floating-point input, None if it has none.
+    """
 
     name: str
     flops: int
     nbytes: int
+    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +95,21 @@ class Trace:
     """What one forward, loss and backward of a model does, in order. Its parameters have the compute dtype.
 
     events: in order.      buffers: bytes of the model's buffers.      batch: bytes of the inputs.
+    kept: storages that a forward leaves to its backward, which are activations; all others are temporaries.
     """
 
     events: tuple[Event, ...]
     buffers: int
     batch: int
+    kept: frozenset[int]
 
     @property
     def flops(self) -> int:
         """Of the whole step."""
         return sum(event.flops for event in self.events if isinstance(event, Op))
+
+
+_NO_KERNEL = {torch.ops.aten.detach, torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty}
 
 
 class _CallHook:
@@ -142,7 +151,11 @@ class _Recorder(_torch.TorchDispatchMode):
             count = flop_registry.get(func.overloadpacket)
             flops = 0 if count is None else int(count(*args, **kwargs, out_val=out))
             given = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.events.append(Op(str(func), flops, sum(t.numel() * t.itemsize for t in (*given, *outs))))
+            nbytes = 0 if func.overloadpacket in _NO_KERNEL else sum(t.numel() * t.itemsize for t in (*given, *outs))
+            if func.overloadpacket is torch.ops.aten.embedding:  # of the table it reads some rows
+                nbytes -= args[0].numel() * args[0].itemsize
+            dtype = next((tensor.dtype for tensor in given if tensor.dtype.is_floating_point), None)
+            self.events.append(Op(str(func), flops, nbytes, dtype))
         return out
 
     def _note(self, tensor: Tensor) -> None:
@@ -235,7 +248,30 @@ def trace(
         value.backward()
         recorder.events.append(BackwardEnds())
         del value
-    return Trace(tuple(recorder.events), buffers, inputs)
+    return Trace(tuple(recorder.events), buffers, inputs, _kept(recorder.events))
+
+
+def recorded(work: Callable[[], object], held: Sequence[Tensor]) -> list[Event]:
+    """Operators of any work on meta, and storages but those of `held`, which are there before."""
+    recorder = _Recorder()
+    recorder.know(held)
+    with recorder:
+        work()
+    return recorder.events
+
+
+def _kept(events: Sequence[Event]) -> frozenset[int]:
+    """Storages that live when the backward begins."""
+    alive: set[int] = set()
+    for event in events:
+        match event:
+            case Born(storage):
+                alive.add(storage)
+            case Died(storage):
+                alive.discard(storage)
+            case Backward() | Gradient():
+                break
+    return frozenset(alive)
 
 
 @contextmanager
@@ -263,4 +299,17 @@ def _taking(recorder: _Recorder, name: str) -> Callable[[Tensor], None]:
     return lambda parameter: recorder.take_gradient(name, parameter)
 
 
-__all__ = ["Backward", "BackwardEnds", "Born", "Died", "Enter", "Event", "Gradient", "Leave", "Op", "Trace", "trace"]
+__all__ = [
+    "Backward",
+    "BackwardEnds",
+    "Born",
+    "Died",
+    "Enter",
+    "Event",
+    "Gradient",
+    "Leave",
+    "Op",
+    "Trace",
+    "recorded",
+    "trace",
+]

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Category = Literal["shards", "gathered", "staging", "gradients", "activations", "pinned host"]
+Category = Literal[
+    "shards", "gathered", "staging", "gradients", "optimizer", "activations", "temporaries", "buffers", "pinned host"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +17,14 @@ class Change:
     """A block is allocated, or freed if `nbytes` is less than 0.
 
     unit: the qualified name, "" if it is of none.      block: its number, the index of the change that allocated it.
+    pool: the stream of the accelerator that it is allocated on, whose pool of memory it comes from and goes back to.
     """
 
     nbytes: int
     category: Category
     unit: str
     block: int
+    pool: str = "compute"
 
 
 class Ledger:
@@ -37,26 +41,26 @@ class Ledger:
         self.changes: list[Change] = []
         self._blocks: dict[int, Change] = {}
         self.level = self.peak = 0
-        self._peak_after = 0  # how many changes lead to the peak
+        self.peak_after = 0  # how many changes lead to the peak
 
-    def take(self, nbytes: int, category: Category, unit: str) -> int:
+    def take(self, nbytes: int, category: Category, unit: str, pool: str = "compute") -> int:
         """Allocate a block. Returns what it is freed by; blocks without bytes are noted nowhere."""
         block = len(self.changes) if nbytes else -1
         if nbytes:
-            change = Change(nbytes, category, unit, block)
+            change = Change(nbytes, category, unit, block, pool)
             self._blocks[block] = change
             self.changes.append(change)
             if category != "pinned host":
                 self.level += nbytes
             if self.level > self.peak:
-                self.peak, self._peak_after = self.level, len(self.changes)
+                self.peak, self.peak_after = self.level, len(self.changes)
         return block
 
     def give(self, block: int) -> None:
         """Free a block."""
         if block >= 0:
             taken = self._blocks.pop(block)
-            self.changes.append(Change(-taken.nbytes, taken.category, taken.unit, block))
+            self.changes.append(Change(-taken.nbytes, taken.category, taken.unit, block, taken.pool))
             if taken.category != "pinned host":
                 self.level -= taken.nbytes
 
@@ -67,8 +71,12 @@ class Ledger:
 
     def at_peak(self) -> dict[tuple[Category, str], int]:
         """Bytes by category and unit where the sum is largest."""
+        return self.at(self.peak_after)
+
+    def at(self, changes: int) -> dict[tuple[Category, str], int]:
+        """Bytes by category and unit after so many changes."""
         found: Counter[tuple[Category, str]] = Counter()
-        for change in self.changes[: self._peak_after]:
+        for change in self.changes[:changes]:
             found[change.category, change.unit] += change.nbytes
         return {key: nbytes for key, nbytes in found.items() if nbytes}
 

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import HostLane, InFlight, LaneWork
+from fullshard.collectives.streams import InFlight
 from fullshard.collectives.traffic import Message
-from fullshard.explain.group import GroupPlan, SimulatedGroup, SimulatedReduction
-from fullshard.explain.ledger import Ledger
-from fullshard.explain.trace import Backward, BackwardEnds, Born, Died, Enter, Gradient, Leave, Trace
+from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduction
+from fullshard.foresight.ledger import Category, Ledger
+from fullshard.foresight.optimizer import OptimizerStep
+from fullshard.foresight.program import Phase, Program, RecordedLane, RecordedWork
+from fullshard.foresight.trace import Backward, BackwardEnds, Born, Died, Enter, Gradient, Leave, Op, Trace
 from fullshard.frontend.module import keep_of
 from fullshard.policies import (
     DIRECT_MIN_BYTES,
@@ -49,7 +51,8 @@ class Setting:
         hybrid: whether the mesh has an axis of replicas, which may have one rank.
         microbatches: forwards and backwards per step.
         accumulate: whether all of them but the last are without communication.
-        accelerator: whether the kernels are those of an accelerator; those of the CPU need more memory for casts.
+        accelerator: whether lanes are streams and kernels those of an accelerator; the CPU's need more memory for casts.
+        optimizer: its step over the local shards; None steps nothing.
     """
 
     ranks: int
@@ -62,6 +65,7 @@ class Setting:
     microbatches: int = 1
     accumulate: bool = True
     accelerator: bool = True
+    optimizer: OptimizerStep | None = None
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "microbatches"):
@@ -74,12 +78,17 @@ class Setting:
 class Simulation:
     """What a step does, after one that warmed up.
 
-    ledger: of both steps.      begins: the index of the first change of the second step.      messages: of the second step.
+    ledger: of both steps.      begins: the index of the first change of the second step.      program: of the second step.
     """
 
     ledger: Ledger
     begins: int
-    messages: tuple[Message, ...]
+    program: Program
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Of the second step, in the order in which they begin."""
+        return tuple(self.program.messages)
 
 
 def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
@@ -99,14 +108,15 @@ def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
         ValueError: if `reshard_after_forward` of a unit does not divide the ranks.
     """
     machine = _Machine(plan, setting)
+    machine.ledger.take(trace.buffers, "buffers", "")
+    machine.ledger.take(trace.batch, "buffers", "")
     begins = 0
     for _step in range(2):
-        begins = len(machine.ledger.changes)
-        machine.messages.clear()
+        begins = machine.begin_step()
         for number in range(setting.microbatches):
             machine.run(trace, sync=number == setting.microbatches - 1 or not setting.accumulate)
         machine.end_step()
-    return Simulation(machine.ledger, begins, tuple(machine.messages))
+    return Simulation(machine.ledger, begins, machine.program)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +128,7 @@ class _Unit:
     record: UnitRecord
     progress: ForwardProgress = field(default_factory=ForwardProgress)
     groups: list[SimulatedGroup] = field(default_factory=list)
-    gathering: list[tuple[SimulatedGroup, LaneWork]] = field(default_factory=list)
+    gathering: list[tuple[SimulatedGroup, RecordedWork]] = field(default_factory=list)
     arrived: dict[str, int] = field(default_factory=dict)  # parameter -> block
 
     @property
@@ -137,17 +147,21 @@ class _Machine:
 
     def __init__(self, plan: Plan, setting: Setting) -> None:
         self.setting = setting
-        self.ledger, self.messages = Ledger(), list[Message]()
+        self.ledger, self.program = Ledger(), Program()
         self.planner = Planner()
         self._units: dict[int, _Unit] = {}
         self._by_module: dict[str, _Unit] = {}
         self._owner: dict[str, _Unit] = {}  # of each parameter
-        self._gather_lane, self._reduce_lane, self._replicate_lane = HostLane(), HostLane(), HostLane()
+        lanes = [
+            RecordedLane(self.program, name, accelerator=setting.accelerator) for name in ("gather", "reduce", "replicate")
+        ]
+        self._gather_lane, self._reduce_lane, self._replicate_lane = lanes
         self._in_flight, self._replicating = InFlight(), InFlight()
         self._reduced: list[SimulatedReduction] = []
         self._delivered: dict[SimulatedGroup, int] = {}
         self._sync = True
         self._runs = 0  # outermost forwards so far
+        self._has_states = False  # of the optimizer
         for number, unit in enumerate(plan.units):
             self._add(number, unit, plan.entries(unit))
         self._run: dict[type[Action], Callable[[_Unit], None]] = {
@@ -179,13 +193,23 @@ class _Machine:
         keys: dict[str, object] = {name: object() for name in planned.modules}
         unit = _Unit(planned.name, keys, self.planner.register(number, options))
         for group in group_plans(planned.name, entries, options, setting):
-            unit.groups.append(SimulatedGroup(group, self.ledger, self.messages.append))
+            unit.groups.append(SimulatedGroup(group, self.ledger, self.program))
         unit.record.configure(options, nbytes=sum(group.plan.full_nbytes for group in unit.groups))
         self._units[number] = unit
         self._by_module |= dict.fromkeys(planned.modules, unit)
         self._owner |= {entry.name: unit for entry in entries}
 
     # --- events ---
+
+    def begin_step(self) -> int:
+        """A step begins with an empty program. Returns how many changes there were before it."""
+        self.program.instructions.clear()
+        self.program.messages.clear()
+        self.program.places.clear()
+        return len(self.ledger.changes)
+
+    def _enter(self, unit: str, phase: Phase) -> None:
+        self.program.enter(unit, phase, len(self.ledger.changes))
 
     def run(self, trace: Trace, *, sync: bool) -> None:
         """One forward and backward. sync: whether its gradients are reduced."""
@@ -194,12 +218,17 @@ class _Machine:
         blocks: dict[int, int] = {}
         gradients = {event.storage: event.parameter for event in trace.events if isinstance(event, Gradient)}
         running: list[str] = [""]
+        self._enter("", "forward")
+        execute = self.program.instructions.append
         for event in trace.events:
             match event:
+                case Op():
+                    execute(event)
                 case Born(storage, nbytes):
                     owner = gradients.get(storage)
                     if owner is None:
-                        blocks[storage] = self.ledger.take(nbytes, "activations", running[-1])
+                        category: Category = "activations" if storage in trace.kept else "temporaries"
+                        blocks[storage] = self.ledger.take(nbytes, category, running[-1])
                     else:
                         blocks[storage] = self.ledger.take(nbytes, "gradients", self._owner[owner].name)
                 case Died(storage):
@@ -211,6 +240,7 @@ class _Machine:
                     unit = self._by_module[module]
                     running.append(unit.name)
                     self._enter_forward(unit, unit.modules[module], in_backward)
+                    self._enter(unit.name, "backward" if in_backward else "forward")
                 case Leave(module, call, grad, in_backward) if module in self._by_module:
                     running.pop()
                     unit = self._by_module[module]
@@ -218,9 +248,12 @@ class _Machine:
                     if call >= 0:
                         calls[call] = ended
                         self.planner.expect_backward(ended)
+                    self._enter(running[-1], "backward" if in_backward else "forward")
                 case Backward(module, call) if module in self._by_module:
                     self.planner.graph_released(calls[call])
                     self._execute(self.planner.before_backward(calls[call]))
+                    running[-1] = self._by_module[module].name
+                    self._enter(running[-1], "backward")
                 case BackwardEnds():
                     self._leave_backward()
 
@@ -281,6 +314,9 @@ class _Machine:
 
     def end_step(self) -> None:
         """The optimizer steps, and gradients are cleared."""
+        self._enter("", "optimizer")
+        if self.setting.optimizer is not None:
+            self._step_optimizer(self.setting.optimizer)
         for group, block in self._delivered.items():
             if group.used:
                 group.write()
@@ -288,23 +324,37 @@ class _Machine:
             self.ledger.give(block)
         self._delivered.clear()
 
-    def _send_heartbeats(self, due: Sequence[SimulatedReduction]) -> list[LaneWork]:
+    def _step_optimizer(self, step: OptimizerStep) -> None:
+        if not self._has_states:
+            self._has_states = True
+            kind: Category = "pinned host" if isinstance(self.setting.offload_policy, CPUOffloadPolicy) else "optimizer"
+            for nbytes in step.states:
+                self.ledger.take(nbytes, kind, "")
+        self.program.instructions.extend(step.ops)
+        temporaries: dict[int, int] = {}
+        for storage, nbytes in step.changes:
+            if nbytes:
+                temporaries[storage] = self.ledger.take(nbytes, "temporaries", "")
+            else:
+                self.ledger.give(temporaries.pop(storage))
+
+    def _send_heartbeats(self, due: Sequence[SimulatedReduction]) -> list[RecordedWork]:
         """One message per log, and one over the replicas behind it."""
-        sent: list[LaneWork] = []
+        sent: list[RecordedWork] = []
         logs: dict[str, list[GroupPlan]] = defaultdict(list)
         for reduction in due:
             logs[reduction.plan.axis].append(reduction.plan)
         for plans in logs.values():
             length = message_length(sum(len(plan.parameters) for plan in plans))
             first = plans[0]
-            work = self._reduce_lane.run(partial(self._beat, length, first.layout.ranks), _nothing)
+            work = self._reduce_lane.run("", partial(self._beat, length, first.layout.ranks), _nothing)
             if first.replicated:
-                work = self._replicate_lane.run(partial(self._beat, length, first.replicas), _nothing, after=work)
+                work = self._replicate_lane.run("", partial(self._beat, length, first.replicas), _nothing, after=work)
             sent.append(work)
         return sent
 
     def _beat(self, length: int, ranks: int) -> StartedWork:
-        self.messages.append(Message("heartbeat", torch.uint8, length, 1, ranks))
+        self.program.send(Message("heartbeat", torch.uint8, length, 1, ranks))
         return StartedWork()
 
     # --- actions ---
@@ -314,7 +364,7 @@ class _Machine:
             self._run[type(action)](self._units[action.unit])
 
     def _unshard(self, unit: _Unit) -> None:
-        unit.gathering = [(group, self._gather_lane.run(group.gather, _nothing)) for group in unit.groups]
+        unit.gathering = [(group, self._gather_lane.run(unit.name, group.gather, _nothing)) for group in unit.groups]
 
     def _wait(self, unit: _Unit) -> None:
         for group, work in unit.gathering:
@@ -345,10 +395,10 @@ class _Machine:
         reduction = SimulatedReduction(group, merged)
         group.used = group.used or reduction.used
         self._give(merged.spent if merged.kept else reduction.packed_grads)
-        work = self._reduce_lane.run(reduction.start, reduction.finish)
+        work = self._reduce_lane.run(group.plan.unit, reduction.start, reduction.finish)
         self._in_flight.push(work, reduction.release_messages, polled=not reduction.replicated)
         if reduction.replicated:
-            work = self._replicate_lane.run(reduction.replicate, reduction.finish_replicated, after=work)
+            work = self._replicate_lane.run(group.plan.unit, reduction.replicate, reduction.finish_replicated, after=work)
             self._replicating.push(work, reduction.release_sum)
         if merged.kept:  # they were in a list of their own
             self._give(reduction.packed_grads)

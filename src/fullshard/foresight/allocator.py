@@ -1,0 +1,149 @@
+"""A model of torch's caching allocator for a device: how much it reserves for a sequence of allocations and frees.
+
+Source: c10/cuda/CUDACachingAllocator.cpp. Sizes are multiples of 512 bytes. Up to 1 MiB comes from segments of 2 MiB, up to 10 MiB
+from segments of 20 MiB, more from segments of its own size in steps of 2 MiB. A free block is taken by best fit among those of the
+same stream and kind, split if at least 512 bytes (small) or more than 1 MiB (large) are left, and merged with its neighbours when
+it is freed. Expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) are one segment for each stream and kind, which
+grows at its end by pages of 2 MiB (small) or 20 MiB (large).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fullshard.foresight.ledger import Change
+
+MIB = 1 << 20
+_Key = tuple[int, int]  # (bytes, start) of a free block
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    pool: _Pool
+    nbytes: int
+    start: int
+    free: bool = True
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Pool:
+    """Blocks of one stream and kind. order: of the free ones, smallest first."""
+
+    small: bool
+    order: list[_Key] = field(default_factory=list)
+    blocks: dict[_Key, _Block] = field(default_factory=dict)
+    last: _Block | None = None  # of an expandable segment
+
+    def add(self, block: _Block) -> None:
+        insort(self.order, (block.nbytes, block.start))
+        self.blocks[block.nbytes, block.start] = block
+
+    def remove(self, block: _Block) -> None:
+        key = block.nbytes, block.start
+        del self.order[bisect_left(self.order, key)], self.blocks[key]
+
+
+class Allocator:
+    """Bytes reserved and allocated, after a sequence of calls.
+
+    >>> allocator = Allocator()
+    >>> allocator.allocate(1, 3 * MIB, "compute")
+    >>> allocator.reserved // MIB, allocator.allocated // MIB
+    (20, 3)
+    """
+
+    def __init__(self, *, expandable: bool = False) -> None:
+        self.reserved = self.allocated = self.peak = 0
+        self._expandable = expandable
+        self._pools: dict[tuple[str, bool], _Pool] = {}
+        self._held: dict[int, _Block] = {}
+
+    def allocate(self, key: int, nbytes: int, stream: str) -> None:
+        """Allocate a block, known by `key`."""
+        size = max(512, -(-nbytes // 512) * 512)
+        small = size <= MIB
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = _Pool(small)
+        at = bisect_left(pool.order, (size, -1))
+        if at < len(pool.order):
+            block = pool.blocks[pool.order[at]]
+            pool.remove(block)
+        elif self._expandable:
+            block = self._expand(pool, size)
+        else:
+            segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            block = _Block(pool, segment, self.reserved)
+            self.reserved += segment
+        left = block.nbytes - size
+        if left >= 512 if small or self._expandable else left > MIB:
+            rest = _Block(pool, left, block.start + size, before=block, after=block.after)
+            if block.after is not None:
+                block.after.before = rest
+            else:
+                pool.last = rest
+            block.after, block.nbytes = rest, size
+            pool.add(rest)
+        block.free = False
+        self._held[key] = block
+        self.allocated += block.nbytes
+        self.peak = max(self.peak, self.allocated)
+
+    def _expand(self, pool: _Pool, size: int) -> _Block:
+        """Have the segment of a pool end in a free block of at least `size` bytes, which no list has."""
+        block, page = pool.last, 2 * MIB if pool.small else 20 * MIB
+        if block is not None and block.free:
+            pool.remove(block)
+        else:
+            start = 0 if block is None else block.start + block.nbytes
+            fresh = _Block(pool, 0, start, before=block)
+            if block is not None:
+                block.after = fresh
+            block = pool.last = fresh
+        more = -(-(size - block.nbytes) // page) * page
+        block.nbytes += more
+        self.reserved += more
+        return block
+
+    def release(self, key: int) -> None:
+        """Free a block."""
+        block = self._held.pop(key)
+        pool = block.pool
+        self.allocated -= block.nbytes
+        block.free = True
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            pool.remove(before)
+            block.start, block.before = before.start, before.before
+            block.nbytes += before.nbytes
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and after.free:
+            pool.remove(after)
+            block.after = after.after
+            block.nbytes += after.nbytes
+            if block.after is not None:
+                block.after.before = block
+            if pool.last is after:
+                pool.last = block
+        pool.add(block)
+
+
+def reserved_for(changes: Iterable[Change], *, expandable: bool = False) -> int:
+    """Bytes that the allocator of a device reserves for the changes of a ledger."""
+    allocator = Allocator(expandable=expandable)
+    for change in changes:
+        if change.category == "pinned host":
+            continue
+        if change.nbytes > 0:
+            allocator.allocate(change.block, change.nbytes, change.pool)
+        else:
+            allocator.release(change.block)
+    return allocator.reserved
+
+
+__all__ = ["MIB", "Allocator", "reserved_for"]
