@@ -24,6 +24,7 @@ from fullshard.collectives.custom import AllGather, Comm, ReduceScatter
 from fullshard.collectives.streams import Lane
 from fullshard.collectives.traffic import Message
 from fullshard.errors import InternalError, StateError
+from fullshard.foresight.explanation import Explanation, explain
 from fullshard.frontend.any_failed import any_failed
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.autograd import grad
@@ -59,6 +60,7 @@ __all__ = [
     "Comm",
     "CommPolicy",
     "DataParallelMeshDims",
+    "Explanation",
     "FSDPModule",
     "InternalError",
     "Lane",
@@ -75,6 +77,7 @@ __all__ = [
     "any_failed",
     "clip_grad_norm_",
     "counting",
+    "explain",
     "full_params",
     "fully_shard",
     "gathered",

@@ -1,4 +1,9 @@
-"""`python -m fullshard run script.py`: an FSDP2 program on fullshard; `... verify module:factory`: sharded against plain."""
+"""The command line, `python -m fullshard`.
+
+run script.py             an FSDP2 program on fullshard
+verify module:factory     a model sharded against plain
+explain module:factory    whether it will fit, what it will cost, and where that goes
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,9 @@ import importlib
 import runpy
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
+from fullshard.foresight.command import add_explain, run_explain
 from fullshard.tools.install import install
 from fullshard.tools.verify import parts_of, verify
 
@@ -26,17 +33,29 @@ def parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--ranks", type=int, default=2, help="processes to start on this machine's CPU (default: 2)")
     check.add_argument("--steps", type=int, default=2, help="optimizer steps to compare (default: 2)")
-    check.set_defaults(refuse=check.error)
+    add_explain(commands)
     return top
 
 
 def main() -> None:
-    """Run the command that the command line names; the exit status of `verify` is 1 if something differs."""
+    """Run the command that the command line names.
+
+    The exit status of `verify` is 1 if something differs, of `explain` 1 if it does not fit; of both 2 if that cannot be told.
+    """
     options = parser().parse_args()
     if options.command == "run":
         _run(options)
-    else:
-        sys.exit(_verify(options))
+        return
+    sys.path.insert(0, "")
+    parts = parts_of(_called(options.factory))
+    if options.command == "verify":
+        verdict = verify(**{"ranks": options.ranks, "steps": options.steps, **parts})
+        print(verdict)
+        sys.exit(0 if verdict else 1)
+    try:
+        sys.exit(run_explain(options, parts, _load))
+    except ValueError as wrong:
+        _refuse(str(wrong))
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -49,16 +68,34 @@ def _run(options: argparse.Namespace) -> None:
         runpy.run_path(options.script, run_name="__main__")
 
 
-def _verify(options: argparse.Namespace) -> int:
-    """0 if nothing differs, 1 if something does."""
-    module, _, function = options.factory.partition(":")
-    if not function:
-        options.refuse(f"expected module:function, got {options.factory!r}")
-    sys.path.insert(0, "")
-    settings = {"ranks": options.ranks, "steps": options.steps}
-    verdict = verify(**{**settings, **parts_of(getattr(importlib.import_module(module), function))})
-    print(verdict)
-    return 0 if verdict else 1
+def _refuse(why: str) -> NoReturn:
+    print(f"python -m fullshard: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _called(name: str) -> Any:
+    factory = _load(name)
+    if not callable(factory):
+        _refuse(f"{name!r} is a {type(factory).__name__}: expected a function that returns (build, batch)")
+    return factory
+
+
+def _load(name: str) -> Any:
+    """What `module:name` or `file.py:name` names."""
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute:
+        _refuse(f"expected module:name or file.py:name, got {name!r}")
+    try:
+        if where.endswith(".py"):
+            sys.path.insert(0, str(Path(where).resolve().parent))
+            where = Path(where).stem
+        found = vars(importlib.import_module(where))
+    except ModuleNotFoundError as wrong:
+        _refuse(f"{name!r}: {wrong}; give module:name of what can be imported from here, or file.py:name")
+    if attribute not in found:
+        names = [known for known, value in found.items() if callable(value) and not known.startswith("_")]
+        _refuse(f"{where!r} has no {attribute!r}; it has {', '.join(names[:8]) or 'nothing callable'}")
+    return found[attribute]
 
 
 if __name__ == "__main__":

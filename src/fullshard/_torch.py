@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -29,7 +29,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard.errors import warn_once
 
@@ -52,6 +52,7 @@ __all__ = [
     "all_to_all",
     "allocates",
     "are_dtensors",
+    "argument",
     "at_origin",
     "attach_state",
     "axis_of",
@@ -143,6 +144,8 @@ __all__ = [
     "symmetric_memory",
     "threads_are_ranks",
     "tree_leaves",
+    "tree_map_only",
+    "unsafe_view",
     "view_base",
     "wait_for_event",
     "waited",
@@ -621,9 +624,20 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many dispatch modes of torch this thread is in."""
 
 
+def argument(operation: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The value of an argument of an operator of aten, None if it has none of that name or it was not given."""
+    names = [known.name for known in operation._schema.arguments]
+    at = names.index(name) if name in names else len(args)
+    return args[at] if at < len(args) else kwargs.get(name)
+
+
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 """The kernels of an accelerator; the first of what each returns is what its composite operator returns."""
+
+
+unsafe_view = torch.ops.aten._unsafe_view
+"""A view that autograd takes for a tensor of its own: nothing is computed."""
 
 
 @contextmanager

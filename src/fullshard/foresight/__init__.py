@@ -1,10 +1,23 @@
-"""Foresight: which memory a step takes and which messages it sends, found out without running it.
+"""Foresight: whether a step fits, what it costs and where that goes, found out without running it.
 
-kernels.py   operators that an accelerator has as one kernel, for meta
-trace.py     one step of a model on meta: forwards and backwards of modules, and the birth and death of every storage
-ledger.py    bytes that come and go, each with a category and the unit it is of
-group.py     what a parameter group allocates and sends when it is gathered and reduced
-simulate.py  a trace, a plan and options, run by the planner that runs the training
+kernels.py      operators that an accelerator has as one kernel, for meta
+trace.py        one step of a model on meta: forwards and backwards of modules, and the birth and death of every storage
+optimizer.py    the optimizer's step over a rank's shards, on meta
+ledger.py       bytes that come and go, each with a category and the unit it is of
+program.py      what is queued on which lane, and what waits for it, in the order of the host
+group.py        what a parameter group allocates and sends when it is gathered and reduced
+fsdp2.py        the same as torch's FSDP2 does it
+simulate.py     a trace, a plan and options, run by the planner that runs the training
+allocator.py    a model of torch's caching allocator, for what is reserved
+hardware.py     constants of GPUs and networks, each with its source
+clock.py        a program on a clock: what computes when, what is under way, and what is waited for
+setup.py        from what a user gives to what is simulated
+facts.py        what a step takes: verdict, peak, seconds
+report.py       the same as text and as figures
+picture.py      the same as HTML, PNG and a trace for Perfetto
+recorded.py     a run that was recorded
+explanation.py  explain(), and Explanation
+command.py      the command line
 
 Only tracing touches tensors, and those are on meta. The planner, layouts and options are the objects of the runtime.
 """

@@ -1,10 +1,10 @@
 """A model of torch's caching allocator for a device: how much it reserves for a sequence of allocations and frees.
 
-Source: c10/cuda/CUDACachingAllocator.cpp. Sizes are multiples of 512 bytes. Up to 1 MiB comes from segments of 2 MiB, up to 10 MiB
-from segments of 20 MiB, more from segments of its own size in steps of 2 MiB. A free block is taken by best fit among those of the
-same stream and kind, split if at least 512 bytes (small) or more than 1 MiB (large) are left, and merged with its neighbours when
-it is freed. Expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) are one segment for each stream and kind, which
-grows at its end by pages of 2 MiB (small) or 20 MiB (large).
+Source: c10/cuda/CUDACachingAllocator.cpp. Sizes are multiples of 512 bytes. Up to 1 MiB comes from segments of 2 MiB, up to
+10 MiB from segments of 20 MiB, more from segments of its own size in steps of 2 MiB. A free block is taken by best fit among
+those of the same stream and kind, split if at least 512 bytes (small) or more than 1 MiB (large) are left, and merged with
+its neighbours when it is freed. Expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) are one segment for
+each stream and kind, which grows at its end by pages of 2 MiB (small) or 20 MiB (large).
 """
 
 from __future__ import annotations

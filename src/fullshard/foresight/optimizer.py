@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.foresight.trace import Born, Died, Op, recorded
+from fullshard.foresight.trace import Born, Died, Event, Op, recorded
 
 Factory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -23,7 +23,6 @@ OPTIMIZERS: dict[str, Factory] = {
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
-    "adafactor": torch.optim.Adafactor,
 }
 """By the names that `explain(optimizer=...)` takes, with the arguments that need memory."""
 
@@ -59,15 +58,17 @@ def optimizer_step(
         ValueError: if the factory returns no optimizer, or its step cannot run on meta.
     """
     parameters = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape, dtype in shards]
-    optimizer = factory(parameters)
+    made: list[Any] = []
+    at_first = recorded(lambda: made.append(factory(parameters)), parameters)
+    (optimizer,) = made
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer must make a torch.optim.Optimizer of parameters, got a {type(optimizer).__name__}")
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for group in optimizer.param_groups:
         _choose(group, accelerator=accelerator, fused=fused)
     try:
-        states, _ = _step(optimizer, parameters)
-        _, events = _step(optimizer, parameters)
+        states = (*_kept(at_first), *_kept(_step(optimizer, parameters)))
+        events = _step(optimizer, parameters)
     except Exception as failure:
         raise ValueError(
             f"the step of {type(optimizer).__name__} does not run on meta ({failure}): give explain() another optimizer= of "
@@ -88,17 +89,21 @@ def _choose(group: dict[str, Any], *, accelerator: bool, fused: bool) -> None:
         group["foreach"] = accelerator
 
 
-def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> tuple[tuple[int, ...], list[Born | Died | Op]]:
-    """(bytes of storages that stay, events) of a step."""
+def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Born | Died | Op]:
+    """The events of a step."""
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     held = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None), *_states(optimizer)]
     events = [event for event in recorded(optimizer.step, held) if isinstance(event, (Born, Died, Op))]
     for parameter in parameters:
         parameter.grad = None
+    return events
+
+
+def _kept(events: Sequence[Event]) -> list[int]:
+    """Bytes of storages that stay."""
     died = {event.storage for event in events if isinstance(event, Died)}
-    kept = [event for event in events if isinstance(event, Born) and event.storage not in died]
-    return tuple(event.nbytes for event in kept), events
+    return [event.nbytes for event in events if isinstance(event, Born) and event.storage not in died]
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:

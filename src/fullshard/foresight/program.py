@@ -12,14 +12,15 @@ from fullshard.collectives.streams import HostLane, LaneWork
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.trace import Op
 
-Phase = Literal["forward", "backward", "optimizer"]
+Phase = Literal["forward", "loss", "backward", "optimizer"]
 
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """Work put on a lane: it begins behind all that computes now, and behind `after`.
+    """Work put on a lane: it begins behind all that computes now; or behind `after`, instead.
 
-    lane: "gather", "reduce", "replicate" or "copy".      copied: bytes that kernels on the lane read and write.
+    lane: "gather", "reduce" or "replicate".      copied: bytes that kernels on the lane read and write.
+    early: whether it begins behind the last wait for its lane, instead: what computes since then does not matter to it.
     """
 
     lane: str
@@ -27,6 +28,7 @@ class Launch:
     after: Launch | None = None
     messages: list[Message] = field(default_factory=list)
     copied: int = 0
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,14 @@ class Program:
     """Instructions, and messages by themselves, in the order in which collectives begin.
 
     places: from which instruction on which unit computes, in order.
+    retained_gather: blocks of the last gather's message, as FSDP2 keeps it for the next unit's.
     """
 
     def __init__(self) -> None:
         self.instructions: list[Instruction] = []
         self.places: list[Place] = []
         self.messages: list[Message] = []
+        self.retained_gather: list[int] = []
         self._begun: Launch | None = None
 
     def enter(self, unit: str, phase: Phase, changes: int) -> None:
@@ -116,7 +120,8 @@ class RecordedLane:
     accelerator: whether it is a stream, on which all of a work is queued at once, as `StreamLane`; else as `HostLane`.
     """
 
-    def __init__(self, program: Program, name: str, *, accelerator: bool) -> None:
+    def __init__(self, program: Program, name: str, *, accelerator: bool, early: bool = False) -> None:
+        self._early = early
         self._program, self._name, self._host = program, name, None if accelerator else HostLane()
 
     def run(
@@ -124,7 +129,7 @@ class RecordedLane:
     ) -> RecordedWork:
         """As `Lane.run`, for a unit."""
         program = self._program
-        launch = Launch(self._name, unit, None if after is None else after.launch)
+        launch = Launch(self._name, unit, None if after is None else after.launch, early=self._early)
         program.instructions.append(launch)
         begun = partial(program.begin, launch, start)
         if self._host is not None:

@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from fullshard.collectives.base import StartedWork
 from fullshard.collectives.streams import InFlight
 from fullshard.collectives.traffic import Message
+from fullshard.foresight.fsdp2 import Fsdp2Group, Fsdp2Reduction
 from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduction
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.optimizer import OptimizerStep
@@ -38,6 +39,7 @@ from fullshard.sharding.layout import DirectRule, plan_layout
 from fullshard.wrap.plan import Plan, PlannedUnit
 from fullshard.wrap.plan_messages import PlanEntry
 
+Engine = Literal["fullshard", "fsdp2"]
 _MP, _COMM, _OFFLOAD = MixedPrecisionPolicy(), CommPolicy(), OffloadPolicy()
 
 
@@ -53,6 +55,7 @@ class Setting:
         accumulate: whether all of them but the last are without communication.
         accelerator: whether lanes are streams and kernels those of an accelerator; the CPU's need more memory for casts.
         optimizer: its step over the local shards; None steps nothing.
+        engine: "fullshard", or "fsdp2": as torch's FSDP2 uses memory and messages, to compare.
     """
 
     ranks: int
@@ -66,6 +69,7 @@ class Setting:
     accumulate: bool = True
     accelerator: bool = True
     optimizer: OptimizerStep | None = None
+    engine: Engine = "fullshard"
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "microbatches"):
@@ -152,10 +156,13 @@ class _Machine:
         self._units: dict[int, _Unit] = {}
         self._by_module: dict[str, _Unit] = {}
         self._owner: dict[str, _Unit] = {}  # of each parameter
-        lanes = [
-            RecordedLane(self.program, name, accelerator=setting.accelerator) for name in ("gather", "reduce", "replicate")
-        ]
-        self._gather_lane, self._reduce_lane, self._replicate_lane = lanes
+        self._rival = setting.engine == "fsdp2"
+        lane = partial(RecordedLane, self.program, accelerator=setting.accelerator)
+        self._gather_lane, self._reduce_lane, self._replicate_lane = (
+            lane("gather", early=self._rival),
+            lane("reduce"),
+            lane("replicate"),
+        )
         self._in_flight, self._replicating = InFlight(), InFlight()
         self._reduced: list[SimulatedReduction] = []
         self._delivered: dict[SimulatedGroup, int] = {}
@@ -193,7 +200,8 @@ class _Machine:
         keys: dict[str, object] = {name: object() for name in planned.modules}
         unit = _Unit(planned.name, keys, self.planner.register(number, options))
         for group in group_plans(planned.name, entries, options, setting):
-            unit.groups.append(SimulatedGroup(group, self.ledger, self.program))
+            kind = Fsdp2Group if self._rival else SimulatedGroup
+            unit.groups.append(kind(group, self.ledger, self.program))
         unit.record.configure(options, nbytes=sum(group.plan.full_nbytes for group in unit.groups))
         self._units[number] = unit
         self._by_module |= dict.fromkeys(planned.modules, unit)
@@ -248,7 +256,7 @@ class _Machine:
                     if call >= 0:
                         calls[call] = ended
                         self.planner.expect_backward(ended)
-                    self._enter(running[-1], "backward" if in_backward else "forward")
+                    self._enter(running[-1], "backward" if in_backward else "forward" if running[1:] else "loss")
                 case Backward(module, call) if module in self._by_module:
                     self.planner.graph_released(calls[call])
                     self._execute(self.planner.before_backward(calls[call]))
@@ -344,7 +352,7 @@ class _Machine:
         logs: dict[str, list[GroupPlan]] = defaultdict(list)
         for reduction in due:
             logs[reduction.plan.axis].append(reduction.plan)
-        for plans in logs.values():
+        for plans in () if self._rival else logs.values():
             length = message_length(sum(len(plan.parameters) for plan in plans))
             first = plans[0]
             work = self._reduce_lane.run("", partial(self._beat, length, first.layout.ranks), _nothing)
@@ -364,9 +372,17 @@ class _Machine:
             self._run[type(action)](self._units[action.unit])
 
     def _unshard(self, unit: _Unit) -> None:
+        if self._rival and self.program.places[-1].phase == "forward":  # FSDP2 gathers ahead in backward only
+            unit.gathering = []
+            return
+        self._gather(unit)
+
+    def _gather(self, unit: _Unit) -> None:
         unit.gathering = [(group, self._gather_lane.run(unit.name, group.gather, _nothing)) for group in unit.groups]
 
     def _wait(self, unit: _Unit) -> None:
+        if self._rival and not unit.gathering:
+            self._gather(unit)
         for group, work in unit.gathering:
             work.wait()
             group.finish_gather()
@@ -392,7 +408,7 @@ class _Machine:
             return self._give(group.accumulate(grads))
         self._in_flight.make_room(group.plan.in_flight)
         merged = group.merge(grads)
-        reduction = SimulatedReduction(group, merged)
+        reduction = (Fsdp2Reduction if self._rival else SimulatedReduction)(group, merged)
         group.used = group.used or reduction.used
         self._give(merged.spent if merged.kept else reduction.packed_grads)
         work = self._reduce_lane.run(group.plan.unit, reduction.start, reduction.finish)

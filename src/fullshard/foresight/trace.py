@@ -49,13 +49,14 @@ class Backward:
 class Op:
     """An operator computes. flops: of matrix products and attention, a multiply-add is two; nbytes: read and written.
 
-    dtype: of its first floating-point input, None if it has none.
+    dtype: of its first floating-point input, None if it has none.      causal: whether it computes half of these flops.
     """
 
     name: str
     flops: int
     nbytes: int
     dtype: torch.dtype | None
+    causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,14 @@ class Trace:
 
     events: in order.      buffers: bytes of the model's buffers.      batch: bytes of the inputs.
     kept: storages that a forward leaves to its backward, which are activations; all others are temporaries.
+    recomputed: flops of forwards that a backward runs again.
     """
 
     events: tuple[Event, ...]
     buffers: int
     batch: int
     kept: frozenset[int]
+    recomputed: int
 
     @property
     def flops(self) -> int:
@@ -109,7 +112,13 @@ class Trace:
         return sum(event.flops for event in self.events if isinstance(event, Op))
 
 
-_NO_KERNEL = {torch.ops.aten.detach, torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty}
+_NO_KERNEL = {
+    torch.ops.aten.detach,
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_empty,
+    _torch.unsafe_view,
+}
 
 
 class _CallHook:
@@ -134,6 +143,7 @@ class _Recorder(_torch.TorchDispatchMode):
         self.events: list[Event] = []
         self._known: dict[int, int] = {}  # address of a storage that lives -> its number, -1 if it was there before
         self._storages = self._calls = 0
+        self.recomputed = 0  # flops
 
     def know(self, tensors: Sequence[Tensor]) -> int:
         """These were there before; how many bytes they have."""
@@ -155,12 +165,18 @@ class _Recorder(_torch.TorchDispatchMode):
             if func.overloadpacket is torch.ops.aten.embedding:  # of the table it reads some rows
                 nbytes -= args[0].numel() * args[0].itemsize
             dtype = next((tensor.dtype for tensor in given if tensor.dtype.is_floating_point), None)
-            self.events.append(Op(str(func), flops, nbytes, dtype))
+            self.events.append(
+                Op(str(func), flops, nbytes, dtype, bool(flops) and bool(_torch.argument(func, "is_causal", args, kwargs)))
+            )
+            if (
+                flops and torch.is_grad_enabled() and _torch.current_graph_task() != -1
+            ):  # only a recomputation builds a graph there
+                self.recomputed += flops
         return out
 
     def _note(self, tensor: Tensor) -> None:
         key = _torch.storage_key(tensor)
-        if key in self._known:
+        if key in self._known or tensor.device.type != "meta":  # numbers of the host
             return
         storage = tensor.untyped_storage()
         self._storages += 1
@@ -248,7 +264,7 @@ def trace(
         value.backward()
         recorder.events.append(BackwardEnds())
         del value
-    return Trace(tuple(recorder.events), buffers, inputs, _kept(recorder.events))
+    return Trace(tuple(recorder.events), buffers, inputs, _kept(recorder.events), recorder.recomputed)
 
 
 def recorded(work: Callable[[], object], held: Sequence[Tensor]) -> list[Event]:

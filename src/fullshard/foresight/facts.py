@@ -1,0 +1,145 @@
+"""What a step takes: whether that fits, where memory is most, and where time goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from fullshard.collectives.traffic import Message
+from fullshard.foresight.allocator import reserved_for
+from fullshard.foresight.clock import Band, Timeline, band
+from fullshard.foresight.hardware import Gpu, Network
+from fullshard.foresight.ledger import Category
+from fullshard.foresight.optimizer import Factory
+from fullshard.foresight.setup import Traced
+from fullshard.foresight.simulate import Setting, Simulation
+from fullshard.wrap.plan import Plan
+
+BUDGET = 0.92
+"""The part of a GPU's memory that a step may take and still fits: fragments of the allocator come and go."""
+
+Verdict = Literal["fits", "tight", "no"]
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What a step takes: the fields and properties of an `Explanation`."""
+
+    traced: Traced
+    setting: Setting
+    gpu: Gpu
+    network: Network
+    simulation: Simulation
+    factory: Factory | None = None
+    expandable_segments: bool = False
+    price: float | None = None
+
+    # --- memory ---
+
+    @property
+    def plan(self) -> Plan:
+        """The units."""
+        return self.traced.plan
+
+    @property
+    def peak(self) -> int:
+        """Bytes of tensors on the device where they are most: what `torch.cuda.max_memory_allocated` says."""
+        return self.simulation.ledger.peak
+
+    @cached_property
+    def reserved(self) -> int:
+        """Bytes that the caching allocator reserves: what `torch.cuda.max_memory_reserved` says."""
+        if self.gpu.synchronous:
+            return self.peak
+        return reserved_for(self.simulation.ledger.changes, expandable=self.expandable_segments)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the device's memory: what is reserved, and what the driver and NCCL take beside it."""
+        return self.reserved + self.gpu.context
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it "fits" with a margin, is "tight" without one, or "no"."""
+        if self.needed <= BUDGET * self.gpu.memory:
+            return "fits"
+        return "tight" if self.needed <= self.gpu.memory else "no"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, if only just."""
+        return self.verdict != "no"
+
+    @property
+    def at_peak(self) -> dict[tuple[Category, str], int]:
+        """Bytes by category and unit where tensors are most; "" is what is of no unit."""
+        return self.simulation.ledger.at_peak()
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of the host's memory that this rank's shards, gradients and states take with offloading."""
+        level = most = 0
+        for change in self.simulation.ledger.changes:
+            if change.category == "pinned host":
+                level += change.nbytes
+                most = max(most, level)
+        return most
+
+    # --- time ---
+
+    @cached_property
+    def _timed(self) -> tuple[Timeline, Band]:
+        return band(self.simulation.program, self.gpu, self.network)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The step on a clock, by the middle of the constants."""
+        return self._timed[0]
+
+    @property
+    def step(self) -> Band:
+        """Seconds of a step."""
+        return self._timed[1]
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Seconds that computing waits for messages, by the unit that is waited for."""
+        return self.timeline.exposed
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Every message of a step, as `counting` lists them."""
+        return self.simulation.messages
+
+    @property
+    def flops(self) -> int:
+        """Of the model in a step, of one rank; recomputation is not counted."""
+        return (self.traced.trace.flops - self.traced.trace.recomputed) * self.setting.microbatches
+
+    @property
+    def mfu(self) -> float:
+        """Model flops utilisation (PaLM, arXiv 2204.02311, appendix B): flops / seconds / peak in the dtype of the products."""
+        return self.flops / self.step.middle / self.gpu.peak(self.compute_dtype)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of matrix products."""
+        found = self.setting.mp_policy.param_dtype
+        return torch.float32 if found is None else found
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens (elements of the batch's integers, else its rows) of one rank in a second."""
+        return self.traced.tokens * self.setting.microbatches / self.step.middle
+
+    @property
+    def bottleneck(self) -> str:
+        """What most of the step is: "computing", "messages" or "the host"."""
+        times = {"computing": self.timeline.computing, "messages": self.timeline.waiting, "the host": self.timeline.host}
+        return max(times, key=lambda name: times[name])
+
+
+__all__ = ["BUDGET", "Facts", "Verdict"]

@@ -1,0 +1,180 @@
+"""Constants of machines, each with its source: how fast a GPU computes, and how fast messages travel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU, and the machine that it is in.
+
+    Args:
+        name: as `--gpu` takes it.
+        memory: bytes that torch can allocate, contexts included.
+        bf16: peak of matrix products in bf16 and fp16, in flop/s, dense.
+        fp32: peak in fp32, in flop/s (torch's default, without TF32).
+        bandwidth: of its memory, in bytes/s.
+        link: bus bandwidth of a collective inside one machine, in bytes/s.
+        per_node: GPUs of one machine.
+        matmul: the part of the peak that large products reach.
+        attention: the part that flash attention reaches, of what it computes (half of it, if it looks back only).
+        streaming: the part of the bandwidth that elementwise kernels reach.
+        launch: seconds of the host's time for one operator of a forward or backward.
+        overlap: by what factor computing takes longer while a message is under way.
+        context: bytes that the driver and NCCL take beside what torch reserves.
+        synchronous: whether the host computes itself (a CPU), so that nothing runs ahead.
+        source: where the figures are from.
+
+    Example:
+        >>> GPUS["h100-sxm"].per_node
+        8
+    """
+
+    name: str
+    memory: int
+    bf16: float
+    fp32: float
+    bandwidth: float
+    link: float
+    per_node: int = 8
+    matmul: float = 0.51
+    attention: float = 0.35
+    streaming: float = 0.80
+    launch: float = 6e-6
+    overlap: float = 1.05
+    context: int = 2 * GIB
+    synchronous: bool = False
+    source: str = ""
+
+    def peak(self, dtype: torch.dtype | None) -> float:
+        """Of products of this dtype, in flop/s."""
+        return self.bf16 if dtype in (torch.bfloat16, torch.float16) else self.fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What connects machines.
+
+    Args:
+        name: as `--net` takes it.
+        per_gpu: bytes/s of one GPU's share of the network cards; a node has as many times that as GPUs.
+        efficiency: the part of it that a collective reaches.
+        hop: seconds for each step of a ring between machines.
+        step: seconds for each step of a ring inside one machine.
+        base: seconds for each collective.
+        source: where the figures are from.
+
+    Example:
+        >>> NETWORKS["ib-400"].per_gpu
+        50000000000.0
+    """
+
+    name: str
+    per_gpu: float
+    efficiency: float = 0.80
+    hop: float = 14e-6
+    step: float = 3.4e-6
+    base: float = 8.4e-6
+    source: str = ""
+
+
+_SHEETS = (
+    "vendors' data sheets (dense peaks); link: torch 2.13 _inductor/comm_analysis.py; attention: FlashAttention-2, -3 "
+    "(arXiv 2307.08691, 2407.08608); matmul: fitted to one published run of A100 and one of H100 (docs/explain.md), and taken "
+    "over for the others"
+)
+_NCCL = "nccl src/graph/tuning.cc (latencies of the simple protocol)"
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40", int(39.4 * GIB), 312e12, 19.5e12, 1.555e12, 240e9, matmul=0.635, attention=0.6, source=_SHEETS),
+        Gpu("a100-80", int(79.2 * GIB), 312e12, 19.5e12, 2.039e12, 240e9, matmul=0.635, attention=0.6, source=_SHEETS),
+        Gpu("h100-sxm", int(79.1 * GIB), 989e12, 67e12, 3.35e12, 370e9, source=_SHEETS),
+        Gpu("h100-96", int(95.0 * GIB), 989e12, 67e12, 2.4e12, 370e9, source=f"{_SHEETS}; the 500 W model with HBM2e"),
+        Gpu("h200", int(139.8 * GIB), 989e12, 67e12, 4.8e12, 370e9, source=_SHEETS),
+        Gpu("b200", int(178.3 * GIB), 2250e12, 80e12, 8e12, 720e9, source=_SHEETS),
+        Gpu("mi300x", int(191.5 * GIB), 1307e12, 163.4e12, 5.3e12, 315e9, source="AMD's data sheet; link: 7 x 64 GB/s, 70%"),
+        Gpu(
+            "cpu", 16 * GIB, 50e9, 50e9, 8e9, 1.5e9, per_node=1 << 20, matmul=0.9, launch=4e-6, overlap=1.3,
+            context=GIB // 4, synchronous=True, source="two cores of a shared machine; better: python -m fullshard calibrate",
+        ),
+    )
+}  # fmt: skip
+"""Presets by name."""
+
+NETWORKS: dict[str, Network] = {
+    network.name: network
+    for network in (
+        Network("ib-200", 25e9, source=f"HDR, one card per GPU; {_NCCL}"),
+        Network("ib-400", 50e9, source=f"NDR, one card per GPU; {_NCCL}"),
+        Network("ib-800", 100e9, source=f"XDR, one card per GPU; {_NCCL}"),
+        Network("efa-400", 6.25e9, source=f"400 Gb/s per machine of eight; {_NCCL}"),
+        Network("ethernet-100", 1.5625e9, hop=50e-6, source="100 Gb/s per machine of eight, TCP"),
+        Network("gloo", 1.5e9, efficiency=1.0, hop=100e-6, step=100e-6, base=100e-6, source="loopback of one machine"),
+    )
+}
+"""Presets by name."""
+
+
+def _usual_network(gpu: Gpu) -> str:
+    if gpu.synchronous:
+        return "gloo"
+    return "ib-200" if gpu.name.startswith("a100") else "ib-800" if gpu.name == "b200" else "ib-400"
+
+
+def gpu_of(asked: str | Path | Gpu) -> Gpu:
+    """A preset by its name, one from a file of `calibrate`, or itself.
+
+    Raises:
+        ValueError: for a name that there is not, with those that there are.
+    """
+    if isinstance(asked, Gpu):
+        return asked
+    if str(asked) in GPUS:
+        return GPUS[str(asked)]
+    return _from_file("gpu", Gpu, asked, GPUS)
+
+
+def network_of(asked: str | Path | Network | None, gpu: Gpu) -> Network:
+    """As `gpu_of`; None is what such GPUs usually have.
+
+    Raises:
+        ValueError: for a name that there is not, with those that there are.
+    """
+    if isinstance(asked, Network):
+        return asked
+    name = _usual_network(gpu) if asked is None else str(asked)
+    return NETWORKS[name] if name in NETWORKS else _from_file("net", Network, name, NETWORKS)
+
+
+_Kind = TypeVar("_Kind")
+
+
+def _from_file(key: str, kind: Callable[..., _Kind], asked: str | Path, presets: Mapping[str, object]) -> _Kind:
+    path = Path(asked)
+    if path.suffix != ".json":
+        raise ValueError(f"{key}={str(asked)!r} is not known: give one of {', '.join(presets)}, or a .json of `calibrate`")
+    if not path.is_file():
+        raise ValueError(f"{key}={str(asked)!r}: no such file; `python -m fullshard calibrate --out {path.name}` writes one")
+    try:
+        return kind(**json.loads(path.read_text())[key])
+    except (ValueError, KeyError, TypeError) as wrong:
+        raise ValueError(f"{key}={str(asked)!r} is no file of `calibrate` ({wrong}): have it written anew") from None
+
+
+def write_machine(path: Path, gpu: Gpu, network: Network) -> None:
+    """Write a file that `gpu=` and `net=` take."""
+    path.write_text(json.dumps({"gpu": asdict(gpu), "net": asdict(network)}, indent=1) + "\n")
+
+
+__all__ = ["GIB", "GPUS", "NETWORKS", "Gpu", "Network", "gpu_of", "network_of", "write_machine"]

@@ -1,0 +1,257 @@
+"""Pictures of a step: memory as stacked areas, lanes as a timeline; as HTML, as PNG, and as traces for Perfetto."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+
+from fullshard.foresight.facts import Facts
+from fullshard.foresight.ledger import Category
+from fullshard.foresight.recorded import Recorded
+from fullshard.foresight.report import by_category, place_at, report
+from fullshard.wrap.tables import bytes_text
+
+CATEGORIES: tuple[Category, ...] = tuple(category for category in get_args(Category) if category != "pinned host")
+COLOURS = dict(
+    zip(CATEGORIES, ("#1b4965", "#5fa8d3", "#bee9e8", "#e07a5f", "#81603f", "#6a994e", "#a7c957", "#999999"), strict=True)
+)
+LANES = {"compute": "#3d405b", "wait": "#d62828", "gather": "#5fa8d3", "reduce": "#e07a5f", "replicate": "#f2cc8f"}
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Bytes on the device at a moment, by category, and where the step is then."""
+
+    seconds: float
+    nbytes: dict[Category, int]
+    where: str
+
+    @property
+    def total(self) -> int:
+        """Of all categories."""
+        return sum(self.nbytes.values())
+
+
+def levels(r: Facts) -> list[Level]:
+    """Memory over the step: where each unit begins, and the most while it computes."""
+    changes, timeline = r.simulation.ledger.changes, r.timeline
+    now: Counter[Category] = Counter()
+    for change in changes[: r.simulation.begins]:
+        now[change.category] += change.nbytes
+    del now["pinned host"]
+    found: list[Level] = []
+    moments = [*timeline.moments, (timeline.seconds, len(changes))]
+    done = r.simulation.begins
+    for (start, _), (end, until) in pairwise(moments):
+        where = place_at(r, done + 1)
+        found.append(Level(start, dict(now), where))
+        level, most = sum(now.values()), None
+        for change in changes[done:until]:
+            if change.category != "pinned host":
+                now[change.category] += change.nbytes
+                level += change.nbytes
+                if most is None or level > most[0]:
+                    most = level, dict(now)
+        done = max(done, until)
+        if most is not None:
+            found.append(Level((start + end) / 2, most[1], where))
+    return [*found, Level(timeline.seconds, dict(now), "at the end")]
+
+
+# --- HTML ---
+
+WIDTH, HEIGHT, LANE = 1100, 320, 22
+LEFT, RIGHT, TOP = 90, 20, 14
+
+STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:1200px;margin:24px auto;padding:0 16px;color:#222;background:#fff}
+h1{font-size:20px}h2{font-size:16px;margin-top:28px}pre{background:#f5f5f5;padding:12px;overflow-x:auto;font-size:12.5px}
+svg{width:100%;height:auto;display:block}svg text{font:11px system-ui,sans-serif;fill:#444}
+.key span{display:inline-block;margin-right:14px}.key i{display:inline-block;width:11px;height:11px;margin-right:5px}
+rect:hover{opacity:.6}table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left}"""
+
+
+def page(found: Sequence[Facts]) -> str:
+    """One HTML document with the report and the pictures of each, at the same scales."""
+    scale_bytes = max(max(level.total for level in levels(r)) for r in found)
+    scale_bytes = max(scale_bytes, *(r.gpu.memory for r in found if scale_bytes > r.gpu.memory / 3), 1)
+    seconds = max(r.timeline.seconds for r in found) or 1.0
+    parts = [_section(r, scale_bytes, seconds, number if len(found) > 1 else 0) for number, r in enumerate(found, 1)]
+    return (
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>fullshard explain</title>"
+        f"<link rel='icon' href='data:,'><style>{STYLE}</style></head><body><h1>A step, before it runs</h1>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+
+
+def _section(r: Facts, most: int, seconds: float, number: int) -> str:
+    heading = f"<h2>Plan {number}</h2>" if number else ""
+    keys = "".join(f"<span><i style='background:{COLOURS[c]}'></i>{c}</span>" for c in CATEGORIES)
+    lanes = "".join(f"<span><i style='background:{LANES[lane]}'></i>{lane}</span>" for lane in LANES)
+    return (
+        f"{heading}<pre>{escape(report(r))}</pre>\n"
+        f"<h2>Memory over the step</h2><p class='key'>{keys}</p>{_areas(r, most, seconds)}\n"
+        f"<h2>What is under way</h2><p class='key'>{lanes}</p>{_lanes(r, seconds)}\n"
+        f"<h2>The peak, by category and unit</h2>{_table(r)}"
+    )
+
+
+def _areas(r: Facts, most: int, seconds: float) -> str:
+    found = levels(r)
+    x = [LEFT + level.seconds / seconds * (WIDTH - LEFT - RIGHT) for level in found]
+
+    def y(nbytes: float) -> float:
+        return TOP + HEIGHT * (1 - nbytes / most)
+
+    shapes: list[str] = []
+    below = [0] * len(found)
+    for category in CATEGORIES:
+        above = [base + level.nbytes.get(category, 0) for base, level in zip(below, found)]
+        if above != below:
+            points = [f"{at:.1f},{y(v):.1f}" for at, v in zip(x, above)]
+            points += [f"{at:.1f},{y(v):.1f}" for at, v in zip(reversed(x), reversed(below))]
+            shapes.append(f"<polygon points='{' '.join(points)}' fill='{COLOURS[category]}'/>")
+        below = above
+    ends = [*x[1:], WIDTH - RIGHT]
+    for at, end, level in zip(x, ends, found):  # what a pointer over it shows
+        rows = "\n".join(f"{c}: {bytes_text(n)}" for c, n in level.nbytes.items() if n)
+        title = f"{level.seconds * 1e3:.1f} ms, {level.where}: {bytes_text(level.total)}\n{rows}"
+        shapes.append(
+            f"<rect x='{at:.1f}' y='{TOP}' width='{max(end - at, 0.3):.1f}' height='{HEIGHT}' fill='#fff' fill-opacity='0'>"
+            f"<title>{escape(title)}</title></rect>"
+        )
+    limit = r.gpu.memory - r.gpu.context
+    if limit <= most:
+        high, right = y(limit), WIDTH - RIGHT
+        shapes += [
+            f"<line x1='{LEFT}' x2='{right}' y1='{high:.1f}' y2='{high:.1f}' stroke='#d62828' stroke-dasharray='5 4'/>",
+            f"<text x='{right}' y='{high - 4:.1f}' text-anchor='end'>{escape(r.gpu.name)}: {bytes_text(limit)}</text>",
+        ]
+    for part in range(5):
+        value = most * part / 4
+        shapes.append(f"<text x='{LEFT - 6}' y='{y(value) + 4:.1f}' text-anchor='end'>{bytes_text(value)}</text>")
+    return _svg(HEIGHT + TOP + 24, shapes + _time_axis(seconds, HEIGHT + TOP))
+
+
+def _lanes(r: Facts, seconds: float) -> str:
+    spans = r.timeline.spans
+    used = [lane for lane in LANES if lane != "wait" and any(span.lane == lane for span in spans)]
+    shapes = [f"<text x='{LEFT - 6}' y='{TOP + LANE * i + 15}' text-anchor='end'>{lane}</text>" for i, lane in enumerate(used)]
+    for span in spans:
+        row = used.index("compute" if span.lane == "wait" else span.lane)
+        at = LEFT + span.start / seconds * (WIDTH - LEFT - RIGHT)
+        width = max(0.4, (span.end - span.start) / seconds * (WIDTH - LEFT - RIGHT))
+        lasts = f"{(span.end - span.start) * 1e3:.2f} ms from {span.start * 1e3:.1f} ms"
+        title = f"{span.unit or 'outside of units'}: {span.name}, {lasts}"
+        colour = LANES[span.lane] if span.name != "backward" else "#81567e"
+        shapes.append(
+            f"<rect x='{at:.1f}' y='{TOP + LANE * row}' width='{width:.2f}' height='{LANE - 4}' fill='{colour}' stroke='#fff' "
+            f"stroke-width='.3'><title>{escape(title)}</title></rect>"
+        )
+    bottom = TOP + LANE * len(used)
+    return _svg(bottom + 24, shapes + _time_axis(seconds, bottom))
+
+
+def _time_axis(seconds: float, bottom: int) -> list[str]:
+    found = []
+    for part in range(6):
+        at = LEFT + part / 5 * (WIDTH - LEFT - RIGHT)
+        found.append(f"<text x='{at:.0f}' y='{bottom + 16}' text-anchor='middle'>{seconds * part / 5 * 1e3:,.0f} ms</text>")
+    return found
+
+
+def _svg(height: int, shapes: Sequence[str]) -> str:
+    return f"<svg viewBox='0 0 {WIDTH} {height}' role='img'>{''.join(shapes)}</svg>"
+
+
+def _table(r: Facts) -> str:
+    rows = []
+    for category, units in by_category(r.at_peak).items():
+        largest = ", ".join(
+            f"{escape(unit or 'outside of units')} {bytes_text(nbytes)}" for unit, nbytes in list(units.items())[:4]
+        )
+        more = f", and {len(units) - 4} more" if len(units) > 4 else ""
+        rows.append(f"<tr><td>{category}</td><td>{bytes_text(sum(units.values()))}</td><td>{largest}{more}</td></tr>")
+    return f"<table><tr><th>category</th><th>bytes</th><th>largest</th></tr>{''.join(rows)}</table>"
+
+
+# --- others ---
+
+
+def draw_png(r: Facts, path: Path) -> None:
+    """The same two pictures, by matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("png() draws by matplotlib: pip install 'fullshard[plot]', or take html()") from None
+    found = levels(r)
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    times = [level.seconds * 1e3 for level in found]
+    drawn = [category for category in CATEGORIES if any(level.nbytes.get(category) for level in found)]
+    above.stackplot(
+        times,
+        [[level.nbytes.get(category, 0) / 2**30 for level in found] for category in drawn],
+        labels=drawn,
+        colors=[COLOURS[category] for category in drawn],
+    )
+    above.set_ylabel("GiB")
+    above.set_title(report(r).splitlines()[0], fontsize=10)
+    above.legend(loc="upper left", fontsize=8, ncols=4)
+    used = [lane for lane in LANES if lane != "wait" and any(span.lane == lane for span in r.timeline.spans)]
+    for lane, colour in LANES.items():
+        bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in r.timeline.spans if span.lane == lane]
+        if bars:
+            below.broken_barh(bars, (used.index("compute" if lane == "wait" else lane) - 0.4, 0.8), color=colour)
+    below.set_yticks(range(len(used)), used)
+    below.invert_yaxis()
+    below.set_xlabel("ms")
+    figure.savefig(path, dpi=150)
+
+
+def chrome_trace(r: Facts, run: Recorded | None) -> dict[str, Any]:
+    """Spans and memory as events of Chrome's trace format; predicted is process 1, recorded process 2."""
+    events: list[dict[str, Any]] = [_named(1, 0, "process_name", "predicted")]
+    for number, lane in enumerate(LANES):
+        events.append(_named(1, number, "thread_name", lane))
+        events += [
+            _event(1, number, span.unit or "outside of units", span.start, span.end - span.start, {"what": span.name})
+            for span in r.timeline.spans
+            if span.lane == lane
+        ]
+    for level in levels(r):
+        args = {category: level.nbytes.get(category, 0) for category in CATEGORIES}
+        events.append({"ph": "C", "pid": 1, "name": "memory", "ts": level.seconds * 1e6, "args": args})
+    if run is not None:
+        events.append(_named(2, 0, "process_name", "recorded"))
+        for number, lane in enumerate(LANES):
+            events.append(_named(2, number, "thread_name", lane))
+        lanes = list(LANES)
+        events += [
+            _event(
+                2,
+                lanes.index(span.lane),
+                span.unit or "outside of units",
+                span.start,
+                span.end - span.start,
+                {"what": span.name},
+            )
+            for span in run.spans
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _named(process: int, thread: int, what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": process, "tid": thread, "name": what, "args": {"name": name}}
+
+
+def _event(process: int, thread: int, name: str, start: float, seconds: float, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "X", "pid": process, "tid": thread, "name": name, "ts": start * 1e6, "dur": seconds * 1e6, "args": args}
+
+
+__all__ = ["CATEGORIES", "Level", "chrome_trace", "draw_png", "levels", "page"]

@@ -1,0 +1,319 @@
+"""`fullshard.explain`: verdicts, clocks, pictures and refusals, on a laptop."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullshard
+from fullshard.collectives.traffic import Message
+from fullshard.foresight.clock import message_seconds, play
+from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, gpu_of, write_machine
+from fullshard.foresight.optimizer import OPTIMIZERS, optimizer_step
+from fullshard.foresight.program import Await, Launch, Program
+from fullshard.foresight.trace import Op
+
+DIM, DEPTH = 128, 4
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def build(dim: int = DIM) -> nn.Module:
+    return nn.Sequential(*(Block(dim) for _ in range(DEPTH)), nn.Linear(dim, 8))
+
+
+def explain(dim: int = DIM, rows: int = 64, **options: Any) -> fullshard.Explanation:
+    told = {"world": 8, "loss": torch.sum, "batch": torch.empty(rows, dim), **options}
+    return fullshard.explain(partial(build, dim), **told)
+
+
+# --- verdicts ---
+
+
+def test_a_verdict_compares_what_is_reserved_and_the_context_with_what_the_gpu_has() -> None:
+    r = explain()
+    gpu = GPUS["h100-sxm"]
+    for memory, verdict in ((r.needed / 0.93, "tight"), (r.needed / 0.91, "fits"), (r.needed - 1, "no")):
+        found = replace(r, gpu=replace(gpu, memory=int(memory)))
+        assert (found.verdict, found.fits) == (verdict, verdict != "no")
+        assert str(found).splitlines()[0].startswith({"no": "does not fit"}.get(verdict, verdict))
+    assert r.reserved % (2 << 20) == 0 and r.peak <= r.reserved and sum(r.at_peak.values()) == r.peak
+
+
+def test_more_ranks_recomputation_and_offloading_need_less_memory_each_for_its_part() -> None:
+    r = explain(rows=4096)
+    shards = {name: sum(n for (kind, _), n in q.at_peak.items() if kind == name) for name in ("shards",) for q in (r,)}
+    more = explain(rows=4096, world=16)
+    assert sum(n for (kind, _), n in more.at_peak.items() if kind == "shards") < 0.51 * shards["shards"] + 4096
+    assert more.peak < r.peak
+    again = explain(rows=4096, recompute="block")
+    assert again.traced.recomputed == tuple(str(i) for i in range(DEPTH)) and again.peak < 0.8 * r.peak
+    assert again.flops == r.flops, "the model's flops are counted once"
+    half = explain(rows=4096, recompute="every:2")
+    assert half.traced.recomputed == ("0", "2") and again.peak < half.peak < r.peak
+    assert explain(rows=4096, recompute=lambda name, module: name == "1").traced.recomputed == ("1",)
+    offloaded = explain(rows=4096, offload_policy=fullshard.CPUOffloadPolicy())
+    assert offloaded.pinned > 0 == r.pinned and not any(kind == "optimizer" for kind, _ in offloaded.at_peak)
+
+
+def test_fsdp2_needs_the_copies_that_it_makes_and_sends_the_same_gathers() -> None:
+    ours, theirs = explain(2048, rows=16), explain(2048, rows=16, engine="fsdp2")
+    assert theirs.peak > ours.peak
+    kinds = [[m.kind for m in r.messages] for r in (ours, theirs)]
+    assert kinds[0].count("all_gather") == kinds[1].count("all_gather") == 2 * DEPTH + 1
+    assert "heartbeat" in kinds[0] and "heartbeat" not in kinds[1]
+
+
+def test_but_asks_again_without_tracing_again() -> None:
+    r = explain()
+    other = r.but(reshard_after_forward=False, gpu="a100-40")
+    assert other.traced is r.traced and other.gpu.name == "a100-40" and other.network.name == "ib-200"
+    assert [m.kind for m in other.messages].count("all_gather") == DEPTH + 1
+    assert r.but(ranks=16).peak == explain(world=16).peak
+    with pytest.raises(ValueError, match=r"but\(\) takes the fields of Setting, got 'rank'"):
+        r.but(rank=16)
+
+
+# --- optimizers ---
+
+SHARDS = [((5, 3), torch.float32), ((64,), torch.float32), ((), torch.float32)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_those_of_a_step_on_real_tensors(name: str) -> None:
+    found = optimizer_step(OPTIMIZERS[name], SHARDS, accelerator=True)
+    real = [torch.zeros(shape, requires_grad=True) for shape, _ in SHARDS]
+    optimizer = OPTIMIZERS[name](real)
+    for parameter in real:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [v for state in optimizer.state.values() for k, v in state.items() if isinstance(v, Tensor) and k != "step"]
+    assert sorted(found.states) == sorted(v.numel() * v.itemsize for v in states)
+
+
+def test_a_fused_step_has_no_temporaries_a_foreach_step_has_them_for_all_and_a_loop_for_one() -> None:
+    def most(**options: Any) -> int:
+        shards = [((1024,), torch.float32)] * 8
+        found = optimizer_step(partial(torch.optim.AdamW, **options), shards, accelerator=True)
+        level = peak = 0
+        sizes: dict[int, int] = {}
+        for storage, nbytes in found.changes:
+            level += nbytes or -sizes[storage]
+            sizes[storage] = nbytes
+            peak = max(peak, level)
+        return peak
+
+    assert most(fused=True) == 0 < most(foreach=False) <= 3 * 4096 < 8 * 4096 <= most()
+
+
+# --- clocks ---
+
+GPU = replace(
+    GPUS["h100-sxm"], bf16=1e12, fp32=1e12, bandwidth=1e12, link=1e9, matmul=1.0, attention=1.0, streaming=1.0, launch=0.0, overlap=1.0
+)  # fmt: skip
+NET = replace(NETWORKS["ib-400"], base=0.0, hop=0.0, step=0.0)
+
+
+def gather(unit: str, nbytes: int) -> Launch:
+    return Launch("gather", unit, messages=[Message("all_gather", torch.bfloat16, nbytes, 1, 8)])
+
+
+def test_a_message_is_hidden_behind_what_computes_after_it_and_the_rest_is_exposed() -> None:
+    program = Program()
+    program.enter("a", "forward", 0)
+    ahead = gather("b", 8 * 10**9)  # 7 s at 1e9 bytes/s
+    program.instructions += [ahead, Op("mm", 5 * 10**12, 1, torch.bfloat16), Await(ahead), Op("mm", 10**12, 1, torch.bfloat16)]
+    found = play(program, GPU, NET)
+    assert found.seconds == pytest.approx(8.0, rel=1e-4) and found.exposed == {"b": pytest.approx(2.0, rel=1e-4)}
+    assert found.computing == pytest.approx(6.0) and found.links == {"inside": 7 * 10**9}
+    assert [(span.lane, round(span.start), round(span.end)) for span in found.spans] == [
+        ("compute", 0, 5), ("gather", 0, 7), ("wait", 5, 7), ("compute", 7, 8)
+    ]  # fmt: skip
+
+
+def test_a_message_begins_behind_what_computes_when_it_is_queued_and_one_travels_at_a_time() -> None:
+    program = Program()
+    program.enter("a", "backward", 0)
+    first, second = gather("b", 8 * 10**9), gather("c", 8 * 10**9)
+    program.instructions += [Op("mm", 10**12, 1, torch.bfloat16), first, second, Await(second)]
+    assert play(program, GPU, NET).seconds == pytest.approx(1 + 7 + 7, rel=1e-4)
+
+
+def test_a_device_that_is_faster_than_its_host_waits_for_it() -> None:
+    program = Program()
+    program.enter("a", "forward", 0)
+    program.instructions += [Op("mm", 10**6, 1, torch.bfloat16)] * 100
+    found = play(program, replace(GPU, launch=1e-3), NET)
+    assert found.seconds == pytest.approx(0.1, rel=0.01) and found.host == pytest.approx(0.1, rel=0.01)
+
+
+def test_between_machines_all_cards_of_a_node_carry_a_part() -> None:
+    def seconds(ranks: int, lane: str = "gather") -> float:
+        message = Message("all_gather", torch.bfloat16, 10**9, 1, ranks)
+        return message_seconds(message, lane, replace(GPU, link=1e12), replace(NET, per_gpu=1e9, efficiency=1.0))
+
+    assert seconds(16) == pytest.approx(10**9 / 2 / 8e9)
+    assert seconds(16, "replicate") == pytest.approx(10**9 * 15 / 16 / 1e9), "of replicas each rank is in a machine of its own"
+    assert seconds(8) == pytest.approx(10**9 * 7 / 8 / 1e12) and seconds(1) == 0.0
+
+
+def test_a_step_lies_in_its_band_and_a_slower_network_makes_it_longer() -> None:
+    r = explain(rows=4096, world=64)
+    assert r.step.low < r.step.middle < r.step.high and r.step.middle == r.timeline.seconds
+    assert r.but(net="ethernet-100").step.middle > r.step.middle
+    assert r.mfu == pytest.approx(r.flops / r.step.middle / 989e12)
+    assert r.tokens_per_second == pytest.approx(4096 / r.step.middle)
+
+
+# --- pictures and files ---
+
+
+def test_the_page_is_well_formed_and_names_units_and_needs_no_network(tmp_path: Path) -> None:
+    r = explain()
+    r.html(tmp_path / "step.html", r.but(reshard_after_forward=False))
+    text = (tmp_path / "step.html").read_text()
+    assert not re.search(r"https?://|<script|src=", text)
+    pictures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(pictures) == 4
+    titles = [title.text or "" for picture in pictures for title in ElementTree.fromstring(picture).iter("title")]
+    assert any(title.startswith("2: all_gather") for title in titles)
+    assert any("in backward of 3" in title and "gathered: " in title for title in titles)
+
+
+def test_json_and_perfetto_have_the_figures_and_the_lanes(tmp_path: Path) -> None:
+    r = explain()
+    r.json(tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["verdict"] == "fits" and figures["memory"]["tensors"] == r.peak
+    assert sum(row["bytes"] for row in figures["memory"]["at_peak"]) == r.peak
+    assert sum(row["count"] for row in figures["messages"]) == len(r.messages)
+    r.perfetto(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"compute", "gather", "reduce"} <= {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") == pytest.approx(r.step.middle * 1e6)
+    assert max(sum(event["args"].values()) for event in events if event["ph"] == "C") == max(
+        sum(n for (kind, _), n in r.simulation.ledger.at(at).items() if kind != "pinned host")
+        for at in range(r.simulation.begins, len(r.simulation.ledger.changes) + 1)
+    )
+
+
+def test_png_needs_matplotlib_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    r = explain()
+    r.png(tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'fullshard\[plot\]'"):
+        r.png(tmp_path / "other.png")
+
+
+# --- what cannot be ---
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() * x.max().item()
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"gpu": "h900"}, "gpu='h900' is not known: give one of a100-40"),
+        ({"net": "carrier-pigeon"}, "net='carrier-pigeon' is not known: give one of ib-200"),
+        ({"gpu": "mine.json"}, "no such file; `python -m fullshard calibrate --out mine.json` writes one"),
+        ({"mesh": (3, 4)}, r"a mesh of 3 x 4 has 12 ranks, the world 8: take \(8,\)"),
+        ({"world": 0}, "world must be the number of ranks, at least 1, got 0"),
+        ({"batch": torch.empty(2, DIM + 1)}, "the model does not take this batch: RuntimeError"),
+        ({"batch": "words"}, "batch must be a tensor, a tuple of the model's arguments"),
+        ({"batch": ()}, "batch has no tensor"),
+        ({"loss": None}, r"the model returns a tensor \(64, 8\), which is no loss: give explain\(loss=...\)"),
+        ({"optimizer": "adamm"}, "optimizer must be one of adamw, .* got 'adamm'"),
+        ({"optimizer": lambda parameters: 3}, "optimizer must make a torch.optim.Optimizer of parameters, got a int"),
+        ({"recompute": "all"}, "recompute must be 'none', 'block', 'every:2' or a function"),
+        ({"engine": "deepspeed"}, "engine must be 'fullshard' or 'fsdp2', got 'deepspeed'"),
+        ({"reshard_after_forward": 3}, "reshard_after_forward=3 must divide the 8 ranks"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_in_a_line_that_says_what_to_give(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told) as refused:
+        explain(**options)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_is_no_function_or_asks_for_values_is_refused() -> None:
+    batch = torch.empty(2, 4)
+    with pytest.raises(ValueError, match="build must be a function that returns the model.*got a module"):
+        fullshard.explain(nn.Linear(4, 4), batch, world=2)
+    with pytest.raises(ValueError, match=r"build\(\) must return an nn.Module, got a int"):
+        fullshard.explain(lambda: 3, batch, world=2)
+    with pytest.raises(ValueError, match=r"depends on values.*fullshard\.footprint\('aten::_local_scalar_dense'"):
+        fullshard.explain(Asks, batch, world=2)
+
+
+def test_a_machine_that_was_measured_is_read_back_and_a_broken_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    write_machine(path, replace(GPUS["h200"], name="mine"), NETWORKS["gloo"])
+    assert gpu_of(path).name == "mine" and explain(gpu=path, net=path).gpu.memory == int(139.8 * GIB)
+    path.write_text('{"gpu": {"name": "mine", "speed": 3}}')
+    with pytest.raises(ValueError, match="is no file of `calibrate` .*speed.*have it written anew"):
+        gpu_of(path)
+
+
+FACTORY = """
+import torch
+from torch import nn
+def small():
+    return lambda: nn.Linear(64, 64), (torch.empty(8, 64),)
+def lossy():
+    return {"build": small()[0], "batch": small()[1], "loss": torch.sum, "steps": 3}
+def large():
+    return {**lossy(), "build": lambda: nn.Sequential(*[nn.Linear(65536, 65536) for _ in range(20)]), "batch": torch.empty(8, 65536)}
+policy = "auto"
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments, status, told",
+    [
+        ("models.py:lossy --world 4", 0, "fits: "),
+        ("models:lossy --world 4 --mesh 2x2 --dtype fp32 --reshard false --microbatches 2 --price 2 --plan models.py:policy", 0, "2 x 2 ranks"),
+        ("models:large --world 2", 1, "does not fit: "),
+        ("models:small --world 4", 2, "which is no loss"),
+        ("models:lossy --world 4 --gpu h900", 2, "gpu='h900' is not known"),
+        ("models:nothing --world 4", 2, "'models' has no 'nothing'; it has small, lossy, large"),
+        ("models:number --world 4", 2, "'models:number' is a int: expected a function that returns (build, batch)"),
+        ("elsewhere.py:small --world 4", 2, "'elsewhere.py:small': No module named 'elsewhere'"),
+        ("models --world 4", 2, "expected module:name or file.py:name, got 'models'"),
+        ("models:lossy --world 4 --mesh 2by2", 2, "--mesh takes sizes, as in 8x16"),
+        ("models:lossy --world 4 --reshard maybe", 2, "--reshard takes true, false, or a number of ranks"),
+    ],
+)  # fmt: skip
+def test_the_command_line_says_it_in_its_exit_status(arguments: str, status: int, told: str, tmp_path: Path) -> None:
+    (tmp_path / "models.py").write_text(FACTORY)
+    command = [sys.executable, "-m", "fullshard", "explain", *arguments.split()]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == status, found.stderr
+    lines = (found.stdout if status < 2 else found.stderr).splitlines()
+    assert told in lines[0] and (status < 2 or len(lines) == 1)
