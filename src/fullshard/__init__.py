@@ -25,6 +25,7 @@ from fullshard.collectives.streams import Lane
 from fullshard.collectives.traffic import Message
 from fullshard.errors import InternalError, StateError
 from fullshard.foresight.explanation import Explanation, explain
+from fullshard.foresight.recorded import record
 from fullshard.frontend.any_failed import any_failed
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.autograd import grad
@@ -87,6 +88,7 @@ __all__ = [
     "local_view",
     "materialize",
     "plan_model",
+    "record",
     "register_fsdp_forward_method",
     "resident",
     "shard_model",

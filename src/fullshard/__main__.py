@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fullshard.foresight.command import add_explain, run_explain
+from fullshard.foresight.command import add_calibrate, add_explain, run_calibrate, run_explain
 from fullshard.tools.install import install
 from fullshard.tools.verify import parts_of, verify
 
@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--ranks", type=int, default=2, help="processes to start on this machine's CPU (default: 2)")
     check.add_argument("--steps", type=int, default=2, help="optimizer steps to compare (default: 2)")
     add_explain(commands)
+    add_calibrate(commands)
     return top
 
 
@@ -44,8 +45,9 @@ def main() -> None:
     """
     options = parser().parse_args()
     if options.command == "run":
-        _run(options)
-        return
+        return _run(options)
+    if options.command == "calibrate":
+        return run_calibrate(options)
     sys.path.insert(0, "")
     parts = parts_of(_called(options.factory))
     if options.command == "verify":

@@ -30,6 +30,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from fullshard.errors import warn_once
 
@@ -55,6 +56,7 @@ __all__ = [
     "argument",
     "at_origin",
     "attach_state",
+    "attention_taken_apart",
     "axis_of",
     "backend_name",
     "buffers_of",
@@ -78,6 +80,7 @@ __all__ = [
     "extend_clipping",
     "extend_trunc_normal",
     "flash_attention",
+    "flash_attention_on_cpu",
     "flat_axis",
     "global_rank",
     "group_name",
@@ -633,7 +636,19 @@ def argument(operation: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
-"""The kernels of an accelerator; the first of what each returns is what its composite operator returns."""
+flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+attention_taken_apart = torch.ops.aten._scaled_dot_product_attention_math
+"""Kernels of attention; the first of what each returns is what `scaled_dot_product_attention` returns."""
+
+
+@register_flop_formula(flash_attention_on_cpu)
+def _flops_of_attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def _flops_of_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
+    return sdpa_backward_flop_count(grad, query, key, value)
 
 
 unsafe_view = torch.ops.aten._unsafe_view

@@ -10,12 +10,14 @@ fsdp2.py        the same as torch's FSDP2 does it
 simulate.py     a trace, a plan and options, run by the planner that runs the training
 allocator.py    a model of torch's caching allocator, for what is reserved
 hardware.py     constants of GPUs and networks, each with its source
+calibrate.py    the same of this machine, measured
 clock.py        a program on a clock: what computes when, what is under way, and what is waited for
 setup.py        from what a user gives to what is simulated
 facts.py        what a step takes: verdict, peak, seconds
 report.py       the same as text and as figures
 picture.py      the same as HTML, PNG and a trace for Perfetto
-recorded.py     a run that was recorded
+recorded.py     record(), and the run that was recorded
+comparison.py   a run held against its prediction
 explanation.py  explain(), and Explanation
 command.py      the command line
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
+
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.hardware import Gpu, Network
 from fullshard.foresight.program import Await, Launch, Place, Program
@@ -65,8 +67,12 @@ class Timeline:
 
 def op_seconds(op: Op, gpu: Gpu) -> float:
     """How long an operator computes."""
-    part = gpu.attention if "attention" in op.name else gpu.matmul
-    return max(op.flops / (1 + op.causal) / (gpu.peak(op.dtype) * part), op.nbytes / (gpu.bandwidth * gpu.streaming))
+    part, nbytes = gpu.matmul, op.nbytes
+    if gpu.synchronous and op.dtype in (torch.bfloat16, torch.float16):
+        nbytes *= 2  # a CPU computes as many elements in a second, whatever their size
+    if "attention" in op.name:
+        part = gpu.attention_fp32 if op.dtype == torch.float32 else gpu.attention
+    return max(op.flops / (1 + op.causal) / (gpu.peak(op.dtype) * part), nbytes / (gpu.bandwidth * gpu.streaming))
 
 
 def message_seconds(message: Message, lane: str, gpu: Gpu, network: Network) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.explanation import Explanation, explain
 from fullshard.foresight.hardware import GPUS, NETWORKS
 from fullshard.foresight.optimizer import OPTIMIZERS
@@ -44,6 +45,23 @@ def add_explain(commands: Any) -> None:
     to.add_argument("--png", help="write pictures here, by matplotlib")
     to.add_argument("--perfetto", help="write a trace for ui.perfetto.dev here")
     to.add_argument("--json", help="write the figures here")
+
+
+def add_calibrate(commands: Any) -> None:
+    """The command line of `calibrate`."""
+    to = commands.add_parser("calibrate", help="measure this machine, in less than a minute, for explain's --gpu and --net")
+    to.add_argument("--out", default="machine.json", help="file to write (default: machine.json)")
+    to.add_argument("--ranks", type=int, help="processes to start (default: one for each GPU, or two on the CPU)")
+
+
+def run_calibrate(options: argparse.Namespace) -> None:
+    """Measure, write and print."""
+    gpu, network = calibrate(options.out, ranks=options.ranks)
+    print(
+        f"products {gpu.fp32 / 1e9:,.0f} Gflop/s in fp32, {gpu.bf16 / 1e9:,.0f} in bf16; memory {gpu.bandwidth / 1e9:.1f} "
+        f"GB/s; {gpu.launch * 1e6:.1f} us for an operator; messages {gpu.link / 1e9:.2f} GB/s and {network.base * 1e6:.0f} us "
+        f"each; computing {gpu.overlap:.2f} times as long while one is under way\nwritten: {options.out}"
+    )
 
 
 def run_explain(options: argparse.Namespace, parts: dict[str, Any], load: Load) -> int:
@@ -112,4 +130,4 @@ def _write(options: argparse.Namespace, found: list[Explanation]) -> None:
             print(f"written: {Path(path)}")
 
 
-__all__ = ["add_explain", "run_explain"]
+__all__ = ["add_calibrate", "add_explain", "run_calibrate", "run_explain"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fullshard.foresight.comparison import Comparison, compare
 from fullshard.foresight.facts import Facts
 from fullshard.foresight.hardware import Gpu, Network, gpu_of, network_of
 from fullshard.foresight.optimizer import Factory, named
@@ -80,6 +81,23 @@ class Explanation(Facts):
         return replace(
             self, setting=setting, gpu=found, network=network, simulation=simulate(self.traced.trace, self.plan, setting)
         )
+
+    def against(self, run: Recorded) -> Comparison:
+        """Hold a recorded run against this prediction.
+
+        Args:
+            run: of `record`, after its block.
+
+        Returns:
+            What differs by 5 % or more, the largest first, with causes; prints as a report.
+
+        Raises:
+            StateError: if fewer than two optimizer steps were recorded.
+
+        Example:
+            >>> print(r.against(run))                                                         # doctest: +SKIP
+        """
+        return compare(self, run)
 
     # --- telling ---
 
@@ -222,6 +240,7 @@ def explain(
         microbatches=microbatches,
         accumulate=accumulate,
         accelerator=accelerator,
+        gloo=not accelerator,
         optimizer=step_of(factory, traced.plan, ranks, accelerator=accelerator),
         engine=engine,
     )

@@ -81,8 +81,7 @@ class Fsdp2Reduction(SimulatedReduction):
         """Send the message."""
         plan = self.plan
         nbytes = plan.layout.ranks * self._numel * plan.dtypes.reduce.itemsize
-        self.group.send(Message("reduce_scatter", plan.dtypes.reduce, nbytes, 1, plan.layout.ranks))
-        return StartedWork()
+        return self.group.exchange(Message("reduce_scatter", plan.dtypes.reduce, nbytes, 1, plan.layout.ranks))
 
 
 __all__ = ["Fsdp2Group", "Fsdp2Reduction"]

@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from fullshard.collectives.base import StartedWork
+from fullshard.collectives.base import StartedWork, together
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.program import Program
@@ -23,6 +23,7 @@ class GroupPlan:
     parameters: qualified names.      axis: "shards", or "everywhere" for what cannot be cut; the log that its calls are in.
     replicas: ranks that hold the same shards, 1 if there are no others.      subgroup: ranks of a smaller group, or None.
     host: whether shards are kept in the host's memory.      accelerator: whether kernels are those of one, or of the CPU.
+    gloo: whether messages travel by gloo, which sums in memory of its own.
     in_flight: how many groups' gradients may be on their way.
     """
 
@@ -38,6 +39,7 @@ class GroupPlan:
     subgroup: int | None
     host: bool
     accelerator: bool
+    gloo: bool
     in_flight: int
 
     @property
@@ -87,6 +89,17 @@ class SimulatedGroup:
         """Allocate a block of this group."""
         return self.ledger.take(nbytes, category, self.plan.unit, pool)
 
+    def exchange(self, message: Message) -> StartedWork:
+        """Send a message whose chunks are summed. gloo receives those of other ranks beside them, as `GlooCollectives`."""
+        self.send(message)
+        if not self.plan.gloo or message.ranks == 1:
+            return StartedWork()
+        pair = message.ranks == 2
+        received = message.nbytes // 2 if pair and message.kind == "reduce_scatter" else message.nbytes
+        sent = 0 if message.kind == "reduce_scatter" else message.nbytes
+        blocks = [self.take(received, "staging"), self.take(sent, "staging")]
+        return StartedWork(then=lambda: self.ledger.give_all(blocks), unpollable=True)
+
     # --- gathering ---
 
     def gather(self) -> StartedWork:
@@ -110,7 +123,8 @@ class SimulatedGroup:
             numel = layout.ranks * sum(bucket.size for bucket in layout.buckets)
             self.send(Message("all_gather", compute, numel * compute.itemsize, len(layout.buckets), layout.ranks))
         if layout.summed:
-            self.send(Message("all_reduce", torch.int32, layout.summed_region[1] * compute.itemsize, 1, layout.ranks))
+            nbytes = layout.summed_region[1] * compute.itemsize
+            return self.exchange(Message("all_reduce", torch.int32, nbytes, 1, layout.ranks))
         return StartedWork()
 
     def finish_gather(self) -> None:
@@ -235,31 +249,34 @@ class SimulatedReduction:
         slices, sums, itemsize = plan.reduction.slices, plan.reduction.sums, plan.dtypes.reduce.itemsize
         sizes, ranks = self._sizes, plan.layout.ranks
         if not slices and not sums:
-            self._scatter(sizes)
-            return StartedWork()
+            return self._scatter(sizes)
         most = max((ranks * sum(part.size for part in parts) for parts in slices), default=0)
         buffer = group.take(most * itemsize, "staging", "reduce")
         group.copy(ranks * sum(part.size for parts in slices for part in parts) * (plan.dtypes.compute.itemsize + itemsize))
+        started = StartedWork()
         for parts in slices or ((),):
             sizes = [*sizes, *(ranks * part.size for part in parts)]
-            self._scatter(sizes)
+            started = self._scatter(sizes)
             sizes = []
-        started = self._start_sums(sums) if sums else StartedWork()
+        if sums:
+            started = together(started, self._start_sums(sums))
         group.ledger.give(buffer)
         return started
 
     def _start_sums(self, sums: Sequence[Sequence[Slice]]) -> StartedWork:
         plan, group, itemsize = self.plan, self.group, self.plan.dtypes.reduce.itemsize
         buffer = group.take(max(sum(part.size for part in parts) for parts in sums) * itemsize, "staging", "reduce")
+        started = StartedWork()
         for parts in sums:
             nbytes = sum(part.size for part in parts) * itemsize
-            group.send(Message("all_reduce", plan.dtypes.reduce, nbytes, 1, plan.layout.ranks))
-        return StartedWork(then=lambda: group.ledger.give(buffer))
+            started = group.exchange(Message("all_reduce", plan.dtypes.reduce, nbytes, 1, plan.layout.ranks))
+        return together(started, StartedWork(then=lambda: group.ledger.give(buffer)))
 
-    def _scatter(self, sizes: Sequence[int]) -> None:
-        dtype = self.plan.dtypes.reduce
-        if sizes:
-            self.group.send(Message("reduce_scatter", dtype, sum(sizes) * dtype.itemsize, len(sizes), self.plan.layout.ranks))
+    def _scatter(self, sizes: Sequence[int]) -> StartedWork:
+        dtype, ranks = self.plan.dtypes.reduce, self.plan.layout.ranks
+        if not sizes:
+            return StartedWork()
+        return self.group.exchange(Message("reduce_scatter", dtype, sum(sizes) * dtype.itemsize, len(sizes), ranks))
 
     def finish(self) -> None:
         """The sum over shards is there."""
@@ -269,10 +286,10 @@ class SimulatedReduction:
     def replicate(self) -> StartedWork:
         """As `Reduction.replicate`."""
         plan = self.plan
-        if plan.layout.shard_numel:
-            nbytes = plan.layout.shard_numel * plan.dtypes.reduce.itemsize
-            self.group.send(Message("all_reduce", plan.dtypes.reduce, nbytes, 1, plan.replicas))
-        return StartedWork()
+        if not plan.layout.shard_numel:
+            return StartedWork()
+        nbytes = plan.layout.shard_numel * plan.dtypes.reduce.itemsize
+        return self.group.exchange(Message("all_reduce", plan.dtypes.reduce, nbytes, 1, plan.replicas))
 
     def _end(self) -> None:
         if self.plan.dtypes.storage != self.plan.dtypes.reduce:

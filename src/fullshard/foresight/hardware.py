@@ -26,7 +26,8 @@ class Gpu:
         link: bus bandwidth of a collective inside one machine, in bytes/s.
         per_node: GPUs of one machine.
         matmul: the part of the peak that large products reach.
-        attention: the part that flash attention reaches, of what it computes (half of it, if it looks back only).
+        attention: the part of the peak that attention in 16 bits reaches, of what it computes (half, if it looks back only).
+        attention_fp32: likewise in fp32.
         streaming: the part of the bandwidth that elementwise kernels reach.
         launch: seconds of the host's time for one operator of a forward or backward.
         overlap: by what factor computing takes longer while a message is under way.
@@ -48,6 +49,7 @@ class Gpu:
     per_node: int = 8
     matmul: float = 0.51
     attention: float = 0.35
+    attention_fp32: float = 0.35
     streaming: float = 0.80
     launch: float = 6e-6
     overlap: float = 1.05

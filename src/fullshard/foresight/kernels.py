@@ -21,6 +21,33 @@ def fused_kernels() -> AbstractContextManager[None]:
     return _torch.meta_kernels(kernels)
 
 
+def host_kernels() -> AbstractContextManager[None]:
+    """Likewise for the CPU, which has attention as one kernel, and takes RMSNorm apart."""
+    return _torch.meta_kernels({"scaled_dot_product_attention": _attention_on_cpu})
+
+
+def _attention_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The CPU's flash attention; what it cannot do it takes apart, as torch does there."""
+    if dropout_p or enable_gqa or query.dim() != 4:
+        return _torch.attention_taken_apart(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    mask = attn_mask
+    if mask is not None and not mask.is_floating_point():
+        mask = torch.zeros_like(mask, dtype=query.dtype)
+    flash: Tensor = _torch.flash_attention_on_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+    return flash
+
+
 def _attention(
     query: Tensor,  # (..., heads, length, dim)
     key: Tensor,  # (..., heads of keys and values, length of the keys, dim)
@@ -80,4 +107,4 @@ def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = No
     return _RMSNorm.apply(x, normalized_shape, weight)  # type: ignore[no-any-return]
 
 
-__all__ = ["fused_kernels"]
+__all__ = ["fused_kernels", "host_kernels"]

@@ -69,6 +69,10 @@ class Ledger:
         for block in reversed(blocks):
             self.give(block)
 
+    def level_at(self, changes: int) -> int:
+        """Bytes on the device after so many changes."""
+        return sum(nbytes for (category, _), nbytes in self.at(changes).items() if category != "pinned host")
+
     def at_peak(self) -> dict[tuple[Category, str], int]:
         """Bytes by category and unit where the sum is largest."""
         return self.at(self.peak_after)

@@ -54,6 +54,7 @@ class Setting:
         microbatches: forwards and backwards per step.
         accumulate: whether all of them but the last are without communication.
         accelerator: whether lanes are streams and kernels those of an accelerator; the CPU's need more memory for casts.
+        gloo: whether messages travel by gloo, as they do on the CPU.
         optimizer: its step over the local shards; None steps nothing.
         engine: "fullshard", or "fsdp2": as torch's FSDP2 uses memory and messages, to compare.
     """
@@ -68,6 +69,7 @@ class Setting:
     microbatches: int = 1
     accumulate: bool = True
     accelerator: bool = True
+    gloo: bool = False
     optimizer: OptimizerStep | None = None
     engine: Engine = "fullshard"
 
@@ -97,8 +99,6 @@ class Simulation:
 
 def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
     """Run two steps: the first has no order to prefetch by, the second is like all that follow.
-
-    Of a backend whose collectives run in order and are over at once, as those of torch's fake group.
 
     Args:
         trace: of the model that the plan is of, with the dtypes of the setting.
@@ -464,7 +464,7 @@ def _group_plan(
         unit=name,
         parameters=tuple(entry.name for entry in entries),
         layout=layout,
-        reduction=layout.reduction(as_is=as_is, in_order=ranks > 1, itemsize=dtypes.reduce.itemsize),
+        reduction=layout.reduction(as_is=as_is, in_order=ranks > 1 and not setting.gloo, itemsize=dtypes.reduce.itemsize),
         dtypes=dtypes,
         trainable=trainable,
         axis="everywhere" if scalar else "shards",
@@ -473,6 +473,7 @@ def _group_plan(
         subgroup=None if subgroup is None or subgroup >= ranks else subgroup,
         host=isinstance(options.offload, CPUOffloadPolicy),
         accelerator=setting.accelerator,
+        gloo=setting.gloo,
         in_flight=options.comm.reductions_in_flight,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from fullshard import _torch
-from fullshard.foresight.kernels import fused_kernels
+from fullshard.foresight.kernels import fused_kernels, host_kernels
 from fullshard.frontend.hooks import cast_floats, tensors_in
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.runtime.backward import NodeHooks
@@ -230,7 +230,7 @@ def trace(
         batch: the inputs of its forward, tensors on meta among them.
         loss: makes the tensor that `backward` is called on out of what the forward returns.
         mp_policy: the dtypes, as `fully_shard` takes them.
-        accelerator: whether attention and RMSNorm are single kernels (flash or memory-efficient attention), as there.
+        accelerator: whether attention and RMSNorm are single kernels, as there, or only attention, as on the CPU.
 
     Returns:
         The trace.
@@ -257,7 +257,7 @@ def trace(
     inputs = recorder.know(list(tensors_in(batch)))
     named = isinstance(batch, Mapping)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    with _hooks(model, recorder), fused_kernels() if accelerator else nullcontext(), recorder:
+    with _hooks(model, recorder), fused_kernels() if accelerator else host_kernels(), recorder:
         if mp_policy.input_dtype is not None:
             args, kwargs = cast_floats(args, mp_policy.input_dtype), cast_floats(kwargs, mp_policy.input_dtype)
         value = loss(model(*args, **kwargs) if not named else model(**kwargs))

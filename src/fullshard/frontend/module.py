@@ -288,7 +288,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             ValueError: if an argument is neither True nor False.
             StateError: if there is no unit at or below this module.
         """
-        _any_unit(self)
+        any_unit(self)
         _flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
         _flag("recurse", recurse)
 
@@ -398,7 +398,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Whether gathers take their memory from the compute stream. fullshard's always do, and are asynchronous."""
-        _any_unit(self)
+        any_unit(self)
         _flag("async_op", async_op)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
@@ -476,7 +476,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             ValueError: if it has no `wait()`, or the mesh computes on the CPU, which has no streams.
             StateError: if there is no unit at or below this module.
         """
-        unit = _any_unit(self)
+        unit = any_unit(self)
         if runtime_of(unit).communicator.away is None:
             raise ValueError("set_post_optim_event got an event, but the mesh computes on the CPU, which has no streams")
         if not callable(getattr(event, "wait", None)):
@@ -798,7 +798,7 @@ def counting(module: nn.Module) -> Iterator[list[Message]]:
         ...     model(batch).sum().backward()
         >>> sum(message.nbytes for message in messages if message.kind == "all_gather")       # doctest: +SKIP
     """
-    with _any_unit(module).runtime.communicator.traffic.counting() as messages:
+    with any_unit(module).runtime.communicator.traffic.counting() as messages:
         yield messages
 
 
@@ -816,12 +816,13 @@ def stats(module: nn.Module) -> Stats:
     Raises:
         StateError: if there is no unit at or below `module`.
     """
-    unit = _any_unit(module)
+    unit = any_unit(module)
     lint.remark_on_prefetch(unit)
     return replace(unit.runtime.planner.prefetch.stats)
 
 
-def _any_unit(module: nn.Module) -> Unit:
+def any_unit(module: nn.Module) -> Unit:
+    """A unit at or below `module`. Raises StateError if there is none."""
     units: Sequence[Unit] = list(units_of(module, True))
     if not units:
         raise StateError(f"no module in this {type(module).__name__} is a unit: call fully_shard first")
@@ -832,6 +833,7 @@ __all__ = [
     "FSDPModule",
     "UnshardHandle",
     "accumulate",
+    "any_unit",
     "applying",
     "counting",
     "described",

@@ -256,6 +256,16 @@ class Communicator:
         reduce = collectives.all_reduce_max if maximum else collectives.all_reduce
         self.send(self.reduce_lane, fingerprints, action, partial(reduce, tensor)).wait()
 
+    @contextmanager
+    def on_lanes(self, wrap: Callable[[str, Lane], Lane]) -> Iterator[None]:
+        """For the length of a block, messages travel on what `wrap` makes of each lane and its name."""
+        plain = self.gather_lane, self.reduce_lane, self.replicate_lane
+        self.gather_lane, self.reduce_lane, self.replicate_lane = map(wrap, ("gather", "reduce", "replicate"), plain)
+        try:
+            yield
+        finally:
+            self.gather_lane, self.reduce_lane, self.replicate_lane = plain
+
     def order_behind_lanes(self) -> None:
         """Nothing is waited for any longer, and the compute lane is ordered behind whatever the others were given."""
         if self.wait_state is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.autograd.profiler import record_function
@@ -89,6 +91,16 @@ class Executor:
             except BaseException:
                 self._roll_back(actions[index:])
                 raise
+
+    @contextmanager
+    def watched(self, around: Callable[[type[Action], Callable[[Unit], None], Unit], None]) -> Iterator[None]:
+        """For the length of a block, `around` runs every action: it is called with its kind, what runs it, and the unit."""
+        plain = self._run
+        self._run = {kind: partial(around, kind, run) for kind, run in plain.items()}
+        try:
+            yield
+        finally:
+            self._run = plain
 
     def _roll_back(self, actions: Sequence[Action]) -> None:
         """An action raised: it and those planned behind it did not happen, so their units hold nothing."""

@@ -1,0 +1,257 @@
+"""Constants of this machine, measured: how fast it computes, and how fast messages of this library travel on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from fullshard.collectives.backends import collectives_for
+from fullshard.collectives.base import StartedWork
+from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, Gpu, Network, write_machine
+
+SIZES = ((512, 256, 256), (1024, 256, 768), (1024, 512, 512), (512, 1024, 1024))
+"""Products that the CPU is measured by, (m, k, n): those of small models, as run on CPUs."""
+
+LARGE = ((4096, 4096, 4096), (8192, 4096, 11008), (8192, 8192, 8192))
+"""Likewise an accelerator."""
+
+
+def calibrate(out: str | Path, *, ranks: int | None = None) -> tuple[Gpu, Network]:
+    """Measure this machine, in less than a minute, and write a file for `explain(gpu=..., net=...)`.
+
+    Every rank measures at the same time, as they compute at the same time in training. Under torchrun its ranks take part, so
+    that messages between machines are measured, too; else `ranks` processes are started here.
+
+    Args:
+        out: path of the file of JSON.
+        ranks: how many processes to start; None is one for each GPU, or two on the CPU.
+
+    Returns:
+        The constants that were written.
+
+    Raises:
+        ValueError: if `ranks` is less than 1.
+
+    Example:
+        >>> calibrate("machine.json")                                                         # doctest: +SKIP
+    """
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        try:
+            return _together(Path(out))
+        finally:
+            dist.destroy_process_group()
+    if dist.is_initialized():
+        return _together(Path(out))
+    started = ranks or torch.cuda.device_count() or 2
+    if started < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks!r}")
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_process, (started, f"{folder}/store", str(out)), nprocs=started)
+    found = json.loads(Path(out).read_text())
+    return Gpu(**found["gpu"]), Network(**found["net"])
+
+
+def _process(rank: int, ranks: int, store: str, out: str) -> None:
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    _together(Path(out))
+    dist.destroy_process_group()
+
+
+def _together(out: Path) -> tuple[Gpu, Network]:
+    """All ranks measure; the first writes the median."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    mine = _Bench(device).measure()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    middle = {name: median(one[name] for one in found) for name in mine}
+    gpu, network = _machine(device, middle)
+    if dist.get_rank() == 0:
+        write_machine(out, gpu, network)
+    dist.barrier()
+    return gpu, network
+
+
+def _machine(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Network]:
+    told = f"measured by calibrate with torch {torch.__version__} on {dist.get_world_size()} ranks"
+    shared = {
+        "matmul": 1.0,
+        "attention": found["attention"] / found["bf16"],
+        "attention_fp32": found["attention_fp32"] / found["fp32"],
+        "streaming": 1.0,
+        "bf16": found["bf16"],
+        "fp32": found["fp32"],
+        "bandwidth": found["bandwidth"],
+        "launch": found["launch"],
+        "link": found["link"],
+        "overlap": found["overlap"],
+        "source": told,
+    }
+    if device.type == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dist.get_world_size()
+        gpu = replace(GPUS["cpu"], name="measured", memory=memory, **shared)  # type: ignore[arg-type]
+        network = replace(NETWORKS["gloo"], base=found["latency"], step=0.0, hop=0.0, source=told)
+        return gpu, replace(network, name="measured", per_gpu=found["link"])
+    memory = torch.cuda.get_device_properties(device).total_memory
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    gpu = replace(GPUS["h100-sxm"], name="measured", memory=memory, per_node=per_node, context=2 * GIB, **shared)  # type: ignore[arg-type]
+    several = dist.get_world_size() > per_node
+    network = replace(NETWORKS["ib-400"], name="measured", source=told)
+    return gpu, replace(network, per_gpu=found["link"] / per_node, efficiency=1.0) if several else network
+
+
+@dataclass
+class _Bench:
+    """Measurements of one rank."""
+
+    device: torch.device
+
+    def measure(self) -> dict[str, float]:
+        """flop/s, bytes/s, seconds, factors."""
+        sizes = SIZES if self.device.type == "cpu" else LARGE
+        found = {
+            "fp32": self._products(sizes, torch.float32),
+            "bf16": self._products(sizes, torch.bfloat16),
+            "bandwidth": self._bandwidth(),
+            "launch": self._launch(),
+            "attention": self._attention(torch.bfloat16),
+            "attention_fp32": self._attention(torch.float32),
+        }
+        return {**found, **self._network(sizes)}
+
+    def _seconds(self, work: Callable[[], object], *, least: float = 0.3) -> float:
+        """The median of runs of `work`, for at least so many seconds."""
+        work()
+        self._sync()
+        times: list[float] = []
+        while sum(times) < least or len(times) < 5:
+            began = time.perf_counter()
+            work()
+            self._sync()
+            times.append(time.perf_counter() - began)
+        return median(times)
+
+    def _sync(self) -> None:
+        if self.device.type != "cpu":
+            torch.cuda.synchronize(self.device)
+
+    def _products(self, sizes: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> float:
+        """Of products of these sizes, forward and both of backward, as a linear layer has them."""
+        seconds = 0.0
+        for m, k, n in sizes:
+            x, weight, grad = (torch.randn(shape, device=self.device).to(dtype) for shape in ((m, k), (n, k), (m, n)))
+
+            def work(x: Tensor = x, weight: Tensor = weight, grad: Tensor = grad) -> None:
+                _ = x @ weight.t(), grad @ weight, grad.t() @ x
+
+            seconds += self._seconds(work)
+        return sum(6 * prod(size) for size in sizes) / seconds
+
+    def _bandwidth(self) -> float:
+        """Of elementwise kernels that allocate their results, as autograd has them.
+
+        On the CPU memory is what was freed a moment ago, or new and without pages yet: half and half.
+        """
+        rates = []
+        for numel in (1 << 18, 1 << 24) if self.device.type == "cpu" else (1 << 26,):
+            x, y = torch.randn(numel, device=self.device), torch.randn(numel, device=self.device)
+            rates.append(numel * 4 * (3 + 3 + 2) / self._seconds(partial(_elementwise, x, y)))
+        return len(rates) / sum(1 / rate for rate in rates)
+
+    def _launch(self) -> float:
+        """The host's time for an operator on few elements, in forward and backward."""
+        x = torch.ones(8, device=self.device, requires_grad=True)
+
+        def work() -> None:
+            y = x
+            for _ in range(50):
+                y = y * 1.01 + 1.0
+            y.sum().backward()
+
+        return self._seconds(work) / 200
+
+    def _attention(self, dtype: torch.dtype) -> float:
+        """flop/s of attention that looks back only, of what it computes."""
+        length, heads, dim = (256, 4, 32) if self.device.type == "cpu" else (4096, 16, 128)
+        q = torch.randn(2, heads, length, dim, device=self.device, dtype=dtype, requires_grad=True)
+
+        def work() -> None:
+            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            out.backward(out)
+
+        flops = (4 + 10) * 2 * heads * length * length * dim / 2
+        return flops / self._seconds(work)
+
+    def _network(self, sizes: tuple[tuple[int, int, int], ...]) -> dict[str, float]:
+        """Messages by the library's own collectives, alone and while it computes."""
+        ranks = dist.get_world_size()
+        collectives = collectives_for(dist.group.WORLD, self.device)
+        numel = (1 << 20 if self.device.type == "cpu" else 1 << 26) // ranks * ranks
+        full, shard = torch.zeros(numel, device=self.device), torch.zeros(numel // ranks, device=self.device)
+        small, part = torch.zeros(256 * ranks, device=self.device), torch.zeros(256, device=self.device)
+        gather, tiny = collectives.gatherer([full], [shard]), collectives.gatherer([small], [part])
+        latency = min(self._times(lambda: _end(tiny())))
+        seconds = self._paired(lambda: _end(gather())) + self._paired(
+            lambda: _end(collectives.reduce_scatter([shard], [full], 1.0 / ranks))
+        )
+        link = 2 * numel * 4 * (ranks - 1) / ranks / max(seconds / 4, seconds - 2 * latency)
+        m, k, n = sizes[-1]
+        x, y = torch.randn(m, k, device=self.device), torch.randn(k, n, device=self.device)
+        alone = self._seconds(lambda: x @ y)
+
+        def both() -> None:
+            pending = gather()
+            _ = x @ y
+            _end(pending)
+
+        overlapped = self._paired(both)
+        hidden = max(1.0, overlapped / max(alone, seconds / 2))
+        return {"link": link if ranks > 1 else 1e12, "latency": latency, "overlap": min(2.0, hidden)}
+
+    def _paired(self, work: Callable[[], object]) -> float:
+        """As `_seconds`, with as many runs on each rank."""
+        return median(self._times(work))
+
+    def _times(self, work: Callable[[], object]) -> list[float]:
+        times: list[float] = []
+        for _ in range(20):
+            dist.barrier()
+            began = time.perf_counter()
+            work()
+            self._sync()
+            times.append(time.perf_counter() - began)
+        return times
+
+
+def _elementwise(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return x * y, x + y, x.sigmoid()
+
+
+def _end(started: StartedWork) -> None:
+    for work in started.works:
+        work.wait()
+    if started.then is not None:
+        started.then()
+
+
+__all__ = ["calibrate"]

@@ -1,0 +1,159 @@
+"""A recorded run held against its prediction: what differs, the largest first, each with its cause."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fullshard.collectives.traffic import Message
+from fullshard.foresight.clock import message_seconds
+from fullshard.foresight.facts import Facts
+from fullshard.foresight.program import Place
+from fullshard.foresight.recorded import Recorded
+from fullshard.wrap.tables import bytes_text, span
+
+LEAST = 0.05
+"""Differences below this part of what was predicted are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that a run did otherwise than it was predicted.
+
+    Args:
+        what: "messages", "memory", "computing", "waiting", "network" or "ranks".
+        text: says what, and why.
+        weight: the part of the step, or of the memory, that it is.
+
+    Example:
+        >>> print(Difference("computing", "computing takes 1.5 times as long", 0.3))
+        computing: computing takes 1.5 times as long
+    """
+
+    what: str
+    text: str
+    weight: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a run did otherwise than it was predicted, the largest first. Prints as a report.
+
+    Args:
+        measured: seconds of a step of the run.
+        predicted: seconds of a step that were predicted.
+        differences: those of at least 5 %.
+
+    Example:
+        >>> print(Comparison(1.1, 1.0, ()))
+        step: 1100.0 ms, predicted 1000.0 ms (1.10 of it)
+        nothing else differs by 5% or more
+    """
+
+    measured: float
+    predicted: float
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        ratio = self.measured / self.predicted
+        head = f"step: {self.measured * 1e3:.1f} ms, predicted {self.predicted * 1e3:.1f} ms ({ratio:.2f} of it)"
+        return "\n".join([head, *(str(found) for found in self.differences or ["nothing else differs by 5% or more"])])
+
+
+def compare(r: Facts, run: Recorded) -> Comparison:
+    """Hold a run against a prediction."""
+    found = [*_messages(r, run), *_memory(r, run), *_time(r, run), *_network(r, run), *_ranks(run)]
+    found = sorted((one for one in found if one.weight >= LEAST), key=lambda one: -one.weight)
+    return Comparison(run.step, r.step.middle, tuple(found))
+
+
+def _messages(r: Facts, run: Recorded) -> Iterator[Difference]:
+    """Messages are predicted exactly: any difference is another model, plan or setting."""
+    theirs, ours = Counter(map(_key, run.messages)), Counter(map(_key, r.messages))
+    for (kind, nbytes, ranks), count in ((theirs - ours) + (ours - theirs)).items():
+        more = "more" if theirs[kind, nbytes, ranks] > ours[kind, nbytes, ranks] else "fewer"
+        yield Difference(
+            "messages",
+            f"{count} {more} of kind {kind} of {bytes_text(nbytes)} over {ranks} ranks: another model, plan or setting ran",
+            max(LEAST, count / max(1, len(r.messages))),
+        )
+
+
+def _key(message: Message) -> tuple[str, int, int]:
+    return message.kind, message.nbytes, message.ranks
+
+
+def _memory(r: Facts, run: Recorded) -> Iterator[Difference]:
+    if run.peak is None or run.reserved is None:
+        return
+    for what, theirs, ours in (("tensors", run.peak, r.peak), ("what the allocator reserved", run.reserved, r.reserved)):
+        yield Difference(
+            "memory", f"{what} {bytes_text(theirs)}, predicted {bytes_text(ours)}{_grown(r, run)}", abs(theirs - ours) / ours
+        )
+
+
+def _grown(r: Facts, run: Recorded) -> str:
+    """Units whose forward leaves more or less behind than was traced."""
+    predicted = {place.unit: r.simulation.ledger.level_at(place.changes) for place in reversed(_forwards(r))}
+    names = [name for name in run.levels if name in predicted]
+    surplus = {
+        name: (run.levels[after] - run.levels[name]) - (predicted[after] - predicted[name]) for name, after in pairwise(names)
+    }
+    total = sum(surplus.values())
+    if not surplus or abs(total) < LEAST * r.peak:
+        return ""
+    units = [name for name, nbytes in surplus.items() if abs(nbytes) > abs(total) / len(surplus) / 2]
+    where = units[0] if len(units) == 1 else span(units[0], units[-1])
+    more = "more" if total > 0 else "less"
+    return f"; the forward of {where} leaves {bytes_text(abs(total))} {more} than was traced: its operators save other tensors"
+
+
+def _forwards(r: Facts) -> list[Place]:
+    return [place for place in r.simulation.program.places if place.phase == "forward" and place.unit]
+
+
+def _time(r: Facts, run: Recorded) -> Iterator[Difference]:
+    waiting = run.waiting
+    computing = run.step - sum(waiting.values())
+    predicted = r.step.middle - r.timeline.waiting
+    yield Difference(
+        "computing",
+        f"{computing * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms: {computing / predicted:.2f} of it",
+        abs(computing - predicted) / r.step.middle,
+    )
+    for unit in dict.fromkeys([*waiting, *r.exposed]):
+        theirs, ours = waiting.get(unit, 0.0), r.exposed.get(unit, 0.0)
+        yield Difference(
+            "waiting",
+            f"for {unit or 'the end of backward'} {theirs * 1e3:.1f} ms, predicted {ours * 1e3:.1f} ms",
+            abs(theirs - ours) / r.step.middle,
+        )
+
+
+def _network(r: Facts, run: Recorded) -> Iterator[Difference]:
+    for kind, speed in run.speeds().items():
+        largest = max((m for m in r.messages if m.kind == kind and m.ranks > 1), key=lambda m: m.nbytes, default=None)
+        if largest is None:
+            continue
+        assumed = largest.nbytes / message_seconds(largest, "gather", r.gpu, r.network)
+        part = run.waiting and sum(run.waiting.values()) / run.step
+        if not 1 - LEAST < speed / assumed < 1 + LEAST:
+            yield Difference(
+                "network",
+                f"messages of kind {kind} travel at {speed / 1e9:.2f} GB/s, {speed / assumed:.2f} of the speed assumed",
+                float(part or 0.0),
+            )
+
+
+def _ranks(run: Recorded) -> Iterator[Difference]:
+    for rank, part in run.late().items():
+        if part > 0.5:
+            yield Difference("ranks", f"the others wait for rank {rank} in {part:.0%} of the steps", part)
+
+
+__all__ = ["Comparison", "Difference", "compare"]
