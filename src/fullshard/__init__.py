@@ -26,6 +26,8 @@ from fullshard.collectives.traffic import Message
 from fullshard.errors import InternalError, StateError
 from fullshard.foresight.explanation import Explanation, explain
 from fullshard.foresight.recorded import record
+from fullshard.foresight.search import search
+from fullshard.foresight.trace import routed
 from fullshard.frontend.any_failed import any_failed
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.autograd import grad
@@ -91,6 +93,8 @@ __all__ = [
     "record",
     "register_fsdp_forward_method",
     "resident",
+    "routed",
+    "search",
     "shard_model",
     "share_comm_ctx",
     "stats",

@@ -267,7 +267,7 @@ def test_a_model_that_is_no_function_or_asks_for_values_is_refused() -> None:
         fullshard.explain(nn.Linear(4, 4), batch, world=2)
     with pytest.raises(ValueError, match=r"build\(\) must return an nn.Module, got a int"):
         fullshard.explain(lambda: 3, batch, world=2)
-    with pytest.raises(ValueError, match=r"depends on values.*fullshard\.footprint\('aten::_local_scalar_dense'"):
+    with pytest.raises(ValueError, match=r"depends on values.*explain\(footprints=\{'aten::_local_scalar_dense'"):
         fullshard.explain(Asks, batch, world=2)
 
 
@@ -317,3 +317,79 @@ def test_the_command_line_says_it_in_its_exit_status(arguments: str, status: int
     assert found.returncode == status, found.stderr
     lines = (found.stdout if status < 2 else found.stderr).splitlines()
     assert told in lines[0] and (status < 2 or len(lines) == 1)
+
+
+# --- searching ---
+
+
+def test_a_search_names_the_smallest_change_that_fits_and_what_no_other_beats() -> None:
+    base = explain(rows=4096)
+    memory = int((base.needed - (8 << 20)) / 0.92)  # a little too small
+    gpu = replace(GPUS["h100-sxm"], memory=memory)
+    found = fullshard.search(partial(build, DIM), torch.empty(4096, DIM), world=8, loss=torch.sum, gpu=gpu)
+    assert not found.allows(found.base) and found.smallest is not None and len(found.smallest.changes) == 1
+    assert found.allows(found.smallest) and found.best is found.smallest
+    others = [one for one in found.tried if len(one.changes) == 1 and found.allows(one)]
+    assert all(one.speed <= found.smallest.speed for one in others)
+    for one in found.front:
+        assert not [other for other in found.tried if other.speed > one.speed and other.needed < one.needed]
+    names = {name for one in found.tried for name in one.changes}
+    assert {"recompute", "microbatches", "reshard_after_forward", "mp_policy", "comm_policy", "offload_policy", "plan"} <= names
+    assert f"the smallest change that fits: {found.smallest}" in str(found)
+    again = explain(rows=4096, gpu=gpu, **found.smallest.changes)
+    assert again.needed == found.smallest.needed, "what a search says is what explain says"
+
+
+def test_a_search_grows_the_batch_and_shrinks_the_world_until_it_does_not_fit() -> None:
+    gpu = replace(GPUS["h100-sxm"], memory=int((explain(rows=4096).needed) / 0.92) + (64 << 20))
+    larger = fullshard.search(
+        partial(build, DIM), torch.empty(1024, DIM), goal="largest_batch", world=8, loss=torch.sum, gpu=gpu
+    )
+    assert larger.best is not None and larger.best.changes["rows"] >= 4096
+    fewer = fullshard.search(partial(build, DIM), torch.empty(1024, DIM), goal="fewest_gpus", world=8, loss=torch.sum, gpu=gpu)
+    assert fewer.best is not None and fewer.best.changes["world"] == 1
+    nothing = fullshard.search(
+        partial(build, DIM), torch.empty(64, DIM), world=8, loss=torch.sum, gpu=replace(gpu, memory=1 << 20)
+    )
+    assert nothing.best is None and "nothing that was tried fits" in str(nothing)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [({"goal": "cheapest"}, "goal must be one of fits, fastest"), ({"budget": 1.5}, "budget must be a part of the memory")],
+)
+def test_a_search_refuses_what_it_does_not_know(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        fullshard.search(build, torch.empty(64, DIM), world=8, loss=torch.sum, **options)
+
+
+# --- what depends on values ---
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(DIM, 4), nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x).topk(1, -1).indices
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return out + x[chosen[:, 0] == 0].sum()
+
+
+def test_experts_are_traced_with_the_rows_that_they_are_said_to_get() -> None:
+    def flops(imbalance: float) -> int:
+        routed = {"aten::nonzero": fullshard.routed(1 / 4, imbalance)}
+        return fullshard.explain(Experts, torch.empty(64, DIM), world=2, loss=torch.sum, footprints=routed).flops
+
+    once = 4 * 2 * 2 * (64 // 4) * DIM * DIM  # four experts, forward and weight gradient, a multiply-add is two
+    assert flops(2.0) - flops(1.0) == once and flops(1.0) - once == 2 * 2 * 64 * DIM * 4, "the rest is the router's"
+    with pytest.raises(ValueError, match=r"aten::nonzero returns by explain\(footprints=.*fullshard\.routed\(\)"):
+        fullshard.explain(Experts, torch.empty(64, DIM), world=2, loss=torch.sum)
+    with pytest.raises(ValueError, match=r"routed\(\) takes a share between 0 and 1"):
+        fullshard.routed(2.0)
+    numbers = {"aten::_local_scalar_dense": lambda tensor: 3.0}
+    assert fullshard.explain(Asks, torch.empty(2, 4), world=2, footprints=numbers).fits

@@ -19,6 +19,7 @@ picture.py      the same as HTML, PNG and a trace for Perfetto
 recorded.py     record(), and the run that was recorded
 comparison.py   a run held against its prediction
 explanation.py  explain(), and Explanation
+search.py       search(): which settings fit, and the smallest change that does
 command.py      the command line
 
 Only tracing touches tensors, and those are on meta. The planner, layouts and options are the objects of the runtime.

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fullshard.foresight.ledger import Change
+from fullshard.foresight.trace import without_collector
 
 MIB = 1 << 20
-_Key = tuple[int, int]  # (bytes, start) of a free block
 
 
 @dataclass(eq=False, slots=True)
@@ -31,20 +31,14 @@ class _Block:
 
 @dataclass(eq=False, slots=True)
 class _Pool:
-    """Blocks of one stream and kind. order: of the free ones, smallest first."""
+    """Blocks of one stream and kind. free: (bytes, start, block) of those that are free, smallest first."""
 
     small: bool
-    order: list[_Key] = field(default_factory=list)
-    blocks: dict[_Key, _Block] = field(default_factory=dict)
+    free: list[tuple[int, int, _Block]] = field(default_factory=list)
     last: _Block | None = None  # of an expandable segment
 
-    def add(self, block: _Block) -> None:
-        insort(self.order, (block.nbytes, block.start))
-        self.blocks[block.nbytes, block.start] = block
-
     def remove(self, block: _Block) -> None:
-        key = block.nbytes, block.start
-        del self.order[bisect_left(self.order, key)], self.blocks[key]
+        del self.free[bisect_left(self.free, (block.nbytes, block.start))]
 
 
 class Allocator:
@@ -69,10 +63,10 @@ class Allocator:
         pool = self._pools.get((stream, small))
         if pool is None:
             pool = self._pools[stream, small] = _Pool(small)
-        at = bisect_left(pool.order, (size, -1))
-        if at < len(pool.order):
-            block = pool.blocks[pool.order[at]]
-            pool.remove(block)
+        free = pool.free
+        at = bisect_left(free, (size, -1))
+        if at < len(free):
+            block = free.pop(at)[2]
         elif self._expandable:
             block = self._expand(pool, size)
         else:
@@ -87,7 +81,7 @@ class Allocator:
             else:
                 pool.last = rest
             block.after, block.nbytes = rest, size
-            pool.add(rest)
+            insort(free, (left, rest.start, rest))
         block.free = False
         self._held[key] = block
         self.allocated += block.nbytes
@@ -130,19 +124,21 @@ class Allocator:
                 block.after.before = block
             if pool.last is after:
                 pool.last = block
-        pool.add(block)
+        insort(pool.free, (block.nbytes, block.start, block))
 
 
 def reserved_for(changes: Iterable[Change], *, expandable: bool = False) -> int:
     """Bytes that the allocator of a device reserves for the changes of a ledger."""
     allocator = Allocator(expandable=expandable)
-    for change in changes:
-        if change.category == "pinned host":
-            continue
-        if change.nbytes > 0:
-            allocator.allocate(change.block, change.nbytes, change.pool)
-        else:
-            allocator.release(change.block)
+    allocate, release = allocator.allocate, allocator.release
+    with without_collector():
+        for nbytes, category, _, block, pool in changes:
+            if category == "pinned host":
+                continue
+            if nbytes > 0:
+                allocate(block, nbytes, pool)
+            else:
+                release(block)
     return allocator.reserved
 
 

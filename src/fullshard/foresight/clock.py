@@ -10,7 +10,6 @@ A wait on the compute lane for a collective that is not over yet is exposed time
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,7 +17,7 @@ import torch
 
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.hardware import Gpu, Network
-from fullshard.foresight.program import Await, Launch, Place, Program
+from fullshard.foresight.program import ON_HOST, Await, Launch, Place, Program
 from fullshard.foresight.trace import Op
 
 
@@ -67,6 +66,8 @@ class Timeline:
 
 def op_seconds(op: Op, gpu: Gpu) -> float:
     """How long an operator computes."""
+    if op.name == ON_HOST:
+        return op.nbytes / HOST
     part, nbytes = gpu.matmul, op.nbytes
     if gpu.synchronous and op.dtype in (torch.bfloat16, torch.float16):
         nbytes *= 2  # a CPU computes as many elements in a second, whatever their size
@@ -94,6 +95,9 @@ def message_seconds(message: Message, lane: str, gpu: Gpu, network: Network) -> 
     latency = network.base + times * ((ranks - nodes) * network.step + (nodes - 1) * network.hop)
     return latency + times * max(link, between)
 
+
+HOST = 20e9
+"""Bytes/s of one rank's share of the host's memory: eight ranks share the 300 GB/s and more of a server, at half of it."""
 
 PCIE = 50e9
 """Bytes/s between device and pinned host memory: PCIe 5.0 x16 (PCI-SIG: 63 GB/s raw), as copies reach it."""
@@ -253,18 +257,17 @@ SPREAD = ((1.12, 1.15), (0.88, 0.75))
 """Factors of computing and of the network for the ends of a band: what published runs differ by between sites."""
 
 
-def band(program: Program, gpu: Gpu, network: Network) -> tuple[Timeline, Band]:
-    """The timeline by the constants, and its seconds between better and worse ones."""
-    middle = play(program, gpu, network)
-    ends: Sequence[float] = [
+def spread(program: Program, gpu: Gpu, network: Network) -> tuple[float, float]:
+    """Seconds by better and by worse constants."""
+    low, high = (
         play(
             program,
             replace(gpu, matmul=gpu.matmul * computing, streaming=gpu.streaming * computing, link=gpu.link * links),
             replace(network, efficiency=network.efficiency * links),
         ).seconds
         for computing, links in SPREAD
-    ]
-    return middle, Band(ends[0], middle.seconds, ends[1])
+    )
+    return low, high
 
 
-__all__ = ["Band", "Span", "Timeline", "band", "message_seconds", "op_seconds", "play"]
+__all__ = ["Band", "Span", "Timeline", "message_seconds", "op_seconds", "play", "spread"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -13,6 +13,7 @@ from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.explanation import Explanation, explain
 from fullshard.foresight.hardware import GPUS, NETWORKS
 from fullshard.foresight.optimizer import OPTIMIZERS
+from fullshard.foresight.search import Goal, search
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 
 Load = Callable[[str], Any]
@@ -40,6 +41,7 @@ def add_explain(commands: Any) -> None:
     to.add_argument("--recompute", help="none, block, or every:2 (default: none)")
     to.add_argument("--engine", choices=("fullshard", "fsdp2"), help="with the copies and buffers of torch's FSDP2, to compare")
     to.add_argument("--expandable-segments", action="store_true", help="the allocator runs with expandable_segments:True")
+    to.add_argument("--find", choices=get_args(Goal), help="search for settings, too: print those that no other beats")
     to.add_argument("--price", type=float, help="of an hour of one GPU")
     to.add_argument("--html", help="write pictures here")
     to.add_argument("--png", help="write pictures here, by matplotlib")
@@ -76,6 +78,8 @@ def run_explain(options: argparse.Namespace, parts: dict[str, Any], load: Load) 
     found = [explain(**told, plan=plan) for plan in plans]
     for name, r in zip(options.plan or [""], found):
         print(f"{name}:\n{r}" if len(found) > 1 else r)
+    if options.find:
+        print(search(**told, plan=plans[0], goal=options.find))
     _write(options, found)
     return 0 if found[0].fits else 1
 

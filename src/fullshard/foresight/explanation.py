@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from fullshard.foresight.optimizer import Factory, named
 from fullshard.foresight.picture import chrome_trace, draw_png, page
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import figures, report
-from fullshard.foresight.setup import Build, Loss, Recompute, mesh_of, step_of, trace_model
+from fullshard.foresight.setup import Build, Loss, Recompute, Traced, mesh_of, step_of, trace_model
 from fullshard.foresight.simulate import Engine, Setting, simulate
+from fullshard.foresight.trace import Footprint
 from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap.tables import bytes_text
 
@@ -38,7 +40,7 @@ class Explanation(Facts):
         price: of an hour of one GPU, None if none was given.
 
     Example:
-        >>> r = explain(lambda: nn.Linear(1024, 1024), torch.empty(8, 1024), world=8, loss=torch.sum)
+        >>> r = explain(lambda: torch.nn.Linear(1024, 1024), torch.empty(8, 1024), world=8, loss=torch.sum)
         >>> r.verdict, r.at_peak["shards", "(model)"]
         ('fits', 524800)
     """
@@ -62,7 +64,7 @@ class Explanation(Facts):
             ValueError: for a name or a value that there is not.
 
         Example:
-            >>> r = explain(lambda: nn.Linear(1024, 1024), torch.empty(8, 1024), world=8, loss=torch.sum)
+            >>> r = explain(lambda: torch.nn.Linear(1024, 1024), torch.empty(8, 1024), world=8, loss=torch.sum)
             >>> r.but(ranks=16).peak < r.peak
             True
         """
@@ -175,6 +177,7 @@ def explain(
     microbatches: int = 1,
     accumulate: bool = True,
     recompute: Recompute = "none",
+    footprints: Mapping[str, Footprint] = MappingProxyType({}),
     engine: Engine = "fullshard",
     expandable_segments: bool = False,
     price: float | None = None,
@@ -204,6 +207,7 @@ def explain(
         accumulate: whether only the last of them communicates gradients.
         recompute: "none" (what the model recomputes by itself is in the trace), "block": every unit that has siblings of its
             class runs again in backward, "every:2": every second of them, or a function (name, module) -> bool of units.
+        footprints: what operators return where that depends on values, by names as "aten::nonzero"; `routed` for experts.
         engine: "fullshard", or "fsdp2": with the copies and buffers of torch's FSDP2.
         expandable_segments: whether the allocator runs with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         price: of an hour of one GPU, in any currency.
@@ -215,37 +219,85 @@ def explain(
         ValueError: for a model, batch, mesh or name that cannot be, in a line that says what to give instead.
 
     Example:
-        >>> r = explain(lambda: nn.Linear(1024, 1024), torch.empty(8, 1024), world=8, loss=torch.sum)
+        >>> r = explain(lambda: torch.nn.Linear(1024, 1024), torch.empty(8, 1024), world=8, loss=torch.sum)
         >>> print(str(r).splitlines()[0])
         fits: 2.0 GiB of 79.1 GiB on each h100-sxm, 8 ranks
     """
-    if engine not in ("fullshard", "fsdp2"):
-        raise ValueError(f"engine must be 'fullshard' or 'fsdp2', got {engine!r}")
-    ranks, replicas, hybrid = mesh_of(world, mesh)
-    found = gpu_of(gpu)
-    network = network_of(net, found)
-    factory = None if optimizer is None else named(optimizer)
-    if mp_policy is None:
-        mp_policy = MixedPrecisionPolicy() if found.synchronous else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    accelerator = not found.synchronous
-    traced = trace_model(build, batch, plan=plan, loss=loss, mp_policy=mp_policy, recompute=recompute, accelerator=accelerator)
+    told = dict(locals())
+    return answer(Question(**told))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """The arguments of `explain`."""
+
+    build: Build
+    batch: Any
+    plan: Any
+    world: int
+    mesh: Sequence[int] | int | None
+    gpu: str | Path | Gpu
+    net: str | Path | Network | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy
+    comm_policy: CommPolicy
+    reshard_after_forward: bool | int | None
+    optimizer: str | Factory | None
+    loss: Loss | None
+    microbatches: int
+    accumulate: bool
+    recompute: Recompute
+    footprints: Mapping[str, Footprint]
+    engine: Engine
+    expandable_segments: bool
+    price: float | None
+
+    @property
+    def dtypes(self) -> MixedPrecisionPolicy:
+        """Of parameters and gradients: in bf16 with fp32 reduction on a GPU, if nothing was said."""
+        if self.mp_policy is not None:
+            return self.mp_policy
+        plain = gpu_of(self.gpu).synchronous
+        return MixedPrecisionPolicy() if plain else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def answer(question: Question, traced: Traced | None = None) -> Explanation:
+    """Trace the model, if that was not done yet, and simulate a step."""
+    if question.engine not in ("fullshard", "fsdp2"):
+        raise ValueError(f"engine must be 'fullshard' or 'fsdp2', got {question.engine!r}")
+    ranks, replicas, hybrid = mesh_of(question.world, question.mesh)
+    gpu, mp_policy = gpu_of(question.gpu), question.dtypes
+    network = network_of(question.net, gpu)
+    factory = None if question.optimizer is None else named(question.optimizer)
+    accelerator = not gpu.synchronous
+    if traced is None:
+        traced = trace_model(
+            question.build,
+            question.batch,
+            plan=question.plan,
+            loss=question.loss,
+            mp_policy=mp_policy,
+            recompute=question.recompute,
+            accelerator=accelerator,
+            footprints=question.footprints,
+        )
     setting = Setting(
         ranks,
         replicas=replicas,
         hybrid=hybrid,
         mp_policy=mp_policy,
-        comm_policy=comm_policy,
-        offload_policy=offload_policy,
-        reshard_after_forward=reshard_after_forward,
-        microbatches=microbatches,
-        accumulate=accumulate,
+        comm_policy=question.comm_policy,
+        offload_policy=question.offload_policy,
+        reshard_after_forward=question.reshard_after_forward,
+        microbatches=question.microbatches,
+        accumulate=question.accumulate,
         accelerator=accelerator,
         gloo=not accelerator,
         optimizer=step_of(factory, traced.plan, ranks, accelerator=accelerator),
-        engine=engine,
+        engine=question.engine,
     )
     simulation = simulate(traced.trace, traced.plan, setting)
-    return Explanation(traced, setting, found, network, simulation, factory, expandable_segments, price)
+    return Explanation(traced, setting, gpu, network, simulation, factory, question.expandable_segments, question.price)
 
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "Question", "answer", "explain"]

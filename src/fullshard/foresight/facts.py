@@ -10,7 +10,7 @@ import torch
 
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.allocator import reserved_for
-from fullshard.foresight.clock import Band, Timeline, band
+from fullshard.foresight.clock import Band, Timeline, play, spread
 from fullshard.foresight.hardware import Gpu, Network
 from fullshard.foresight.ledger import Category
 from fullshard.foresight.optimizer import Factory
@@ -91,18 +91,15 @@ class Facts:
     # --- time ---
 
     @cached_property
-    def _timed(self) -> tuple[Timeline, Band]:
-        return band(self.simulation.program, self.gpu, self.network)
-
-    @property
     def timeline(self) -> Timeline:
         """The step on a clock, by the middle of the constants."""
-        return self._timed[0]
+        return play(self.simulation.program, self.gpu, self.network)
 
-    @property
+    @cached_property
     def step(self) -> Band:
         """Seconds of a step."""
-        return self._timed[1]
+        low, high = spread(self.simulation.program, self.gpu, self.network)
+        return Band(low, self.timeline.seconds, high)
 
     @property
     def exposed(self) -> dict[str, float]:
@@ -122,7 +119,7 @@ class Facts:
     @property
     def mfu(self) -> float:
         """Model flops utilisation (PaLM, arXiv 2204.02311, appendix B): flops / seconds / peak in the dtype of the products."""
-        return self.flops / self.step.middle / self.gpu.peak(self.compute_dtype)
+        return self.flops / self.timeline.seconds / self.gpu.peak(self.compute_dtype)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -133,7 +130,7 @@ class Facts:
     @property
     def tokens_per_second(self) -> float:
         """Tokens (elements of the batch's integers, else its rows) of one rank in a second."""
-        return self.traced.tokens * self.setting.microbatches / self.step.middle
+        return self.traced.tokens * self.setting.microbatches / self.timeline.seconds
 
     @property
     def bottleneck(self) -> str:

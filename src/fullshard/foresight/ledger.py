@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Category = Literal[
     "shards", "gathered", "staging", "gradients", "optimizer", "activations", "temporaries", "buffers", "pinned host"
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """A block is allocated, or freed if `nbytes` is less than 0.
 
     unit: the qualified name, "" if it is of none.      block: its number, the index of the change that allocated it.
@@ -39,30 +37,28 @@ class Ledger:
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
-        self._blocks: dict[int, Change] = {}
         self.level = self.peak = 0
         self.peak_after = 0  # how many changes lead to the peak
 
     def take(self, nbytes: int, category: Category, unit: str, pool: str = "compute") -> int:
         """Allocate a block. Returns what it is freed by; blocks without bytes are noted nowhere."""
-        block = len(self.changes) if nbytes else -1
-        if nbytes:
-            change = Change(nbytes, category, unit, block, pool)
-            self._blocks[block] = change
-            self.changes.append(change)
-            if category != "pinned host":
-                self.level += nbytes
+        if not nbytes:
+            return -1
+        block = len(self.changes)
+        self.changes.append(Change(nbytes, category, unit, block, pool))
+        if category != "pinned host":
+            self.level += nbytes
             if self.level > self.peak:
-                self.peak, self.peak_after = self.level, len(self.changes)
+                self.peak, self.peak_after = self.level, block + 1
         return block
 
     def give(self, block: int) -> None:
         """Free a block."""
         if block >= 0:
-            taken = self._blocks.pop(block)
-            self.changes.append(Change(-taken.nbytes, taken.category, taken.unit, block, taken.pool))
-            if taken.category != "pinned host":
-                self.level -= taken.nbytes
+            nbytes, category, unit, _, pool = self.changes[block]
+            self.changes.append(Change(-nbytes, category, unit, block, pool))
+            if category != "pinned host":
+                self.level -= nbytes
 
     def give_all(self, blocks: Sequence[int]) -> None:
         """Free the blocks of a list, last first, as Python does."""

@@ -12,6 +12,9 @@ from fullshard.collectives.streams import HostLane, LaneWork
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.trace import Op
 
+ON_HOST = "on the host"
+"""The name of an operator that the host computes, on an accelerator: the optimizer's step over offloaded shards."""
+
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 
 
@@ -146,4 +149,4 @@ class RecordedLane:
         return RecordedWork(program, launch, None)
 
 
-__all__ = ["Await", "Instruction", "Launch", "Phase", "Place", "Program", "RecordedLane", "RecordedWork"]
+__all__ = ["ON_HOST", "Await", "Instruction", "Launch", "Phase", "Place", "Program", "RecordedLane", "RecordedWork"]

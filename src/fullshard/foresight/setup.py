@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import _torch
 from fullshard.foresight.optimizer import Factory, OptimizerStep, optimizer_step
 from fullshard.foresight.simulate import Setting
-from fullshard.foresight.trace import Trace, trace
+from fullshard.foresight.trace import Footprint, Trace, trace
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import plan_model
@@ -32,6 +32,7 @@ class Traced:
     tokens: elements of the first tensor of integers in the batch, else its rows; of one rank and microbatch.
     counted: "tokens" or "rows".
     recomputed: names of the modules that backward runs again, if `explain` had it so.
+    blocks: names of the modules that are units and have siblings of their class.
     """
 
     plan: Plan
@@ -39,11 +40,12 @@ class Traced:
     tokens: int
     counted: str
     recomputed: tuple[str, ...]
+    blocks: tuple[str, ...]
 
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
-        return sum(entry.numel for unit in self.plan.units for entry in self.plan.entries(unit))
+        return sum(entry.numel for _, entries in self.plan.held() for entry in entries)
 
 
 def trace_model(
@@ -55,6 +57,7 @@ def trace_model(
     mp_policy: MixedPrecisionPolicy,
     recompute: Recompute,
     accelerator: bool,
+    footprints: Mapping[str, Footprint],
 ) -> Traced:
     """Build a model on meta, plan it, and trace a step of it.
 
@@ -63,16 +66,19 @@ def trace_model(
     """
     model = _built(build)
     found = plan_model(model, plan)
-    again = _recomputed(model, found, recompute)
+    blocks = _blocks(model, found)
+    again = _recomputed(model, found, blocks, recompute)
     for name in again:
         module = model.get_submodule(name)
         module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
-    inputs = _on_meta(batch)
+    inputs = meta_batch(batch)
     try:
-        traced = trace(model, inputs, loss=loss or _loss_of, mp_policy=mp_policy, accelerator=accelerator)
+        traced = trace(
+            model, inputs, loss=loss or _loss_of, mp_policy=mp_policy, accelerator=accelerator, footprints=footprints
+        )
     except Exception as failure:
         raise ValueError(_why(failure)) from failure
-    return Traced(found, traced, *_tokens(inputs), tuple(again))
+    return Traced(found, traced, *_tokens(inputs), tuple(again), tuple(blocks))
 
 
 def _built(build: Build) -> nn.Module:
@@ -89,7 +95,8 @@ def _built(build: Build) -> nn.Module:
     return model if real is None else model.to("meta")
 
 
-def _on_meta(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
+def meta_batch(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
+    """The arguments of a model's forward, on meta."""
     if callable(batch) and not isinstance(batch, Tensor):
         with torch.device("meta"):
             batch = batch(0)
@@ -131,15 +138,20 @@ def _loss_of(output: Any) -> Tensor:
     )
 
 
-def _recomputed(model: nn.Module, plan: Plan, recompute: Recompute) -> list[str]:
-    """The modules that backward is to run again: of those that are units, and have siblings of their class."""
+def _blocks(model: nn.Module, plan: Plan) -> list[str]:
+    """The modules that are units and have siblings of their class."""
+    units = [name for unit in plan.units for name in unit.modules if name]
+    kinds = [type(model.get_submodule(name)) for name in units]
+    return [name for name, kind in zip(units, kinds) if kinds.count(kind) > 1]
+
+
+def _recomputed(model: nn.Module, plan: Plan, blocks: list[str], recompute: Recompute) -> list[str]:
+    """The modules that backward is to run again."""
     if recompute == "none":
         return []
-    units = [name for unit in plan.units for name in unit.modules if name]
     if callable(recompute):
+        units = [name for unit in plan.units for name in unit.modules if name]
         return [name for name in units if recompute(name, model.get_submodule(name))]
-    kinds = [type(model.get_submodule(name)) for name in units]
-    blocks = [name for name, kind in zip(units, kinds) if kinds.count(kind) > 1]
     head, _, every = recompute.partition(":") if isinstance(recompute, str) else ("", "", "")
     if head == "block" and not every:
         return blocks
@@ -150,7 +162,7 @@ def _recomputed(model: nn.Module, plan: Plan, recompute: Recompute) -> list[str]
     )
 
 
-FOOTPRINT = "fullshard.footprint('{op}', lambda *args: ...)"
+FOOTPRINT = "explain(footprints={{'{op}': lambda *arguments: ...}})"
 
 
 def _why(failure: Exception) -> str:
@@ -161,10 +173,16 @@ def _why(failure: Exception) -> str:
     op = next((word.strip("'\",.:()") for word in text.split() if word.strip("'\",.:()").startswith("aten::")), None)
     if "item()" in text or "_local_scalar_dense" in text:
         op = "aten::_local_scalar_dense"
-    if op is not None and isinstance(failure, (NotImplementedError, RuntimeError)) and "meta" in text.lower():
+    if "torch.nonzero()" in text:
+        op = "aten::nonzero"
+    if (
+        op is not None
+        and isinstance(failure, (NotImplementedError, RuntimeError))
+        and ("meta" in text.lower() or "item()" in text)
+    ):
         return (
-            f"the model's step depends on values, which meta does not have ({op}): say what it returns, by "
-            f"{FOOTPRINT.format(op=op)}; or have it not ask"
+            f"the model's step depends on values, which meta does not have: say what {op} returns by "
+            f"{FOOTPRINT.format(op=op)}, with tensors on meta (fullshard.routed() for the tokens of experts)"
         )
     if isinstance(failure, NotImplementedError):
         return f"an operator has no kernel for meta ({text[:160]}): register one by torch.library.register_fake"
@@ -173,7 +191,7 @@ def _why(failure: Exception) -> str:
 
 def local_shards(plan: Plan, ranks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """(shape, dtype) of the trainable shards of the first rank, which has the largest."""
-    entries = (entry for unit in plan.units for entry in plan.entries(unit) if entry.trainable)
+    entries = (entry for _, found in plan.held() for entry in found if entry.trainable)
     return [((-(-e.shape[0] // ranks), *e.shape[1:]) if e.shape else (), e.dtype) for e in entries]
 
 
@@ -204,4 +222,4 @@ def mesh_of(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, boo
     return (sizes[0], 1, False) if len(sizes) == 1 else (sizes[1], sizes[0], True)
 
 
-__all__ = ["Build", "Loss", "Recompute", "Setting", "Traced", "local_shards", "mesh_of", "step_of", "trace_model"]
+__all__ = ["Build", "Loss", "Recompute", "Setting", "Traced", "local_shards", "mesh_of", "meta_batch", "step_of", "trace_model"]

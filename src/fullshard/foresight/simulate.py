@@ -17,8 +17,8 @@ from fullshard.foresight.fsdp2 import Fsdp2Group, Fsdp2Reduction
 from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduction
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.optimizer import OptimizerStep
-from fullshard.foresight.program import Phase, Program, RecordedLane, RecordedWork
-from fullshard.foresight.trace import Backward, BackwardEnds, Born, Died, Enter, Gradient, Leave, Op, Trace
+from fullshard.foresight.program import ON_HOST, Phase, Program, RecordedLane, RecordedWork
+from fullshard.foresight.trace import Backward, BackwardEnds, Born, Died, Enter, Gradient, Leave, Op, Trace, without_collector
 from fullshard.frontend.module import keep_of
 from fullshard.policies import (
     DIRECT_MIN_BYTES,
@@ -111,14 +111,19 @@ def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
     Raises:
         ValueError: if `reshard_after_forward` of a unit does not divide the ranks.
     """
+    with without_collector():
+        return _simulate(trace, plan, setting)
+
+
+def _simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
     machine = _Machine(plan, setting)
     machine.ledger.take(trace.buffers, "buffers", "")
     machine.ledger.take(trace.batch, "buffers", "")
     begins = 0
-    for _step in range(2):
+    for step in range(2):
         begins = machine.begin_step()
         for number in range(setting.microbatches):
-            machine.run(trace, sync=number == setting.microbatches - 1 or not setting.accumulate)
+            machine.run(trace, sync=number == setting.microbatches - 1 or not setting.accumulate, noted=step > 0)
         machine.end_step()
     return Simulation(machine.ledger, begins, machine.program)
 
@@ -169,8 +174,8 @@ class _Machine:
         self._sync = True
         self._runs = 0  # outermost forwards so far
         self._has_states = False  # of the optimizer
-        for number, unit in enumerate(plan.units):
-            self._add(number, unit, plan.entries(unit))
+        for number, (unit, entries) in enumerate(plan.held()):
+            self._add(number, unit, entries)
         self._run: dict[type[Action], Callable[[_Unit], None]] = {
             Unshard: self._unshard,
             Wait: self._wait,
@@ -219,51 +224,65 @@ class _Machine:
     def _enter(self, unit: str, phase: Phase) -> None:
         self.program.enter(unit, phase, len(self.ledger.changes))
 
-    def run(self, trace: Trace, *, sync: bool) -> None:
-        """One forward and backward. sync: whether its gradients are reduced."""
+    def run(self, trace: Trace, *, sync: bool, noted: bool) -> None:
+        """One forward and backward. sync: whether its gradients are reduced. noted: whether operators go into the program."""
         self._sync = sync
         calls: dict[int, ForwardCall] = {}
         blocks: dict[int, int] = {}
         gradients = {event.storage: event.parameter for event in trace.events if isinstance(event, Gradient)}
         running: list[str] = [""]
         self._enter("", "forward")
-        execute = self.program.instructions.append
+        execute, take, give, kept, unit_name = (
+            self.program.instructions.append,
+            self.ledger.take,
+            self.ledger.give,
+            trace.kept,
+            "",
+        )
         for event in trace.events:
-            match event:
-                case Op():
-                    execute(event)
-                case Born(storage, nbytes):
-                    owner = gradients.get(storage)
-                    if owner is None:
-                        category: Category = "activations" if storage in trace.kept else "temporaries"
-                        blocks[storage] = self.ledger.take(nbytes, category, running[-1])
-                    else:
-                        blocks[storage] = self.ledger.take(nbytes, "gradients", self._owner[owner].name)
-                case Died(storage):
-                    if storage not in gradients:
-                        self.ledger.give(blocks.pop(storage))
-                case Gradient(parameter, storage):
-                    self._owner[parameter].arrived[parameter] = blocks.pop(storage)
-                case Enter(module, in_backward) if module in self._by_module:
-                    unit = self._by_module[module]
-                    running.append(unit.name)
-                    self._enter_forward(unit, unit.modules[module], in_backward)
-                    self._enter(unit.name, "backward" if in_backward else "forward")
-                case Leave(module, call, grad, in_backward) if module in self._by_module:
-                    running.pop()
-                    unit = self._by_module[module]
-                    ended = self._leave_forward(unit, unit.modules[module], grad, in_backward)
-                    if call >= 0:
-                        calls[call] = ended
-                        self.planner.expect_backward(ended)
-                    self._enter(running[-1], "backward" if in_backward else "forward" if running[1:] else "loss")
-                case Backward(module, call) if module in self._by_module:
-                    self.planner.graph_released(calls[call])
-                    self._execute(self.planner.before_backward(calls[call]))
-                    running[-1] = self._by_module[module].name
-                    self._enter(running[-1], "backward")
-                case BackwardEnds():
-                    self._leave_backward()
+            kind = type(event)
+            if kind is Op:
+                if noted:
+                    execute(event)  # type: ignore[arg-type]
+            elif kind is Born:
+                storage = event.storage  # type: ignore[union-attr]
+                owner = gradients.get(storage)
+                if owner is not None:
+                    blocks[storage] = take(event.nbytes, "gradients", self._owner[owner].name)  # type: ignore[union-attr]
+                else:
+                    category: Category = "activations" if storage in kept else "temporaries"
+                    blocks[storage] = take(event.nbytes, category, unit_name)  # type: ignore[union-attr]
+            elif kind is Died:
+                if event.storage not in gradients:  # type: ignore[union-attr]
+                    give(blocks.pop(event.storage))  # type: ignore[union-attr]
+            elif kind is Gradient:
+                self._owner[event.parameter].arrived[event.parameter] = blocks.pop(event.storage)  # type: ignore[union-attr]
+            elif kind is BackwardEnds:
+                self._leave_backward()
+            elif event.module in self._by_module:  # type: ignore[union-attr]
+                self._run_module(event, running, calls)  # type: ignore[arg-type]
+                unit_name = running[-1]
+
+    def _run_module(self, event: Enter | Leave | Backward, running: list[str], calls: dict[int, ForwardCall]) -> None:
+        """A module of a unit begins its forward, ends it, or begins its backward. running: units, the innermost last."""
+        unit = self._by_module[event.module]
+        match event:
+            case Enter(module, in_backward):
+                running.append(unit.name)
+                self._enter_forward(unit, unit.modules[module], in_backward)
+                self._enter(unit.name, "backward" if in_backward else "forward")
+            case Leave(module, call, grad, in_backward):
+                running.pop()
+                ended = self._leave_forward(unit, unit.modules[module], grad, in_backward)
+                if call >= 0:
+                    calls[call] = ended
+                    self.planner.expect_backward(ended)
+                self._enter(running[-1], "backward" if in_backward else "forward" if running[1:] else "loss")
+            case Backward(module, call):
+                self.planner.graph_released(calls[call])
+                self._execute(self.planner.before_backward(calls[call]))
+                running[-1] = unit.name
+                self._enter(running[-1], "backward")
 
     def _enter_forward(self, unit: _Unit, module: object, in_backward: bool) -> None:
         """As `Steps.enter_forward`."""
@@ -333,11 +352,14 @@ class _Machine:
         self._delivered.clear()
 
     def _step_optimizer(self, step: OptimizerStep) -> None:
+        kind: Category = "pinned host" if isinstance(self.setting.offload_policy, CPUOffloadPolicy) else "optimizer"
         if not self._has_states:
             self._has_states = True
-            kind: Category = "pinned host" if isinstance(self.setting.offload_policy, CPUOffloadPolicy) else "optimizer"
             for nbytes in step.states:
                 self.ledger.take(nbytes, kind, "")
+        if kind == "pinned host":
+            self.program.instructions.append(Op(ON_HOST, 0, sum(op.nbytes for op in step.ops), None))
+            return
         self.program.instructions.extend(step.ops)
         temporaries: dict[int, int] = {}
         for storage, nbytes in step.changes:

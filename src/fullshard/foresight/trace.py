@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import ceil
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -112,6 +115,37 @@ class Trace:
         return sum(event.flops for event in self.events if isinstance(event, Op))
 
 
+Footprint = Callable[..., Any]
+"""Called with the arguments of an operator, returns tensors on meta, or a number, in its place."""
+
+
+def routed(share: float, imbalance: float = 1.0) -> Footprint:
+    """What `nonzero` returns of a mask that chooses a part of its elements, as the tokens of an expert.
+
+    Args:
+        share: the part of the elements that is chosen: 1 / experts of a mask of (tokens, chosen experts).
+        imbalance: how many times as many the busiest expert gets.
+
+    Returns:
+        A footprint for `explain(footprints={"aten::nonzero": ...})`.
+
+    Raises:
+        ValueError: if `share` is not between 0 and 1, or `imbalance` is less than 1.
+
+    Example:
+        >>> tuple(routed(1 / 8, imbalance=1.5)(torch.empty(64, 2, device="meta")).shape)      # 1.5 x 128 / 8 of them
+        (24, 2)
+    """
+    if not 0 < share <= 1 or imbalance < 1:
+        raise ValueError(f"routed() takes a share between 0 and 1 and an imbalance of at least 1, got {share!r}, {imbalance!r}")
+
+    def nonzero(mask: Tensor) -> Tensor:
+        chosen = min(mask.numel(), ceil(mask.numel() * share * imbalance))
+        return torch.empty(chosen, mask.dim(), dtype=torch.long, device=mask.device)
+
+    return nonzero
+
+
 _NO_KERNEL = {
     torch.ops.aten.detach,
     torch.ops.aten.empty,
@@ -119,6 +153,59 @@ _NO_KERNEL = {
     torch.ops.aten.new_empty,
     _torch.unsafe_view,
 }
+
+
+def _op_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, given: Sequence[Tensor], outs: Sequence[Tensor]
+) -> Op:
+    """What an operator computes, reads and writes."""
+    count = flop_registry.get(func.overloadpacket)
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=out))
+    nbytes = 0 if func.overloadpacket in _NO_KERNEL else sum(t.numel() * t.itemsize for t in (*given, *outs))
+    if func.overloadpacket is torch.ops.aten.embedding:  # of the table it reads some rows
+        nbytes -= args[0].numel() * args[0].itemsize
+    dtype = next((tensor.dtype for tensor in given if tensor.dtype.is_floating_point), None)
+    return Op(str(func), flops, nbytes, dtype, bool(flops) and bool(_torch.argument(func, "is_causal", args, kwargs)))
+
+
+def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    """What the result of an operator depends on, on meta; None if that is not known."""
+    found: list[object] = [func]
+    for arg in (*args, *kwargs, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, Tensor):
+            if arg.device.type != "meta":
+                return None
+            found.append((arg.shape, arg.stride(), arg.dtype))
+        elif isinstance(arg, (list, tuple)):
+            if not all(isinstance(one, (int, bool, float, str)) for one in arg):
+                return None
+            found.append(tuple(arg))
+        elif arg is None or isinstance(arg, (int, float, str, torch.dtype, torch.layout, torch.memory_format, torch.device)):
+            found.append((type(arg), arg))
+        else:
+            return None
+    return tuple(found)
+
+
+def _maker(
+    func: Any, args: Sequence[Any], out: Any, given: Sequence[Tensor], outs: Sequence[Tensor]
+) -> Callable[[Sequence[Any]], Any] | None:
+    """What makes the same result again: new tensors on meta, or the first argument, written in place. None if it is neither."""
+    if isinstance(out, Tensor) and args and out is args[0]:
+        return lambda args: args[0]
+    storages = {_torch.storage_key(tensor) for tensor in given}
+    keys = [_torch.storage_key(tensor) for tensor in outs]
+    fresh = len(set(keys)) == len(keys) and not storages & set(keys) and all(t.device.type == "meta" for t in outs)
+    whole = all(t.untyped_storage().nbytes() == t.numel() * t.itemsize and not t.storage_offset() for t in outs)
+    if _torch.writes(func) or not (fresh and whole):
+        return None
+    shapes = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in outs]
+    if isinstance(out, Tensor):
+        (shape, stride, dtype) = shapes[0]
+        return lambda args: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    if type(out) is tuple and len(out) == len(outs):
+        return lambda args: tuple(torch.empty_strided(s, at, dtype=d, device="meta") for s, at, d in shapes)
+    return None
 
 
 class _CallHook:
@@ -138,12 +225,15 @@ class _CallHook:
 class _Recorder(_torch.TorchDispatchMode):
     """Notes operators, and storages from the operator that makes them until the last reference to them is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, footprints: Mapping[str, Footprint]) -> None:
         super().__init__()
+        self._footprints = {name.replace("::", "."): out for name, out in footprints.items()}
         self.events: list[Event] = []
         self._known: dict[int, int] = {}  # address of a storage that lives -> its number, -1 if it was there before
+        self._known_ops: dict[object, tuple[Op, Callable[[Sequence[Any]], Any]]] = {}
         self._storages = self._calls = 0
         self.recomputed = 0  # flops
+        self.kept: frozenset[int] = frozenset()
 
     def know(self, tensors: Sequence[Tensor]) -> int:
         """These were there before; how many bytes they have."""
@@ -153,26 +243,44 @@ class _Recorder(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        outs = [leaf for leaf in _torch.tree_leaves(out) if isinstance(leaf, Tensor)]
-        for tensor in outs:
-            self._note(tensor)
-        if not func.is_view:
-            count = flop_registry.get(func.overloadpacket)
-            flops = 0 if count is None else int(count(*args, **kwargs, out_val=out))
+        if func.is_view:
+            return func(*args, **kwargs)
+        key = _key(func, args, kwargs)
+        known = None if key is None else self._known_ops.get(key)
+        if known is not None:
+            op, makes = known
+            out = makes(args)
+            for tensor in out if type(out) is tuple else (out,):
+                self._note(tensor)
+        else:
+            out = self._run(func, args, kwargs) if self._footprints else func(*args, **kwargs)
+            outs = [leaf for leaf in _torch.tree_leaves(out) if isinstance(leaf, Tensor)]
             given = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            nbytes = 0 if func.overloadpacket in _NO_KERNEL else sum(t.numel() * t.itemsize for t in (*given, *outs))
-            if func.overloadpacket is torch.ops.aten.embedding:  # of the table it reads some rows
-                nbytes -= args[0].numel() * args[0].itemsize
-            dtype = next((tensor.dtype for tensor in given if tensor.dtype.is_floating_point), None)
-            self.events.append(
-                Op(str(func), flops, nbytes, dtype, bool(flops) and bool(_torch.argument(func, "is_causal", args, kwargs)))
-            )
-            if (
-                flops and torch.is_grad_enabled() and _torch.current_graph_task() != -1
-            ):  # only a recomputation builds a graph there
-                self.recomputed += flops
+            op = _op_of(func, args, kwargs, out, given, outs)
+            for tensor in outs:
+                self._note(tensor)
+            makes_ = None if key is None else _maker(func, args, out, given, outs)
+            if makes_ is not None:
+                self._known_ops[key] = op, makes_
+        self.events.append(op)
+        if op.flops and torch.is_grad_enabled() and _torch.current_graph_task() != -1:  # a recomputation builds a graph there
+            self.recomputed += op.flops
         return out
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator, or have its footprint say what it returns."""
+        footprint = self._footprints.get(str(func.overloadpacket))
+        if footprint is not None:
+            return footprint(*args, **kwargs)
+        nonzero = self._footprints.get("aten.nonzero")
+        if nonzero is not None and func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
+            places = [
+                place
+                for index in args[1]
+                for place in (nonzero(index).unbind(1) if index is not None and index.dtype == torch.bool else (index,))
+            ]
+            args = (args[0], places, *args[2:])
+        return func(*args, **kwargs)
 
     def _note(self, tensor: Tensor) -> None:
         key = _torch.storage_key(tensor)
@@ -187,6 +295,10 @@ class _Recorder(_torch.TorchDispatchMode):
     def _forget(self, key: int, number: int) -> None:
         self._known.pop(key, None)
         self.events.append(Died(number))
+
+    def begin_backward(self) -> None:
+        """What lives now is what the forward leaves to its backward."""
+        self.kept = frozenset(number for number in self._known.values() if number >= 0)
 
     # --- modules and parameters ---
 
@@ -222,6 +334,7 @@ def trace(
     loss: Callable[[Any], Tensor],
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     accelerator: bool = True,
+    footprints: Mapping[str, Footprint] = MappingProxyType({}),
 ) -> Trace:
     """Run one step on meta.
 
@@ -231,6 +344,8 @@ def trace(
         loss: makes the tensor that `backward` is called on out of what the forward returns.
         mp_policy: the dtypes, as `fully_shard` takes them.
         accelerator: whether attention and RMSNorm are single kernels, as there, or only attention, as on the CPU.
+
+        footprints: by names of operators as "aten::nonzero", what they return, where that depends on values.
 
     Returns:
         The trace.
@@ -251,43 +366,55 @@ def trace(
         compute = mp_policy.resolve(parameter.dtype).compute
         if parameter.dtype != compute:
             parameter.data = parameter.data.to(compute)
-    recorder = _Recorder()
+    recorder = _Recorder(footprints)
     recorder.know(list(model.parameters()))
     buffers = recorder.know(list(model.buffers()))
     inputs = recorder.know(list(tensors_in(batch)))
+    with without_collector():
+        _run_step(model, batch, loss, mp_policy, recorder, accelerator)
+    return Trace(tuple(recorder.events), buffers, inputs, recorder.kept, recorder.recomputed)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """A block in which memory is freed by its last reference only, at the same moment in each run, and nothing is searched."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _run_step(
+    model: nn.Module,
+    batch: Sequence[Any] | Mapping[str, Any],
+    loss: Callable[[Any], Tensor],
+    mp_policy: MixedPrecisionPolicy,
+    recorder: _Recorder,
+    accelerator: bool,
+) -> None:
+    """Forward, loss and backward, recorded."""
     named = isinstance(batch, Mapping)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
     with _hooks(model, recorder), fused_kernels() if accelerator else host_kernels(), recorder:
         if mp_policy.input_dtype is not None:
             args, kwargs = cast_floats(args, mp_policy.input_dtype), cast_floats(kwargs, mp_policy.input_dtype)
         value = loss(model(*args, **kwargs) if not named else model(**kwargs))
+        recorder.begin_backward()
         value.backward()
         recorder.events.append(BackwardEnds())
         del value
-    return Trace(tuple(recorder.events), buffers, inputs, _kept(recorder.events), recorder.recomputed)
 
 
 def recorded(work: Callable[[], object], held: Sequence[Tensor]) -> list[Event]:
     """Operators of any work on meta, and storages but those of `held`, which are there before."""
-    recorder = _Recorder()
+    recorder = _Recorder({})
     recorder.know(held)
     with recorder:
         work()
     return recorder.events
-
-
-def _kept(events: Sequence[Event]) -> frozenset[int]:
-    """Storages that live when the backward begins."""
-    alive: set[int] = set()
-    for event in events:
-        match event:
-            case Born(storage):
-                alive.add(storage)
-            case Died(storage):
-                alive.discard(storage)
-            case Backward() | Gradient():
-                break
-    return frozenset(alive)
 
 
 @contextmanager
@@ -322,10 +449,12 @@ __all__ = [
     "Died",
     "Enter",
     "Event",
+    "Footprint",
     "Gradient",
     "Leave",
     "Op",
     "Trace",
     "recorded",
+    "routed",
     "trace",
 ]

@@ -195,6 +195,24 @@ class Plan:
         owners = self._owners(self._units)
         return [entry for i, entry in enumerate(self.outline.parameters) if owners.get(i) == [unit]]
 
+    def held(self) -> list[tuple[PlannedUnit, list[PlanEntry]]]:
+        """Every unit with the parameters that it will hold.
+
+        Returns:
+            A pair of each unit and its entries, as `entries` has them, in the order of the units.
+
+        Example:
+            >>> plan = plan_model(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)))            # doctest: +SKIP
+            >>> [(unit.name, len(entries)) for unit, entries in plan.held()]                  # doctest: +SKIP
+            [('(model)', 4)]
+        """
+        owners = self._owners(self._units)
+        found: dict[int, list[PlanEntry]] = {id(unit): [] for unit in self._units}
+        for index, entry in enumerate(self.outline.parameters):
+            for unit in owners.get(index, ()):
+                found[id(unit)].append(entry)
+        return [(unit, found[id(unit)]) for unit in self._units]
+
     # --- edits ---
 
     def add(self, *modules: str, why: str = "", **options: Any) -> None:
@@ -278,7 +296,7 @@ class Plan:
             One entry per such unit; its text says what to do.
         """
         found: list[Mixture] = []
-        for unit, entries in self._held():
+        for unit, entries in self.held():
             trainable = tuple(entry for entry in entries if entry.trainable)
             frozen = tuple(entry for entry in entries if not entry.trainable)
             if trainable and frozen:
@@ -313,7 +331,7 @@ class Plan:
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise ValueError(f"Plan.messages takes the number of ranks, an int of at least 1, got {ranks!r}")
         found: list[tuple[str, UnitMessages]] = []
-        for unit, entries in self._held():
+        for unit, entries in self.held():
             options = {"mp_policy": mp_policy, "comm_policy": comm_policy, **unit.options}
             told = options["comm_policy"].direct_min_bytes
             found.append((unit.name, messages_of(entries, ranks, options["mp_policy"], told)))
@@ -321,7 +339,7 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [("unit", "class", "parameters", "elements", "bytes", "options", "why")]
-        held = self._held()
+        held = self.held()
         at = 0
         while at < len(held):
             unit, entries = held[at]
@@ -355,14 +373,6 @@ class Plan:
         return kind, len(entries), sum(e.numel for e in entries), sum(e.nbytes for e in entries), options, unit.why
 
     # --- the units of each parameter ---
-
-    def _held(self) -> list[tuple[PlannedUnit, list[PlanEntry]]]:
-        owners = self._owners(self._units)
-        found: dict[int, list[PlanEntry]] = {id(unit): [] for unit in self._units}
-        for index, entry in enumerate(self.outline.parameters):
-            for unit in owners.get(index, ()):
-                found[id(unit)].append(entry)
-        return [(unit, found[id(unit)]) for unit in self._units]
 
     def _owners(self, units: Sequence[PlannedUnit]) -> dict[int, list[PlannedUnit]]:
         """The units that find each parameter, by its index, without those inside another that does."""
