@@ -22,24 +22,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
-
-
-def memory_events(run: Callable[[], None]) -> list[tuple[int, int]]:
-    """(address, bytes; less than 0 where it is freed) of all that the CPU allocator does in `run`, in order."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    found: list[tuple[int, int, int]] = []
-    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(event.children)
-        if event.name == "[memory]":
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    return [(address, nbytes) for _, address, nbytes in sorted(found, key=lambda one: one[0])]
+from fullshard.foresight.allocations import memory_events
 
 
 def peak_of(events: list[tuple[int, int]], delivered: set[int]) -> int:

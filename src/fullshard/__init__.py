@@ -24,6 +24,7 @@ from fullshard.collectives.custom import AllGather, Comm, ReduceScatter
 from fullshard.collectives.streams import Lane
 from fullshard.collectives.traffic import Message
 from fullshard.errors import InternalError, StateError
+from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.explanation import Explanation, explain
 from fullshard.foresight.recorded import record
 from fullshard.foresight.search import search
@@ -78,6 +79,7 @@ __all__ = [
     "StateError",
     "UnshardHandle",
     "any_failed",
+    "calibrate",
     "clip_grad_norm_",
     "counting",
     "explain",

@@ -386,7 +386,9 @@ def test_experts_are_traced_with_the_rows_that_they_are_said_to_get() -> None:
         return fullshard.explain(Experts, torch.empty(64, DIM), world=2, loss=torch.sum, footprints=routed).flops
 
     once = 4 * 2 * 2 * (64 // 4) * DIM * DIM  # four experts, forward and weight gradient, a multiply-add is two
-    assert flops(2.0) - flops(1.0) == once and flops(1.0) - once == 2 * 64 * DIM * 4, "the rest is the router, which has no gradient"
+    assert flops(2.0) - flops(1.0) == once and flops(1.0) - once == 2 * 64 * DIM * 4, (
+        "the rest is the router, which has no gradient"
+    )
     with pytest.raises(ValueError, match=r"aten::nonzero returns by explain\(footprints=.*fullshard\.routed\(\)"):
         fullshard.explain(Experts, torch.empty(64, DIM), world=2, loss=torch.sum)
     with pytest.raises(ValueError, match=r"routed\(\) takes a share between 0 and 1"):

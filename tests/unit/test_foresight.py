@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
-from memory import Linear, memory_events
+from memory import Linear
 from rotation import random_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from fullshard.foresight.allocations import memory_events
 from fullshard.foresight.ledger import Ledger
 from fullshard.foresight.simulate import Setting, Simulation, simulate
 from fullshard.foresight.trace import Born, Died, Gradient, Op, trace

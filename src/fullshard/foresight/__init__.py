@@ -16,6 +16,7 @@ setup.py        from what a user gives to what is simulated
 facts.py        what a step takes: verdict, peak, seconds
 report.py       the same as text and as figures
 picture.py      the same as HTML, PNG and a trace for Perfetto
+allocations.py  what the CPU's allocator does while something runs
 recorded.py     record(), and the run that was recorded
 comparison.py   a run held against its prediction
 explanation.py  explain(), and Explanation

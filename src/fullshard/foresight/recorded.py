@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.collectives.base import StartedWork
 from fullshard.collectives.streams import Lane, LaneWork
 from fullshard.collectives.traffic import Message
 from fullshard.errors import StateError
+from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.foresight.clock import Span
 from fullshard.frontend.module import any_unit
 from fullshard.runtime.runtime import Runtime, runtime_of
@@ -64,17 +66,20 @@ class Recorded:
     Its properties are of whole steps, each of which ends when an optimizer has stepped.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, model: nn.Module, *, memory: bool) -> None:
+        self._model = model
         device = runtime.communicator.device
         self._away = None if device.type == "cpu" else torch.get_device_module(device)
         self._steps: list[_Step] = []
         self._sent: list[_Sent] = []
         self._waits: list[tuple[str, str, Mark, Mark]] = []
         self._began: Mark = None
+        self._wants_memory = memory and device.type == "cpu"
+        self._watch: AllocationWatch | None = None
         self._unit = ""
         self._messages: list[Message] = []
         self._is_over = False
+        self._alive = 0
         self._ranks: tuple[RankSummary, ...] = ()
         self._peaks: tuple[int, int] | None = None
         self._levels: dict[str, int] = {}  # of the step that runs, and of the last one
@@ -132,10 +137,17 @@ class Recorded:
         wait()
         self._waits.append((sent.lane, sent.unit, began, self.mark()))
 
-    def end_step(self, *_: object) -> None:
-        """An optimizer has stepped."""
+    def end_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """An optimizer has stepped. On the CPU the first whole step is for counting memory, if that was asked for."""
+        counted = self._watch is not None
+        if self._watch is not None:
+            new, self._watch = peak_of_new(self._watch.stop()), None
+            self._peaks = (self._alive + new,) * 2
+        elif self._wants_memory:
+            self._wants_memory, self._alive = False, _bytes_of(self._model, optimizer)
+            self._watch = AllocationWatch()
         now = self.mark()
-        if self._began is not None and self._sent:
+        if self._began is not None and self._sent and not counted:
             self._steps.append(_Step(self._began, now, self._sent, self._waits))
         self._began, self._sent, self._waits = now, [], []
         self._messages.clear()
@@ -143,6 +155,8 @@ class Recorded:
 
     def end(self, process_group: Any) -> None:
         """The block is over: tell the other ranks how long steps took."""
+        if self._watch is not None:
+            self._watch.stop()
         if self._away is not None:
             self._away.synchronize()
             self._peaks = self._away.max_memory_allocated(), self._away.max_memory_reserved()
@@ -183,13 +197,13 @@ class Recorded:
 
     @property
     def peak(self) -> int | None:
-        """Bytes of tensors on an accelerator where they were most; None on the CPU, which does not count them."""
+        """Bytes of tensors where they were most; on the CPU None without `record(memory=True)`."""
         self._check_over()
         return None if self._peaks is None else self._peaks[0]
 
     @property
     def reserved(self) -> int | None:
-        """Bytes that the accelerator's allocator reserved; None on the CPU."""
+        """Bytes that the allocator of an accelerator reserved; on the CPU as `peak`."""
         self._check_over()
         return None if self._peaks is None else self._peaks[1]
 
@@ -319,8 +333,18 @@ class _TimedLane:
         return _TimedWork(run, sent, inner)
 
 
+def _bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's parts of parameters, buffers and optimizer states."""
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+    tensors = [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for tensor in (*model.parameters(), *model.buffers(), *states)
+    ]
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.itemsize for tensor in tensors}.values())
+
+
 @contextmanager
-def record(model: nn.Module) -> Iterator[Recorded]:
+def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
     """Note what each step of a run takes, on which lane, to be held against a prediction. Collective where the block ends.
 
     Nothing is noted, and nothing costs any time, outside of the block. In it there are two marks for each message and two for
@@ -328,6 +352,8 @@ def record(model: nn.Module) -> Iterator[Recorded]:
 
     Args:
         model: a module that is a unit, or holds some.
+        memory: on the CPU, whether the first whole step in the block is run under torch's profiler, which counts the bytes of
+            tensors, and left out of all that is timed. Accelerators count them anyway.
 
     Yields:
         The run; its figures can be asked for after the block. A step ends when an optimizer has stepped.
@@ -343,7 +369,7 @@ def record(model: nn.Module) -> Iterator[Recorded]:
     """
     unit = any_unit(model)
     runtime = runtime_of(unit)
-    run = Recorded(runtime)
+    run = Recorded(runtime, model, memory=memory)
     handle = _torch.register_optimizer_step_post_hook(run.end_step)
     try:
         with (

@@ -1,0 +1,157 @@
+"""Predictions held against real runs: memory and messages of gloo ranks, and what a recorded run says of itself."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, ranks
+from torch import Tensor, nn
+
+import fullshard
+from fullshard.foresight.calibrate import calibrate
+from fullshard.foresight.hardware import gpu_of
+from fullshard.wrap import ModuleWrapPolicy
+
+ROWS, DIM = 32, 96
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim), nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def build(dim: int = DIM, depth: int = 3) -> nn.Module:
+    return nn.Sequential(*(Block(dim) for _ in range(depth)), nn.Linear(dim, 5))
+
+
+def loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def sharded(world: World, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = build()
+    fullshard.shard_model(model, mesh=world.mesh, policy=ModuleWrapPolicy({Block}), **options)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    loss(model(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def explained(world: World, **options: Any) -> fullshard.Explanation:
+    return fullshard.explain(
+        build, torch.empty(ROWS, DIM), world=world.size, gpu="cpu", plan=ModuleWrapPolicy({Block}), loss=loss, **options
+    )
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "kept": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "packed": {"comm_policy": fullshard.CommPolicy(direct_min_bytes=float("inf"))},
+    "direct": {"comm_policy": fullshard.CommPolicy(direct_min_bytes=0, reductions_in_flight=2)},
+    "no prefetch": {"comm_policy": fullshard.CommPolicy(prefetch_bytes=0)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@ranks(2, 3)
+def test_memory_of_gloo_ranks_is_predicted_within_five_percent_and_messages_exactly(world: World, options: str) -> None:
+    model, optimizer = sharded(world, **OPTIONS[options])
+    x = torch.randn(ROWS, DIM)
+    step(model, optimizer, x)
+    with fullshard.record(model, memory=True) as run:
+        for _ in range(4):
+            step(model, optimizer, x)
+    r = explained(world, **OPTIONS[options])
+    assert run.peak is not None and abs(r.peak / (run.peak + x.numel() * 4) - 1) < 0.05, (r.peak, run.peak, str(r))
+    assert list(run.messages) == list(r.messages)
+    assert len(run.steps) == 2, "of four, one has no beginning, and one counts memory"
+
+
+@ranks(2)
+def test_a_run_says_on_which_lane_what_was_sent_and_waited_for_and_off_it_nothing_is_changed(world: World) -> None:
+    model, optimizer = sharded(world)
+    runtime = next(iter(fullshard.frontend.module.units_of(model, True))).runtime  # type: ignore[attr-defined]
+    before = (runtime.executor._run, runtime.communicator.gather_lane, runtime.communicator.reduce_lane)
+    x = torch.randn(ROWS, DIM)
+    with fullshard.record(model) as run:
+        with pytest.raises(fullshard.StateError, match=r"still being recorded: ask after the `with` block"):
+            _ = run.steps
+        for _ in range(4):
+            step(model, optimizer, x)
+    assert before == (runtime.executor._run, runtime.communicator.gather_lane, runtime.communicator.reduce_lane)
+    spans = Counter((span.lane, span.unit) for span in run.spans)
+    for name in ("0", "1", "2"):
+        assert spans["gather", name] >= 1 and spans["reduce", name] == 1 and spans["wait", name] >= 2
+    assert all(0 <= span.start <= span.end <= run.steps[-1] + 1e-6 for span in run.spans)
+    assert [summary.rank for summary in run.ranks] == [0, 1] and all(len(summary.steps) == 3 for summary in run.ranks)
+    assert run.peak is None and 0 < sum(run.waiting.values()) < sum(run.steps)
+    with pytest.raises(ZeroDivisionError), fullshard.record(model):
+        raise ZeroDivisionError
+    assert before == (runtime.executor._run, runtime.communicator.gather_lane, runtime.communicator.reduce_lane)
+    with fullshard.record(model) as short:
+        step(model, optimizer, x)
+    with pytest.raises(fullshard.StateError, match="at least two optimizer steps"):
+        _ = short.step
+
+
+@ranks(3)
+def test_a_comparison_names_other_messages_and_the_rank_that_the_others_wait_for(world: World) -> None:
+    model, optimizer = sharded(world, reshard_after_forward=False)
+    x = torch.randn(ROWS, DIM)
+    with fullshard.record(model) as run:
+        for _ in range(6):
+            if world.rank == 1:
+                time.sleep(0.2)
+            step(model, optimizer, x)
+    assert run.late() == {1: 1.0}
+    told = str(explained(world).against(run))
+    assert "ranks: the others wait for rank 1 in 100% of the steps" in told
+    assert "fewer of kind all_gather" in told and "another model, plan or setting ran" in told
+    same = str(explained(world, reshard_after_forward=False).against(run))
+    assert "of kind all_gather of" not in same
+
+
+@ranks(2)
+def test_a_trace_for_perfetto_has_both_processes(world: World) -> None:
+    import json
+    import tempfile
+
+    model, optimizer = sharded(world)
+    with fullshard.record(model) as run:
+        for _ in range(3):
+            step(model, optimizer, torch.randn(ROWS, DIM))
+    with tempfile.TemporaryDirectory() as folder:
+        explained(world).perfetto(f"{folder}/trace.json", run)
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {1, 2}
+
+
+@ranks(2, limit=120.0)
+def test_calibrate_measures_what_explain_takes(world: World) -> None:
+    shared: list[Any] = [None]
+    if world.rank == 0:
+        import tempfile
+
+        shared = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    path = Path(shared[0]) / "machine.json"
+    gpu, network = calibrate(path)
+    assert gpu_of(path) == gpu and gpu.synchronous and gpu.fp32 > 1e8 and gpu.link > 1e5 and network.base > 0
+    r = fullshard.explain(build, torch.empty(ROWS, DIM), world=2, gpu=path, net=path, loss=loss)
+    assert r.fits and r.step.middle > 0
+    dist.barrier()
