@@ -31,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)  ## train a small language model on two processes (one per GPU if there are any); TRAIN='--steps 50 ...' passes options
 	@ranks=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)'); \
 	echo "== training a byte-level language model on $$ranks processes; about three minutes on two cores"; \
-	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/train_lm.py $(TRAIN)
+	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/train_lm.py --foresight $(TRAIN)
 
 test: $(READY)  ## run the tests, in two lanes; of those that repeat themselves a part, another one each day
 	@echo "== running the tests in two lanes; make test-all runs every case"

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_lm.py                    # about three minutes on two cores
     torchrun --nproc-per-node 3 examples/train_lm.py --resume --steps 600   # go on, on another number of ranks
     torchrun --nproc-per-node 2 examples/train_lm.py --compare --steps 50   # beside the unsharded model
+    torchrun --nproc-per-node 2 examples/train_lm.py --foresight            # and hold it against a prediction
 
 The text is what every machine has: the source files of the standard library. The model is built on meta, sharded block
 by block, and only then given memory. Batches depend on the step alone, and each rank takes its rows of them, so a run
@@ -23,7 +24,7 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import fullshard
+from fullshard.wrap import ModuleWrapPolicy
 
 BYTES = 256
 
@@ -168,6 +170,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--compare", action="store_true", help="train the same steps unsharded too, and compare the losses")
+    parser.add_argument(
+        "--foresight", action="store_true", help="measure this machine, predict a step, and compare (half a minute)"
+    )
     parser.add_argument("--corpus", type=int, default=4_000_000, help="bytes of text to use at most")
     parser.add_argument("--sample", type=int, default=200, help="bytes of code to generate at the end")
     parser.add_argument("--seed", type=int, default=0)
@@ -324,6 +329,33 @@ def plain_copy(model: nn.Module, o: argparse.Namespace, device: torch.device) ->
     return plain.to(device)
 
 
+# --- foresight ---------------------------------------------------------------------------------------------------------
+
+RECORDED = range(3, 24)
+"""Steps that are recorded, if there are as many; on the CPU one of the first is for counting memory."""
+
+
+def predicted(o: argparse.Namespace, ranks: int) -> fullshard.Explanation:
+    """A step of this job, found out without running it, on constants of this machine. Every rank takes part in measuring those."""
+    machine = o.out / "machine.json"
+    fullshard.calibrate(machine)
+    share = o.batch // ranks
+    targets = torch.empty(share, o.length, dtype=torch.long, device="meta")
+    bf16 = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return fullshard.explain(
+        lambda: Decoder(o.dim, o.depth, o.heads, o.length, o.recompute),
+        targets,
+        world=ranks,
+        gpu=machine,
+        net=machine,
+        plan=ModuleWrapPolicy({Block}),
+        mp_policy=bf16 if o.bf16 else fullshard.MixedPrecisionPolicy(),
+        loss=lambda logits: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) / o.accumulate,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1),
+        microbatches=o.accumulate,
+    )
+
+
 def draw(path: Path, curves: dict[str, list[float]], valid: dict[int, float], floor: float) -> None:
     import matplotlib
 
@@ -375,8 +407,13 @@ def main() -> None:
         dynamic_ncols=True,
     )
     history: dict[int, float] = {}
+    recording, run = ExitStack(), None
     begin, seen = time.perf_counter(), 0
     for step in bar:
+        if o.foresight and step - first == RECORDED.start:
+            run = recording.enter_context(fullshard.record(model, memory=True))
+        if step - first == RECORDED.stop or (step + 1) % o.save_every == 0:
+            recording.close()
         loss, norm = train_step(model, optimizer, train, step, o, mine, device)
         curves["sharded"].append(mean_over_ranks(loss))
         if plain is not None and plain_optimizer is not None:
@@ -392,6 +429,7 @@ def main() -> None:
         if (step + 1) % o.save_every == 0 or step + 1 == o.steps:
             checkpoints.save(model, optimizer, step + 1)
             history[step + 1] = validate(model, valid, o, mine, device)
+    recording.close()
     figures = {
         "ranks": ranks,
         "steps": o.steps,
@@ -405,6 +443,15 @@ def main() -> None:
     }
     if o.compare:
         figures["largest_difference"] = max(abs(a - b) for a, b in zip(curves["sharded"], curves["unsharded"]))
+    if run is not None:
+        foreseen = predicted(o, ranks)
+        figures["measured"] = {"step": run.step, "peak": run.peak}
+        figures["predicted"] = {"step": foreseen.step.middle, "peak": foreseen.peak}
+        if rank == 0:
+            foreseen.html(o.out / "step.html")
+            print(f"--- a step, predicted ---\n{foreseen}\n--- and measured ---\n{foreseen.against(run)}")
+            if run.peak is not None:
+                print(f"tensors took {run.peak / 2**20:.1f} MiB, predicted {foreseen.peak / 2**20:.1f} MiB")
     generated = sample(model, b"def ", o.sample, device, o.seed) if o.sample else ""
     if rank == 0:
         (o.out / "figures.json").write_text(json.dumps(figures, indent=1))

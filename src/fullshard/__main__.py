@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fullshard.foresight.command import add_calibrate, add_explain, run_calibrate, run_explain
+from fullshard.foresight.command import add_calibrate, add_explain, given, run_calibrate, run_explain
 from fullshard.tools.install import install
 from fullshard.tools.verify import parts_of, verify
 
@@ -49,13 +51,14 @@ def main() -> None:
     if options.command == "calibrate":
         return run_calibrate(options)
     sys.path.insert(0, "")
-    parts = parts_of(_called(options.factory))
+    factory = _called(options.factory)
     if options.command == "verify":
+        parts = parts_of(factory)
         verdict = verify(**{"ranks": options.ranks, "steps": options.steps, **parts})
         print(verdict)
         sys.exit(0 if verdict else 1)
     try:
-        sys.exit(run_explain(options, parts, _load))
+        sys.exit(run_explain(options, parts_of(_with(factory, given(options))), _load))
     except ValueError as wrong:
         _refuse(str(wrong))
 
@@ -80,6 +83,15 @@ def _called(name: str) -> Any:
     if not callable(factory):
         _refuse(f"{name!r} is a {type(factory).__name__}: expected a function that returns (build, batch)")
     return factory
+
+
+def _with(factory: Any, told: dict[str, Any]) -> Any:
+    """The factory with these arguments."""
+    try:
+        inspect.signature(factory).bind(**told)
+    except TypeError as wrong:
+        _refuse(f"--with does not fit the factory, {factory.__name__}{inspect.signature(factory)}: {wrong}")
+    return partial(factory, **told)
 
 
 def _load(name: str) -> Any:

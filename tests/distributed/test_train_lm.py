@@ -51,6 +51,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
     return out, figures, said
 
 
+def test_it_is_foreseen_how_much_memory_a_step_takes(tmp_path: Path) -> None:
+    figures, said = run(2, tmp_path / "lm", "--steps", "10", "--foresight", "--sample", "0")
+    measured, predicted = figures["measured"]["peak"], figures["predicted"]["peak"]
+    assert abs(predicted / measured - 1) < 0.05
+    assert "--- a step, predicted ---" in said and "messages: " not in said, "messages are those that were predicted"
+    assert "<svg" in (tmp_path / "lm" / "step.html").read_text()
+
+
 def test_it_learns_and_equals_the_unsharded_run(uninterrupted: tuple[Path, dict[str, Any], str]) -> None:
     out, figures, said = uninterrupted
     losses = figures["losses"]

@@ -287,6 +287,8 @@ def small():
     return lambda: nn.Linear(64, 64), (torch.empty(8, 64),)
 def lossy():
     return {"build": small()[0], "batch": small()[1], "loss": torch.sum, "steps": 3}
+def wide(dim=64):
+    return {**lossy(), "build": lambda: nn.Linear(dim, 8), "batch": torch.empty(8, dim)}
 def large():
     return {**lossy(), "build": lambda: nn.Sequential(*[nn.Linear(65536, 65536) for _ in range(20)]), "batch": torch.empty(8, 65536)}
 policy = "auto"
@@ -302,11 +304,14 @@ number = 3
         ("models:large --world 2", 1, "does not fit: "),
         ("models:small --world 4", 2, "which is no loss"),
         ("models:lossy --world 4 --gpu h900", 2, "gpu='h900' is not known"),
-        ("models:nothing --world 4", 2, "'models' has no 'nothing'; it has small, lossy, large"),
+        ("models:nothing --world 4", 2, "'models' has no 'nothing'; it has small, lossy, wide, large"),
         ("models:number --world 4", 2, "'models:number' is a int: expected a function that returns (build, batch)"),
         ("elsewhere.py:small --world 4", 2, "'elsewhere.py:small': No module named 'elsewhere'"),
         ("models --world 4", 2, "expected module:name or file.py:name, got 'models'"),
         ("models:lossy --world 4 --mesh 2by2", 2, "--mesh takes sizes, as in 8x16"),
+        ("models:wide --world 4 --with dim=128 --reduce-dtype bf16 --find fastest", 0, "fits: "),
+        ("models:wide --world 4 --with dim", 2, "--with takes NAME=VALUE, as in length=8192, got 'dim'"),
+        ("models:wide --world 4 --with deep=3", 2, "--with does not fit the factory, wide(dim=64): got an unexpected keyword argument 'deep'"),
         ("models:lossy --world 4 --reshard maybe", 2, "--reshard takes true, false, or a number of ranks"),
     ],
 )  # fmt: skip

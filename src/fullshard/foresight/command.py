@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from ast import literal_eval
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -28,12 +29,14 @@ def add_explain(commands: Any) -> None:
     )
     to.add_argument("--world", type=int, required=True, help="how many ranks")
     to.add_argument("--mesh", help="replicas x ranks, as in 8x16 (default: parameters are cut over all ranks)")
+    to.add_argument("--with", dest="given", action="append", default=[], metavar="NAME=VALUE", help="passed on to the factory")
     to.add_argument("--gpu", default="h100-sxm", help=f"{', '.join(GPUS)}, or a .json of calibrate (default: h100-sxm)")
     to.add_argument("--net", help=f"{', '.join(NETWORKS)}, or a .json of calibrate (default: what such GPUs usually have)")
     to.add_argument(
         "--plan", action="append", default=[], help="file.py:name or module:name of a policy or plan; several are compared"
     )
     to.add_argument("--dtype", choices=("bf16", "fp32"), help="computes in it, reduces in fp32 (default: bf16 on a GPU)")
+    to.add_argument("--reduce-dtype", choices=("bf16", "fp32"), help="of gradients on their way (default: fp32)")
     to.add_argument("--reshard", help="reshard_after_forward: true, false, or a number of ranks")
     to.add_argument("--offload", action="store_true", help="shards, gradients and states in the host's memory")
     to.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
@@ -93,15 +96,32 @@ def _told(options: argparse.Namespace) -> dict[str, Any]:
             told[name] = getattr(options, name)
     if options.mesh is not None:
         told["mesh"] = _sizes(options.mesh)
-    if options.dtype is not None:
-        told["mp_policy"] = (
-            MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.dtype == "bf16" else MixedPrecisionPolicy()
-        )
+    if options.dtype is not None or options.reduce_dtype is not None:
+        computes = None if options.dtype == "fp32" else torch.bfloat16
+        told["mp_policy"] = MixedPrecisionPolicy(computes, torch.bfloat16 if options.reduce_dtype == "bf16" else torch.float32)
     if options.reshard is not None:
         told["reshard_after_forward"] = _reshard(options.reshard)
     if options.offload:
         told["offload_policy"] = CPUOffloadPolicy()
     return told
+
+
+def given(options: argparse.Namespace) -> dict[str, Any]:
+    """What the factory is called with: numbers as numbers, the rest as text.
+
+    Raises:
+        ValueError: for what is no NAME=VALUE.
+    """
+    found: dict[str, Any] = {}
+    for text in options.given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ValueError(f"--with takes NAME=VALUE, as in length=8192, got {text!r}")
+        try:
+            found[name] = literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -134,4 +154,4 @@ def _write(options: argparse.Namespace, found: list[Explanation]) -> None:
             print(f"written: {Path(path)}")
 
 
-__all__ = ["add_calibrate", "add_explain", "run_calibrate", "run_explain"]
+__all__ = ["add_calibrate", "add_explain", "given", "run_calibrate", "run_explain"]

@@ -20,6 +20,7 @@ CATEGORIES: tuple[Category, ...] = tuple(category for category in get_args(Categ
 COLOURS = dict(
     zip(CATEGORIES, ("#1b4965", "#5fa8d3", "#bee9e8", "#e07a5f", "#81603f", "#6a994e", "#a7c957", "#999999"), strict=True)
 )
+BACKWARD = "#81567e"
 LANES = {"compute": "#3d405b", "wait": "#d62828", "gather": "#5fa8d3", "reduce": "#e07a5f", "replicate": "#f2cc8f"}
 
 
@@ -92,7 +93,8 @@ def page(found: Sequence[Facts]) -> str:
 def _section(r: Facts, most: int, seconds: float, number: int) -> str:
     heading = f"<h2>Plan {number}</h2>" if number else ""
     keys = "".join(f"<span><i style='background:{COLOURS[c]}'></i>{c}</span>" for c in CATEGORIES)
-    lanes = "".join(f"<span><i style='background:{LANES[lane]}'></i>{lane}</span>" for lane in LANES)
+    kinds = {"forward": LANES["compute"], "backward": BACKWARD, **{lane: LANES[lane] for lane in LANES if lane != "compute"}}
+    lanes = "".join(f"<span><i style='background:{colour}'></i>{kind}</span>" for kind, colour in kinds.items())
     return (
         f"{heading}<pre>{escape(report(r))}</pre>\n"
         f"<h2>Memory over the step</h2><p class='key'>{keys}</p>{_areas(r, most, seconds)}\n"
@@ -148,10 +150,10 @@ def _lanes(r: Facts, seconds: float) -> str:
         width = max(0.4, (span.end - span.start) / seconds * (WIDTH - LEFT - RIGHT))
         lasts = f"{(span.end - span.start) * 1e3:.2f} ms from {span.start * 1e3:.1f} ms"
         title = f"{span.unit or 'outside of units'}: {span.name}, {lasts}"
-        colour = LANES[span.lane] if span.name != "backward" else "#81567e"
+        colour = BACKWARD if span.name == "backward" else LANES[span.lane]
         shapes.append(
-            f"<rect x='{at:.1f}' y='{TOP + LANE * row}' width='{width:.2f}' height='{LANE - 4}' fill='{colour}' stroke='#fff' "
-            f"stroke-width='.3'><title>{escape(title)}</title></rect>"
+            f"<rect x='{at:.1f}' y='{TOP + LANE * row}' width='{width:.2f}' height='{LANE - 4}' fill='{colour}'>"
+            f"<title>{escape(title)}</title></rect>"
         )
     bottom = TOP + LANE * len(used)
     return _svg(bottom + 24, shapes + _time_axis(seconds, bottom))
@@ -161,7 +163,8 @@ def _time_axis(seconds: float, bottom: int) -> list[str]:
     found = []
     for part in range(6):
         at = LEFT + part / 5 * (WIDTH - LEFT - RIGHT)
-        found.append(f"<text x='{at:.0f}' y='{bottom + 16}' text-anchor='middle'>{seconds * part / 5 * 1e3:,.0f} ms</text>")
+        anchor = "end" if part == 5 else "middle"
+        found.append(f"<text x='{at:.0f}' y='{bottom + 16}' text-anchor='{anchor}'>{seconds * part / 5 * 1e3:,.0f} ms</text>")
     return found
 
 
@@ -202,7 +205,8 @@ def draw_png(r: Facts, path: Path) -> None:
     )
     above.set_ylabel("GiB")
     above.set_title(report(r).splitlines()[0], fontsize=10)
-    above.legend(loc="upper left", fontsize=8, ncols=4)
+    above.legend(loc="upper right", fontsize=8)
+    above.margins(x=0)
     used = [lane for lane in LANES if lane != "wait" and any(span.lane == lane for span in r.timeline.spans)]
     for lane, colour in LANES.items():
         bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in r.timeline.spans if span.lane == lane]

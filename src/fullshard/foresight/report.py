@@ -26,10 +26,10 @@ def report(r: Facts) -> str:
 
 def _memory(r: Facts) -> list[str]:
     when = place_at(r, r.simulation.ledger.peak_after)
-    lines = [
-        f"memory: tensors {bytes_text(r.peak)} at most, {when}; {bytes_text(r.reserved)} reserved by the allocator, "
-        f"{bytes_text(r.gpu.context)} for the driver and NCCL"
-    ]
+    beside = f"{bytes_text(r.reserved)} reserved by the allocator, {bytes_text(r.gpu.context)} for the driver and NCCL"
+    if r.gpu.synchronous:
+        beside = f"{bytes_text(r.gpu.context)} for the program itself"
+    lines = [f"memory: tensors {bytes_text(r.peak)} at most, {when}; {beside}"]
     found = by_category(r.at_peak)
     rows = [(f"  {category}", bytes_text(sum(units.values())), _units(units)) for category, units in found.items()]
     lines += aligned(rows, right={1})
