@@ -412,7 +412,7 @@ def main() -> None:
     for step in bar:
         if o.foresight and step - first == RECORDED.start:
             run = recording.enter_context(fullshard.record(model, memory=True))
-        if step - first == RECORDED.stop or (step + 1) % o.save_every == 0:
+        if step - first == RECORDED.stop:
             recording.close()
         loss, norm = train_step(model, optimizer, train, step, o, mine, device)
         curves["sharded"].append(mean_over_ranks(loss))
