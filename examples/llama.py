@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fullshard
+from fullshard.wrap import CustomPolicy, ModuleWrapPolicy
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,23 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
+def attention_only() -> Any:
+    """Contexts of a selective checkpoint that keeps what attention returns, and computes the rest again."""
+    kept = {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    }
+
+    def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
 class Llama(nn.Module):
-    def __init__(self, shape: Shape, length: int) -> None:
+    def __init__(self, shape: Shape, length: int, keep: str) -> None:
         super().__init__()
+        self.keep = keep
         self.embed = nn.Embedding(shape.vocabulary, shape.dim)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm, self.head = nn.RMSNorm(shape.dim), nn.Linear(shape.dim, shape.vocabulary, bias=False)
@@ -82,7 +100,10 @@ class Llama(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
+            if self.keep == "attention":
+                x = checkpoint(layer, x, self.cos, self.sin, use_reentrant=False, context_fn=attention_only)
+            else:
+                x = layer(x, self.cos, self.sin)
         return self.head(self.norm(x))
 
 
@@ -91,16 +112,19 @@ def next_token_loss(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def llama(size: str = "8b", length: int = 8192, rows: int = 1) -> dict[str, Any]:
-    """What explain() asks for; `--with size=70b` and so on change it."""
+blocks = ModuleWrapPolicy({Block})
+whole = CustomPolicy(lambda module: False)
+"""Policies for `--plan`: each block is a unit, or only the model is."""
+
+
+def llama(size: str = "8b", length: int = 8192, rows: int = 1, keep: str = "everything") -> dict[str, Any]:
+    """The arguments of explain(); `--with size=70b` and so on change them. keep: "everything" for backward, or "attention"."""
     return {
-        "build": lambda: Llama(SHAPES[size], length),
+        "build": lambda: Llama(SHAPES[size], length, keep),
         "batch": torch.empty(rows, length, dtype=torch.long, device="meta"),
         "loss": next_token_loss,
     }
 
 
 if __name__ == "__main__":
-    import fullshard
-
     print(fullshard.explain(**llama(), world=64))

@@ -2,17 +2,21 @@
 
     python docs/pictures/draw.py        # or: make pictures
 
-What is drawn is computed without matplotlib (`schedule`, `parameter`, `gradient`) and lies in each picture as its description,
-by which `tests/unit/test_pictures.py` finds a picture that is not of today's code.
+What is drawn is computed without matplotlib (`schedule`, `parameter`, `gradient`, `step`) and lies in each picture as its
+description, by which `tests/unit/test_pictures.py` finds a picture that is not of today's code.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fullshard
+from fullshard.foresight.picture import figure_of
 from fullshard.params import reduction
 from fullshard.policies import CommPolicy
 from fullshard.schedule import residency
@@ -134,7 +138,22 @@ def _before(sizes: list[int]) -> list[int]:
     return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
-DRAWN = {"schedule": schedule, "parameter": parameter, "gradient": gradient}
+def explained() -> Any:
+    """A step of Llama's smallest, as `docs/explain.md` shows it."""
+    spec = importlib.util.spec_from_file_location("llama", HERE.parents[1] / "examples" / "llama.py")
+    assert spec is not None and spec.loader is not None
+    llama = importlib.util.module_from_spec(spec)
+    sys.modules["llama"] = llama
+    spec.loader.exec_module(llama)
+    return fullshard.explain(**llama.llama(size="1b", length=4096, rows=2), world=8, gpu="a100-40")
+
+
+def step() -> Drawn:
+    """What is drawn is what the report says."""
+    return {"report": str(explained())}
+
+
+DRAWN = {"schedule": schedule, "parameter": parameter, "gradient": gradient, "step": step}
 
 
 # --- how ------------------------------------------------------------------------------------------------------------------
@@ -289,6 +308,10 @@ def _wrapped(text: str, width: int = 24) -> str:
     return "\n".join(textwrap.wrap(text, width)) if "\n" not in text else text
 
 
+def _draw_step(drawn: Drawn, plt: Any) -> Any:
+    return figure_of(explained())
+
+
 def main() -> None:
     """Draw all of them."""
     import matplotlib
@@ -300,11 +323,12 @@ def main() -> None:
     matplotlib.rcParams.update(
         {**style, "figure.facecolor": PAPER, "text.color": INK, "axes.spines.top": False, "axes.spines.right": False}
     )
-    draw = {"schedule": _draw_schedule, "parameter": _draw_parameter, "gradient": _draw_gradient}
+    draw = {"schedule": _draw_schedule, "parameter": _draw_parameter, "gradient": _draw_gradient, "step": _draw_step}
     for name, compute in DRAWN.items():
         drawn = compute()
         figure = draw[name](drawn, plt)
-        figure.tight_layout()
+        if figure.get_layout_engine() is None:
+            figure.tight_layout()
         figure.savefig(HERE / f"{name}.svg", metadata={"Date": None, "Description": json.dumps(drawn)})
         plt.close(figure)
         print(HERE / f"{name}.svg")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +54,9 @@ def run_page(world: World, page: str, *, ranks_per_node: int | None = None) -> N
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("page", ["wrapping.md", "from-fsdp1.md", "from-fsdp2.md", "from-deepspeed.md", "compile.md"])
+@pytest.mark.parametrize(
+    "page", ["wrapping.md", "from-fsdp1.md", "from-fsdp2.md", "from-deepspeed.md", "compile.md", "explain.md"]
+)
 @ranks(2, limit=240)
 def test_the_snippets_of_a_page_run(world: World, page: str) -> None:
     run_page(world, page)
@@ -73,6 +76,33 @@ def test_the_table_of_a_plan_is_the_one_that_is_printed() -> None:
     exec(blocks("wrapping.md")[0][1], names)
     printed = str(plan_model(names["model"]))  # type: ignore[arg-type]
     assert printed in (DOCS / "wrapping.md").read_text(), printed
+
+
+def commands() -> list[str]:
+    """The command lines of the page on explain, those of its table included."""
+    text = (DOCS / "explain.md").read_text()
+    return [
+        line.replace("SMALL", "examples/llama.py:llama --with size=1b")
+        for line in re.findall(r"python -m fullshard explain [^`\n]+", text)
+    ]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_command_lines_on_foresight_run(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fullshard.__main__ import main
+
+    monkeypatch.chdir(DOCS.parent)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["fullshard", *command.split()[3:]])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code in (0, 1)
+    printed = capsys.readouterr().out
+    text = (DOCS / "explain.md").read_text()
+    if f"```text\n{command}\n```\n\n```text\n" in text:
+        assert printed.rstrip() in text, f"the page shows another report of: {command}"
 
 
 def test_every_argument_and_method_of_fsdp1_has_a_row() -> None:

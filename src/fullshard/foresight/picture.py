@@ -187,7 +187,16 @@ def _table(r: Facts) -> str:
 
 
 def draw_png(r: Facts, path: Path) -> None:
-    """The same two pictures, by matplotlib."""
+    """The same two pictures, as a file."""
+    figure_of(r).savefig(path, dpi=150)
+
+
+def figure_of(r: Facts) -> Any:
+    """The same two pictures, as a figure of matplotlib.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -215,7 +224,7 @@ def draw_png(r: Facts, path: Path) -> None:
     below.set_yticks(range(len(used)), used)
     below.invert_yaxis()
     below.set_xlabel("ms")
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def chrome_trace(r: Facts, run: Recorded | None) -> dict[str, Any]:
@@ -258,4 +267,4 @@ def _event(process: int, thread: int, name: str, start: float, seconds: float, a
     return {"ph": "X", "pid": process, "tid": thread, "name": name, "ts": start * 1e6, "dur": seconds * 1e6, "args": args}
 
 
-__all__ = ["CATEGORIES", "Level", "chrome_trace", "draw_png", "levels", "page"]
+__all__ = ["CATEGORIES", "Level", "chrome_trace", "draw_png", "figure_of", "levels", "page"]
