@@ -26,7 +26,7 @@ from fullshard.collectives.traffic import Message
 from fullshard.errors import InternalError, StateError
 from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.explanation import Explanation, explain
-from fullshard.foresight.recorded import record
+from fullshard.foresight.recorder import record
 from fullshard.foresight.search import search
 from fullshard.foresight.trace import routed
 from fullshard.frontend.any_failed import any_failed

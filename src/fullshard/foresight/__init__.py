@@ -17,7 +17,8 @@ facts.py        what a step takes: verdict, peak, seconds
 report.py       the same as text and as figures
 picture.py      the same as HTML, PNG and a trace for Perfetto
 allocations.py  what the CPU's allocator does while something runs
-recorded.py     record(), and the run that was recorded
+recorder.py     record(): notes what a run sends and waits for
+recorded.py     the run that was recorded
 comparison.py   a run held against its prediction
 explanation.py  explain(), and Explanation
 search.py       search(): which settings fit, and the smallest change that does

@@ -58,7 +58,18 @@ class Gpu:
     source: str = ""
 
     def peak(self, dtype: torch.dtype | None) -> float:
-        """Of products of this dtype, in flop/s."""
+        """Of matrix products.
+
+        Args:
+            dtype: of their inputs; None is taken for fp32.
+
+        Returns:
+            The peak in flop/s.
+
+        Example:
+            >>> GPUS["h100-sxm"].peak(torch.bfloat16)
+            989000000000000.0
+        """
         return self.bf16 if dtype in (torch.bfloat16, torch.float16) else self.fp32
 
 

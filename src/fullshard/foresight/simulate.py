@@ -51,12 +51,19 @@ class Setting:
         ranks: over how many ranks parameters are cut.
         replicas: how many ranks hold the same shards, on a hybrid mesh; 1 on a flat one.
         hybrid: whether the mesh has an axis of replicas, which may have one rank.
+        mp_policy: the dtypes, as of `fully_shard`.
+        comm_policy: how messages are cut, and how many are ahead, as of `fully_shard`.
+        offload_policy: where shards are, as of `fully_shard`.
+        reshard_after_forward: as of `fully_shard`.
         microbatches: forwards and backwards per step.
         accumulate: whether all of them but the last are without communication.
         accelerator: whether lanes are streams and kernels those of an accelerator; the CPU's need more memory for casts.
         gloo: whether messages travel by gloo, as they do on the CPU.
         optimizer: its step over the local shards; None steps nothing.
         engine: "fullshard", or "fsdp2": as torch's FSDP2 uses memory and messages, to compare.
+
+    Raises:
+        ValueError: if ranks, replicas or microbatches are not at least 1.
     """
 
     ranks: int
