@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fullshard.foresight.ledger import Change
-from fullshard.foresight.trace import without_collector
+from fullshard.frontend.api import collector_paused
 
 MIB = 1 << 20
 
@@ -131,7 +131,7 @@ def reserved_for(changes: Iterable[Change], *, expandable: bool = False) -> int:
     """Bytes that the allocator of a device reserves for the changes of a ledger."""
     allocator = Allocator(expandable=expandable)
     allocate, release = allocator.allocate, allocator.release
-    with without_collector():
+    with collector_paused():
         for nbytes, category, _, block, pool in changes:
             if category == "pinned host":
                 continue

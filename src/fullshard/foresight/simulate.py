@@ -18,7 +18,8 @@ from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduct
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.optimizer import OptimizerStep
 from fullshard.foresight.program import ON_HOST, Phase, Program, RecordedLane, RecordedWork
-from fullshard.foresight.trace import Backward, BackwardEnds, Born, Died, Enter, Gradient, Leave, Op, Trace, without_collector
+from fullshard.foresight.trace import Backward, BackwardEnds, Born, Died, Enter, Gradient, Leave, Op, Trace
+from fullshard.frontend.api import collector_paused
 from fullshard.frontend.module import keep_of
 from fullshard.policies import (
     DIRECT_MIN_BYTES,
@@ -118,7 +119,7 @@ def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
     Raises:
         ValueError: if `reshard_after_forward` of a unit does not divide the ranks.
     """
-    with without_collector():
+    with collector_paused():
         return _simulate(trace, plan, setting)
 
 
@@ -247,27 +248,25 @@ class _Machine:
             "",
         )
         for event in trace.events:
-            kind = type(event)
-            if kind is Op:
+            if isinstance(event, Op):
                 if noted:
-                    execute(event)  # type: ignore[arg-type]
-            elif kind is Born:
-                storage = event.storage  # type: ignore[union-attr]
-                owner = gradients.get(storage)
+                    execute(event)
+            elif isinstance(event, Born):
+                owner = gradients.get(event.storage)
                 if owner is not None:
-                    blocks[storage] = take(event.nbytes, "gradients", self._owner[owner].name)  # type: ignore[union-attr]
+                    blocks[event.storage] = take(event.nbytes, "gradients", self._owner[owner].name)
                 else:
-                    category: Category = "activations" if storage in kept else "temporaries"
-                    blocks[storage] = take(event.nbytes, category, unit_name)  # type: ignore[union-attr]
-            elif kind is Died:
-                if event.storage not in gradients:  # type: ignore[union-attr]
-                    give(blocks.pop(event.storage))  # type: ignore[union-attr]
-            elif kind is Gradient:
-                self._owner[event.parameter].arrived[event.parameter] = blocks.pop(event.storage)  # type: ignore[union-attr]
-            elif kind is BackwardEnds:
+                    category: Category = "activations" if event.storage in kept else "temporaries"
+                    blocks[event.storage] = take(event.nbytes, category, unit_name)
+            elif isinstance(event, Died):
+                if event.storage not in gradients:
+                    give(blocks.pop(event.storage))
+            elif isinstance(event, Gradient):
+                self._owner[event.parameter].arrived[event.parameter] = blocks.pop(event.storage)
+            elif isinstance(event, BackwardEnds):
                 self._leave_backward()
-            elif event.module in self._by_module:  # type: ignore[union-attr]
-                self._run_module(event, running, calls)  # type: ignore[arg-type]
+            elif event.module in self._by_module:
+                self._run_module(event, running, calls)
                 unit_name = running[-1]
 
     def _run_module(self, event: Enter | Leave | Backward, running: list[str], calls: dict[int, ForwardCall]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fullshard import _torch
 from fullshard.foresight.kernels import fused_kernels, host_kernels
+from fullshard.frontend.api import collector_paused
 from fullshard.frontend.hooks import cast_floats, tensors_in
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.runtime.backward import NodeHooks
@@ -370,21 +370,9 @@ def trace(
     recorder.know(list(model.parameters()))
     buffers = recorder.know(list(model.buffers()))
     inputs = recorder.know(list(tensors_in(batch)))
-    with without_collector():
+    with collector_paused():
         _run_step(model, batch, loss, mp_policy, recorder, accelerator)
     return Trace(tuple(recorder.events), buffers, inputs, recorder.kept, recorder.recomputed)
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """A block in which memory is freed by its last reference only, at the same moment in each run, and nothing is searched."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _run_step(

@@ -145,13 +145,13 @@ def _shard(
     modules: list[nn.Module], shaped: _ResolvedArguments, ignored: Iterable[nn.Parameter], planned: frozenset[int]
 ) -> None:
     """Make a unit of `modules`. `planned`: modules (by id) that others will be made of, and that this one does not enter."""
-    with _collector_paused():
+    with collector_paused():
         _shard_at_once(modules, shaped, ignored, planned)
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A block that makes many objects, all of which stay: going through all of the program's again and again finds nothing."""
+def collector_paused() -> Iterator[None]:
+    """A block that makes many objects, which stay, or go by their last reference: a search for circles finds nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -439,4 +439,4 @@ def _move(refs: Sequence[ParamRef], managed: ManagedTensors, home: torch.device,
 
 fully_shard.state = view_of  # type: ignore[attr-defined]
 
-__all__ = ["PreparedShard", "fully_shard"]
+__all__ = ["PreparedShard", "collector_paused", "fully_shard"]
