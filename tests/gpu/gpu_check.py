@@ -62,6 +62,7 @@ from fullshard.collectives.coalesced import CoalescedCollectives
 from fullshard.collectives.gloo import GlooCollectives
 from fullshard.collectives.streams import lane_for
 from fullshard.runtime import communicator as fullshard_communicator
+from fullshard.wrap import ModuleWrapPolicy
 
 PASS, FAIL, SKIP, NOTE = "PASS", "FAIL", "SKIP", "note"
 MIB = 1 << 20
@@ -1511,6 +1512,56 @@ def baseline_of(world: World, shape: Shape) -> list[list[str]]:
     return rows
 
 
+def foresight(world: World) -> None:
+    """A step of a decoder as it is predicted on a laptop: memory, messages and time, beside what is measured here."""
+    for shape in SHAPES[:2]:
+        if not world.cuda:
+            shape = dataclasses.replace(shape, depth=2, dim=32, hidden=64, tokens=16)
+        with world.report.guarded(f"foresight, {shape.name}"):
+            foresight_of(world, shape)
+        free_all(world)
+
+
+def foresight_of(world: World, shape: Shape) -> None:
+    make = partial(sequence, partial(DecoderBlock, shape.dim, shape.hidden), shape.depth)
+    x = torch.randn(shape.batch, shape.tokens, shape.dim, device=world.device)
+    model = ours_on(world, MIXED)(make(world.device))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=world.cuda)
+
+    def step() -> None:
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    free_all(world)
+    step()
+    with fullshard.record(model, memory=True) as run:
+        for _ in range(5):
+            step()
+    name = torch.cuda.get_device_name().lower() if world.cuda else "cpu"
+    gpu = next((known for known in ("h200", "b200", "a100") if known in name), "h100-sxm") if world.cuda else "cpu"
+    r = fullshard.explain(
+        lambda: make(torch.device("meta")),
+        x,
+        world=world.mesh().size(),
+        gpu="a100-80" if gpu == "a100" else gpu,
+        mp_policy=MixedPrecisionPolicy(*MIXED),
+        plan=ModuleWrapPolicy({DecoderBlock}),
+        loss=lambda output: output.float().square().mean(),
+        optimizer="adamw-fused" if world.cuda else "adamw",
+    )
+    assert run.peak is not None and run.reserved is not None
+    label = f"foresight, {shape.name}"
+    world.report.check(list(run.messages) == list(r.messages), f"{label}: messages are those that were predicted")
+    for what, found, predicted in (("tensors", run.peak, r.peak), ("reserved", run.reserved, r.reserved)):
+        part, limit = predicted / found, 0.05 if what == "tensors" else 0.08
+        good = abs(part - 1) <= limit or world.dry
+        world.report.check(good, f"{label}: {what}, predicted of measured", f"{part:.3f}, within {limit:.0%}")
+    world.report.say(NOTE, f"{label}: time, predicted of measured", f"{r.timeline.computing / run.step:.2f} (computing alone)")
+    for line in str(r.against(run)).splitlines():
+        world.report.say(NOTE, label, line)
+
+
 def whole_peak(world: World, model: nn.Module, x: Tensor) -> tuple[float, float]:
     """(peak allocated in GiB, reserved of it) of forward and backward; NaN on the CPU, where the steps only run."""
     step = stepper(model, x)
@@ -1728,6 +1779,8 @@ def jobs() -> list[Job]:
         Job("memory", "fake group of 64", memory, "fake", pretend=64, limit=60),
         Job("memory", "one rank, nccl", memory, limit=60),
         Job("table", "fake group of 8", baseline, "fake", pretend=8, limit=120),
+        Job("table", "foresight, one rank", foresight, limit=90),
+        Job("table", "foresight, fake group of 8", foresight, "fake", pretend=8, limit=90),
         Job("time", "direct or packed, nccl", direct_or_packed, limit=40),
         Job("time", "one rank, nccl", timing, limit=60),
         Job("time", "fake group of 8", timing, "fake", pretend=8, limit=60),
