@@ -267,6 +267,8 @@ def test_a_model_that_is_no_function_or_asks_for_values_is_refused() -> None:
         fullshard.explain(nn.Linear(4, 4), batch, world=2)
     with pytest.raises(ValueError, match=r"build\(\) must return an nn.Module, got a int"):
         fullshard.explain(lambda: 3, batch, world=2)
+    with pytest.raises(ValueError, match="the loss depends on no trainable parameter"):
+        fullshard.explain(lambda: nn.Linear(4, 4).requires_grad_(False), batch, world=2, loss=torch.sum, optimizer=None)
     with pytest.raises(ValueError, match=r"depends on values.*explain\(footprints=\{'aten::_local_scalar_dense'"):
         fullshard.explain(Asks, batch, world=2)
 

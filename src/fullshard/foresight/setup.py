@@ -186,6 +186,8 @@ def _why(failure: Exception) -> str:
         )
     if isinstance(failure, NotImplementedError):
         return f"an operator has no kernel for meta ({text[:160]}): register one by torch.library.register_fake"
+    if "does not require grad" in text:
+        return "the loss depends on no trainable parameter: set requires_grad of some, or give another loss="
     return f"the model does not take this batch: {type(failure).__name__}: {text[:300]}"
 
 
