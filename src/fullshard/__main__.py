@@ -12,6 +12,7 @@ import importlib
 import inspect
 import runpy
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -61,6 +62,9 @@ def main() -> None:
         sys.exit(run_explain(options, parts_of(_with(factory, given(options))), _load))
     except ValueError as wrong:
         _refuse(str(wrong))
+    except Exception:  # out of the factory, as likely as not: nothing is told, and 1 would say that it does not fit
+        traceback.print_exc()
+        sys.exit(2)
 
 
 def _run(options: argparse.Namespace) -> None:

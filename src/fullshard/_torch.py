@@ -114,6 +114,7 @@ __all__ = [
     "mark_managed",
     "meta_kernels",
     "new_group",
+    "on_autocast",
     "on_backward_end",
     "on_differentiation",
     "on_registration",
@@ -128,6 +129,7 @@ __all__ = [
     "profiling",
     "reduce_scatter_base",
     "reduce_scatter_coalesced",
+    "references",
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
     "replace_parameters",
@@ -664,10 +666,38 @@ def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def on_autocast(tell: Callable[[], None]) -> Iterator[None]:
+    """For the length of a block, call this before torch.autocast is entered that is not switched off."""
+    init, enter = torch.autocast.__init__, torch.autocast.__enter__
+
+    def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if enabled:  # without such a device torch switches it off, and says so
+            tell()
+        init(self, device_type, dtype, enabled, cache_enabled)
+
+    def entered(self: Any) -> Any:
+        if self._enabled:
+            tell()
+        return enter(self)
+
+    torch.autocast.__init__, torch.autocast.__enter__ = made, entered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__, torch.autocast.__enter__ = init, enter  # type: ignore[method-assign]
+
+
 def storage_key(tensor: Tensor) -> int:
     """A number that tensors over the same storage share, as long as that lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def references(tensor: Tensor) -> tuple[int, int]:
+    """How many references there are to a tensor, and to its storage."""
+    held: Any = tensor
+    return held._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def counts_collectives() -> bool:

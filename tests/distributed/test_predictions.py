@@ -127,6 +127,28 @@ def test_a_comparison_names_other_messages_and_the_rank_that_the_others_wait_for
 
 
 @ranks(2)
+def test_a_step_ends_with_the_last_of_several_optimizers(world: World) -> None:
+    model, _ = sharded(world)
+    matrices = torch.optim.AdamW([p for p in model.parameters() if p.ndim > 1])
+    others = torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2])
+
+    def train(run: int) -> None:
+        for _ in range(run):
+            loss(model(torch.randn(ROWS, DIM))).backward()
+            for optimizer in (matrices, others):
+                optimizer.step()
+            for optimizer in (matrices, others):
+                optimizer.zero_grad()
+
+    with fullshard.record(model) as run:
+        train(4)
+    assert len(run.steps) == 3, "the first begins where nobody looked"
+    with fullshard.record(model, memory=True) as counted:
+        train(3)
+    assert counted.peak == pytest.approx(explained(world).peak, rel=0.05) and run.messages == counted.messages
+
+
+@ranks(2)
 def test_a_trace_for_perfetto_has_both_processes(world: World) -> None:
     import json
     import tempfile

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fullshard
 from fullshard.collectives.traffic import Message
@@ -22,7 +23,7 @@ from fullshard.foresight.clock import message_seconds, play
 from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, gpu_of, write_machine
 from fullshard.foresight.optimizer import OPTIMIZERS, optimizer_step
 from fullshard.foresight.program import Await, Launch, Program
-from fullshard.foresight.trace import Op
+from fullshard.foresight.trace import Born, Op
 
 DIM, DEPTH = 128, 4
 
@@ -74,6 +75,14 @@ def test_more_ranks_recomputation_and_offloading_need_less_memory_each_for_its_p
     assert offloaded.pinned > 0 == r.pinned and not any(kind == "optimizer" for kind, _ in offloaded.at_peak)
 
 
+def test_fsdp2_gathers_from_a_smaller_group_too_and_frees_its_part() -> None:
+    for engine in ("fullshard", "fsdp2"):
+        one, four = (explain(2048, rows=16, engine=engine, reshard_after_forward=4, microbatches=n) for n in (1, 4))
+        ranks = [message.ranks for message in one.messages if message.kind == "all_gather"]
+        assert ranks.count(8) == DEPTH + 1 and ranks.count(4) == DEPTH + 1
+        assert one.simulation.ledger.level == four.simulation.ledger.level, "nothing is left over by a microbatch"
+
+
 def test_fsdp2_needs_the_copies_that_it_makes_and_sends_the_same_gathers() -> None:
     ours, theirs = explain(2048, rows=16), explain(2048, rows=16, engine="fsdp2")
     assert theirs.peak > ours.peak
@@ -84,12 +93,191 @@ def test_fsdp2_needs_the_copies_that_it_makes_and_sends_the_same_gathers() -> No
 
 def test_but_asks_again_without_tracing_again() -> None:
     r = explain()
-    other = r.but(reshard_after_forward=False, gpu="a100-40")
-    assert other.traced is r.traced and other.gpu.name == "a100-40" and other.network.name == "ib-200"
-    assert [m.kind for m in other.messages].count("all_gather") == DEPTH + 1
-    assert r.but(ranks=16).peak == explain(world=16).peak
-    with pytest.raises(ValueError, match=r"but\(\) takes the fields of Setting, got 'rank'"):
+    other = r.but(reshard_after_forward=False, gpu="a100-40", plan=lambda module, recurse, nonwrapped_numel: recurse)
+    assert other.traced.trace is r.traced.trace and other.gpu.name == "a100-40" and other.network.name == "ib-200"
+    assert [m.kind for m in other.messages].count("all_gather") == 1
+    with pytest.raises(ValueError, match=r"but\(\) takes the arguments of explain\(\), got 'rank'"):
         r.but(rank=16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"world": 16},
+        {"world": 16, "mesh": (4, 4)},
+        {"gpu": "cpu"},
+        {"mp_policy": fullshard.MixedPrecisionPolicy()},
+        {"mp_policy": fullshard.MixedPrecisionPolicy(torch.float16, torch.float32)},
+        {"recompute": "block", "microbatches": 2},
+        {"batch": torch.empty(128, DIM)},
+    ],
+)
+def test_but_says_what_explain_says(changes: dict[str, Any]) -> None:
+    found, fresh = explain().but(**changes), explain(**changes)
+    assert found.messages == fresh.messages and found.at_peak == fresh.at_peak and found.step == fresh.step
+    assert found.flops == fresh.flops and found.tokens_per_second == fresh.tokens_per_second
+
+
+# --- models ---
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, DIM), nn.Linear(DIM, 64, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embedding(ids))
+
+
+def test_a_model_that_the_factory_keeps_stays_as_it_is_and_ties_stay_ties() -> None:
+    ids, told = torch.zeros(2, 8).long(), {"world": 2, "loss": torch.sum}
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = Tied()
+        forward, parameters = model.forward, dict(model.named_parameters())
+        first = fullshard.explain(lambda model=model: model, ids, recompute=lambda name, module: True, **told)
+        again = fullshard.explain(lambda model=model: model, ids, recompute=lambda name, module: True, **told)
+        assert first.messages == again.messages and first.at_peak == again.at_peak
+        assert first.traced.numel == 64 * DIM and model.head.weight is model.embedding.weight
+        assert model.forward == forward and dict(model.named_parameters()) == parameters
+        assert model.head.weight.dtype == torch.float32 and model.head.weight.device.type == device
+    real = Tied()
+    assert fullshard.explain(Tied, ids, **told).peak == fullshard.explain(lambda: real, ids, **told).peak
+
+
+class Shifts(nn.Module):
+    """Adds an fp32 buffer to what a layer returns, which makes it fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.register_buffer("shift", torch.zeros(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) + self.shift)
+
+
+def test_units_cast_their_inputs_and_a_product_of_two_dtypes_is_refused() -> None:
+    told = {"batch": torch.empty(64, DIM), "world": 2, "loss": torch.sum}
+    with pytest.raises(ValueError, match=r"aten.addmm gets bfloat16 and float32, which no device multiplies"):
+        fullshard.explain(Shifts, **told)
+    r = fullshard.explain(Shifts, plan=ModuleWrapPolicy({nn.Linear}), **told)
+    products = [op for op in r.traced.trace.events if isinstance(op, Op) and op.flops]
+    assert {op.dtype for op in products} == {torch.bfloat16}
+    with pytest.raises(ValueError, match="which no device multiplies"):  # with another plan nothing casts there
+        r.but(plan="auto")
+    assert r.but(mp_policy=fullshard.MixedPrecisionPolicy(), plan="auto").compute_dtype == torch.float32
+
+
+def test_mfu_is_of_the_peak_in_the_dtype_of_the_products() -> None:
+    r = fullshard.explain(
+        lambda: build().bfloat16(),
+        torch.empty(64, DIM, dtype=torch.bfloat16),
+        world=8,
+        loss=torch.sum,
+        mp_policy=fullshard.MixedPrecisionPolicy(),
+    )
+    assert r.compute_dtype == torch.bfloat16
+
+
+class Autocasts(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(x)
+
+
+class Disables(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", enabled=False):
+            return super().forward(x)
+
+
+class Schedules(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.rates = [x.item() for x in torch.linspace(0, 1, 4)]
+
+
+@pytest.mark.parametrize(
+    "made, told",
+    [
+        (partial(Autocasts, 4, 4), r"runs under torch.autocast, .* say explain\(mp_policy=...\) instead"),
+        (Schedules, r"build\(\) fails, .*item\(\).*: make there what needs values under torch.device\('cpu'\)"),
+        (partial(nn.LazyLinear, 4), "'weight' has no shape before a first forward"),
+    ],
+)
+def test_a_model_that_meta_would_show_wrongly_is_refused(made: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        fullshard.explain(made, torch.empty(2, 4), world=2, loss=torch.sum)
+    fullshard.explain(partial(Disables, 4, 4), torch.empty(2, 4), world=2, loss=torch.sum)
+
+
+class Attends(nn.Module):
+    """Attention over (heads of) dim, with another size of values, or a learned bias, or without a dimension of heads."""
+
+    def __init__(self, values: int = 16, *, flat: bool = False, biased: bool = False) -> None:
+        super().__init__()
+        self.values, self.flat, self.q, self.v = values, flat, nn.Linear(DIM, DIM), nn.Linear(DIM, 8 * values)
+        self.bias = nn.Parameter(torch.zeros(8, 64, 64)) if biased else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v = (y.view(1, 64, 8, -1).transpose(1, 2) for y in (self.q(x), self.v(x)))
+        q, v = (q.flatten(0, 1), v.flatten(0, 1)) if self.flat else (q, v)
+        return nn.functional.scaled_dot_product_attention(q, q, v, attn_mask=self.bias)
+
+
+@pytest.mark.parametrize(
+    "options, on_gpu, on_cpu",
+    [
+        ({}, "flash_attention.default", "flash_attention_for_cpu.default"),
+        ({"values": 8}, "efficient_attention.default", ""),
+        ({"flat": True}, "", ""),
+        ({"biased": True}, "efficient_attention.default", ""),
+    ],
+)
+def test_attention_is_the_kernel_that_torch_takes_there(options: dict[str, Any], on_gpu: str, on_cpu: str) -> None:
+    for gpu, kernel in (("h100-sxm", on_gpu), ("cpu", on_cpu)):
+        r = fullshard.explain(partial(Attends, **options), torch.empty(1, 64, DIM), world=2, loss=torch.sum, gpu=gpu)
+        found = [op.name for op in r.traced.trace.events if isinstance(op, Op) and "attention" in op.name]
+        assert found[:1] == ([f"aten._scaled_dot_product_{kernel}"] if kernel else [])
+
+
+def test_dropout_keeps_a_byte_for_each_element() -> None:
+    def activations(*layers: nn.Module) -> int:
+        told = {"batch": torch.empty(4096, DIM, dtype=torch.bfloat16), "world": 2, "loss": torch.sum}
+        r = fullshard.explain(lambda: nn.Sequential(nn.Linear(DIM, DIM), *layers), **told)
+        return sum(
+            event.nbytes for event in r.traced.trace.events if isinstance(event, Born) and event.storage in r.traced.trace.kept
+        )
+
+    assert activations(nn.Dropout(0.1)) - activations() == 4096 * DIM
+    assert activations(nn.Dropout(0.1).eval()) == activations()
+
+
+def test_states_are_of_parameters_that_get_gradients() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    r = fullshard.explain(Half, torch.empty(64, DIM), world=2, loss=torch.sum)
+    assert r.setting.optimizer is not None and sum(r.setting.optimizer.states) == 2 * (DIM * DIM + DIM) * 4 // 2
+
+
+def test_tokens_are_those_of_the_largest_tensor_in_whatever_order() -> None:
+    class Two(Tied):
+        def forward(self, positions: Tensor, ids: Tensor) -> Tensor:
+            return self.head(self.embedding(ids) + self.embedding(positions))
+
+    batch = {"positions": torch.zeros(1, 8).long(), "ids": torch.zeros(4, 8).long()}
+    for given in (batch, dict(reversed(batch.items()))):
+        r = fullshard.explain(Two, given, world=2, loss=torch.sum)
+        assert (r.traced.rows, r.traced.tokens, r.traced.counted) == (4, 32, "tokens")
 
 
 # --- optimizers ---
@@ -141,7 +329,7 @@ def test_a_message_is_hidden_behind_what_computes_after_it_and_the_rest_is_expos
     program.enter("a", "forward", 0)
     ahead = gather("b", 8 * 10**9)  # 7 s at 1e9 bytes/s
     program.instructions += [ahead, Op("mm", 5 * 10**12, 1, torch.bfloat16), Await(ahead), Op("mm", 10**12, 1, torch.bfloat16)]
-    found = play(program, GPU, NET)
+    found = play(program, GPU, NET, (1, 8))
     assert found.seconds == pytest.approx(8.0, rel=1e-4) and found.exposed == {"b": pytest.approx(2.0, rel=1e-4)}
     assert found.computing == pytest.approx(6.0) and found.links == {"inside": 7 * 10**9}
     assert [(span.lane, round(span.start), round(span.end)) for span in found.spans] == [
@@ -154,24 +342,41 @@ def test_a_message_begins_behind_what_computes_when_it_is_queued_and_one_travels
     program.enter("a", "backward", 0)
     first, second = gather("b", 8 * 10**9), gather("c", 8 * 10**9)
     program.instructions += [Op("mm", 10**12, 1, torch.bfloat16), first, second, Await(second)]
-    assert play(program, GPU, NET).seconds == pytest.approx(1 + 7 + 7, rel=1e-4)
+    assert play(program, GPU, NET, (1, 8)).seconds == pytest.approx(1 + 7 + 7, rel=1e-4)
+
+
+def test_half_of_a_causal_product_is_computed_whatever_ran_before() -> None:
+    ops = [Op("attention", 10**12, 1, torch.bfloat16, causal) for causal in (False, True)]
+    seconds = []
+    for order in (ops, ops[::-1]):
+        program = Program()
+        program.enter("", "forward", 0)
+        program.instructions.extend(order)
+        seconds.append(play(program, GPU, NET, (1, 8)).seconds)
+    assert seconds[0] == pytest.approx(seconds[1]) == pytest.approx(1.5 * 10**12 / GPU.bf16 / GPU.attention)
 
 
 def test_a_device_that_is_faster_than_its_host_waits_for_it() -> None:
     program = Program()
     program.enter("a", "forward", 0)
     program.instructions += [Op("mm", 10**6, 1, torch.bfloat16)] * 100
-    found = play(program, replace(GPU, launch=1e-3), NET)
+    found = play(program, replace(GPU, launch=1e-3), NET, (1, 8))
     assert found.seconds == pytest.approx(0.1, rel=0.01) and found.host == pytest.approx(0.1, rel=0.01)
 
 
 def test_between_machines_all_cards_of_a_node_carry_a_part() -> None:
-    def seconds(ranks: int, lane: str = "gather") -> float:
+    def seconds(ranks: int, lane: str = "gather", mesh: tuple[int, int] = (1, 16)) -> float:
         message = Message("all_gather", torch.bfloat16, 10**9, 1, ranks)
-        return message_seconds(message, lane, replace(GPU, link=1e12), replace(NET, per_gpu=1e9, efficiency=1.0))
+        return message_seconds(message, lane, replace(GPU, link=1e12), replace(NET, per_gpu=1e9, efficiency=1.0), mesh)
 
     assert seconds(16) == pytest.approx(10**9 / 2 / 8e9)
-    assert seconds(16, "replicate") == pytest.approx(10**9 * 15 / 16 / 1e9), "of replicas each rank is in a machine of its own"
+    assert seconds(16, "replicate", (16, 8)) == pytest.approx(10**9 * 15 / 16 / 1e9), (
+        "each replica is a machine, and this rank's card carries its part"
+    )
+    assert seconds(4, "replicate", (4, 2)) == pytest.approx(10**9 * 3 / 4 / 1e12), (
+        "four replicas of two ranks are in one machine"
+    )
+    assert seconds(8, "replicate", (8, 2)) == pytest.approx(10**9 / 2 / 4e9), "or in two, which have four cards each for them"
     assert seconds(8) == pytest.approx(10**9 * 7 / 8 / 1e12) and seconds(1) == 0.0
 
 
@@ -247,6 +452,7 @@ class Asks(nn.Module):
         ({"batch": torch.empty(2, DIM + 1)}, "the model does not take this batch: RuntimeError"),
         ({"batch": "words"}, "batch must be a tensor, a tuple of the model's arguments"),
         ({"batch": ()}, "batch has no tensor"),
+        ({"batch": torch.empty(0, DIM)}, r"batch has no rows: its tensors are \(0, 128\)"),
         ({"loss": None}, r"the model returns a tensor \(64, 8\), which is no loss: give explain\(loss=...\)"),
         ({"optimizer": "adamm"}, "optimizer must be one of adamw, .* got 'adamm'"),
         ({"optimizer": lambda parameters: 3}, "optimizer must make a torch.optim.Optimizer of parameters, got a int"),
@@ -291,6 +497,12 @@ def lossy():
     return {"build": small()[0], "batch": small()[1], "loss": torch.sum, "steps": 3}
 def wide(dim=64):
     return {**lossy(), "build": lambda: nn.Linear(dim, 8), "batch": torch.empty(8, dim)}
+def placed():
+    return {**lossy(), "gpu": "a100-40", "price": 3.0, "net": "ethernet-100"}
+def asks():
+    return {**lossy(), "step": 3}
+def fails():
+    raise RuntimeError("no data")
 def large():
     return {**lossy(), "build": lambda: nn.Sequential(*[nn.Linear(65536, 65536) for _ in range(20)]), "batch": torch.empty(8, 65536)}
 policy = "auto"
@@ -304,9 +516,12 @@ number = 3
         ("models.py:lossy --world 4", 0, "fits: "),
         ("models:lossy --world 4 --mesh 2x2 --dtype fp32 --reshard false --microbatches 2 --price 2 --plan models.py:policy", 0, "2 x 2 ranks"),
         ("models:large --world 2", 1, "does not fit: "),
+        ("models:placed --world 4", 0, "on each a100-40, 4 ranks"),
+        ("models:placed --world 4 --gpu h200", 0, "on each h200, 4 ranks"),
+        ("models:asks --world 4", 2, "the factory gives 'step', which is no argument of explain()"),
         ("models:small --world 4", 2, "which is no loss"),
         ("models:lossy --world 4 --gpu h900", 2, "gpu='h900' is not known"),
-        ("models:nothing --world 4", 2, "'models' has no 'nothing'; it has small, lossy, wide, large"),
+        ("models:nothing --world 4", 2, "'models' has no 'nothing'; it has small, lossy, wide, placed"),
         ("models:number --world 4", 2, "'models:number' is a int: expected a function that returns (build, batch)"),
         ("elsewhere.py:small --world 4", 2, "'elsewhere.py:small': No module named 'elsewhere'"),
         ("models --world 4", 2, "expected module:name or file.py:name, got 'models'"),
@@ -324,6 +539,13 @@ def test_the_command_line_says_it_in_its_exit_status(arguments: str, status: int
     assert found.returncode == status, found.stderr
     lines = (found.stdout if status < 2 else found.stderr).splitlines()
     assert told in lines[0] and (status < 2 or len(lines) == 1)
+
+
+def test_a_factory_that_raises_is_shown_and_is_no_verdict(tmp_path: Path) -> None:
+    (tmp_path / "models.py").write_text(FACTORY)
+    command = [sys.executable, "-m", "fullshard", "explain", "models:fails", "--world", "4"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == 2 and found.stderr.splitlines()[-1] == "RuntimeError: no data" and not found.stdout
 
 
 # --- searching ---
@@ -359,6 +581,25 @@ def test_a_search_grows_the_batch_and_shrinks_the_world_until_it_does_not_fit() 
         partial(build, DIM), torch.empty(64, DIM), world=8, loss=torch.sum, gpu=replace(gpu, memory=1 << 20)
     )
     assert nothing.best is None and "nothing that was tried fits" in str(nothing)
+
+
+def test_a_search_changes_the_rows_that_the_batch_has_and_names_what_cannot_be() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(DIM, DIM)
+
+        def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+            return self.layer(x) * mask
+
+    batch = {"mask": torch.ones(1, DIM), "x": torch.empty(64, DIM)}
+    told = {"world": 16, "loss": torch.sum, "reshard_after_forward": 8}
+    found = fullshard.search(Masked, batch, goal="largest_batch", **told)
+    assert found.best is not None and found.best.changes["rows"] == 64 << 12 and found.best.explanation.traced.rows == 64 << 12
+    fewest = fullshard.search(Masked, batch, goal="fewest_gpus", **told)
+    assert (
+        fewest.best is not None and fewest.skipped and "not tried: " in str(fewest) and "must divide the 4 ranks" in str(fewest)
+    )
 
 
 @pytest.mark.parametrize(
@@ -402,3 +643,25 @@ def test_experts_are_traced_with_the_rows_that_they_are_said_to_get() -> None:
         fullshard.routed(2.0)
     numbers = {"aten::_local_scalar_dense": lambda tensor: 3.0}
     assert fullshard.explain(Asks, torch.empty(2, 4), world=2, footprints=numbers).fits
+
+
+class Rounds(nn.Linear):
+    """Reads as many rows as its footprint says, which differs from call to call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.cat([x, super().forward(x[x[:, 0].nonzero()[:, 0]])])
+        return x
+
+
+def test_a_footprint_is_asked_each_time() -> None:
+    rows = [10, 20, 30]
+    given = iter(rows)
+
+    def nonzero(mask: Tensor) -> Tensor:
+        return torch.empty(next(given), 1, dtype=torch.long, device="meta")
+
+    footprints = {"aten::nonzero": nonzero}
+    r = fullshard.explain(partial(Rounds, DIM, DIM), torch.empty(64, DIM), world=2, loss=torch.sum, footprints=footprints)
+    forward = [op.flops for op in r.traced.trace.events if isinstance(op, Op) and op.name == "aten.addmm.default"]
+    assert forward == [2 * n * DIM * DIM for n in rows]

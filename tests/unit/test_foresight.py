@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
-from memory import Linear
+from memory import Linear, Product
 from rotation import random_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard.foresight.allocations import memory_events
 from fullshard.foresight.ledger import Ledger
+from fullshard.foresight.precision import Precision
 from fullshard.foresight.simulate import Setting, Simulation, simulate
 from fullshard.foresight.trace import Born, Died, Gradient, Op, trace
 from fullshard.wrap.plan import ModelSummary, Plan, PlannedUnit
@@ -34,58 +35,85 @@ LEAST = 1500  # bytes: what is smaller is not compared
 
 @dataclass(frozen=True)
 class Layer:
-    """A matrix of outputs x inputs, or a gain of one row. scalar: whether it has a scalar parameter, too."""
+    """A matrix of outputs x inputs, or a gain of one row. scalar: whether it has a scalar parameter, too.
+
+    promotes: whether it returns fp32, whatever it computes in.      joined: whether the matrix is put together of two.
+    """
 
     outputs: int
     frozen: bool = False
     used: bool = True
     scalar: bool = False
+    promotes: bool = False
+    joined: bool = False
 
 
 @dataclass(frozen=True)
 class Part:
-    """A block: layers, and a block inside of it, if there is one."""
+    """A block: layers, and a block inside of it, if there is one. calls: how many times it runs in a row, if it can.
+
+    mp_policy: its unit's own.      reentrant: whether recomputation runs a backward of its own.
+    """
 
     layers: tuple[Layer, ...]
     unit: bool = True
     recomputed: bool = False
     inner: Part | None = None
+    mp_policy: fullshard.MixedPrecisionPolicy | None = None
+    reentrant: bool = False
+    calls: int = 1
+
+
+class Joined(nn.Module):
+    """A matrix of two parameters, whose gradients share their memory."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.upper = nn.Parameter(torch.empty(outputs // 2, inputs))
+        self.lower = nn.Parameter(torch.empty(outputs - outputs // 2, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Product.apply(x, torch.cat([self.upper, self.lower]))  # type: ignore[no-untyped-call]
+        return out
 
 
 class Scaled(nn.Module):
     def __init__(self, inputs: int, layer: Layer) -> None:
         super().__init__()
-        self.layer, self.inner = layer, Linear(inputs, layer.outputs)
+        self.layer, self.inner = layer, (Joined if layer.joined else Linear)(inputs, layer.outputs)
         self.inner.requires_grad_(not layer.frozen)
         if layer.scalar:
             self.scale = nn.Parameter(torch.empty(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x)
-        return x * self.scale if self.layer.scalar else x
+        x = self.inner(x.to(next(self.inner.parameters()).dtype))  # products take one dtype
+        x = x * self.scale if self.layer.scalar else x
+        return x.float() if self.layer.promotes else x
 
 
 class Block(nn.Module):
     def __init__(self, width: int, part: Part) -> None:
         super().__init__()
-        self.part = part
+        self.part, inputs = part, width
         self.layers = nn.ModuleList()
         for layer in part.layers:
             self.layers.append(Scaled(width, layer))
             width = layer.outputs if layer.used else width
         self.inner = None if part.inner is None else Block(width, part.inner)
         self.width = width if self.inner is None else self.inner.width
+        self.calls = part.calls if self.width == inputs else 1
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x) if layer.layer.used else x
-        if self.inner is None:
-            return x
-        return (
-            checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=False)
-            if self.inner.part.recomputed
-            else self.inner(x)
-        )
+        return x if self.inner is None else run(self.inner, x)
+
+
+def run(block: Block, x: Tensor) -> Tensor:
+    for _ in range(block.calls):
+        again = {"use_reentrant": block.part.reentrant, "preserve_rng_state": False}
+        x = checkpoint(block, x, **again) if block.part.recomputed else block(x)
+    return x
 
 
 WIDTH = 48
@@ -103,7 +131,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if block.part.recomputed else block(x)
+            x = run(block, x)
         return self.head(x)
 
 
@@ -112,7 +140,12 @@ def plan_of(model: Model, *, listed: bool) -> Plan:
     names = [name for name, module in model.named_modules() if isinstance(module, Block) and module.part.unit]
     last = f"blocks.{len(model.blocks) - 1}"
     groups = [(name, "head") if listed and name == last else (name,) for name in names]
-    return Plan(ModelSummary.of(model), [PlannedUnit(group) for group in groups])
+    plan = Plan(ModelSummary.of(model), [PlannedUnit(group) for group in groups])
+    for names in groups:
+        policy = model.get_submodule(names[0]).part.mp_policy
+        if policy is not None:
+            plan.set(names[0], mp_policy=policy)
+    return plan
 
 
 @contextmanager
@@ -172,7 +205,7 @@ def predicted(parts: tuple[Part, ...], setting: Setting, *, listed: bool) -> Sim
     with torch.device("meta"):
         model, x = Model(parts), torch.empty(ROWS, WIDTH)
     plan = plan_of(model, listed=listed)
-    return simulate(trace(model, (x,), loss=torch.sum, mp_policy=setting.mp_policy), plan, setting)
+    return simulate(trace(model, (x,), loss=torch.sum, precision=Precision.of(plan, setting.mp_policy)), plan, setting)
 
 
 def check(parts: tuple[Part, ...], setting: Setting, *, listed: bool, **options: Any) -> None:
@@ -188,12 +221,16 @@ def check(parts: tuple[Part, ...], setting: Setting, *, listed: bool, **options:
 
 LAYERS = st.builds(
     Layer,
-    outputs=st.sampled_from([8, 33, 48, 64, 100, 700]),
+    outputs=st.sampled_from([8, 33, 48, 64, 100, 1000]),
     frozen=st.sampled_from([False, False, False, True]),
     used=st.sampled_from([True, True, True, False]),
     scalar=st.sampled_from([False, False, False, True]),
+    promotes=st.sampled_from([False, False, True]),
+    joined=st.sampled_from([False, False, False, True]),
 )
 ROWS_OF_LAYERS = st.lists(LAYERS, min_size=1, max_size=3).map(tuple)
+BF16, MIXED = (fullshard.MixedPrecisionPolicy(torch.bfloat16, dtype) for dtype in (None, torch.float32))
+OF_UNITS = [None, None, None, replace(MIXED, output_dtype=torch.float32), fullshard.MixedPrecisionPolicy(torch.float32)]
 INNER = st.builds(Part, layers=ROWS_OF_LAYERS, unit=st.booleans(), recomputed=st.sampled_from([False, False, True]))
 PARTS = st.builds(
     Part,
@@ -201,8 +238,10 @@ PARTS = st.builds(
     unit=st.sampled_from([True, True, True, False]),
     recomputed=st.sampled_from([False, False, True]),
     inner=st.one_of(st.none(), INNER),
+    mp_policy=st.sampled_from(OF_UNITS),
+    reentrant=st.booleans(),
+    calls=st.sampled_from([1, 1, 2]),
 )
-BF16, MIXED = (fullshard.MixedPrecisionPolicy(torch.bfloat16, dtype) for dtype in (None, torch.float32))
 SETTINGS = st.builds(
     dict,
     ranks=st.sampled_from([1, 2, 3, 4, 512]),
@@ -281,17 +320,17 @@ LENGTH = 256
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_saves_no_matrix_of_length_by_length_and_norms_are_one_kernel(masked: bool, recomputed: bool) -> None:
     with torch.device("meta"):
-        model, x = Attention(masked=masked), torch.empty(1, LENGTH, 64)
+        model, x = Attention(masked=masked).bfloat16(), torch.empty(1, LENGTH, 64, dtype=torch.bfloat16)
         model.forward = partial(checkpoint, model.forward, use_reentrant=False) if recomputed else model.forward
     found = trace(model, (x,), loss=torch.sum)
     largest = max(event.nbytes for event in found.events if isinstance(event, Born))
-    assert largest < 4 * LENGTH * LENGTH * 4  # of floats, for each head
+    assert largest < 4 * LENGTH * LENGTH * 2  # for each head
     ops = [event.name for event in found.events if isinstance(event, Op)]
     kind = "efficient" if masked else "flash"
     assert ops.count(f"aten._scaled_dot_product_{kind}_attention.default") == 1 + recomputed
     assert ops.count("fullshard_foresight.rms_norm.default") == 1 + recomputed
     assert ops.count("fullshard_foresight.rms_norm_backward.default") == 1
-    on_cpu = trace(Attention(masked=masked).to("meta"), (x,), loss=torch.sum, accelerator=False)
+    on_cpu = trace(Attention(masked=masked).to("meta", torch.bfloat16), (x,), loss=torch.sum, accelerator=False)
     ops = [event.name for event in on_cpu.events if isinstance(event, Op)]
     assert ops.count("aten._scaled_dot_product_flash_attention_for_cpu.default") == 1
     assert on_cpu.flops == found.flops or recomputed or masked

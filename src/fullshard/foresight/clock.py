@@ -76,7 +76,11 @@ def op_seconds(op: Op, gpu: Gpu) -> float:
     return max(op.flops / (1 + op.causal) / (gpu.peak(op.dtype) * part), nbytes / (gpu.bandwidth * gpu.streaming))
 
 
-def message_seconds(message: Message, lane: str, gpu: Gpu, network: Network) -> float:
+Mesh = tuple[int, int]
+"""(replicas, ranks that parameters are cut over); ranks of one replica follow each other."""
+
+
+def message_seconds(message: Message, lane: str, gpu: Gpu, network: Network, mesh: Mesh) -> float:
     """How long a message travels, alone on its link.
 
     Inside a machine and between machines it travels at the same time; the slower one counts. Between machines all network cards
@@ -87,13 +91,20 @@ def message_seconds(message: Message, lane: str, gpu: Gpu, network: Network) -> 
     ranks = message.ranks
     if ranks == 1:
         return 0.0
-    inside = min(ranks, gpu.per_node) if lane != "replicate" else 1
+    inside = inside_one(message, lane, gpu, mesh)
     nodes = -(-ranks // inside)
     times = 2 if message.kind in ("all_reduce", "heartbeat") else 1
     link = message.nbytes * (ranks - 1) / ranks / gpu.link if inside > 1 else 0.0
     between = message.nbytes * (nodes - 1) / nodes / (network.per_gpu * inside * network.efficiency)
     latency = network.base + times * ((ranks - nodes) * network.step + (nodes - 1) * network.hop)
     return latency + times * max(link, between)
+
+
+def inside_one(message: Message, lane: str, gpu: Gpu, mesh: Mesh) -> int:
+    """How many of the ranks of a message one machine has."""
+    replicas, shards = mesh
+    apart = shards if lane == "replicate" and message.ranks <= replicas else 1  # what cannot be cut is of all ranks
+    return min(message.ranks, max(1, gpu.per_node // apart))
 
 
 HOST = 20e9
@@ -106,18 +117,19 @@ HOST_PER_COLLECTIVE = 60e-6
 """Seconds of the host's time to queue a collective: NCCL's enqueue and this library's hooks (docs/performance.md)."""
 
 
-def play(program: Program, gpu: Gpu, network: Network) -> Timeline:
+def play(program: Program, gpu: Gpu, network: Network, mesh: Mesh) -> Timeline:
     """Play a program on a clock.
 
     Args:
         program: of a step.
         gpu: on which it computes.
         network: over which it communicates.
+        mesh: (replicas, ranks).
 
     Returns:
         The timeline.
     """
-    clock = _Clock(gpu, network)
+    clock = _Clock(gpu, network, mesh)
     places = [*program.places, Place(len(program.instructions), "", "optimizer", 0)]
     for place, after in pairwise(places):
         clock.enter(place)
@@ -127,8 +139,8 @@ def play(program: Program, gpu: Gpu, network: Network) -> Timeline:
 
 
 class _Clock:
-    def __init__(self, gpu: Gpu, network: Network) -> None:
-        self._gpu, self._network = gpu, network
+    def __init__(self, gpu: Gpu, network: Network, mesh: Mesh) -> None:
+        self._gpu, self._network, self._mesh = gpu, network, mesh
         self._host = self._compute = self._link = self._computing = self._starved = 0.0
         self._lanes: dict[str, float] = {}
         self._awaited: dict[str, float] = {}  # when compute last was behind work of a lane
@@ -136,7 +148,7 @@ class _Clock:
         self._spans: list[Span] = []
         self._exposed: dict[str, float] = {}
         self._sent: Counter[str] = Counter()
-        self._seconds: dict[tuple[int, int, str], float] = {}
+        self._seconds: dict[tuple[object, ...], float] = {}
         self._moments: list[tuple[float, int]] = []
         self._place = Place(0, "", "forward", 0)
         self._since = 0.0
@@ -165,7 +177,7 @@ class _Clock:
         if not op.nbytes:
             return
         gpu = self._gpu
-        key = op.flops, op.nbytes, op.name
+        key = op.flops, op.nbytes, op.name, op.dtype, op.causal
         seconds = self._seconds.get(key)
         if seconds is None:
             seconds = self._seconds[key] = op_seconds(op, gpu)
@@ -191,7 +203,7 @@ class _Clock:
         start = max(behind, self._host, self._lanes.get(launch.lane, 0.0))
         end = start + launch.copied / (self._gpu.bandwidth * self._gpu.streaming)
         for message in launch.messages:
-            seconds = message_seconds(message, launch.lane, self._gpu, self._network)
+            seconds = message_seconds(message, launch.lane, self._gpu, self._network, self._mesh)
             if message.kind in ("to_device", "to_host"):
                 end += seconds
                 self._sent["host"] += message.nbytes
@@ -204,7 +216,7 @@ class _Clock:
 
     def _count(self, message: Message, lane: str) -> None:
         if message.ranks > 1:
-            between = lane == "replicate" or message.ranks > self._gpu.per_node
+            between = inside_one(message, lane, self._gpu, self._mesh) < message.ranks
             times = 2 if message.kind in ("all_reduce", "heartbeat") else 1
             self._sent["between" if between else "inside"] += times * message.nbytes * (message.ranks - 1) // message.ranks
 
@@ -257,17 +269,18 @@ SPREAD = ((1.12, 1.15), (0.88, 0.75))
 """Factors of computing and of the network for the ends of a band: what published runs differ by between sites."""
 
 
-def spread(program: Program, gpu: Gpu, network: Network) -> tuple[float, float]:
+def spread(program: Program, gpu: Gpu, network: Network, mesh: Mesh) -> tuple[float, float]:
     """Seconds by better and by worse constants."""
     low, high = (
         play(
             program,
             replace(gpu, matmul=gpu.matmul * computing, streaming=gpu.streaming * computing, link=gpu.link * links),
             replace(network, efficiency=network.efficiency * links),
+            mesh,
         ).seconds
         for computing, links in SPREAD
     )
     return low, high
 
 
-__all__ = ["Band", "Span", "Timeline", "message_seconds", "op_seconds", "play", "spread"]
+__all__ = ["Band", "Mesh", "Span", "Timeline", "message_seconds", "op_seconds", "play", "spread"]

@@ -14,6 +14,7 @@ from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.explanation import Explanation, explain
 from fullshard.foresight.hardware import GPUS, NETWORKS
 from fullshard.foresight.optimizer import OPTIMIZERS
+from fullshard.foresight.question import Question
 from fullshard.foresight.search import Goal, search
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -30,7 +31,7 @@ def add_explain(commands: Any) -> None:
     to.add_argument("--world", type=int, required=True, help="how many ranks")
     to.add_argument("--mesh", help="replicas x ranks, as in 8x16 (default: parameters are cut over all ranks)")
     to.add_argument("--with", dest="given", action="append", default=[], metavar="NAME=VALUE", help="passed on to the factory")
-    to.add_argument("--gpu", default="h100-sxm", help=f"{', '.join(GPUS)}, or a .json of calibrate (default: h100-sxm)")
+    to.add_argument("--gpu", help=f"{', '.join(GPUS)}, or a .json of calibrate (default: h100-sxm)")
     to.add_argument("--net", help=f"{', '.join(NETWORKS)}, or a .json of calibrate (default: what such GPUs usually have)")
     to.add_argument(
         "--plan", action="append", default=[], help="file.py:name or module:name of a policy or plan; several are compared"
@@ -76,6 +77,11 @@ def run_explain(options: argparse.Namespace, parts: dict[str, Any], load: Load) 
         ValueError: for what cannot be told.
     """
     told = {**{name: value for name, value in parts.items() if name not in ONLY_VERIFY}, **_told(options)}
+    unknown = set(told) - set(Question.__dataclass_fields__)
+    if unknown:
+        raise ValueError(
+            f"the factory gives {min(unknown)!r}, which is no argument of explain(): {', '.join(Question.__dataclass_fields__)}"
+        )
     plans = [load(name) for name in options.plan] or [told.pop("plan", "auto")]
     told.pop("plan", None)
     found = [explain(**told, plan=plan) for plan in plans]
@@ -89,9 +95,10 @@ def run_explain(options: argparse.Namespace, parts: dict[str, Any], load: Load) 
 
 def _told(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `explain` that the command line gives."""
-    told: dict[str, Any] = {"world": options.world, "gpu": options.gpu, "net": options.net, "price": options.price}
-    told["expandable_segments"] = options.expandable_segments
-    for name in ("optimizer", "microbatches", "recompute", "engine"):
+    told: dict[str, Any] = {"world": options.world}
+    if options.expandable_segments:
+        told["expandable_segments"] = True
+    for name in ("gpu", "net", "price", "optimizer", "microbatches", "recompute", "engine"):
         if getattr(options, name) is not None:
             told[name] = getattr(options, name)
     if options.mesh is not None:

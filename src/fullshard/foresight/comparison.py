@@ -140,7 +140,7 @@ def _network(r: Facts, run: Recorded) -> Iterator[Difference]:
         largest = max((m for m in r.messages if m.kind == kind and m.ranks > 1), key=lambda m: m.nbytes, default=None)
         if largest is None:
             continue
-        assumed = largest.nbytes / message_seconds(largest, "gather", r.gpu, r.network)
+        assumed = largest.nbytes / message_seconds(largest, "gather", r.gpu, r.network, r.setting.mesh)
         part = run.waiting and sum(run.waiting.values()) / run.step
         if not 1 - LEAST < speed / assumed < 1 + LEAST:
             yield Difference(

@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-import torch
+from typing import Any, get_args
 
 from fullshard.foresight.comparison import Comparison, compare
 from fullshard.foresight.facts import Facts
 from fullshard.foresight.hardware import Gpu, Network, gpu_of, network_of
 from fullshard.foresight.optimizer import Factory, named
 from fullshard.foresight.picture import chrome_trace, draw_png, page
+from fullshard.foresight.question import Build, Loss, Question, Recompute
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import figures, report
-from fullshard.foresight.setup import Build, Loss, Recompute, Traced, mesh_of, step_of, trace_model
+from fullshard.foresight.setup import Traced, mesh_of, step_of, trace_model
 from fullshard.foresight.simulate import Engine, Setting, simulate
 from fullshard.foresight.trace import Footprint
 from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -30,14 +29,11 @@ class Explanation(Facts):
     """What a step of a sharded model takes, found out without running it. Prints as a report.
 
     Args:
-        traced: the model, its plan and its trace.
+        traced: the model, its plan and its trace, and what was asked.
         setting: how the plan is carried out.
         gpu: on which it runs.
         network: between machines.
         simulation: every change of memory and every instruction, in order.
-        factory: makes the optimizer of the parameters.
-        expandable_segments: whether the allocator runs with expandable segments.
-        price: of an hour of one GPU, None if none was given.
 
     Example:
         >>> r = explain(lambda: torch.nn.Linear(1024, 1024), torch.empty(8, 1024), world=8, loss=torch.sum)
@@ -47,15 +43,11 @@ class Explanation(Facts):
 
     # --- other ways ---
 
-    def but(
-        self, *, gpu: str | Path | Gpu | None = None, net: str | Path | Network | None = None, **changes: Any
-    ) -> Explanation:
-        """The same model with another setting, without tracing it again.
+    def but(self, **changes: Any) -> Explanation:
+        """The same with other arguments of `explain`; the model is traced again only if it does something else with them.
 
         Args:
-            gpu: another one, None keeps it.
-            net: another network, None keeps it.
-            **changes: fields of `Setting`, as in `ranks=128` or `reshard_after_forward=False`.
+            **changes: as of `explain`, as in `world=128` or `reshard_after_forward=False`.
 
         Returns:
             The other explanation.
@@ -65,24 +57,14 @@ class Explanation(Facts):
 
         Example:
             >>> r = explain(lambda: torch.nn.Linear(1024, 1024), torch.empty(8, 1024), world=8, loss=torch.sum)
-            >>> r.but(ranks=16).peak < r.peak
+            >>> r.but(world=16).peak < r.peak
             True
         """
-        unknown = set(changes) - set(Setting.__dataclass_fields__)
+        known = Question.__dataclass_fields__
+        unknown = set(changes) - set(known)
         if unknown:
-            raise ValueError(
-                f"but() takes the fields of Setting, got {min(unknown)!r}: {', '.join(Setting.__dataclass_fields__)}"
-            )
-        setting = replace(self.setting, **changes)
-        if setting.ranks != self.setting.ranks:
-            setting = replace(
-                setting, optimizer=step_of(self.factory, self.plan, setting.ranks, accelerator=setting.accelerator)
-            )
-        found = self.gpu if gpu is None else gpu_of(gpu)
-        network = self.network if net is None and gpu is None else network_of(net, found)
-        return replace(
-            self, setting=setting, gpu=found, network=network, simulation=simulate(self.traced.trace, self.plan, setting)
-        )
+            raise ValueError(f"but() takes the arguments of explain(), got {min(unknown)!r}: {', '.join(known)}")
+        return answer(replace(self.traced.question, **changes), self.traced)
 
     def against(self, run: Recorded) -> Comparison:
         """Hold a recorded run against this prediction.
@@ -223,69 +205,24 @@ def explain(
         >>> print(str(r).splitlines()[0])
         fits: 2.0 GiB of 79.1 GiB on each h100-sxm, 8 ranks
     """
-    told = dict(locals())
-    return answer(Question(**told))
+    return answer(Question(**locals()))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Question:
-    """The arguments of `explain`."""
-
-    build: Build
-    batch: Any
-    plan: Any
-    world: int
-    mesh: Sequence[int] | int | None
-    gpu: str | Path | Gpu
-    net: str | Path | Network | None
-    mp_policy: MixedPrecisionPolicy | None
-    offload_policy: OffloadPolicy
-    comm_policy: CommPolicy
-    reshard_after_forward: bool | int | None
-    optimizer: str | Factory | None
-    loss: Loss | None
-    microbatches: int
-    accumulate: bool
-    recompute: Recompute
-    footprints: Mapping[str, Footprint]
-    engine: Engine
-    expandable_segments: bool
-    price: float | None
-
-    @property
-    def dtypes(self) -> MixedPrecisionPolicy:
-        """Of parameters and gradients: in bf16 with fp32 reduction on a GPU, if nothing was said."""
-        if self.mp_policy is not None:
-            return self.mp_policy
-        plain = gpu_of(self.gpu).synchronous
-        return MixedPrecisionPolicy() if plain else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-
-def answer(question: Question, traced: Traced | None = None) -> Explanation:
-    """Trace the model, if that was not done yet, and simulate a step."""
-    if question.engine not in ("fullshard", "fsdp2"):
+def answer(question: Question, known: Traced | None = None) -> Explanation:
+    """Trace the model, unless what is known serves, and simulate a step."""
+    if question.engine not in get_args(Engine):
         raise ValueError(f"engine must be 'fullshard' or 'fsdp2', got {question.engine!r}")
     ranks, replicas, hybrid = mesh_of(question.world, question.mesh)
-    gpu, mp_policy = gpu_of(question.gpu), question.dtypes
+    gpu = gpu_of(question.gpu)
     network = network_of(question.net, gpu)
     factory = None if question.optimizer is None else named(question.optimizer)
-    accelerator = not gpu.synchronous
-    if traced is None:
-        traced = trace_model(
-            question.build,
-            question.batch,
-            plan=question.plan,
-            loss=question.loss,
-            mp_policy=mp_policy,
-            recompute=question.recompute,
-            accelerator=accelerator,
-            footprints=question.footprints,
-        )
+    traced = (None if known is None else known.serves(question)) or trace_model(question)
+    accelerator = question.accelerator
     setting = Setting(
         ranks,
         replicas=replicas,
         hybrid=hybrid,
-        mp_policy=mp_policy,
+        mp_policy=question.dtypes,
         comm_policy=question.comm_policy,
         offload_policy=question.offload_policy,
         reshard_after_forward=question.reshard_after_forward,
@@ -293,11 +230,10 @@ def answer(question: Question, traced: Traced | None = None) -> Explanation:
         accumulate=question.accumulate,
         accelerator=accelerator,
         gloo=not accelerator,
-        optimizer=step_of(factory, traced.plan, ranks, accelerator=accelerator),
+        optimizer=step_of(factory, traced, ranks, accelerator=accelerator),
         engine=question.engine,
     )
-    simulation = simulate(traced.trace, traced.plan, setting)
-    return Explanation(traced, setting, gpu, network, simulation, factory, question.expandable_segments, question.price)
+    return Explanation(traced, setting, gpu, network, simulate(traced.trace, traced.plan, setting))
 
 
-__all__ = ["Explanation", "Question", "answer", "explain"]
+__all__ = ["Explanation", "answer", "explain"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -13,9 +14,9 @@ from fullshard.foresight.allocator import reserved_for
 from fullshard.foresight.clock import Band, Timeline, play, spread
 from fullshard.foresight.hardware import Gpu, Network
 from fullshard.foresight.ledger import Category
-from fullshard.foresight.optimizer import Factory
 from fullshard.foresight.setup import Traced
 from fullshard.foresight.simulate import Setting, Simulation
+from fullshard.foresight.trace import Op
 from fullshard.wrap.plan import Plan
 
 BUDGET = 0.92
@@ -33,16 +34,13 @@ class Facts:
     gpu: Gpu
     network: Network
     simulation: Simulation
-    factory: Factory | None = None
-    expandable_segments: bool = False
-    price: float | None = None
-
-    # --- memory ---
 
     @property
     def plan(self) -> Plan:
         """The units."""
         return self.traced.plan
+
+    # --- memory ---
 
     @property
     def peak(self) -> int:
@@ -54,7 +52,7 @@ class Facts:
         """Bytes that the caching allocator reserves: what `torch.cuda.max_memory_reserved` says."""
         if self.gpu.synchronous:
             return self.peak
-        return reserved_for(self.simulation.ledger.changes, expandable=self.expandable_segments)
+        return reserved_for(self.simulation.ledger.changes, expandable=self.traced.question.expandable_segments)
 
     @property
     def needed(self) -> int:
@@ -90,15 +88,20 @@ class Facts:
 
     # --- time ---
 
+    @property
+    def price(self) -> float | None:
+        """Of an hour of one GPU, None if none was given."""
+        return self.traced.question.price
+
     @cached_property
     def timeline(self) -> Timeline:
         """The step on a clock, by the middle of the constants."""
-        return play(self.simulation.program, self.gpu, self.network)
+        return play(self.simulation.program, self.gpu, self.network, self.setting.mesh)
 
     @cached_property
     def step(self) -> Band:
         """Seconds of a step."""
-        low, high = spread(self.simulation.program, self.gpu, self.network)
+        low, high = spread(self.simulation.program, self.gpu, self.network, self.setting.mesh)
         return Band(low, self.timeline.seconds, high)
 
     @property
@@ -121,11 +124,14 @@ class Facts:
         """Model flops utilisation (PaLM, arXiv 2204.02311, appendix B): flops / seconds / peak in the dtype of the products."""
         return self.flops / self.timeline.seconds / self.gpu.peak(self.compute_dtype)
 
-    @property
+    @cached_property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of matrix products."""
-        found = self.setting.mp_policy.param_dtype
-        return torch.float32 if found is None else found
+        """The dtype of most matrix products."""
+        found: Counter[torch.dtype] = Counter()
+        for event in self.traced.trace.events:
+            if isinstance(event, Op) and event.dtype is not None:
+                found[event.dtype] += event.flops
+        return max(found, key=lambda dtype: found[dtype], default=torch.float32)
 
     @property
     def tokens_per_second(self) -> float:

@@ -29,6 +29,13 @@ class Fsdp2Group(SimulatedGroup):
         plan = self.plan
         size = plan.dtypes.compute.itemsize
         numel, ranks = _chunk(self), plan.layout.ranks
+        if self._part >= 0:
+            assert plan.subgroup is not None
+            nbytes = ranks * numel * size
+            self._staging.append(self.take(nbytes, "staging", "gather"))
+            self.copy(2 * nbytes // plan.subgroup)
+            self.send(Message("all_gather", plan.dtypes.compute, nbytes, 1, plan.subgroup))
+            return StartedWork()
         if plan.host:
             self._staging.append(self.take(plan.shard_nbytes, "staging", "gather"))
             self.send(Message("to_device", plan.dtypes.storage, plan.shard_nbytes, 1))
@@ -44,6 +51,7 @@ class Fsdp2Group(SimulatedGroup):
     def finish_gather(self) -> None:
         """Copy out, and let go of the message of the unit before, or of this one in backward."""
         program = self.program
+        self._give_part()
         nbytes = self.plan.layout.ranks * _chunk(self) * self.plan.dtypes.compute.itemsize
         for block in program.retained_gather:
             self.ledger.give(block)

@@ -213,7 +213,8 @@ class SimulatedReduction:
         group.ledger.give_all(zeros)
         sliced = {part.parameter for message in (*plan.reduction.slices, *plan.reduction.sums) for part in message}
         self._sliced = [block for index, block in enumerate(grads) if index in sliced and block is not None]
-        self.packed_grads = [block for block in grads if block is not None and block not in (*self._held, *self._sliced)]
+        sent = {*plan.reduction.direct, *sliced}
+        self.packed_grads = [block for index, block in enumerate(grads) if block is not None and index not in sent]
         self._flat = self._sum
         if plan.dtypes.storage != plan.dtypes.reduce:
             self._flat = group.take(shard * plan.dtypes.storage.itemsize, "gradients")

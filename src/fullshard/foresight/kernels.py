@@ -1,4 +1,4 @@
-"""Operators that an accelerator has as one kernel, and meta takes apart: attention and RMSNorm as they are there.
+"""Operators that an accelerator has as one kernel, and meta takes apart: attention, dropout and RMSNorm as they are there.
 
 Taken apart, attention saves a matrix of length x length for each head, which no accelerator does.
 """
@@ -17,7 +17,11 @@ from fullshard import _torch
 
 def fused_kernels() -> AbstractContextManager[None]:
     """A block in which meta has the shapes and the operators of an accelerator, also in what a backward recomputes."""
-    kernels: dict[str, Callable[..., Tensor]] = {"scaled_dot_product_attention": _attention, "rms_norm": _rms_norm}
+    kernels: dict[str, Callable[..., Tensor]] = {
+        "scaled_dot_product_attention": _attention,
+        "rms_norm": _rms_norm,
+        "dropout": _dropout,
+    }
     return _torch.meta_kernels(kernels)
 
 
@@ -37,7 +41,8 @@ def _attention_on_cpu(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The CPU's flash attention; what it cannot do it takes apart, as torch does there."""
-    if dropout_p or enable_gqa or query.dim() != 4:
+    learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    if dropout_p or enable_gqa or query.dim() != 4 or query.shape[-1] != value.shape[-1] or learned:
         return _torch.attention_taken_apart(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -58,18 +63,34 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention; the memory-efficient one where there is a mask, as torch chooses on CUDA."""
-    if attn_mask is None:
+    """Flash attention; the memory-efficient one for what that cannot do, as torch chooses on CUDA."""
+    if query.dim() != 4:
+        return _torch.attention_taken_apart(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    flashes = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= 256
+    if attn_mask is None and flashes:
         flash: Tensor = _torch.flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return flash
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    bias = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=query.dtype)
-    bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    bias = attn_mask
+    if bias is not None:
+        bias = bias if bias.is_floating_point() else torch.zeros_like(bias, dtype=query.dtype)
+        bias = bias.expand(*query.shape[:-1], key.shape[-2])
     saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     efficient: Tensor = _torch.efficient_attention(query, key, value, bias, saves, dropout_p, is_causal, scale=scale)[0]
     return efficient
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """One kernel, with a mask of one byte for each element."""
+    if not train or p == 0:
+        return x
+    if p == 1:
+        return x * 0
+    return torch.native_dropout(x, p, True)[0]
 
 
 # torch's own fused RMSNorm has no kernel on meta, and refuses one. This stands for it: (the output, the reciprocal of the

@@ -39,6 +39,7 @@ class Ledger:
         self.changes: list[Change] = []
         self.level = self.peak = 0
         self.peak_after = 0  # how many changes lead to the peak
+        self._shared: Counter[int] = Counter()  # how many more times a block is to be freed before it is
 
     def take(self, nbytes: int, category: Category, unit: str, pool: str = "compute") -> int:
         """Allocate a block. Returns what it is freed by; blocks without bytes are noted nowhere."""
@@ -52,9 +53,19 @@ class Ledger:
                 self.peak, self.peak_after = self.level, block + 1
         return block
 
+    def share(self, block: int) -> int:
+        """Have one more call of `give` before this block is free. Returns it."""
+        if block >= 0:
+            self._shared[block] += 1
+        return block
+
     def give(self, block: int) -> None:
         """Free a block."""
-        if block >= 0:
+        if block in self._shared:
+            self._shared[block] -= 1
+            if not self._shared[block]:
+                del self._shared[block]
+        elif block >= 0:
             nbytes, category, unit, _, pool = self.changes[block]
             self.changes.append(Change(-nbytes, category, unit, block, pool))
             if category != "pinned host":

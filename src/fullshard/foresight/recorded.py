@@ -59,8 +59,8 @@ class Record:
 class Recorded:
     """A run, while it is recorded and afterwards; `record` makes it.
 
-    Its properties are of whole steps, each of which ends when an optimizer has stepped. They raise StateError before the block
-    of `record` is over.
+    Its properties are of whole steps, each of which ends with the last optimizer that steps. They raise StateError before the
+    block of `record` is over.
     """
 
     def __init__(self) -> None:

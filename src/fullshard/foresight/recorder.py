@@ -65,6 +65,8 @@ class _Recorder:
         self._peaks: tuple[int, int] | None = None
         self._wants_memory, self._alive = memory and self._away is None, 0
         self._watch: AllocationWatch | None = None
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._ended: Mark = None  # where an optimizer stepped last, until the next step begins
         if self._away is not None:
             self._away.reset_peak_memory_stats()
 
@@ -80,6 +82,8 @@ class _Recorder:
 
     def around(self, kind: type[Action], run: Callable[[Unit], None], unit: Unit) -> None:
         """Run an action of a unit; what it sends and waits for meanwhile is of that unit."""
+        if self._ended is not None:
+            self._end_step()
         if self._away is not None and kind is Wait and unit.name not in self._now.levels:
             self._now.levels[unit.name] = self._away.memory_allocated()
         before, self._unit = self._unit, unit.name
@@ -114,26 +118,34 @@ class _Recorder:
         wait()
         self._now.waits.append((sent.lane, sent.unit, began, self._mark()))
 
-    def end_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """An optimizer has stepped. On the CPU the first whole step is for counting memory, if that was asked for."""
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """An optimizer has stepped. A step ends with the last of them, which the next forward tells."""
+        self._optimizers[id(optimizer)] = optimizer
+        self._ended = self._mark()
+
+    def _end_step(self) -> None:
+        """The optimizers have stepped. On the CPU the first whole step is for counting memory, if that was asked for."""
+        ended, self._ended = self._ended, None
         counted = self._watch is not None
         if self._watch is not None:
             new, self._watch = peak_of_new(self._watch.stop()), None
             self._peaks = (self._alive + new,) * 2
         elif self._wants_memory:
-            self._wants_memory, self._alive = False, _bytes_of(self._model, optimizer)
+            self._wants_memory, self._alive = False, _bytes_of(self._model, list(self._optimizers.values()))
             self._watch = AllocationWatch()
-        step, mark = self._now, self._mark()
-        step.ended = mark
+        step = self._now
+        step.ended = ended
         if step.began is not None and step.sent and not counted:
             self._steps.append(step)
-        self._now = _Step(began=mark)
+        self._now = _Step(began=ended)
         self._messages.clear()
 
     # --- the end ---
 
     def stop(self) -> None:
         """The block was left, whatever the reason."""
+        if self._ended is not None:
+            self._end_step()
         if self._watch is not None:
             self._watch.stop()
 
@@ -173,9 +185,15 @@ def _kinds(messages: Sequence[Message]) -> str:
     return ", ".join(dict.fromkeys(message.kind for message in messages))
 
 
-def _bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def _bytes_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Bytes of this rank's parts of parameters, buffers and optimizer states."""
-    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+    states = (
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
     tensors = [
         tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for tensor in (*model.parameters(), *model.buffers(), *states)
@@ -229,7 +247,8 @@ def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
             tensors, and left out of all that is timed. Accelerators count them anyway.
 
     Yields:
-        The run; its figures can be asked for after the block. A step ends when an optimizer has stepped.
+        The run; its figures can be asked for after the block. A step ends with the last optimizer that steps before the next
+        forward.
 
     Raises:
         StateError: if there is no unit at or below `model`.
@@ -244,7 +263,7 @@ def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
     runtime, run = runtime_of(unit), Recorded()
     with runtime.communicator.traffic.counting() as messages:
         recorder = _Recorder(model, runtime.communicator.device, messages, memory=memory)
-        handle = _torch.register_optimizer_step_post_hook(recorder.end_step)
+        handle = _torch.register_optimizer_step_post_hook(recorder.stepped)
         try:
             with runtime.executor.watched(recorder.around), runtime.communicator.on_lanes(partial(_TimedLane, recorder)):
                 yield run

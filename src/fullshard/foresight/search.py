@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.foresight.explanation import Explanation, Question, answer, explain
-from fullshard.foresight.setup import Build, Traced, meta_batch
+from fullshard.foresight.explanation import Explanation, answer, explain
+from fullshard.foresight.question import Build, Question
+from fullshard.foresight.setup import Traced, meta_batch, sizes_of
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.tables import aligned, bytes_text
@@ -48,8 +49,11 @@ class Candidate:
         return self.explanation.tokens_per_second
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name}={_short(value)}" for name, value in self.changes.items())
-        return told or "as asked for"
+        return _named(self.changes)
+
+
+def _named(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_short(value)}" for name, value in changes.items()) or "as asked for"
 
 
 def _short(value: Any) -> str:
@@ -75,6 +79,7 @@ class Found:
         smallest: the fastest of those that fit by one change, None if none does; `base` itself, if it fits.
         best: by the goal; None if nothing fits.
         tried: all of them.
+        skipped: (changes, why) of settings that cannot be.
 
     Example:
         >>> found = search(build, batch, world=8)                                             # doctest: +SKIP
@@ -88,6 +93,7 @@ class Found:
     smallest: Candidate | None
     best: Candidate | None
     tried: tuple[Candidate, ...]
+    skipped: tuple[tuple[Mapping[str, Any], str], ...] = ()
 
     @property
     def front(self) -> list[Candidate]:
@@ -115,7 +121,8 @@ class Found:
         for candidate in self.front:
             fits = "fits" if self.allows(candidate) else ""
             rows.append((fits, bytes_text(candidate.needed), f"{candidate.speed:,.0f}", str(candidate)))
-        return "\n".join([*lines, "no other is better in both:", *aligned(rows, right={1, 2})])
+        lines += ["no other is better in both:", *aligned(rows, right={1, 2})]
+        return "\n".join([*lines, *(f"not tried: {_named(changes)}: {why}" for changes, why in self.skipped)])
 
     def allows(self, candidate: Candidate) -> bool:
         """Whether a candidate needs no more than the budget.
@@ -169,8 +176,8 @@ def search(build: Build, batch: Any, *, goal: Goal = "fits", budget: float = 0.9
     asked.apply_defaults()
     tries = _Tries(Question(**asked.arguments))
     base = tries.run({})
-    singles = [tries.run(changes) for changes in tries.singles(base)]
-    several = [tries.run(changes) for changes in tries.several()]
+    singles = [one for changes in tries.singles(base) if (one := tries.attempt(changes))]
+    several = [one for changes in tries.several() if (one := tries.attempt(changes))]
     found = Found(goal, budget, base, None, None, (base, *singles, *several))
     fitting = [candidate for candidate in singles if found.allows(candidate)]
     smallest = base if found.allows(base) else max(fitting, key=lambda one: one.speed, default=None)
@@ -179,8 +186,10 @@ def search(build: Build, batch: Any, *, goal: Goal = "fits", budget: float = 0.9
     best = {"fits": smallest or fastest, "fastest": fastest}.get(goal)
     found = replace(found, smallest=smallest, best=best)
     if goal == "largest_batch":
-        return _grown(found, tries)
-    return _shrunk(found, tries) if goal == "fewest_gpus" else found
+        found = _grown(found, tries)
+    if goal == "fewest_gpus":
+        found = _shrunk(found, tries)
+    return replace(found, skipped=tuple(tries.skipped))
 
 
 def _grown(found: Found, tries: _Tries) -> Found:
@@ -191,7 +200,9 @@ def _grown(found: Found, tries: _Tries) -> Found:
     rows = tries.rows
     while best is not None and rows < tries.rows << 12:
         rows *= 2
-        candidate = tries.run({**changes, "rows": rows})
+        candidate = tries.attempt({**changes, "rows": rows})
+        if candidate is None:
+            break
         tried.append(candidate)
         if not found.allows(candidate):
             break
@@ -207,7 +218,9 @@ def _shrunk(found: Found, tries: _Tries) -> Found:
     world = tries.world
     while best is not None and world % 2 == 0:
         world //= 2
-        candidate = tries.run({**changes, "world": world, "mesh": None})
+        candidate = tries.attempt({**changes, "world": world, "mesh": None})
+        if candidate is None:
+            break
         tried.append(candidate)
         if not found.allows(candidate):
             break
@@ -221,21 +234,29 @@ class _Tries:
     def __init__(self, question: Question) -> None:
         self._question = question
         self._batch = meta_batch(question.batch)
-        self.rows, self.world = _rows(self._batch), question.world
+        self.rows, self.world = sizes_of(self._batch)[0], question.world
+        self._batches = {self.rows: self._batch}
         self._traced: dict[object, Traced] = {}
+        self.skipped: list[tuple[Mapping[str, Any], str]] = []
 
     def run(self, changes: Mapping[str, Any]) -> Candidate:
         """Explain with these changes; "rows" are those of the batch."""
         rest = dict(changes)
         rows = rest.pop("rows", self.rows // rest.get("microbatches", 1))
-        question = replace(self._question, batch=_with_rows(self._batch, self.rows, rows), **rest)
+        batch = self._batches.setdefault(rows, _with_rows(self._batch, self.rows, rows))
+        question = replace(self._question, batch=batch, **rest)
         key = rows, question.recompute
-        known = self._traced.get(key)
-        if known is not None and "plan" in changes:
-            known = replace(known, plan=changes["plan"])
-        found = answer(question, known)
+        found = answer(question, self._traced.get(key))
         self._traced.setdefault(key, found.traced)
         return Candidate(dict(changes), found)
+
+    def attempt(self, changes: Mapping[str, Any]) -> Candidate | None:
+        """The same; None, and a line in `skipped`, if that cannot be."""
+        try:
+            return self.run(changes)
+        except ValueError as why:
+            self.skipped.append((dict(changes), str(why)))
+            return None
 
     def singles(self, base: Candidate) -> Iterator[dict[str, Any]]:
         """Single changes of what was asked for."""
@@ -279,11 +300,6 @@ class _Tries:
         if ranks > per_node and ranks % per_node == 0:
             values.append(per_node)
         return [value for value in values if value is not self._question.reshard_after_forward]
-
-
-def _rows(batch: Any) -> int:
-    leaves = [leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    return leaves[0].shape[0] if leaves else 1
 
 
 def _with_rows(batch: Any, rows: int, wanted: int) -> Any:

@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import _torch
 from fullshard.foresight.optimizer import Factory, OptimizerStep, optimizer_step
-from fullshard.foresight.simulate import Setting
-from fullshard.foresight.trace import Footprint, Trace, trace
-from fullshard.policies import MixedPrecisionPolicy
+from fullshard.foresight.precision import Precision
+from fullshard.foresight.question import Build, Question, Recompute
+from fullshard.foresight.trace import Gradient, Trace, Untraceable, trace
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import plan_model
-
-Loss = Callable[[Any], Tensor]
-Build = Callable[[], nn.Module]
-Recompute = str | Callable[[str, nn.Module], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
     """A model that was traced with one batch.
 
-    tokens: elements of the first tensor of integers in the batch, else its rows; of one rank and microbatch.
-    counted: "tokens" or "rows".
+    model: on meta.      question: that it was traced for.
+    rows, tokens: of the batch of one rank and microbatch; see `sizes_of`.
+    counted: whether "tokens" or "rows" are meant by `tokens`.
     recomputed: names of the modules that backward runs again, if `explain` had it so.
     blocks: names of the modules that are units and have siblings of their class.
     """
 
+    model: nn.Module
+    question: Question
     plan: Plan
     trace: Trace
+    rows: int
     tokens: int
     counted: str
     recomputed: tuple[str, ...]
@@ -47,52 +50,107 @@ class Traced:
         """Elements of all parameters."""
         return sum(entry.numel for _, entries in self.plan.held() for entry in entries)
 
+    def serves(self, question: Question) -> Traced | None:
+        """The same for another question, None if the model does something else in a step that it asks for."""
+        before = self.question
+        same = all(getattr(before, name) is getattr(question, name) for name in ("build", "batch", "loss"))
+        same = same and before.footprints == question.footprints
+        if not same or before.accelerator != question.accelerator:
+            return None
+        plan = self.plan if question.plan is before.plan else plan_model(self.model, question.plan)
+        blocks = _blocks(self.model, plan)
+        dtypes = Precision.of(self.plan, before.dtypes)
+        if tuple(_recomputed(self.model, plan, blocks, question.recompute)) != self.recomputed or not dtypes.computes_like(
+            Precision.of(plan, question.dtypes), self.trace.inputs
+        ):
+            return None
+        return replace(self, question=question, plan=plan, blocks=tuple(blocks))
 
-def trace_model(
-    build: Build,
-    batch: Any,
-    *,
-    plan: Any,
-    loss: Loss | None,
-    mp_policy: MixedPrecisionPolicy,
-    recompute: Recompute,
-    accelerator: bool,
-    footprints: Mapping[str, Footprint],
-) -> Traced:
+
+def trace_model(question: Question) -> Traced:
     """Build a model on meta, plan it, and trace a step of it.
 
     Raises:
         ValueError: for what cannot be traced, in a line that says what to give instead.
     """
-    model = _built(build)
-    found = plan_model(model, plan)
-    blocks = _blocks(model, found)
-    again = _recomputed(model, found, blocks, recompute)
-    for name in again:
-        module = model.get_submodule(name)
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
-    inputs = meta_batch(batch)
+    model = _built(question.build)
+    plan = plan_model(model, question.plan)
+    blocks = _blocks(model, plan)
+    again = _recomputed(model, plan, blocks, question.recompute)
+    inputs = meta_batch(question.batch)
+    with _recomputing(model, again):
+        try:
+            traced = trace(
+                model,
+                inputs,
+                loss=question.loss or _loss_of,
+                precision=Precision.of(plan, question.dtypes),
+                accelerator=question.accelerator,
+                footprints=question.footprints,
+            )
+        except Exception as failure:
+            raise ValueError(_why(failure)) from failure
+    return Traced(model, question, plan, traced, *sizes_of(inputs), tuple(again), tuple(blocks))
+
+
+@contextmanager
+def _recomputing(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Have backward run these modules again, for the length of a block."""
+    before: list[tuple[nn.Module, Any]] = []
     try:
-        traced = trace(
-            model, inputs, loss=loss or _loss_of, mp_policy=mp_policy, accelerator=accelerator, footprints=footprints
-        )
-    except Exception as failure:
-        raise ValueError(_why(failure)) from failure
-    return Traced(found, traced, *_tokens(inputs), tuple(again), tuple(blocks))
+        for module in (model.get_submodule(name) for name in names):
+            before.append((module, vars(module).get("forward")))
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+        yield
+    finally:
+        for module, own in before:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
 
 
 def _built(build: Build) -> nn.Module:
+    """The model on meta. One that is somewhere else is copied, and stays as it is."""
     if isinstance(build, nn.Module) or not callable(build):
         raise ValueError(
             f"build must be a function that returns the model, as in lambda: {type(build).__name__}(...), since it is called "
             f"on the meta device; got {'a module' if isinstance(build, nn.Module) else repr(build)}"
         )
-    with torch.device("meta"):
-        model = build()
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as failure:
+        text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+        raise ValueError(
+            f"build() fails, where it runs under torch.device('meta') ({text}): make there what needs values under "
+            "torch.device('cpu')"
+        ) from failure
     if not isinstance(model, nn.Module):
         raise ValueError(f"build() must return an nn.Module, got a {type(model).__name__}")
-    real = next((name for name, value in model.named_parameters() if value.device.type != "meta"), None)
-    return model if real is None else model.to("meta")
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in held.items():
+        if isinstance(tensor, DTensor):
+            raise ValueError(f"build() must return a model that is not sharded yet, but '{name}' is a DTensor")
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ValueError(
+                f"'{name}' has no shape before a first forward, which explain() does not know: give its module its sizes"
+            )
+    if all(tensor.device.type == "meta" for tensor in held.values()):
+        return model
+    copies: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in held.values()}
+    try:
+        return copy.deepcopy(model, copies)
+    except Exception as failure:
+        raise ValueError(
+            f"build() returns a model on {next(iter(held.values())).device} that cannot be copied ({failure}): have it made on "
+            "the device that is current, which is meta there"
+        ) from failure
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    found = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
 def meta_batch(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
@@ -112,16 +170,22 @@ def meta_batch(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
         raise ValueError(
             "batch has no tensor: give the inputs of one rank and microbatch, as in (torch.zeros(2, 8192).long(),)"
         )
+    if not any(leaf.numel() for leaf in leaves):
+        raise ValueError(f"batch has no rows: its tensors are {', '.join(str(tuple(leaf.shape)) for leaf in leaves)}")
     meta: Sequence[Any] | Mapping[str, Any] = _torch.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
     return meta
 
 
-def _tokens(batch: Any) -> tuple[int, str]:
+def sizes_of(batch: Any) -> tuple[int, int, str]:
+    """(rows, tokens, "tokens") of the largest tensor of integers in a batch; of the largest tensor, if there is none.
+
+    Then ("rows") there are as many tokens as rows. The order of tensors does not matter.
+    """
     leaves = [leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    ids = next((leaf for leaf in leaves if leaf.dtype in (torch.int32, torch.int64)), None)
-    if ids is not None:
-        return ids.numel(), "tokens"
-    return leaves[0].shape[0] if leaves[0].dim() else 1, "rows"
+    ids = [leaf for leaf in leaves if leaf.dtype in (torch.int32, torch.int64)]
+    largest = max(ids or leaves, key=lambda leaf: leaf.numel())
+    rows = largest.shape[0] if largest.dim() else 1
+    return (rows, largest.numel(), "tokens") if ids else (rows, rows, "rows")
 
 
 def _loss_of(output: Any) -> Tensor:
@@ -132,7 +196,7 @@ def _loss_of(output: Any) -> Tensor:
     if isinstance(output, Tensor) and output.numel() == 1:
         return output
     shape = f"a tensor {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
-    raise ValueError(
+    raise Untraceable(
         f"the model returns {shape}, which is no loss: give explain(loss=...), a function of it, since the loss needs memory, "
         "too (on the command line: a dict with 'loss' from the factory)"
     )
@@ -168,7 +232,7 @@ FOOTPRINT = "explain(footprints={{'{op}': lambda *arguments: ...}})"
 def _why(failure: Exception) -> str:
     """One line for what tracing raised."""
     text = " ".join(str(failure).split())
-    if isinstance(failure, ValueError) and "is no loss" in text:
+    if isinstance(failure, Untraceable):
         return text
     op = next((word.strip("'\",.:()") for word in text.split() if word.strip("'\",.:()").startswith("aten::")), None)
     if "item()" in text or "_local_scalar_dense" in text:
@@ -191,17 +255,18 @@ def _why(failure: Exception) -> str:
     return f"the model does not take this batch: {type(failure).__name__}: {text[:300]}"
 
 
-def local_shards(plan: Plan, ranks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """(shape, dtype) of the trainable shards of the first rank, which has the largest."""
-    entries = (entry for _, found in plan.held() for entry in found if entry.trainable)
+def local_shards(traced: Traced, ranks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """(shape, dtype) of the shards that get gradients, of the first rank, which has the largest."""
+    graded = {event.parameter for event in traced.trace.events if isinstance(event, Gradient)}
+    entries = (entry for _, found in traced.plan.held() for entry in found if entry.name in graded)
     return [((-(-e.shape[0] // ranks), *e.shape[1:]) if e.shape else (), e.dtype) for e in entries]
 
 
-def step_of(factory: Factory | None, plan: Plan, ranks: int, *, accelerator: bool) -> OptimizerStep | None:
+def step_of(factory: Factory | None, traced: Traced, ranks: int, *, accelerator: bool) -> OptimizerStep | None:
     """The optimizer's step over this rank's shards."""
     if factory is None:
         return None
-    return optimizer_step(factory, local_shards(plan, ranks), accelerator=accelerator)
+    return optimizer_step(factory, local_shards(traced, ranks), accelerator=accelerator)
 
 
 def mesh_of(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, bool]:
@@ -224,4 +289,4 @@ def mesh_of(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, boo
     return (sizes[0], 1, False) if len(sizes) == 1 else (sizes[1], sizes[0], True)
 
 
-__all__ = ["Build", "Loss", "Recompute", "Setting", "Traced", "local_shards", "mesh_of", "meta_batch", "step_of", "trace_model"]
+__all__ = ["Traced", "local_shards", "mesh_of", "meta_batch", "sizes_of", "step_of", "trace_model"]

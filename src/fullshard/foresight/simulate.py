@@ -29,6 +29,8 @@ from fullshard.policies import (
     Dtypes,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    resolve_mp,
+    resolve_offload,
 )
 from fullshard.runtime.heartbeat import message_length
 from fullshard.runtime.options import UnitOptions
@@ -80,6 +82,11 @@ class Setting:
     gloo: bool = False
     optimizer: OptimizerStep | None = None
     engine: Engine = "fullshard"
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """(replicas, ranks)."""
+        return self.replicas, self.ranks
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "microbatches"):
@@ -205,8 +212,8 @@ class _Machine:
         options = UnitOptions(
             reshard_policy=policy,
             subgroup_size=subgroup,
-            mp=told["mp_policy"],
-            offload=told["offload_policy"],
+            mp=resolve_mp(told["mp_policy"]),
+            offload=resolve_offload(told["offload_policy"]),
             comm=told["comm_policy"],
             checks=CheckPolicy(),
         )
@@ -240,13 +247,8 @@ class _Machine:
         gradients = {event.storage: event.parameter for event in trace.events if isinstance(event, Gradient)}
         running: list[str] = [""]
         self._enter("", "forward")
-        execute, take, give, kept, unit_name = (
-            self.program.instructions.append,
-            self.ledger.take,
-            self.ledger.give,
-            trace.kept,
-            "",
-        )
+        execute, kept, unit_name = self.program.instructions.append, trace.kept, ""
+        take, give, share = self.ledger.take, self.ledger.give, self.ledger.share
         for event in trace.events:
             if isinstance(event, Op):
                 if noted:
@@ -259,10 +261,11 @@ class _Machine:
                     category: Category = "activations" if event.storage in kept else "temporaries"
                     blocks[event.storage] = take(event.nbytes, category, unit_name)
             elif isinstance(event, Died):
-                if event.storage not in gradients:
-                    give(blocks.pop(event.storage))
+                give(blocks.pop(event.storage))
             elif isinstance(event, Gradient):
-                self._owner[event.parameter].arrived[event.parameter] = blocks.pop(event.storage)
+                arrived = self._owner[event.parameter].arrived
+                if event.parameter not in arrived:  # else autograd adds it to the one that is there
+                    arrived[event.parameter] = share(blocks[event.storage])
             elif isinstance(event, BackwardEnds):
                 self._leave_backward()
             elif event.module in self._by_module:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 from types import MappingProxyType
 from typing import Any
@@ -16,9 +17,9 @@ from torch.utils.flop_counter import flop_registry
 
 from fullshard import _torch
 from fullshard.foresight.kernels import fused_kernels, host_kernels
+from fullshard.foresight.precision import NOTHING_CAST, Precision
 from fullshard.frontend.api import collector_paused
 from fullshard.frontend.hooks import cast_floats, tensors_in
-from fullshard.policies import MixedPrecisionPolicy
 from fullshard.runtime.backward import NodeHooks
 
 
@@ -101,6 +102,7 @@ class Trace:
     events: in order.      buffers: bytes of the model's buffers.      batch: bytes of the inputs.
     kept: storages that a forward leaves to its backward, which are activations; all others are temporaries.
     recomputed: flops of forwards that a backward runs again.
+    inputs: by module, the floating-point dtypes of its inputs before they are cast; modules without any are left out.
     """
 
     events: tuple[Event, ...]
@@ -108,6 +110,7 @@ class Trace:
     batch: int
     kept: frozenset[int]
     recomputed: int
+    inputs: Mapping[str, frozenset[torch.dtype]]
 
     @property
     def flops(self) -> int:
@@ -124,7 +127,8 @@ def routed(share: float, imbalance: float = 1.0) -> Footprint:
 
     Args:
         share: the part of the elements that is chosen: 1 / experts of a mask of (tokens, chosen experts).
-        imbalance: how many times as many the busiest expert gets.
+        imbalance: how many times as many are chosen, each time: 1.0 for a router that is balanced, more for a bound on what the
+            busiest expert needs (all of them get so many, and so do flops).
 
     Returns:
         A footprint for `explain(footprints={"aten::nonzero": ...})`.
@@ -168,6 +172,33 @@ def _op_of(
     return Op(str(func), flops, nbytes, dtype, bool(flops) and bool(_torch.argument(func, "is_causal", args, kwargs)))
 
 
+_OF_ONE_DTYPE = {
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
+    torch.ops.aten.baddbmm,
+    torch.ops.aten.convolution,
+    _torch.flash_attention,
+    _torch.efficient_attention,
+}
+
+
+def _refuse_mixed(func: Any, given: Sequence[Tensor]) -> None:
+    """Refuse a product of several dtypes, as devices do, and meta does not."""
+    if func.overloadpacket in _OF_ONE_DTYPE:
+        found = dict.fromkeys(tensor.dtype for tensor in given if tensor.dtype.is_floating_point)
+        if len(found) > 1:
+            names = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
+            raise Untraceable(
+                f"{func.overloadpacket} gets {names}, which no device multiplies: cast one of them, as by "
+                ".to(), or choose another mp_policy= (parameters compute in its param_dtype)"
+            )
+
+
+class Untraceable(ValueError):
+    """What cannot be traced, in a line that says what to do."""
+
+
 def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """What the result of an operator depends on, on meta; None if that is not known."""
     found: list[object] = [func]
@@ -208,6 +239,27 @@ def _maker(
     return None
 
 
+_ADD = torch.ops.aten.add.Tensor
+
+
+@cache
+def _references_of_one() -> tuple[int, int]:
+    """How many references a gradient has in a dispatch mode if autograd alone holds it."""
+    found: list[tuple[int, int]] = []
+
+    class Counts(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is _ADD:
+                found.append(_torch.references(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, device="meta", requires_grad=True)
+    left, right = x * 2, x * 3
+    with Counts(), torch.enable_grad():
+        torch.autograd.grad((left, right), x, (torch.ones_like(x), torch.ones_like(x)))
+    return found[0]
+
+
 class _CallHook:
     """Rides on the graph of one call, and says when its backward begins."""
 
@@ -228,6 +280,8 @@ class _Recorder(_torch.TorchDispatchMode):
     def __init__(self, footprints: Mapping[str, Footprint]) -> None:
         super().__init__()
         self._footprints = {name.replace("::", "."): out for name, out in footprints.items()}
+        self._references_of_one = _references_of_one()
+        self.inputs: dict[str, set[torch.dtype]] = {}
         self.events: list[Event] = []
         self._known: dict[int, int] = {}  # address of a storage that lives -> its number, -1 if it was there before
         self._known_ops: dict[object, tuple[Op, Callable[[Sequence[Any]], Any]]] = {}
@@ -245,7 +299,13 @@ class _Recorder(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
-        key = _key(func, args, kwargs)
+        if func is _ADD and not torch.is_grad_enabled() and _torch.current_graph_task() != -1:
+            summed = self._sum_in_place(*args)
+            if summed is not None:
+                self.events.append(Op(str(func), 0, 3 * summed.numel() * summed.itemsize, summed.dtype))
+                return summed
+        told = self._footprints and str(func.overloadpacket) in self._footprints  # may say something else each time
+        key = None if told else _key(func, args, kwargs)
         known = None if key is None else self._known_ops.get(key)
         if known is not None:
             op, makes = known
@@ -256,6 +316,7 @@ class _Recorder(_torch.TorchDispatchMode):
             out = self._run(func, args, kwargs) if self._footprints else func(*args, **kwargs)
             outs = [leaf for leaf in _torch.tree_leaves(out) if isinstance(leaf, Tensor)]
             given = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            _refuse_mixed(func, given)
             op = _op_of(func, args, kwargs, out, given, outs)
             for tensor in outs:
                 self._note(tensor)
@@ -266,6 +327,17 @@ class _Recorder(_torch.TorchDispatchMode):
         if op.flops and torch.is_grad_enabled() and _torch.current_graph_task() != -1:  # a recomputation builds a graph there
             self.recomputed += op.flops
         return out
+
+    def _sum_in_place(self, one: Any, other: Any, *_: Any) -> Tensor | None:
+        """The gradient that autograd adds another one to, if one of them is held by nobody else.
+
+        Under a dispatch mode autograd makes a new tensor of two gradients that meet, as it does for subclasses of Tensor.
+        """
+        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape and one.dtype == other.dtype:
+            for held in (one, other):
+                if held.is_contiguous() and _torch.references(held) == self._references_of_one:
+                    return held
+        return None
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator, or have its footprint say what it returns."""
@@ -302,9 +374,12 @@ class _Recorder(_torch.TorchDispatchMode):
 
     # --- modules and parameters ---
 
-    def before_forward(self, name: str) -> None:
+    def before_forward(self, name: str, inputs: Sequence[Tensor]) -> None:
         """A forward of a module begins."""
         self.events.append(Enter(name, _torch.current_graph_task() != -1))
+        for tensor in inputs:
+            if tensor.dtype.is_floating_point:
+                self.inputs.setdefault(name, set()).add(tensor.dtype)
 
     def after_forward(self, name: str, output: Any) -> None:
         """It ended: have the graph of its output say when its backward begins."""
@@ -332,26 +407,25 @@ def trace(
     batch: Sequence[Any] | Mapping[str, Any],
     *,
     loss: Callable[[Any], Tensor],
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    precision: Precision = NOTHING_CAST,
     accelerator: bool = True,
     footprints: Mapping[str, Footprint] = MappingProxyType({}),
 ) -> Trace:
     """Run one step on meta.
 
     Args:
-        model: on the meta device; its parameters are cast to the compute dtype, and stay so.
+        model: on the meta device; it is left as it was.
         batch: the inputs of its forward, tensors on meta among them.
         loss: makes the tensor that `backward` is called on out of what the forward returns.
-        mp_policy: the dtypes, as `fully_shard` takes them.
-        accelerator: whether attention and RMSNorm are single kernels, as there, or only attention, as on the CPU.
-
+        precision: the dtypes of parameters, inputs and outputs.
+        accelerator: whether attention, dropout and RMSNorm are the kernels of one, or those of the CPU.
         footprints: by names of operators as "aten::nonzero", what they return, where that depends on values.
 
     Returns:
         The trace.
 
     Raises:
-        ValueError: if a parameter is not on meta.
+        ValueError: if a parameter is not on meta, a product has several dtypes, or the model runs under torch.autocast.
 
     Example:
         >>> with torch.device("meta"):
@@ -362,34 +436,51 @@ def trace(
     real = next((name for name, parameter in model.named_parameters() if parameter.device.type != "meta"), None)
     if real is not None:
         raise ValueError(f"trace() takes a model on meta, but '{real}' is not: build it under torch.device('meta')")
-    for parameter in model.parameters():
-        compute = mp_policy.resolve(parameter.dtype).compute
-        if parameter.dtype != compute:
-            parameter.data = parameter.data.to(compute)
     recorder = _Recorder(footprints)
-    recorder.know(list(model.parameters()))
-    buffers = recorder.know(list(model.buffers()))
-    inputs = recorder.know(list(tensors_in(batch)))
-    with collector_paused():
-        _run_step(model, batch, loss, mp_policy, recorder, accelerator)
-    return Trace(tuple(recorder.events), buffers, inputs, recorder.kept, recorder.recomputed)
+    kernels = fused_kernels() if accelerator else host_kernels()
+    with collector_paused(), _computing_in(model, precision.parameters), _torch.on_autocast(_refuse_autocast), kernels:
+        recorder.know(list(model.parameters()))
+        buffers = recorder.know(list(model.buffers()))
+        inputs = recorder.know(list(tensors_in(batch)))
+        _run_step(model, batch, loss, precision, recorder)
+    seen = {name: frozenset(dtypes) for name, dtypes in recorder.inputs.items()}
+    return Trace(tuple(recorder.events), buffers, inputs, recorder.kept, recorder.recomputed, seen)
+
+
+@contextmanager
+def _computing_in(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Have parameters in these dtypes for the length of a block."""
+    before: list[tuple[nn.Parameter, Tensor]] = []
+    for name, parameter in model.named_parameters():
+        dtype = dtypes.get(name, parameter.dtype)
+        if dtype != parameter.dtype:
+            before.append((parameter, parameter.data))
+            parameter.data = parameter.data.to(dtype)
+    try:
+        yield
+    finally:
+        for parameter, data in before:
+            parameter.grad = None
+            parameter.data = data
+
+
+def _refuse_autocast() -> None:
+    raise Untraceable(
+        "the model runs under torch.autocast, whose casts meta does not have: say explain(mp_policy=...) instead, whose dtype "
+        "is also the one that parameters are gathered in"
+    )
 
 
 def _run_step(
     model: nn.Module,
     batch: Sequence[Any] | Mapping[str, Any],
     loss: Callable[[Any], Tensor],
-    mp_policy: MixedPrecisionPolicy,
+    precision: Precision,
     recorder: _Recorder,
-    accelerator: bool,
 ) -> None:
     """Forward, loss and backward, recorded."""
-    named = isinstance(batch, Mapping)
-    args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-    with _hooks(model, recorder), fused_kernels() if accelerator else host_kernels(), recorder:
-        if mp_policy.input_dtype is not None:
-            args, kwargs = cast_floats(args, mp_policy.input_dtype), cast_floats(kwargs, mp_policy.input_dtype)
-        value = loss(model(*args, **kwargs) if not named else model(**kwargs))
+    with _hooks(model, recorder, precision), recorder:
+        value = loss(model(**batch) if isinstance(batch, Mapping) else model(*batch))
         recorder.begin_backward()
         value.backward()
         recorder.events.append(BackwardEnds())
@@ -406,24 +497,34 @@ def recorded(work: Callable[[], object], held: Sequence[Tensor]) -> list[Event]:
 
 
 @contextmanager
-def _hooks(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Have modules and parameters tell the recorder what happens to them."""
+def _hooks(model: nn.Module, recorder: _Recorder, precision: Precision) -> Iterator[None]:
+    """Have modules and parameters tell the recorder what happens to them, and cast as `frontend.hooks.ForwardHooks` does."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(_entering(recorder, name)).remove)
-            stack.callback(module.register_forward_hook(_leaving(recorder, name), always_call=True).remove)
+            before = _entering(recorder, name, precision.inputs.get(name))
+            stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+            after = _leaving(recorder, name, precision.outputs.get(name))
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_taking(recorder, name)).remove)
         yield
 
 
-def _entering(recorder: _Recorder, name: str) -> Callable[..., None]:
-    return lambda module, args: recorder.before_forward(name)
+def _entering(recorder: _Recorder, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder.before_forward(name, [*tensors_in(args), *tensors_in(kwargs)] if kwargs else [*tensors_in(args)])
+        return None if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
+
+    return enter
 
 
-def _leaving(recorder: _Recorder, name: str) -> Callable[..., None]:
-    return lambda module, args, output: recorder.after_forward(name, output)
+def _leaving(recorder: _Recorder, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        recorder.after_forward(name, output)
+        return None if dtype is None else cast_floats(output, dtype)
+
+    return leave
 
 
 def _taking(recorder: _Recorder, name: str) -> Callable[[Tensor], None]:
@@ -442,6 +543,7 @@ __all__ = [
     "Leave",
     "Op",
     "Trace",
+    "Untraceable",
     "recorded",
     "routed",
     "trace",

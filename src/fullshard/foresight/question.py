@@ -1,0 +1,62 @@
+"""What is asked of `explain`: its arguments, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.foresight.hardware import Gpu, Network, gpu_of
+from fullshard.foresight.optimizer import Factory
+from fullshard.foresight.simulate import Engine
+from fullshard.foresight.trace import Footprint
+from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, resolve_mp
+
+Loss = Callable[[Any], Tensor]
+Build = Callable[[], nn.Module]
+Recompute = str | Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """The arguments of `explain`."""
+
+    build: Build
+    batch: Any
+    plan: Any
+    world: int
+    mesh: Sequence[int] | int | None
+    gpu: str | Path | Gpu
+    net: str | Path | Network | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy
+    comm_policy: CommPolicy
+    reshard_after_forward: bool | int | None
+    optimizer: str | Factory | None
+    loss: Loss | None
+    microbatches: int
+    accumulate: bool
+    recompute: Recompute
+    footprints: Mapping[str, Footprint]
+    engine: Engine
+    expandable_segments: bool
+    price: float | None
+
+    @property
+    def accelerator(self) -> bool:
+        """Whether the device is one, and no CPU."""
+        return not gpu_of(self.gpu).synchronous
+
+    @property
+    def dtypes(self) -> MixedPrecisionPolicy:
+        """Of parameters and gradients: in bf16 with fp32 reduction on a GPU, if nothing was said."""
+        if self.mp_policy is not None:
+            return resolve_mp(self.mp_policy)
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.accelerator else MixedPrecisionPolicy()
+
+
+__all__ = ["Build", "Loss", "Question", "Recompute"]
