@@ -119,6 +119,7 @@ __all__ = [
     "on_differentiation",
     "on_registration",
     "on_stream",
+    "only_writes",
     "operation_name",
     "own_store",
     "parameter_hooks",
@@ -342,6 +343,11 @@ def makes_parameter() -> bool:
 def writes(operation: Any) -> bool:
     """Whether an operation of torch writes to what it is given."""
     return operation._schema.is_mutable
+
+
+def only_writes(operation: Any) -> bool:
+    """Whether an operation of torch writes to what it is given, and returns nothing, as `_foreach_add_` does."""
+    return operation._schema.is_mutable and not operation._schema.returns
 
 
 def operation_name(operation: Any) -> str:

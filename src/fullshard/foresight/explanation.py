@@ -17,9 +17,10 @@ from fullshard.foresight.picture import chrome_trace, draw_png, page
 from fullshard.foresight.question import Build, Loss, Question, Recompute
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import figures, report
-from fullshard.foresight.setup import Traced, mesh_of, step_of, trace_model
+from fullshard.foresight.setup import Traced, mesh_of, trace_model
 from fullshard.foresight.simulate import Engine, Setting, simulate
 from fullshard.foresight.trace import Footprint
+from fullshard.frontend.api import collector_paused
 from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.wrap.tables import bytes_text
 
@@ -210,6 +211,11 @@ def explain(
 
 def answer(question: Question, known: Traced | None = None) -> Explanation:
     """Trace the model, unless what is known serves, and simulate a step."""
+    with collector_paused():
+        return _answer(question, known)
+
+
+def _answer(question: Question, known: Traced | None) -> Explanation:
     if question.engine not in get_args(Engine):
         raise ValueError(f"engine must be 'fullshard' or 'fsdp2', got {question.engine!r}")
     ranks, replicas, hybrid = mesh_of(question.world, question.mesh)
@@ -230,7 +236,7 @@ def answer(question: Question, known: Traced | None = None) -> Explanation:
         accumulate=question.accumulate,
         accelerator=accelerator,
         gloo=not accelerator,
-        optimizer=step_of(factory, traced, ranks, accelerator=accelerator),
+        optimizer=traced.step_of(factory, ranks),
         engine=question.engine,
     )
     return Explanation(traced, setting, gpu, network, simulate(traced.trace, traced.plan, setting))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -28,7 +28,7 @@ from fullshard.wrap.whole_model import plan_model
 class Traced:
     """A model that was traced with one batch.
 
-    model: on meta.      question: that it was traced for.
+    model: on meta.      question: that it was traced for.      precision: the dtypes that it was traced with.
     rows, tokens: of the batch of one rank and microbatch; see `sizes_of`.
     counted: whether "tokens" or "rows" are meant by `tokens`.
     recomputed: names of the modules that backward runs again, if `explain` had it so.
@@ -39,11 +39,13 @@ class Traced:
     question: Question
     plan: Plan
     trace: Trace
+    precision: Precision
     rows: int
     tokens: int
     counted: str
     recomputed: tuple[str, ...]
     blocks: tuple[str, ...]
+    _steps: dict[object, OptimizerStep] = field(default_factory=dict)  # by optimizer, ranks and whether on an accelerator
 
     @property
     def numel(self) -> int:
@@ -59,12 +61,20 @@ class Traced:
             return None
         plan = self.plan if question.plan is before.plan else plan_model(self.model, question.plan)
         blocks = _blocks(self.model, plan)
-        dtypes = Precision.of(self.plan, before.dtypes)
-        if tuple(_recomputed(self.model, plan, blocks, question.recompute)) != self.recomputed or not dtypes.computes_like(
-            Precision.of(plan, question.dtypes), self.trace.inputs
-        ):
+        recomputed = _recomputed(self.model, plan, blocks, question.recompute)
+        precision = Precision.of(plan, question.dtypes)
+        if tuple(recomputed) != self.recomputed or not self.precision.computes_like(precision, self.trace.inputs):
             return None
         return replace(self, question=question, plan=plan, blocks=tuple(blocks))
+
+    def step_of(self, factory: Factory | None, ranks: int) -> OptimizerStep | None:
+        """A step of this optimizer over a rank's shards."""
+        if factory is None:
+            return None
+        key = factory, ranks, self.question.accelerator
+        if key not in self._steps:
+            self._steps[key] = optimizer_step(factory, local_shards(self, ranks), accelerator=self.question.accelerator)
+        return self._steps[key]
 
 
 def trace_model(question: Question) -> Traced:
@@ -77,6 +87,7 @@ def trace_model(question: Question) -> Traced:
     plan = plan_model(model, question.plan)
     blocks = _blocks(model, plan)
     again = _recomputed(model, plan, blocks, question.recompute)
+    precision = Precision.of(plan, question.dtypes)
     inputs = meta_batch(question.batch)
     with _recomputing(model, again):
         try:
@@ -84,13 +95,13 @@ def trace_model(question: Question) -> Traced:
                 model,
                 inputs,
                 loss=question.loss or _loss_of,
-                precision=Precision.of(plan, question.dtypes),
+                precision=precision,
                 accelerator=question.accelerator,
                 footprints=question.footprints,
             )
         except Exception as failure:
             raise ValueError(_why(failure)) from failure
-    return Traced(model, question, plan, traced, *sizes_of(inputs), tuple(again), tuple(blocks))
+    return Traced(model, question, plan, traced, precision, *sizes_of(inputs), tuple(again), tuple(blocks))
 
 
 @contextmanager
@@ -258,15 +269,8 @@ def _why(failure: Exception) -> str:
 def local_shards(traced: Traced, ranks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """(shape, dtype) of the shards that get gradients, of the first rank, which has the largest."""
     graded = {event.parameter for event in traced.trace.events if isinstance(event, Gradient)}
-    entries = (entry for _, found in traced.plan.held() for entry in found if entry.name in graded)
+    entries = (entry for entry in traced.plan.outline.parameters if entry.name in graded)
     return [((-(-e.shape[0] // ranks), *e.shape[1:]) if e.shape else (), e.dtype) for e in entries]
-
-
-def step_of(factory: Factory | None, traced: Traced, ranks: int, *, accelerator: bool) -> OptimizerStep | None:
-    """The optimizer's step over this rank's shards."""
-    if factory is None:
-        return None
-    return optimizer_step(factory, local_shards(traced, ranks), accelerator=accelerator)
 
 
 def mesh_of(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, bool]:
@@ -289,4 +293,4 @@ def mesh_of(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, boo
     return (sizes[0], 1, False) if len(sizes) == 1 else (sizes[1], sizes[0], True)
 
 
-__all__ = ["Traced", "local_shards", "mesh_of", "meta_batch", "sizes_of", "step_of", "trace_model"]
+__all__ = ["Traced", "local_shards", "mesh_of", "meta_batch", "sizes_of", "trace_model"]

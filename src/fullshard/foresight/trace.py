@@ -313,7 +313,7 @@ class _Recorder(_torch.TorchDispatchMode):
             for tensor in out if type(out) is tuple else (out,):
                 self._note(tensor)
         else:
-            out = self._run(func, args, kwargs) if self._footprints else func(*args, **kwargs)
+            out = self._run(func, args, kwargs)
             outs = [leaf for leaf in _torch.tree_leaves(out) if isinstance(leaf, Tensor)]
             given = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             _refuse_mixed(func, given)
@@ -340,7 +340,9 @@ class _Recorder(_torch.TorchDispatchMode):
         return None
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator, or have its footprint say what it returns."""
+        """Run an operator, or have its footprint say what it returns. One that only writes changes nothing on meta."""
+        if _torch.only_writes(func) and all(t.device.type == "meta" for t in args[0] if isinstance(t, Tensor)):
+            return None
         footprint = self._footprints.get(str(func.overloadpacket))
         if footprint is not None:
             return footprint(*args, **kwargs)
