@@ -2,6 +2,7 @@
 
 Each wing is a subpackage whose first paragraph says what it is for, with a line for every file. A wing imports those below it.
 
+    weights                ordinary checkpoints in and out, each rank its own bytes
     foresight              what a step needs and sends, by the planner that runs it
     wrap  fsdp1  tools     which modules become units; FSDP1's surface; install(), verify()
     frontend               fully_shard(), FSDPModule, hooks, full parameters, optimizers
@@ -51,6 +52,7 @@ from fullshard.sharding.mesh import DataParallelMeshDims
 from fullshard.sharding.param_sharding import ShardPlacementResult
 from fullshard.tools.install import install, installed, uninstall
 from fullshard.tools.verify import verify
+from fullshard.weights.loading import load_weights
 from fullshard.wrap.plan import Plan, PlannedUnit
 from fullshard.wrap.whole_model import plan_model, shard_model
 
@@ -89,6 +91,7 @@ __all__ = [
     "grad",
     "install",
     "installed",
+    "load_weights",
     "local_view",
     "materialize",
     "plan_model",

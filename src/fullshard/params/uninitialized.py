@@ -35,6 +35,18 @@ class UninitializedTensors:
         self._parameters, self._buffers = parameters, buffers
         self._versions: dict[str, int] = {}
 
+    def but(self, parameters: list[ShardedParameter]) -> UninitializedTensors:
+        """The same without these parameters, and without buffers that state dicts have."""
+        gone = {id(parameter) for parameter in parameters}
+        buffers = [
+            (ref, name) for ref, name in self._buffers if (module := ref()) is not None and not _torch.persists(module, name)
+        ]
+        return UninitializedTensors([p for p in self._parameters if id(p) not in gone], buffers)
+
+    def names(self) -> list[str]:
+        """What there is."""
+        return list(self._tensors())
+
     def mark(self) -> None:
         """Mark the memory that the tensors have now."""
         for key, (tensor, _) in self._tensors().items():

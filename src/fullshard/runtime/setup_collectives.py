@@ -109,6 +109,14 @@ class SetupCollectives:
             if moved is not mine:
                 mine.copy_(moved)
 
+    def exchange(
+        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        """Have each rank of a group get what each one has for it: parts of 1-D tensors, of these sizes, in rank order."""
+        sizes = list(received_sizes), list(sent_sizes)
+        begin = partial(dist.all_to_all_single, received, sent, *sizes, group=group, async_op=True)
+        self._send(group, [received], partial(_begun, begin))
+
     def unsharded(self, sharding: ParamSharding, sharded: DTensor) -> Tensor:
         """The tensor that this rank computes with, of a DTensor that is sharded so: (sharding.local_shape), of a scalar one
         element, in memory of its own on the device of its shard.

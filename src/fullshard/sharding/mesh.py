@@ -150,6 +150,18 @@ def beside(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str |
     return _BESIDE[key][1]
 
 
+def group_of(ranks: tuple[int, ...], owner: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group of exactly these global ranks, in order: one that there is, or one made by all of them together."""
+    for group in (dist.group.WORLD, owner):
+        if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
+            return group
+    _forget_beside()
+    for _, made in _BESIDE.values():
+        if tuple(dist.get_process_group_ranks(made)) == ranks:
+            return made
+    return beside(owner, "all", list(ranks), name="all")
+
+
 def everywhere(axis: ShardAxis) -> ShardAxis:
     """The same ranks, holding everything alike: for what cannot be cut. May make a process group, so it is collective."""
     if axis.group is None:

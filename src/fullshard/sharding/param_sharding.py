@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +81,39 @@ class ParamSharding:
         if not self.shape:
             return ()
         return (*self.local_shape[: self.dim], self.extent.rows, *self.local_shape[self.dim + 1 :])
+
+    @property
+    def own_axis(self) -> int | None:
+        """Which axis of `mesh` this cut is along; None if nothing is cut."""
+        if self.axis.group is None or not self.shape:
+            return None
+        full, dims = self.axis.full_mesh, self.axis.dims
+        if full is None or dims is None:
+            return self.axis.mesh.ndim - 1
+        return min((full.mesh_dim_names or ()).index(name) for name in dims.shard_names)
+
+    @property
+    def tensor_parallel_axes(self) -> tuple[int, ...]:
+        """The axes of `mesh` that are neither sharded nor replicated over by us."""
+        full, dims = self.axis.full_mesh, self.axis.dims
+        if self.dense is None:
+            return ()
+        if full is None or dims is None:
+            return tuple(range(self.axis.mesh.ndim, self.mesh.ndim))
+        data = {*dims.shard_names, *dims.replicate_names}
+        names = self.mesh.mesh_dim_names or ()
+        return tuple(axis for axis, name in enumerate(names) if name in set(full.mesh_dim_names or ()) - data)
+
+    def ranges_at(self, place: Sequence[int]) -> list[range]:
+        """Along each dim, what the rank at these coordinates of `mesh` holds. Tensor parallelism cuts before we do."""
+        found = [range(length) for length in self.shape]
+        axes = [axis for axis in range(self.mesh.ndim) if axis != self.own_axis]
+        for axis in (*axes, *(() if self.own_axis is None else (self.own_axis,))):
+            placement: Any = self.placements[axis]
+            if _torch.is_cut(placement):
+                part = Extent.cut(len(found[placement.dim]), ranks=self.mesh.size(axis), rank=place[axis])
+                found[placement.dim] = found[placement.dim][part.start : part.stop]
+        return found
 
     def slice(self, whole: Tensor) -> Tensor:
         """This rank's rows of `whole`; a view."""

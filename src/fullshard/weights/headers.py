@@ -1,0 +1,276 @@
+"""Files of safetensors: their headers, read with suspicion, and the files of a checkpoint.
+
+A file is 8 bytes with the length of its header (little-endian), the header (JSON: of each tensor dtype, shape, and where in the
+data it begins and ends), and the data of all tensors in row-major order, without gaps.
+
+Source: https://github.com/huggingface/safetensors (format, and the checks of its reader).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+}
+"""By the names of the format."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MOST = 100_000_000  # bytes of a header, the limit of the format
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class BadFile(ValueError):
+    """A file that is no checkpoint, or a broken one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor in a file. file: path.      offset: of its first byte in the file."""
+
+    name: str
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself. nbytes: of the header with its length; tensors: in the order of their data."""
+
+    file: str
+    nbytes: int
+    file_nbytes: int
+    tensors: tuple[FileTensor, ...]
+    metadata: Mapping[str, str]
+
+
+def read_header(file: str | Path) -> Header:
+    """Read and check the header of a file; its data is not read.
+
+    Raises:
+        BadFile: naming the file, and the tensor, for anything that the format does not allow.
+    """
+    path = str(file)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as failure:
+        raise BadFile(f"{path}: {failure.strerror}") from failure
+    try:
+        size = os.fstat(descriptor).st_size
+        length = int.from_bytes(_read(descriptor, 8, 0, path, size), "little")
+        if length > MOST:
+            raise BadFile(
+                f"{path}: its header would have {length:,} bytes, and may have {MOST:,}: this is no file of safetensors"
+            )
+        text = _read(descriptor, length, 8, path, size)
+    except OSError as failure:
+        raise BadFile(f"{path}: {failure.strerror}") from failure
+    finally:
+        os.close(descriptor)
+    return parse_header(path, text, size)
+
+
+def _read(descriptor: int, nbytes: int, offset: int, path: str, size: int) -> bytes:
+    if offset + nbytes > size:
+        raise BadFile(
+            f"{path}: truncated: it has {size:,} bytes, and its header alone ends at {offset + nbytes:,}, "
+            f"{offset + nbytes - size:,} bytes further"
+        )
+    found = bytearray()
+    while len(found) < nbytes:
+        part = os.pread(descriptor, nbytes - len(found), offset + len(found))
+        if not part:
+            raise BadFile(f"{path}: truncated while it was read, at byte {offset + len(found):,}")
+        found += part
+    return bytes(found)
+
+
+def parse_header(path: str, text: bytes, size: int) -> Header:
+    """The header of a file of `size` bytes.
+
+    Raises:
+        BadFile: as `read_header`.
+    """
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=lambda pairs: _once(path, pairs))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as failure:
+        raise BadFile(f"{path}: its header is no JSON ({failure})") from failure
+    if not isinstance(entries, dict):
+        raise BadFile(f"{path}: its header is no JSON object, but a {type(entries).__name__}")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise BadFile(f"{path}: __metadata__ in its header is no mapping of texts")
+    begin = 8 + len(text)
+    tensors = sorted((_tensor(path, name, told, begin) for name, told in entries.items()), key=lambda t: (t.offset, t.nbytes))
+    at = begin
+    for tensor in tensors:
+        if tensor.offset != at:
+            what = "overlaps the one before it" if tensor.offset < at else "leaves a gap before it"
+            raise BadFile(f"{path}: tensor '{tensor.name}' {what}: it begins at byte {tensor.offset:,}, expected {at:,}")
+        at += tensor.nbytes
+    if at > size:
+        last = next(tensor for tensor in tensors if tensor.offset + tensor.nbytes > size)
+        raise BadFile(
+            f"{path}: truncated by {at - size:,} bytes: it has {size:,}, and its tensors end at {at:,} "
+            f"('{last.name}' is the first that is not whole)"
+        )
+    if at < size:
+        raise BadFile(f"{path}: {size - at:,} bytes behind its last tensor belong to none")
+    return Header(path, begin, size, tuple(tensors), metadata)
+
+
+def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadFile(f"{path}: its header has '{twice}' twice")
+    return found
+
+
+def _tensor(path: str, name: str, told: Any, begin: int) -> FileTensor:
+    where = f"{path}: tensor '{name}'"
+    if not isinstance(told, dict) or set(told) != {"dtype", "shape", "data_offsets"}:
+        raise BadFile(f"{where} is not described by dtype, shape and data_offsets")
+    if not isinstance(told["dtype"], str) or told["dtype"] not in DTYPES:
+        raise BadFile(f"{where} has the dtype {told['dtype']!r}, which is not known: {', '.join(DTYPES)}")
+    dtype = DTYPES[told["dtype"]]
+    shape, offsets = told["shape"], told["data_offsets"]
+    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+        raise BadFile(f"{where} has the shape {str(shape)[:80]}, which is none")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
+        raise BadFile(f"{where} has the data_offsets {str(offsets)[:80]}, which are no beginning and end")
+    if offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:
+        raise BadFile(
+            f"{where} of shape {tuple(shape)} and dtype {told['dtype']} needs {prod(shape) * dtype.itemsize:,} bytes, "
+            f"its data_offsets give {offsets[1] - offsets[0]:,}"
+        )
+    return FileTensor(name, path, dtype, tuple(shape), begin + offsets[0])
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def header_bytes(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The header of a file with these tensors (name, dtype, shape), in this order, with its length, padded to 8 bytes."""
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    at = 0
+    for name, dtype, shape in tensors:
+        nbytes = prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+# --- the files of a checkpoint ---
+
+
+def read_checkpoint(source: Any) -> list[Header]:
+    """The headers of all files of a checkpoint.
+
+    Args:
+        source: a directory, an index, a file, or several files.
+
+    Raises:
+        BadFile: for what is none, or if two files have the same tensor, or the index names what is not there.
+    """
+    files, index = _files(source)
+    headers = [read_header(file) for file in files]
+    where: dict[str, str] = {}
+    for tensor in (tensor for header in headers for tensor in header.tensors):
+        if tensor.name in where:
+            raise BadFile(f"tensor '{tensor.name}' is in {where[tensor.name]} and in {tensor.file}")
+        where[tensor.name] = tensor.file
+    for name, file in (index or {}).items():
+        if where.get(name) != file:
+            raise BadFile(f"the index says that '{name}' is in {file}, which does not have it")
+    return headers
+
+
+def _files(source: Any) -> tuple[list[str], dict[str, str] | None]:
+    """The files, and which tensors are where by an index, None if there is none."""
+    if isinstance(source, (list, tuple)):
+        if not source:
+            raise BadFile("the list of files to load is empty")
+        return [str(file) for file in source], None
+    if not isinstance(source, (str, os.PathLike)):
+        raise BadFile(f"source must be a directory, an index, a file or a list of files, got a {type(source).__name__}")
+    path = Path(source)
+    if not path.is_dir():
+        return _of_index(path) if path.name.endswith(".json") else ([str(path)], None)
+    if (path / INDEX).exists():
+        return _of_index(path / INDEX)
+    if (path / SINGLE).exists():
+        return [str(path / SINGLE)], None
+    files = sorted(str(file) for file in path.glob("*.safetensors"))
+    if not files:
+        there = sorted(entry.name for entry in path.iterdir())[:8]
+        raise BadFile(f"{path} has no *.safetensors: it has {', '.join(there) or 'nothing'}")
+    return files, None
+
+
+def _of_index(path: Path) -> tuple[list[str], dict[str, str]]:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        names = dict(told["weight_map"])
+    except OSError as failure:
+        raise BadFile(f"{path}: {failure.strerror}") from failure
+    except (ValueError, KeyError, TypeError, RecursionError) as failure:
+        raise BadFile(f"{path} is no index: it needs a weight_map of tensors to files ({failure})") from failure
+    for name, file in names.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise BadFile(f"{path}: '{name}' is said to be in {file!r}, which is no file beside the index")
+    where = {name: str(path.parent / file) for name, file in names.items()}
+    return sorted(set(where.values())), where
+
+
+__all__ = [
+    "DTYPES",
+    "INDEX",
+    "NAMES",
+    "SINGLE",
+    "BadFile",
+    "FileTensor",
+    "Header",
+    "header_bytes",
+    "parse_header",
+    "read_checkpoint",
+    "read_header",
+]

@@ -1,0 +1,382 @@
+"""Rules from the tensors of a checkpoint to those of a model: names, and which part of which tensor is where.
+
+Every rule but `Convert` only says where boxes of tensors in files are: they compose before a byte is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard.weights.boxes import Box
+from fullshard.weights.headers import FileTensor
+from fullshard.weights.rules import Convert, Drop, Merge, Rename, Rule, Split, Stack, Transpose
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """A tensor that a function makes of whole ones."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    inputs: tuple[Mapped, ...]
+    function: Callable[..., Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Source = FileTensor | Computed
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a mapped tensor that is a box of a source.
+
+    at: in the mapped tensor.      origin: where it begins in the source.
+    dims: of each dim of the mapped tensor the dim of the source, None for one that the source does not have.
+    """
+
+    source: Source
+    at: Box
+    origin: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+    def in_source(self, box: Box) -> Box:
+        """A box inside of `at`, in the source."""
+        start, shape = list(self.origin), [1] * len(self.origin)
+        for dim, source in enumerate(self.dims):
+            if source is not None:
+                start[source] += box.start[dim] - self.at.start[dim]
+                shape[source] = box.shape[dim]
+        return Box(tuple(start), tuple(shape))
+
+    def from_source(self, box: Box) -> Box | None:
+        """The elements of `at` that a box of the source has, in the mapped tensor."""
+        start, shape = list(self.at.start), [1] * len(self.dims)
+        for dim, source in enumerate(self.dims):
+            if source is not None:
+                begin = max(box.start[source], self.origin[source])
+                end = min(box.stop[source], self.origin[source] + self.at.shape[dim])
+                if end <= begin:
+                    return None
+                start[dim] += begin - self.origin[source]
+                shape[dim] = end - begin
+        return Box(tuple(start), tuple(shape))
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether elements follow each other in the same order in both."""
+        return [dim for dim in self.dims if dim is not None] == list(range(len(self.origin)))
+
+    def arranged(self, part: Tensor) -> Tensor:
+        """A part of the source with the dims of the mapped tensor; a view."""
+        kept = [dim for dim in self.dims if dim is not None]
+        part = part.permute(kept)
+        for at, dim in enumerate(self.dims):
+            if dim is None:
+                part = part.unsqueeze(at)
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A tensor that the rules make. Its pieces are all of it, and do not overlap."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, source: Source) -> Mapped:
+        """A source as it is."""
+        dims = tuple(range(len(source.shape)))
+        whole = Box.whole(source.shape)
+        return cls(source.name, source.dtype, source.shape, (Piece(source, whole, whole.start, dims),))
+
+    @property
+    def sources(self) -> str:
+        """The names of what it is made of, for errors."""
+        names = list(dict.fromkeys(piece.source.name for piece in self.pieces))
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+class MapError(ValueError):
+    """Rules that do not fit the checkpoint."""
+
+
+State = dict[str, Mapped]
+
+
+KeyMap = Mapping[str, str] | Callable[[str], str | None] | Rule | Sequence[Rule] | None
+
+
+def map_keys(key_map: KeyMap, state: State) -> State:
+    """What the rules make of the tensors of a checkpoint.
+
+    Args:
+        key_map: of names in the files those in the model: a dict, a function (None leaves a tensor out), or rules that are
+            applied one after the other.
+        state: by name.
+
+    Raises:
+        MapError: for rules that do not fit, or give one name twice.
+    """
+    if key_map is None:
+        return state
+    if isinstance(key_map, Mapping):
+        unknown = [name for name in key_map if name not in state]
+        if unknown:
+            raise MapError(f"key_map names '{unknown[0]}', which the checkpoint does not have{nearest(unknown[0], state)}")
+        return _unique((key_map.get(name, name), tensor) for name, tensor in state.items())
+    if isinstance(key_map, Rule):
+        key_map = [key_map]
+    if isinstance(key_map, Sequence) and not isinstance(key_map, str):
+        for rule in key_map:
+            try:
+                state = _applied(rule, state)
+            except re.error as failure:
+                raise MapError(f"{rule}: {failure}") from failure
+        return state
+    if callable(key_map):
+        named = [(key_map(name), tensor) for name, tensor in state.items()]
+        return _unique((name, tensor) for name, tensor in named if name is not None)
+    raise MapError(f"key_map must be a dict, a function of a name, or a list of rules, got a {type(key_map).__name__}")
+
+
+@singledispatch
+def _applied(rule: Any, state: State) -> State:
+    """The state after one rule."""
+    raise MapError(f"key_map takes rules as Rename or Merge, got {rule!r}")
+
+
+@_applied.register
+def _(rule: Rename, state: State) -> State:
+    """The state with other names."""
+    return _unique((re.sub(rule.pattern, rule.to, name), tensor) for name, tensor in state.items())
+
+
+@_applied.register
+def _(rule: Drop, state: State) -> State:
+    """The state without them."""
+    return {name: tensor for name, tensor in state.items() if not re.search(rule.pattern, name)}
+
+
+@_applied.register
+def _(rule: Merge, state: State) -> State:
+    """The state with what was joined in the place of the first part."""
+    return _gathered("Merge", state, rule.sources, rule.to, lambda name, parts: _joined(name, parts, rule.dim))
+
+
+@_applied.register
+def _(rule: Split, state: State) -> State:
+    """The state with the parts in the place of what was cut."""
+
+    def tensors() -> Iterable[tuple[str, Mapped]]:
+        for name, tensor in state.items():
+            match = re.fullmatch(rule.source, name)
+            if match:
+                yield from _parts(rule, tensor, [match.expand(to) for to in rule.to])
+            else:
+                yield name, tensor
+
+    return _unique(tensors())
+
+
+def _parts(rule: Split, tensor: Mapped, names: Sequence[str]) -> Iterable[tuple[str, Mapped]]:
+    dim = _dim(tensor, rule.dim, "Split")
+    length = tensor.shape[dim]
+    sizes = [length // len(names)] * len(names) if rule.sizes is None else list(rule.sizes)
+    if sum(sizes) != length or len(sizes) != len(names):
+        raise MapError(
+            f"Split: '{tensor.name}' of shape {tensor.shape} cannot be cut along dim {dim} in {len(names)} parts of "
+            f"{', '.join(map(str, sizes))}"
+        )
+    at = 0
+    for name, size in zip(names, sizes):
+        yield name, _part(name, tensor, dim, at, size)
+        at += size
+
+
+@_applied.register
+def _(rule: Stack, state: State) -> State:
+    """The state with what was stacked in the place of the first part."""
+    stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+    for name in state:
+        match = re.fullmatch(rule.source, name)
+        if match:
+            to = match.expand(rule.to)
+            numbers = tuple(int(group) for group in match.groups() if group is not None and group.isdigit())
+            stacks.setdefault(to, []).append((numbers, name))
+    first = {found[0][1]: to for to, found in stacks.items()}
+    gone = {name for found in stacks.values() for _, name in found}
+
+    def tensors() -> Iterable[tuple[str, Mapped]]:
+        for name, tensor in state.items():
+            if name in first:
+                to = first[name]
+                found = sorted(stacks[to])
+                numbers = [number[-1:] for number, _ in found]
+                if numbers != [(i,) for i in range(len(found))]:
+                    raise MapError(f"Stack: the parts of '{to}' are numbered {', '.join(str(n[0]) for n in numbers if n)}")
+                yield to, _joined(to, [_lifted(state[one]) for _, one in found], 0)
+            elif name not in gone:
+                yield name, tensor
+
+    return _unique(tensors())
+
+
+@_applied.register
+def _(rule: Transpose, state: State) -> State:
+    """The state with those tensors transposed."""
+    return {name: _turned(rule, tensor) if re.search(rule.pattern, name) else tensor for name, tensor in state.items()}
+
+
+def _turned(rule: Transpose, tensor: Mapped) -> Mapped:
+    one, other = (_dim(tensor, dim, "Transpose") for dim in rule.dims)
+    order = list(range(len(tensor.shape)))
+    order[one], order[other] = other, one
+
+    def turn(values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values[dim] for dim in order)
+
+    pieces = tuple(
+        Piece(piece.source, Box(turn(piece.at.start), turn(piece.at.shape)), piece.origin, turn(piece.dims))
+        for piece in tensor.pieces
+    )
+    return Mapped(tensor.name, tensor.dtype, turn(tensor.shape), pieces)
+
+
+@_applied.register
+def _(rule: Convert, state: State) -> State:
+    """The state with what is computed in the place of its first argument."""
+    return _gathered("Convert", state, rule.sources, rule.to, lambda name, inputs: _computed(rule, name, inputs))
+
+
+def _computed(rule: Convert, name: str, inputs: Sequence[Mapped]) -> Mapped:
+    try:
+        out = rule.function(*(torch.empty(one.shape, dtype=one.dtype, device="meta") for one in inputs))
+    except Exception as failure:
+        raise MapError(f"Convert: the function for '{name}' fails on meta: {type(failure).__name__}: {failure}") from failure
+    if not isinstance(out, Tensor):
+        raise MapError(f"Convert: the function for '{name}' returns a {type(out).__name__}, expected a tensor")
+    return Mapped.of(Computed(name, out.dtype, tuple(out.shape), tuple(inputs), rule.function))
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """` (nearest: 'a', 'b')`, of names that are like it; "" if none is."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, list(names), 2, 0.6)
+    return f" (nearest: {', '.join(repr(one) for one in found)})" if found else ""
+
+
+def _unique(tensors: Iterable[tuple[str, Mapped]]) -> State:
+    found: State = {}
+    for name, tensor in tensors:
+        if name in found:
+            raise MapError(f"key_map gives '{name}' twice: of {found[name].sources}, and of {tensor.sources}")
+        found[name] = tensor
+    return found
+
+
+def _gathered(
+    rule: str, state: State, sources: Sequence[str], to: str, make: Callable[[str, Sequence[Mapped]], Mapped]
+) -> State:
+    """The state with one tensor for each set of names that fit `sources` with the same groups, in the place of the first."""
+    sets: dict[tuple[Any, ...], dict[int, tuple[str, str]]] = {}
+    for name in state:
+        for number, pattern in enumerate(sources):
+            match = re.fullmatch(pattern, name)
+            if match:
+                sets.setdefault(match.groups(), {})[number] = name, match.expand(to)
+    made: dict[str, tuple[str, list[str]]] = {}
+    for found in sets.values():
+        names = [name for _, (name, _) in sorted(found.items())]
+        if len(found) < len(sources):
+            missing = next(pattern for number, pattern in enumerate(sources) if number not in found)
+            raise MapError(f"{rule}: beside '{names[0]}' there is nothing for {missing!r}")
+        made[names[0]] = found[0][1], names
+    gone = {name for _, names in made.values() for name in names}
+
+    def tensors() -> Iterable[tuple[str, Mapped]]:
+        for name, tensor in state.items():
+            if name in made:
+                yield made[name][0], make(made[name][0], [state[one] for one in made[name][1]])
+            elif name not in gone:
+                yield name, tensor
+
+    return _unique(tensors())
+
+
+def _dim(tensor: Mapped, dim: int, rule: str) -> int:
+    if not -len(tensor.shape) <= dim < len(tensor.shape):
+        raise MapError(f"{rule}: '{tensor.name}' of shape {tensor.shape} has no dim {dim}")
+    return dim % len(tensor.shape)
+
+
+def _joined(name: str, parts: Sequence[Mapped], dim: int) -> Mapped:
+    first = parts[0]
+    dim = _dim(first, dim, "Merge")
+    pieces: list[Piece] = []
+    length = 0
+    for part in parts:
+        rest = part.shape[:dim] + part.shape[dim + 1 :]
+        if (
+            len(part.shape) != len(first.shape)
+            or rest != first.shape[:dim] + first.shape[dim + 1 :]
+            or part.dtype != first.dtype
+        ):
+            raise MapError(
+                f"'{part.name}' of shape {part.shape} and dtype {part.dtype} cannot be joined along dim {dim} with "
+                f"'{first.name}' of shape {first.shape} and dtype {first.dtype}"
+            )
+        by = [length if at == dim else 0 for at in range(len(part.shape))]
+        pieces += [Piece(piece.source, piece.at.moved(by), piece.origin, piece.dims) for piece in part.pieces]
+        length += part.shape[dim]
+    return Mapped(name, first.dtype, (*first.shape[:dim], length, *first.shape[dim + 1 :]), tuple(pieces))
+
+
+def _part(name: str, tensor: Mapped, dim: int, start: int, size: int) -> Mapped:
+    shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
+    wanted = Box(tuple(start if at == dim else 0 for at in range(len(shape))), shape)
+    pieces: list[Piece] = []
+    for piece in tensor.pieces:
+        box = piece.at.meet(wanted)
+        if box is not None:
+            inner = piece.in_source(box)
+            pieces.append(Piece(piece.source, box.relative_to(wanted), inner.start, piece.dims))
+    return Mapped(name, tensor.dtype, shape, tuple(pieces))
+
+
+def _lifted(tensor: Mapped) -> Mapped:
+    """With a new first dim of one element."""
+    pieces = tuple(
+        Piece(piece.source, Box((0, *piece.at.start), (1, *piece.at.shape)), piece.origin, (None, *piece.dims))
+        for piece in tensor.pieces
+    )
+    return Mapped(tensor.name, tensor.dtype, (1, *tensor.shape), pieces)
+
+
+__all__ = [
+    "Computed",
+    "KeyMap",
+    "MapError",
+    "Mapped",
+    "Piece",
+    "Source",
+    "State",
+    "map_keys",
+    "nearest",
+]

@@ -1,0 +1,462 @@
+"""`load_weights()`: each rank reads its own bytes of a checkpoint, straight into its shards."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fullshard import _torch
+from fullshard.params.uninitialized import UninitializedTensors
+from fullshard.policies import CPUOffloadPolicy
+from fullshard.runtime.runtime import runtime_of
+from fullshard.runtime.unit import Unit, own_modules
+from fullshard.runtime.unwritten import mark_unwritten, on_meta
+from fullshard.weights.headers import DTYPES, NAMES, FileTensor, read_checkpoint
+from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys, nearest
+from fullshard.weights.meeting import Meeting
+from fullshard.weights.plan import LoadPlan, Part, Use, plan_load
+from fullshard.weights.reading import Read, Reader, place_in_file
+from fullshard.weights.targets import Held, ModelTensors, tensors_of
+
+Replicas = Literal["auto", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `load_weights` did on this rank.
+
+    Args:
+        bytes_read: of tensors; those of headers, which the first rank reads, are not counted.
+        bytes_useful: of these that some rank needed.
+        bytes_exchanged: sent to other ranks.
+        seconds: in all.
+        conversions: by name, "float32 -> bfloat16", or "computed".
+        ties: names that share their memory with another one of the model, which was loaded.
+        missing: names of the model that the checkpoint does not have; only without `strict`.
+        unexpected: names of the checkpoint that the model does not have; only without `strict`.
+        unwritten: buffers that have memory now, and no values: no checkpoint holds them.
+
+    Example:
+        >>> load_weights(model, "checkpoint").unwritten                                       # doctest: +SKIP
+        ()
+    """
+
+    bytes_read: int
+    bytes_useful: int
+    bytes_exchanged: int
+    seconds: float
+    conversions: dict[str, str] = field(default_factory=dict)
+    ties: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
+
+
+def load_weights(
+    model: nn.Module,
+    source: Any,
+    *,
+    key_map: KeyMap = None,
+    strict: bool = True,
+    threads: int = 8,
+    buffer_bytes: int = 256 << 20,
+    replicas: Replicas = "auto",
+) -> Loaded:
+    """Load a checkpoint of safetensors into a model, sharded or not, on meta or not. Collective.
+
+    A shard that is cut along dim 0 is one range of bytes of the file: each rank reads its own, by several threads, into the
+    memory of its shard, and nothing is sent. What several ranks need (replicas, tensor parallelism, cuts along other dims) is
+    read once, in equal parts, and exchanged. No rank holds more than its shards and `buffer_bytes`.
+
+    Args:
+        model: parameters and buffers on meta get memory, on the device of their mesh, or the host's with `CPUOffloadPolicy`.
+        source: a directory, an index (model.safetensors.index.json), a file, or a list of files; the first rank of the model
+            reads their headers, and the others open the files they need, by the same names.
+        key_map: of names in the files those in the model: a dict, a function (None leaves a tensor out), or rules as `Rename`,
+            `Merge`, `Split`, `Stack`, `Transpose`, `Drop` and `Convert`, applied one after the other.
+        strict: whether names that only one of both has, and conversions that round, are errors.
+        threads: that read at a time.
+        buffer_bytes: of host memory for what cannot be read into the shards: other dtypes and devices, rows for other ranks.
+        replicas: "auto" reads once what several ranks need; with "read" each of them reads it, and nothing is sent.
+
+    Returns:
+        What was read.
+
+    Raises:
+        ValueError: the same on every rank, before the model changed: for files that are broken, truncated or not there, names
+            and shapes that do not fit, and rules that cannot be.
+        StateError: inside a forward or backward.
+
+    Example:
+        >>> with torch.device("meta"):                                                        # doctest: +SKIP
+        ...     model = Llama(config)
+        >>> shard_model(model, mesh=mesh)                                                     # doctest: +SKIP
+        >>> load_weights(model, "Llama-3.1-8B").bytes_read                                    # doctest: +SKIP
+        2007567360
+    """
+    began = time.perf_counter()
+    _check(strict=strict, threads=threads, buffer_bytes=buffer_bytes, replicas=replicas)
+    tensors = tensors_of(model)
+    for unit in tensors.units:
+        runtime_of(unit).requests.reshard(unit, doing="load_weights()")
+        runtime_of(unit).requests.refresh(unit)
+    meeting = Meeting(tensors, "load_weights()")
+    state, sizes = _state_of(meeting, source)
+    match = meeting.run(lambda: _Match(tensors, map_keys(key_map, state), strict=strict))
+    limit = max(1, buffer_bytes // 4)
+    plan = plan_load(
+        [(held.target, mapped) for held, mapped in match.found],
+        rank=tensors.index,
+        ranks=len(tensors.ranks),
+        limit=limit,
+        exchanges=replicas == "auto",
+    )
+    fresh = _materialize(model, tensors)
+    tensors = tensors_of(model)  # what was on meta is another tensor now
+    local = {held.target.name: held.local for held in tensors.held}
+    load = _Load(meeting, [local[held.target.name] for held, _ in match.found], sizes, threads=threads, limit=limit)
+    try:
+        with torch.no_grad():
+            load.run(plan)
+    except BaseException:
+        for unit in tensors.units:
+            mark_unwritten(unit, _everything(unit))
+        raise
+    finally:
+        load.reader.close()
+    for unit in tensors.units:
+        runtime_of(unit).requests.refresh(unit)
+        unit.log_write("load_weights()")
+    return Loaded(
+        bytes_read=load.reader.read,
+        bytes_useful=load.useful,
+        bytes_exchanged=load.exchanged,
+        seconds=time.perf_counter() - began,
+        conversions=match.conversions,
+        ties=match.ties,
+        missing=match.missing,
+        unexpected=match.unexpected,
+        unwritten=_mark_left(tensors, fresh, set(match.missing)),
+    )
+
+
+def _check(*, strict: object, threads: object, buffer_bytes: object, replicas: object) -> None:
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict must be True or False, got {strict!r}")
+    for name, value in (("threads", threads), ("buffer_bytes", buffer_bytes)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+    if replicas not in ("auto", "read"):
+        raise ValueError(f"replicas must be 'auto' or 'read', got {replicas!r}")
+
+
+def _state_of(meeting: Meeting, source: Any) -> tuple[State, dict[str, int]]:
+    """The tensors of a checkpoint by name, and bytes of its files, as the first rank reads them."""
+
+    def read() -> bytes:
+        if meeting.index:
+            return b""
+        headers = read_checkpoint(source)
+        files = [[header.file, header.file_nbytes] for header in headers]
+        numbers = {header.file: number for number, header in enumerate(headers)}
+        told = [
+            [t.name, numbers[t.file], NAMES[t.dtype], list(t.shape), t.offset] for header in headers for t in header.tensors
+        ]
+        return json.dumps([files, told]).encode()
+
+    files, told = json.loads(meeting.first(meeting.run(read)))
+    state = {
+        name: Mapped.of(FileTensor(name, files[number][0], DTYPES[dtype], tuple(shape), offset))
+        for name, number, dtype, shape, offset in told
+    }
+    return state, dict(files)
+
+
+class _Match:
+    """Which tensor of a checkpoint goes to which of a model. found: pairs of both."""
+
+    def __init__(self, tensors: ModelTensors, state: State, *, strict: bool) -> None:
+        self.found: list[tuple[Held, Mapped]] = []
+        self.conversions: dict[str, str] = {}
+        ties: list[str] = []
+        missing: list[str] = []
+        used: set[str] = set()
+        wrong: list[str] = []
+        for held in tensors.held:
+            there = [name for name in held.names if name in state]
+            used |= set(there)
+            if not there:
+                missing.append(held.names[0])
+                continue
+            ties += [name for name in held.names if name != there[0]]
+            self.found.append((held, state[there[0]]))
+            wrong += self._compare(there[0], held, state[there[0]], strict=strict)
+        self.ties, self.missing = tuple(ties), tuple(missing)
+        self.unexpected = tuple(name for name in state if name not in used)
+        if strict:
+            wrong += _named("the model has {}, which the checkpoint does not", self.missing, self.unexpected)
+            wrong += _named("the checkpoint has {}, which the model does not", self.unexpected, self.missing)
+        if wrong:
+            more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise ValueError(f"the checkpoint does not fit the model: {'; '.join(wrong[:8])}{more}")
+
+    def _compare(self, name: str, held: Held, mapped: Mapped, *, strict: bool) -> list[str]:
+        target = held.target
+        if mapped.shape != target.shape:
+            return [f"{name} is {mapped.shape} in the file, {target.shape} in the model"]
+        if any(isinstance(piece.source, Computed) for piece in mapped.pieces):
+            self.conversions[name] = "computed"
+        if mapped.dtype != target.dtype:
+            was, becomes = (str(dtype).removeprefix("torch.") for dtype in (mapped.dtype, target.dtype))
+            self.conversions[name] = f"{was} -> {becomes}"
+            if strict and not _holds(target.dtype, mapped.dtype):
+                return [f"{name} is {was} in the file, {becomes} in the model, which rounds it: pass strict=False to have that"]
+        return []
+
+
+def _named(text: str, names: Sequence[str], others: Sequence[str]) -> list[str]:
+    told = [text.format(f"'{name}'") + nearest(name, others) for name in names[:4]]
+    return [*told, text.format(f"{len(names) - 4} more")] if len(names) > 4 else told
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a dtype has every value that another one has."""
+    if not (dtype.is_floating_point and other.is_floating_point):
+        return torch.promote_types(dtype, other) == dtype and not (dtype.is_floating_point or dtype.is_complex)
+    one, two = torch.finfo(dtype), torch.finfo(other)
+    return one.eps <= two.eps and one.max >= two.max and one.smallest_normal <= two.smallest_normal
+
+
+# --- memory ---
+
+
+def _materialize(model: nn.Module, tensors: ModelTensors) -> dict[int, UninitializedTensors]:
+    """Give what is on meta memory. Returns what that was, by number of the unit."""
+    fresh = {unit.number: on_meta(unit) for unit in tensors.units}
+    device = tensors.units[0].axis.device if tensors.units else torch.device("cpu")
+    if any(isinstance(unit.options.offload, CPUOffloadPolicy) for unit in tensors.units):
+        device = torch.device("cpu")
+    if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
+    return fresh
+
+
+def _everything(unit: Unit) -> UninitializedTensors:
+    """All that a state dict has of a unit."""
+    buffers = [
+        (weakref.ref(module), name)
+        for root in unit.modules
+        for module in own_modules(root)
+        for name, _ in module.named_buffers(recurse=False)
+        if _torch.persists(module, name)
+    ]
+    return UninitializedTensors(list(unit.parameters), buffers)
+
+
+def _mark_left(tensors: ModelTensors, fresh: dict[int, UninitializedTensors], missing: set[str]) -> tuple[str, ...]:
+    """Mark what has memory and no values. Returns its names."""
+    absent = {id(held.parameter) for held in tensors.held if held.target.name in missing}
+    left: list[str] = []
+    for unit in tensors.units:
+        found = fresh[unit.number].but([p for p in unit.parameters if id(p) not in absent])
+        if found.names():
+            mark_unwritten(unit, found)
+            left += found.names()
+    return tuple(left)
+
+
+# --- bytes ---
+
+
+class _Load:
+    """Reads, exchanges and writes. local: of each target, in the order of the plan, this rank's memory."""
+
+    def __init__(self, meeting: Meeting, local: Sequence[Tensor], sizes: dict[str, int], *, threads: int, limit: int) -> None:
+        self._meeting, self._local, self._limit = meeting, local, limit
+        self.reader = Reader(sizes, threads=threads)
+        self.useful = self.exchanged = 0
+        self._computed: tuple[Computed, Tensor] | None = None  # the last one
+
+    def run(self, plan: LoadPlan) -> None:
+        """Carry out a plan. Collective."""
+        self._meeting.run(lambda: self._read_own(plan.own))
+        for parts in plan.rounds:
+            self._run_round(parts)
+
+    # --- rows that this rank alone needs ---
+
+    def _read_own(self, parts: Sequence[Part]) -> None:
+        straight: list[Read] = []
+        staged: list[Part] = []
+        for part in parts:
+            into = self._memory(part)
+            if into is None:
+                staged += self._pieces(part)
+            else:
+                self.useful += into.numel() * into.itemsize
+                straight.append(self._read(part, into))
+        self.reader.run(straight)
+        for batch in _batches(staged, 2 * self._limit):
+            rows = [torch.empty(part.rows.shape, dtype=part.source.dtype) for part in batch]
+            self.reader.run([self._read(part, into) for part, into in zip(batch, rows)])
+            for part, read in zip(batch, rows):
+                for use in part.uses:
+                    self._write(part, read, use)
+
+    def _read(self, part: Part, into: Tensor) -> Read:
+        assert isinstance(part.source, FileTensor)
+        first = part.rows.start[0] if part.source.shape else 0
+        return Read(part.source.file, place_in_file(part.source, first), into)
+
+    def _memory(self, part: Part) -> Tensor | None:
+        """Where the rows of a part can be read to as they are; None if they must be cast, moved or taken apart."""
+        (use,) = part.uses
+        view = self._view(part, use)
+        if view is None or view.numel() != part.rows.numel or view.dtype != part.source.dtype:
+            return None
+        return view if view.device.type == "cpu" and view.is_contiguous() and use.piece.keeps_order else None
+
+    def _pieces(self, part: Part) -> list[Part]:
+        """The same rows, so many at a time as fit in the buffer."""
+        if not part.source.shape:
+            return [part]
+        nbytes = part.rows.numel * part.source.dtype.itemsize
+        first, last = part.rows.start[0], part.rows.stop[0]
+        step = max(1, (last - first) * self._limit // max(1, nbytes))
+        return [
+            Part(part.source, part.rows.rows(at, min(last, at + step)), part.reader, part.uses)
+            for at in range(first, last, step)
+        ]
+
+    # --- rows that several need ---
+
+    def _run_round(self, parts: Sequence[Part]) -> None:
+        me, ranks = self._meeting.index, len(self._meeting.ranks)
+        read = self._meeting.run(lambda: self._read_shared([part for part in parts if part.reader == me]))
+        sent: list[list[Tensor]] = [[] for _ in range(ranks)]
+        sizes = [0] * ranks
+        for part in parts:
+            for use in part.uses:
+                if part.reader != me:
+                    box = use.in_target(part.rows, me)
+                    sizes[part.reader] += 0 if box is None else box.numel * use.target.dtype.itemsize
+                    continue
+                for rank in range(ranks):
+                    value = self._cut(part, read[id(part)], use, rank) if rank != me else None
+                    if value is not None:
+                        sent[rank].append(value.to(use.target.dtype).contiguous().view(-1).view(torch.uint8))
+        empty = torch.empty(0, dtype=torch.uint8)
+        messages = [torch.cat(values) if values else empty for values in sent]
+        self.exchanged += sum(message.numel() for message in messages)
+        anything = self._meeting.maximum(torch.tensor([sum(sizes)])).item() if ranks > 1 else 0
+        received = self._meeting.exchange(messages, sizes) if anything else [empty] * ranks
+        places = [0] * ranks
+        for part in parts:
+            for use in part.uses:
+                if part.reader == me:
+                    self._write(part, read[id(part)], use)
+                else:
+                    places[part.reader] = self._take(part, use, received[part.reader], places[part.reader])
+
+    def _read_shared(self, parts: Sequence[Part]) -> dict[int, Tensor]:
+        """The rows of parts, by the id of each."""
+        rows = {
+            id(part): torch.empty(part.rows.shape, dtype=part.source.dtype)
+            for part in parts
+            if isinstance(part.source, FileTensor)
+        }
+        self.reader.run([self._read(part, rows[id(part)]) for part in parts if id(part) in rows])
+        for part in parts:
+            if isinstance(part.source, Computed):
+                rows[id(part)] = self._value_of(part.source)[part.rows.slices()]
+        return rows
+
+    def _value_of(self, source: Computed) -> Tensor:
+        if self._computed is None or self._computed[0] is not source:
+            self._computed = None
+            inputs = [self._whole(mapped) for mapped in source.inputs]
+            try:
+                value = source.function(*inputs)
+            except Exception as failure:
+                raise ValueError(f"Convert: the function for '{source.name}' fails: {failure}") from failure
+            if tuple(value.shape) != source.shape or value.dtype != source.dtype:
+                raise ValueError(
+                    f"Convert: the function for '{source.name}' returns {tuple(value.shape)} of {value.dtype}, and on meta "
+                    f"{source.shape} of {source.dtype}"
+                )
+            self._computed = source, value
+        return self._computed[1]
+
+    def _whole(self, mapped: Mapped) -> Tensor:
+        """All of a tensor, for a function of it."""
+        found = torch.empty(mapped.shape, dtype=mapped.dtype)
+        for piece in mapped.pieces:
+            box = piece.in_source(piece.at)
+            if isinstance(piece.source, Computed):
+                value = self._value_of(piece.source)
+            else:
+                value = torch.empty(piece.source.shape, dtype=piece.source.dtype)
+                self.reader.run([Read(piece.source.file, piece.source.offset, value)])
+                self.useful += box.numel * value.itemsize
+            found[piece.at.slices()] = piece.arranged(value[box.slices()])
+        return found
+
+    # --- from rows to shards ---
+
+    def _cut(self, part: Part, rows: Tensor, use: Use, rank: int) -> Tensor | None:
+        """What a rank needs of the rows that were read, with the dims of the target; a view."""
+        box = use.in_target(part.rows, rank)
+        if box is None:
+            return None
+        return use.piece.arranged(rows[use.piece.in_source(box).relative_to(part.rows).slices()])
+
+    def _view(self, part: Part, use: Use) -> Tensor | None:
+        """The part of this rank's memory that gets something of a part."""
+        me = self._meeting.index
+        box, held = use.in_target(part.rows, me), use.target.holdings.boxes[me]
+        if box is None or held is None:
+            return None
+        return self._local[use.number].view(held.shape)[box.relative_to(held).slices()]
+
+    def _write(self, part: Part, rows: Tensor, use: Use) -> None:
+        if isinstance(part.source, FileTensor):
+            found = use.piece.from_source(part.rows)
+            self.useful += 0 if found is None else found.numel * rows.itemsize
+        value, view = self._cut(part, rows, use, self._meeting.index), self._view(part, use)
+        if value is not None and view is not None:
+            view.copy_(value)
+
+    def _take(self, part: Part, use: Use, message: Tensor, at: int) -> int:
+        """Write what another rank sent. Returns where the next begins."""
+        view = self._view(part, use)
+        if view is None:
+            return at
+        end = at + view.numel() * use.target.dtype.itemsize
+        value = message[at:end]
+        aligned = value if value.data_ptr() % use.target.dtype.itemsize == 0 else value.clone()
+        view.copy_(aligned.view(use.target.dtype).view(view.shape))
+        return end
+
+
+def _batches(parts: Iterable[Part], limit: int) -> Iterable[list[Part]]:
+    batch: list[Part] = []
+    total = 0
+    for part in parts:
+        nbytes = part.rows.numel * part.source.dtype.itemsize
+        if batch and total + nbytes > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(part)
+        total += nbytes
+    if batch:
+        yield batch
+
+
+__all__ = ["Loaded", "load_weights"]

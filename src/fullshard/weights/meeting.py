@@ -1,0 +1,89 @@
+"""What all ranks that hold a model say to each other in one call: failures, headers, and rows that one read for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fullshard.runtime.setup_collectives import SetupCollectives
+from fullshard.sharding.mesh import group_of, resolve_mesh
+from fullshard.weights.reading import bytes_of
+from fullshard.weights.targets import ModelTensors
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """A call of the caller's in which all ranks of a model take part.
+
+    Every rank makes the same calls in the same order, also where some of them fail.
+    """
+
+    def __init__(self, tensors: ModelTensors, doing: str) -> None:
+        self._tensors, self.ranks, self.index = tensors, tensors.ranks, tensors.index
+        self._setups: list[SetupCollectives] = []
+        self.device = torch.device("cpu")
+        if len(tensors.ranks) > 1:
+            unit, sharding = max(
+                ((unit, p.sharding) for unit in tensors.units for p in unit.parameters),
+                key=lambda found: found[1].mesh.size(),
+            )
+            self.device = unit.axis.device
+            self._setups = [unit.setup_collectives(doing)]
+            for axis in sharding.tensor_parallel_axes:
+                over = resolve_mesh(sharding.mesh[(sharding.mesh.mesh_dim_names or ())[axis]])
+                self._setups.append(SetupCollectives(unit.runtime.communicator, over, unit.unit_name, doing, doing))
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Element-wise over all ranks."""
+        moved = tensor.to(self.device)
+        for setup in self._setups:
+            setup.maximum(moved)
+        return moved.to(tensor.device)
+
+    def first(self, text: bytes) -> bytes:
+        """What the first rank has."""
+        return self._from(0, text)
+
+    def _from(self, index: int, text: bytes) -> bytes:
+        mine = text if self.index == index else b""
+        length = int(self.maximum(torch.tensor([len(mine)])).item())
+        message = torch.zeros(length, dtype=torch.uint8)
+        if mine:
+            bytes_of(message)[:] = mine
+        found = self.maximum(message)
+        return bytes(bytes_of(found))
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do this on every rank; if it fails on one, the error of the first that failed is raised on all.
+
+        Raises:
+            Whatever this rank's work raised, if it failed here; else a ValueError or RuntimeError with that rank's text.
+        """
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            failure = caught
+        last = len(self.ranks)
+        found = int(self.maximum(torch.tensor([0 if failure is None else last - self.index])).item())
+        if not found:
+            return result
+        kind, text = ("V" if isinstance(failure, ValueError) else "R"), "" if failure is None else str(failure)
+        told = self._from(last - found, f"{kind}{text or type(failure).__name__}".encode()).decode()
+        raise (ValueError if told[0] == "V" else RuntimeError)(told[1:]) from failure
+
+    def exchange(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Bytes from every rank. sent: 1-D, uint8, for each rank.      sizes: of those that come."""
+        first = next(setup for setup in self._setups if setup.groups)
+        group = group_of(self.ranks, first.groups[0])
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        message = torch.cat(list(sent)).to(self.device)
+        first.exchange(received, message, sizes, [part.numel() for part in sent], group)
+        return list(received.cpu().split(list(sizes)))
+
+
+__all__ = ["Meeting"]

@@ -1,0 +1,230 @@
+"""Which rank reads which bytes of which file, and where they go: pure, and the same on every rank.
+
+Rows of a source that one rank alone needs are read by it. Rows that several need (replicas, tensor parallelism, cuts along
+other dims than 0) are read in equal parts by all of them, and exchanged in rounds, so that no byte is read twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+
+import torch
+
+from fullshard.weights.boxes import Box
+from fullshard.weights.headers import FileTensor
+from fullshard.weights.key_map import Computed, Mapped, Piece, Source
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Which part of a tensor each rank has. boxes: by rank, None for a rank that has no element."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box | None, ...]
+
+    @cached_property
+    def distinct(self) -> dict[Box, tuple[int, ...]]:
+        """The ranks that have the same part, by it."""
+        found: dict[Box, list[int]] = {}
+        for rank, box in enumerate(self.boxes):
+            if box is not None:
+                found.setdefault(box, []).append(rank)
+        return {box: tuple(ranks) for box, ranks in found.items()}
+
+    @cached_property
+    def is_by_rows(self) -> bool:
+        """Whether each rank has rows of its own, and all of them."""
+        whole = all(box.shape[1:] == self.shape[1:] for box in self.distinct)
+        return bool(self.shape) and whole and all(len(ranks) == 1 for ranks in self.distinct.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor of the model. name: its first one."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    holdings: Holdings
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A piece of a source that is a part of a target. number: of the target."""
+
+    number: int
+    target: Target
+    piece: Piece
+
+    def in_target(self, rows: Box, rank: int) -> Box | None:
+        """What a rank needs of these rows of the source, in the target; None if nothing."""
+        held = self.target.holdings.boxes[rank]
+        found = None if held is None else self.piece.from_source(rows)
+        return None if held is None or found is None else found.meet(held)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a source that one rank reads, or computes. rows: a box of it, whole rows.      uses: all of the source's."""
+
+    source: Source
+    rows: Box
+    reader: int
+    uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What is read. own: rows that this rank alone needs.      rounds: of parts that are exchanged, the same on every rank."""
+
+    own: tuple[Part, ...]
+    rounds: tuple[tuple[Part, ...], ...] = field(default=())
+
+
+def plan_load(
+    targets: Sequence[tuple[Target, Mapped]], *, rank: int, ranks: int, limit: int, exchanges: bool = True
+) -> LoadPlan:
+    """Say which bytes a rank reads.
+
+    Args:
+        targets: of the model, each with what is loaded into it; of equal shapes.
+        rank: this one.
+        ranks: how many there are.
+        limit: bytes that one rank needs in a round, at most (but for a single row that has more).
+        exchanges: whether rows that several ranks need are read once; otherwise each reads them, and only what is computed is
+            sent.
+
+    Returns:
+        The plan; its rounds are the same on every rank.
+    """
+    uses: dict[Source, list[Use]] = {}
+    for number, (target, mapped) in enumerate(targets):
+        for piece in mapped.pieces:
+            uses.setdefault(piece.source, []).append(Use(number, target, piece))
+    own: list[Part] = []
+    shared: list[Part] = []
+    computing = [0] * ranks  # bytes that each computes so far
+    for source, found in sorted(uses.items(), key=lambda item: _place(item[0])):
+        together = tuple(found)
+        if isinstance(source, Computed):
+            reader = min(range(ranks), key=lambda one: (computing[one], one))
+            computing[reader] += source.nbytes
+            shared += _computed(source, together, reader, limit)
+        elif all(_is_own(use) for use in together):
+            own += _own(source, together, rank)
+        elif exchanges:
+            shared += _shared(source, together, limit)
+        else:
+            own += _alone(source, together, rank)
+    return LoadPlan(tuple(own), tuple(_rounds(shared, ranks, limit)))
+
+
+def _place(source: Source) -> tuple[str, int, str]:
+    """In the order of the files; what is computed comes last."""
+    return (source.file, source.offset, source.name) if isinstance(source, FileTensor) else ("\uffff", 0, source.name)
+
+
+def _rows_of(box: Box, shape: Sequence[int]) -> Box:
+    """The whole rows that a box of a tensor is in."""
+    return Box((box.start[0], *(0 for _ in shape[1:])), (box.shape[0], *shape[1:])) if shape else box
+
+
+def _is_own(use: Use) -> bool:
+    """Whether each rank needs rows of the source that no other one needs, and whole ones."""
+    piece, shape = use.piece, use.piece.source.shape
+    kept = [dim for dim in piece.dims if dim is not None]
+    sizes = {dim: piece.at.shape[at] for at, dim in enumerate(piece.dims) if dim is not None}
+    first = (
+        1 if piece.dims and piece.dims[0] == 0 else 0
+    )  # rows of the source are rows of the target, or all are in one of these
+    return (
+        use.target.holdings.is_by_rows
+        and kept == list(range(len(shape)))
+        and all(sizes[dim] == shape[dim] for dim in range(first, len(shape)))
+    )
+
+
+def _own(source: FileTensor, uses: tuple[Use, ...], rank: int) -> Iterator[Part]:
+    for use in uses:
+        held = use.target.holdings.boxes[rank]
+        box = None if held is None else use.piece.at.meet(held)
+        if box is not None:
+            yield Part(source, use.piece.in_source(box), rank, (use,))
+
+
+def _alone(source: FileTensor, uses: tuple[Use, ...], rank: int) -> Iterator[Part]:
+    for use in uses:
+        held = use.target.holdings.boxes[rank]
+        box = None if held is None else use.piece.at.meet(held)
+        if box is not None:
+            yield Part(source, _rows_of(use.piece.in_source(box), source.shape), rank, (use,))
+
+
+def _shared(source: FileTensor, uses: tuple[Use, ...], limit: int) -> Iterator[Part]:
+    """Parts of each stretch of rows that the same ranks need, in equal numbers of rows."""
+    needs: list[tuple[int, int, tuple[int, ...]]] = []  # first row, last row, ranks
+    largest = 0
+    for use in uses:
+        for held, ranks in use.target.holdings.distinct.items():
+            box = use.piece.at.meet(held)
+            if box is not None:
+                inner = use.piece.in_source(box)
+                needs.append((inner.start[0], inner.stop[0], ranks) if source.shape else (0, 1, ranks))
+                largest = max(largest, box.numel)
+    edges = sorted({edge for first, last, _ in needs for edge in (first, last)})
+    numel = prod(source.shape)
+    row = source.nbytes // max(1, source.shape[0] if source.shape else 1)
+    slab = max(1, limit * numel // max(1, largest * row)) if row else 1  # rows of which nobody needs more than `limit`
+    for first, last in pairwise(edges):
+        having = sorted({rank for begin, end, some in needs if begin <= first and last <= end for rank in some})
+        if not having:
+            continue
+        many = len(having)
+        bounds = [first + (last - first) * index // many for index in range(many + 1)]
+        step = max(1, slab // many)
+        for at in range(0, -(-(last - first) // many), step):
+            for reader, begin, end in zip(having, bounds, bounds[1:]):
+                if begin + at < end:
+                    yield Part(source, _between(source.shape, begin + at, min(end, begin + at + step)), reader, uses)
+
+
+def _computed(source: Computed, uses: tuple[Use, ...], reader: int, limit: int) -> Iterator[Part]:
+    length = source.shape[0] if source.shape else 1
+    slab = max(1, limit * length // max(1, source.nbytes))
+    for begin in range(0, length, slab):
+        yield Part(source, _between(source.shape, begin, min(length, begin + slab)), reader, uses)
+
+
+def _between(shape: tuple[int, ...], first: int, last: int) -> Box:
+    return Box.whole(shape).rows(first, last) if shape else Box.whole(shape)
+
+
+def _rounds(parts: Sequence[Part], ranks: int, limit: int) -> Iterator[tuple[Part, ...]]:
+    """Parts in order, as many together as leave no rank with more than `limit` bytes to read, or to need."""
+    found: list[Part] = []
+    reading, needing = [0] * ranks, [0] * ranks
+    for part in parts:
+        nbytes = part.rows.numel * part.source.dtype.itemsize
+        needs = [0] * ranks
+        for use in part.uses:
+            at = use.piece.from_source(part.rows)
+            for held, some in use.target.holdings.distinct.items():
+                box = None if at is None else at.meet(held)
+                if box is not None:
+                    for rank in some:
+                        needs[rank] += box.numel * use.target.dtype.itemsize
+        if found and (reading[part.reader] + nbytes > limit or any(a + b > limit for a, b in zip(needing, needs))):
+            yield tuple(found)
+            found, reading, needing = [], [0] * ranks, [0] * ranks
+        found.append(part)
+        reading[part.reader] += nbytes
+        needing = [a + b for a, b in zip(needing, needs)]
+    if found:
+        yield tuple(found)
+
+
+__all__ = ["Holdings", "LoadPlan", "Part", "Target", "Use", "plan_load"]

@@ -1,0 +1,142 @@
+"""The rules of key maps, as values; `map_keys` carries them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    r"""Give tensors other names.
+
+    Args:
+        pattern: a regular expression, found anywhere in the name.
+        to: in the place of what was found; `\1` is the first group. "" takes it away.
+
+    Example:
+        >>> list(map_keys([Rename("^transformer[.]", "")], {"transformer.wte": None}))        # doctest: +SKIP
+        ['wte']
+    """
+
+    pattern: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Leave tensors out.
+
+    Args:
+        pattern: a regular expression, found anywhere in the name.
+
+    Example:
+        >>> Drop("[.]rotary_emb[.]inv_freq$")
+        Drop(pattern='[.]rotary_emb[.]inv_freq$')
+    """
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    r"""Join several tensors to one, behind each other along a dim.
+
+    Args:
+        sources: regular expressions of whole names, in order; those whose groups are equal are joined.
+        to: the name, with `\1` for the first group.
+        dim: along which they lie behind each other.
+
+    Example:
+        >>> qkv = Merge([rf"(.*)[.]{x}_proj[.]weight" for x in "qkv"], r"\1.qkv_proj.weight")
+    """
+
+    sources: Sequence[str]
+    to: str
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    r"""Cut one tensor in several along a dim.
+
+    Args:
+        source: a regular expression of the whole name.
+        to: the names of the parts, with `\1` for the first group.
+        dim: along which it is cut.
+        sizes: of the parts; None are equal ones.
+
+    Example:
+        >>> Split(r"(.*)[.]qkv[.]weight", [r"\1.q.weight", r"\1.k.weight", r"\1.v.weight"], sizes=(64, 16, 16)).dim
+        0
+    """
+
+    source: str
+    to: Sequence[str]
+    dim: int = 0
+    sizes: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    r"""Put tensors of equal shapes behind each other along a new first dim, as those of experts.
+
+    Args:
+        source: a regular expression of whole names. Those whose `to` is equal are stacked, by the last group that is a number.
+        to: the name, with `\1` for the first group.
+
+    Example:
+        >>> Stack(r"(.*)[.]experts[.](\d+)[.]w1[.]weight", r"\1.experts.w1").to
+        '\\1.experts.w1'
+    """
+
+    source: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """Exchange two dims.
+
+    Args:
+        pattern: a regular expression, found anywhere in the name.
+        dims: the two.
+
+    Example:
+        GPT-2's Conv1D holds its weights the other way round than a Linear:
+
+        >>> Transpose("(c_attn|c_proj|c_fc)[.]weight$").dims
+        (0, 1)
+    """
+
+    pattern: str
+    dims: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Convert:
+    r"""Make a tensor by a function of a whole one, or of several: what no box can say, as taking apart a quantized weight.
+
+    It is computed by one rank, on the CPU, and counted in `Loaded.conversions`.
+
+    Args:
+        sources: regular expressions of whole names, in the order of the function's arguments; those whose groups are equal
+            belong together.
+        to: the name, with `\1` for the first group.
+        function: takes tensors on the CPU and returns one; called with tensors on meta before, to know its shape.
+
+    Example:
+        >>> Convert([r"(.*)[.]weight", r"(.*)[.]scale"], r"\1.weight", lambda weight, scale: weight.float() * scale).to
+        '\\1.weight'
+    """
+
+    sources: Sequence[str]
+    to: str
+    function: Callable[..., Tensor] = field(repr=False)
+
+
+Rule = Rename | Drop | Merge | Split | Stack | Transpose | Convert
+
+__all__ = ["Convert", "Drop", "Merge", "Rename", "Rule", "Split", "Stack", "Transpose"]

@@ -1,0 +1,338 @@
+"""`load_weights`: every shard gets its values, every byte is read by one rank, and what is wrong is told on all before anything changes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fullshard
+from fullshard import counting
+from fullshard.weights.headers import header_bytes
+from fullshard.weights.loading import load_weights
+from fullshard.weights.rules import Convert, Merge, Rename, Transpose
+from fullshard.weights.targets import tensors_of
+
+# --- files ---
+
+
+def write(path: Path, tensors: dict[str, Tensor]) -> int:
+    """A file of safetensors. Returns the bytes of its data."""
+    with path.open("wb") as file:
+        file.write(header_bytes([(name, one.dtype, one.shape) for name, one in tensors.items()]))
+        for one in tensors.values():
+            file.write(bytes(one.contiguous().view(-1).view(torch.uint8).tolist()))
+    return sum(one.numel() * one.itemsize for one in tensors.values())
+
+
+def written(world: World, name: str, *files: dict[str, Tensor]) -> Path:
+    """A folder with these files, written by the first rank."""
+    folder = world.folder(name)
+    if world.rank == 0:
+        for number, tensors in enumerate(files):
+            write(folder / f"model-{number}.safetensors", tensors)
+    dist.barrier()
+    return folder
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Bytes of each read."""
+    found: list[int] = []
+    read = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        count = read(descriptor, buffers, offset)
+        found.append(count)
+        return count
+
+    os.preadv = preadv
+    try:
+        yield found
+    finally:
+        os.preadv = read
+
+
+# --- models ---
+
+
+class Net(nn.Module):
+    """Uneven rows, a tie, a scalar, a buffer, one that no state dict has, and a column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 7)
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(()))
+        self.column = nn.Parameter(torch.ones(7, 1))
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("rope", torch.zeros(3), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x * self.scale) + self.mean.sum() + self.rope.sum() + self.column.sum()
+
+
+def values() -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    model = Net()
+    state = {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()}
+    state["head.weight"] = state["embed.weight"]
+    return state
+
+
+def saved() -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in values().items() if name != "head.weight"}
+
+
+def sharded(world: World, cut: str, *, meta: bool = True) -> nn.Module:
+    with torch.device("meta" if meta else "cpu"):
+        model = Net()
+    mesh, options = world.mesh, {}
+    if cut == "hybrid":
+        mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
+    if cut == "columns":
+        options["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.dim() == 2 else None
+    if cut == "tensor":
+        both = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = both["dp"]
+        for index, block in enumerate(model.blocks):
+            placement = Shard(index)
+            weight = distribute_tensor(block.weight.detach(), both["tp"], [placement], src_data_rank=None)
+            bias = distribute_tensor(block.bias.detach(), both["tp"], [Replicate()], src_data_rank=None)
+            block.weight, block.bias = nn.Parameter(weight), nn.Parameter(bias)
+    for block in model.blocks:
+        fullshard.fully_shard(block, mesh=mesh, **options)
+    return fullshard.fully_shard(model, mesh=mesh, **options)
+
+
+def check(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        assert torch.equal(full, expected[name].to(full.dtype)), name
+
+
+CUTS = ["rows", "columns", "hybrid", "tensor"]
+
+
+@pytest.mark.parametrize("meta", [True, False])
+@pytest.mark.parametrize("cut", CUTS)
+@ranks(1, 2, 3, 4)
+def test_every_rank_reads_its_share_and_has_its_values(world: World, cut: str, meta: bool) -> None:
+    if world.size % 2 and cut in ("hybrid", "tensor"):
+        return
+    folder = written(world, f"load {cut} {meta}", saved())
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in saved().values())
+    model = sharded(world, cut, meta=meta)
+    with counted() as reads:
+        found = load_weights(model, folder, buffer_bytes=400)
+    assert sum(reads) == found.bytes_read == found.bytes_useful
+    everything = torch.tensor([found.bytes_read])
+    dist.all_reduce(everything)
+    assert everything.item() == nbytes
+    share, rows = 0.0, 0
+    tensors = tensors_of(model)
+    for held in tensors.held:
+        boxes, shape = held.target.holdings.boxes, held.target.shape
+        row = held.local.itemsize * prod(shape[1:])
+        mine = boxes[tensors.index]
+        if mine is not None:
+            alike = [
+                one for one in boxes if one is not None and (one.start[:1], one.shape[:1]) == (mine.start[:1], mine.shape[:1])
+            ]
+            share += (mine.shape[0] if shape else 1) * row / len(alike)
+        rows += row
+    assert abs(found.bytes_read - share) <= rows, "each rank its share, within one row of each parameter"
+    check(model, values())
+    assert found.ties == ("head.weight",) and not found.missing and not found.unexpected
+    assert found.unwritten == (("buffer 'rope' of FSDPNet",) if meta else ())
+    if cut == "tensor":
+        return
+    if meta:
+        with torch.no_grad():
+            model.rope.zero_()
+    reference = Net()
+    reference.load_state_dict(values())
+    ids = torch.arange(6).view(2, 3)
+    torch.testing.assert_close(model(ids), reference(ids))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@ranks(4)
+def test_replicas_may_read_for_themselves(world: World, cut: str) -> None:
+    folder = written(world, f"alone {cut}", saved())
+    model = sharded(world, cut)
+    with counting(model) as messages:
+        found = load_weights(model, folder, replicas="read")
+    check(model, values())
+    assert found.bytes_exchanged == 0 and all(message.nbytes < 1000 for message in messages)
+
+
+@ranks(2)
+def test_rules_dtypes_and_several_files(world: World) -> None:
+    state = values()
+    other = {
+        "net.embed.weight": state["embed.weight"].double(),
+        "net.blocks.0.weight_t": state["blocks.0.weight"].T,
+        "net.blocks.0.bias": state["blocks.0.bias"],
+        "net.blocks.1.upper": state["blocks.1.weight"][:2],
+        "net.blocks.1.lower": state["blocks.1.weight"][2:],
+    }
+    rest = {
+        "net.blocks.1.bias": state["blocks.1.bias"].bfloat16(),
+        "net.half": state["column"] / 2,
+        "net.scale": state["scale"],
+        "net.mean": state["mean"],
+    }
+    folder = written(world, "rules", other, rest)
+    key_map = [
+        Rename("^net[.]", ""),
+        Transpose("weight_t$"),
+        Rename("weight_t$", "weight"),
+        Merge([r"(.*)[.]upper", r"(.*)[.]lower"], r"\1.weight"),
+        Convert(["half"], "column", lambda half: half * 2),
+    ]
+    model = sharded(world, "rows")
+    found = load_weights(model, folder, key_map=key_map, strict=False, buffer_bytes=256)
+    check(model, {**state, "blocks.1.bias": state["blocks.1.bias"].bfloat16().float()})
+    assert found.conversions == {
+        "embed.weight": "float64 -> float32",
+        "blocks.1.bias": "bfloat16 -> float32",
+        "column": "computed",
+    }
+    with pytest.raises(ValueError, match="embed.weight is float64 in the file, float32 in the model, which rounds it"):
+        load_weights(model, folder, key_map=key_map)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "missing": (
+        lambda s: {name: one for name, one in s.items() if name != "mean"},
+        "the model has 'mean', which the checkpoint does not",
+    ),
+    "unexpected": (
+        lambda s: {**s, "blocks.0.wieght": s["scale"]},
+        r"the checkpoint has 'blocks.0.wieght', which the model does not",
+    ),
+    "shape": (lambda s: {**s, "column": torch.zeros(7, 2)}, r"column is \(7, 2\) in the file, \(7, 1\) in the model"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@ranks(2)
+def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(world: World, kind: str) -> None:
+    change, told = WRONG[kind]
+    folder = written(world, f"wrong {kind}", change(saved()))
+    model = sharded(world, "rows")
+    with pytest.raises(ValueError, match=told) as refused:
+        load_weights(model, folder)
+    texts: list[Any] = [None] * world.size
+    dist.all_gather_object(texts, str(refused.value))
+    assert len(set(texts)) == 1 and all(p.device.type == "meta" for p in model.parameters())
+    if kind != "shape":
+        found = load_weights(model, folder, strict=False)
+        assert found.missing == (("mean",) if kind == "missing" else ())
+        assert found.unexpected == (("blocks.0.wieght",) if kind == "unexpected" else ())
+
+
+@ranks(2)
+def test_a_renamed_key_is_told_with_the_nearest_name(world: World) -> None:
+    state = saved()
+    state["blocks.0.wieght"] = state.pop("blocks.0.weight")
+    folder = written(world, "nearest", state)
+    with pytest.raises(ValueError, match=r"the model has 'blocks.0.weight', .* \(nearest: 'blocks.0.wieght'\)"):
+        load_weights(sharded(world, "rows"), folder)
+
+
+@ranks(2)
+def test_a_truncated_file_is_told_by_all_before_anything_changed(world: World) -> None:
+    folder = written(world, "truncated", saved())
+    if world.rank == 0:
+        path = folder / "model-0.safetensors"
+        os.truncate(path, path.stat().st_size - 5)
+    dist.barrier()
+    model = sharded(world, "rows")
+    with pytest.raises(ValueError, match=r"model-0.safetensors: truncated by 5 bytes: .*\('[\w.]+' is the first"):
+        load_weights(model, folder)
+    assert all(p.device.type == "meta" for p in model.parameters())
+    with pytest.raises(ValueError, match="No such file"):
+        load_weights(model, folder / "nowhere.safetensors")
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+@ranks(2)
+def test_a_read_that_fails_on_one_rank_raises_on_all_and_the_next_forward_too(world: World, cut: str) -> None:
+    folder = written(world, f"fails {cut}", saved())
+    model = sharded(world, cut)
+    read = os.preadv
+
+    def broken(descriptor: int, buffers: Any, offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    os.preadv = broken if world.rank == 1 else read
+    try:
+        with pytest.raises((ValueError, RuntimeError), match="cannot be read at byte .*: Input/output error") as failed:
+            load_weights(model, folder)
+    finally:
+        os.preadv = read
+    texts: list[Any] = [None] * world.size
+    dist.all_gather_object(texts, str(failed.value))
+    assert len(set(texts)) == 1
+    with pytest.raises(fullshard.StateError, match="nothing has written"):
+        model(torch.zeros(2, 3).long())
+    load_weights(model, folder)
+    check(model, values())
+
+
+@ranks(2)
+def test_ranks_with_other_files_are_told(world: World) -> None:
+    folder = written(world, "others", saved())
+    here = world.folder("elsewhere") / f"rank {world.rank}"
+    here.mkdir(exist_ok=True)
+    content = (folder / "model-0.safetensors").read_bytes()
+    (here / "model-0.safetensors").write_bytes(content if world.rank == 0 else content + b"more")
+    before = os.getcwd()
+    os.chdir(here)
+    try:
+        with pytest.raises(ValueError, match=r"model-0.safetensors has [\d,]+ bytes on one rank, .* the files differ"):
+            load_weights(sharded(world, "rows"), "model-0.safetensors")
+    finally:
+        os.chdir(before)
+
+
+@ranks(1)
+def test_a_model_without_units_is_loaded_too(world: World) -> None:
+    folder = written(world, "plain", saved())
+    model = Net()
+    assert load_weights(model, folder).unwritten == ()
+    check(model, values())
+    assert json.dumps(sorted(model.state_dict())) == json.dumps(sorted(values()))
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"threads": 0}, "threads must be an int of at least 1, got 0"),
+        ({"buffer_bytes": "1G"}, "buffer_bytes must be an int of at least 1, got '1G'"),
+        ({"strict": 1}, "strict must be True or False, got 1"),
+        ({"replicas": "all"}, "replicas must be 'auto' or 'read', got 'all'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        load_weights(nn.Linear(2, 2), "nowhere", **options)

@@ -1,0 +1,363 @@
+"""Plans of what is read: every element of every shard once, every byte of every file once, whatever rules and cuts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from rotation import random_cases
+from torch import Tensor
+
+from fullshard.sharding.layout import Extent
+from fullshard.weights.boxes import Box, stretches
+from fullshard.weights.headers import NAMES, BadFile, FileTensor, header_bytes, parse_header, read_checkpoint, read_header
+from fullshard.weights.key_map import Computed, MapError, Mapped, map_keys
+from fullshard.weights.plan import Holdings, Part, Target, Use, plan_load
+from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose
+
+# --- boxes ---
+
+SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
+
+
+@given(shape=SHAPES, data=st.data())
+@random_cases(100)
+def test_stretches_are_the_elements_of_a_box_in_order(shape: tuple[int, ...], data: Any) -> None:
+    start = tuple(data.draw(st.integers(0, size)) for size in shape)
+    box = Box(start, tuple(data.draw(st.integers(0, size - at)) for at, size in zip(start, shape)))
+    numbers = torch.arange(Box.whole(shape).numel).view(shape)
+    found = [at + i for at, count in stretches(box, shape) for i in range(count)]
+    assert found == numbers[box.slices()].flatten().tolist()
+
+
+# --- plans ---
+
+
+def stored(tensors: dict[str, Tensor]) -> dict[str, Mapped]:
+    """As if in a file, one behind the other."""
+    found, at = {}, 64
+    for name, tensor in tensors.items():
+        found[name] = Mapped.of(FileTensor(name, "a.safetensors", tensor.dtype, tuple(tensor.shape), at))
+        at += tensor.numel() * tensor.itemsize
+    return found
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How ranks share a tensor: tensor parallelism, shards, and copies of all that."""
+
+    ranks: int
+    dim: int
+    tensor_parallel: int = 1
+    tp_dim: int | None = None
+    replicas: int = 1
+
+    def holdings(self, shape: tuple[int, ...]) -> Holdings:
+        boxes: list[Box | None] = []
+        for _ in range(self.replicas):
+            for shard in range(self.ranks):
+                for tp in range(self.tensor_parallel):
+                    box = Box.whole(shape)
+                    if self.tp_dim is not None and self.tp_dim < len(shape):
+                        box = rows(box, self.tp_dim, self.tensor_parallel, tp)
+                    if shape:
+                        box = rows(box, min(self.dim, len(shape) - 1), self.ranks, shard)
+                    boxes.append(box if box.numel else None)
+        return Holdings(shape, tuple(boxes))
+
+    @property
+    def world(self) -> int:
+        return self.ranks * self.replicas * self.tensor_parallel
+
+
+def rows(box: Box, dim: int, ranks: int, rank: int) -> Box:
+    part = Extent.cut(box.shape[dim], ranks=ranks, rank=rank)
+    start, shape = list(box.start), list(box.shape)
+    start[dim], shape[dim] = start[dim] + part.start, part.rows
+    return Box(tuple(start), tuple(shape))
+
+
+CUTS = st.builds(
+    Cut,
+    ranks=st.integers(1, 4),
+    dim=st.sampled_from([0, 0, 0, 1]),
+    tensor_parallel=st.sampled_from([1, 1, 2, 3]),
+    tp_dim=st.sampled_from([None, 0, 1]),
+    replicas=st.sampled_from([1, 1, 2, 3]),
+)
+
+
+def carried_out(
+    tensors: dict[str, Tensor], mapped: dict[str, Mapped], cut: Cut, *, limit: int, exchanges: bool
+) -> tuple[dict[str, Tensor], Counter[str]]:
+    """The full tensors that ranks have afterwards, put together, and how often each element of a source was read."""
+    targets = [(Target(name, one.dtype, one.shape, cut.holdings(one.shape)), one) for name, one in mapped.items()]
+    found = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in mapped.items()}
+    written = [{name: torch.zeros(one.shape, dtype=torch.int) for name, one in mapped.items()} for _ in range(cut.world)]
+    times: Counter[str] = Counter()
+    rounds = []
+
+    def read(part: Part) -> Tensor:
+        source = part.source
+        if isinstance(source, Computed):
+            return source.function(*(put_together(one, tensors) for one in source.inputs))[part.rows.slices()]
+        times[source.name] += part.rows.numel
+        return tensors[source.name][part.rows.slices()]
+
+    def deliver(part: Part, use: Use, rank: int, value: Tensor) -> None:
+        box = use.in_target(part.rows, rank)
+        if box is not None:
+            inner = use.piece.in_source(box).relative_to(part.rows)
+            found[use.target.name][box.slices()] = use.piece.arranged(value[inner.slices()])
+            written[rank][use.target.name][box.slices()] += 1
+
+    for rank in range(cut.world):
+        plan = plan_load(targets, rank=rank, ranks=cut.world, limit=limit, exchanges=exchanges)
+        rounds.append(plan.rounds)
+        for part in plan.own:
+            assert part.reader == rank
+            for use in part.uses:
+                deliver(part, use, rank, read(part))
+    assert all(other == rounds[0] for other in rounds)
+    for parts in rounds[0]:
+        for part in parts:
+            value = read(part)
+            for use in part.uses:
+                for rank in range(cut.world):
+                    deliver(part, use, rank, value)
+    for name, one in mapped.items():
+        for rank, box in enumerate(cut.holdings(one.shape).boxes):
+            expected = torch.zeros(one.shape, dtype=torch.int)
+            if box is not None:
+                expected[box.slices()] = 1
+            assert torch.equal(written[rank][name], expected), f"rank {rank} of {name}"
+    return found, times
+
+
+def put_together(mapped: Mapped, tensors: dict[str, Tensor]) -> Tensor:
+    """By its pieces."""
+    found = torch.zeros(mapped.shape, dtype=mapped.dtype)
+    for piece in mapped.pieces:
+        assert isinstance(piece.source, FileTensor)
+        found[piece.at.slices()] = piece.arranged(tensors[piece.source.name][piece.in_source(piece.at).slices()])
+    return found
+
+
+def numbered(*shape: int, at: int = 0) -> Tensor:
+    return torch.arange(at, at + Box.whole(shape).numel, dtype=torch.float32).view(shape)
+
+
+@given(
+    shapes=st.lists(SHAPES, min_size=1, max_size=3),
+    turns=st.booleans(),
+    cut=CUTS,
+    limit=st.sampled_from([1, 40, 10**6]),
+    exchanges=st.booleans(),
+)
+@random_cases(300)
+def test_every_element_is_read_once_and_lands_once(
+    shapes: list[tuple[int, ...]], turns: bool, cut: Cut, limit: int, exchanges: bool
+) -> None:
+    tensors = {f"t{number}": numbered(*shape, at=1000 * number) for number, shape in enumerate(shapes)}
+    mapped = map_keys([Transpose("t0", (0, -1))] if turns and shapes[0] else None, stored(tensors))
+    found, times = carried_out(tensors, mapped, cut, limit=limit, exchanges=exchanges)
+    for name, tensor in tensors.items():
+        expected = tensor.transpose(0, -1) if turns and name == "t0" and tensor.dim() else tensor
+        assert torch.equal(found[name], expected)
+        assert not exchanges or times[name] == tensor.numel(), "no byte is read twice, and none in vain"
+
+
+def test_rows_of_one_rank_are_read_by_it_alone_and_those_of_several_in_equal_parts() -> None:
+    shape = (10, 4)
+    (mapped,) = stored({"w": numbered(*shape)}).values()
+
+    def read(cut: Cut) -> list[int]:
+        targets = [(Target("w", torch.float32, shape, cut.holdings(shape)), mapped)]
+        plans = [plan_load(targets, rank=rank, ranks=cut.world, limit=10**6) for rank in range(cut.world)]
+        assert cut.replicas * cut.tensor_parallel > 1 or not plans[0].rounds
+        own = [sum(part.rows.numel for part in plan.own) for plan in plans]
+        for part in (part for parts in plans[0].rounds for part in parts):
+            own[part.reader] += part.rows.numel
+        return [numel // shape[1] for numel in own]
+
+    assert read(Cut(4, 0)) == [3, 3, 3, 1]
+    assert read(Cut(2, 0, replicas=2)) == [2, 2, 3, 3]  # five rows each, in two parts
+    assert read(Cut(2, 0, tensor_parallel=2, tp_dim=1)) == [2, 3, 2, 3]
+    assert read(Cut(5, 0, tensor_parallel=2, tp_dim=0)) == [1] * 10
+
+
+# --- rules ---
+
+
+def rules_of(tensors: dict[str, Tensor], *rules: Any) -> dict[str, Tensor]:
+    cut = Cut(3, 0, replicas=2)
+    mapped = map_keys(list(rules), stored(tensors))
+    return carried_out(tensors, mapped, cut, limit=50, exchanges=True)[0]
+
+
+def test_rules_say_where_every_element_is() -> None:
+    q, k, v = numbered(6, 4), numbered(2, 4, at=100), numbered(2, 4, at=200)
+    names = {f"layers.0.{x}_proj.weight": tensor for x, tensor in zip("qkv", (q, k, v))}
+    merge = Merge([rf"(.*)[.]{x}_proj[.]weight" for x in "qkv"], r"\1.qkv.weight")
+    assert torch.equal(rules_of(names, merge)["layers.0.qkv.weight"], torch.cat([q, k, v]))
+    split = Split(r"(.*)[.]qkv[.]weight", [r"\1.a", r"\1.b"], sizes=(7, 3))
+    found = rules_of(names, merge, split, Rename("^layers[.]", "blocks."))
+    assert list(found) == ["blocks.0.a", "blocks.0.b"]
+    assert torch.equal(found["blocks.0.a"], torch.cat([q, k, v])[:7])
+    assert torch.equal(found["blocks.0.b"], torch.cat([q, k, v])[7:])
+    experts = {f"l.3.experts.{number}.w": numbered(3, 4, at=50 * number) for number in (10, 2, 0, 1, *range(3, 10))}
+    stack = [Stack(r"(.*)[.]experts[.](\d+)[.]w", r"\1.experts.w"), Transpose("experts[.]w$", (1, 2))]
+    assert torch.equal(
+        rules_of(experts, *stack)["l.3.experts.w"],
+        torch.stack([experts[f"l.3.experts.{number}.w"].T for number in range(11)]),
+    )
+    columns = rules_of(names, Drop("[kv]_proj"), Split("(.*)q_proj.weight", ["left", "right"], dim=1))
+    assert torch.equal(columns["left"], q[:, :2]) and torch.equal(columns["right"], q[:, 2:])
+    scaled = Convert([r"(.*)[.]q_proj[.]weight", r"(.*)[.]k_proj[.]weight"], r"\1.w", lambda a, b: (a[:2] * b).half())
+    found = rules_of(names, scaled)
+    assert found["layers.0.w"].dtype == torch.float16 and torch.equal(found["layers.0.w"], (q[:2] * k).half())
+    assert list(map_keys({"layers.0.q_proj.weight": "q"}, stored(names))) == ["q", *list(names)[1:]]
+    assert list(map_keys(lambda name: None if "k_proj" in name else name[-8:], stored({"a.k_proj.x": q, "b.q_proj.": q}))) == [
+        "b.q_proj."[-8:]
+    ]
+
+
+@pytest.mark.parametrize(
+    "rules, told",
+    [
+        ([Merge(["a", "gone"], "b")], r"Merge: beside 'a' there is nothing for 'gone'"),
+        ([Merge(["a", "b"], "c")], r"'b' of shape \(3,\) .* cannot be joined along dim 0 with 'a' of shape \(4, 2\)"),
+        ([Split("a", ["x", "y", "z"])], r"Split: 'a' of shape \(4, 2\) cannot be cut along dim 0 in 3 parts of 1, 1, 1"),
+        ([Transpose("b")], r"Transpose: 'b' of shape \(3,\) has no dim 1"),
+        ([Rename("[ab]", "c")], r"key_map gives 'c' twice: of a, and of b"),
+        ([Stack(r"([ab])", "c")], r"Stack: the parts of 'c' are numbered"),
+        ([Convert(["a"], "c", lambda a: a.item())], "Convert: the function for 'c' fails on meta"),
+        ([Convert(["a"], "c", lambda a: 3)], "Convert: the function for 'c' returns a int"),
+        ([Rename("(", "")], "missing \\), unterminated subpattern"),
+        ({"q": "a"}, r"key_map names 'q', which the checkpoint does not have"),
+        (["a"], "key_map takes rules as Rename or Merge, got 'a'"),
+        (3, "key_map must be a dict, a function of a name, or a list of rules, got a int"),
+    ],
+)
+def test_rules_that_do_not_fit_are_refused(rules: Any, told: str) -> None:
+    with pytest.raises(MapError, match=told):
+        map_keys(rules, stored({"a": numbered(4, 2), "b": numbered(3)}))
+
+
+# --- headers ---
+
+
+def write(path: Path, tensors: dict[str, Tensor]) -> Path:
+    with path.open("wb") as file:
+        file.write(header_bytes([(name, one.dtype, one.shape) for name, one in tensors.items()], {"format": "pt"}))
+        for one in tensors.values():
+            file.write(bytes(one.contiguous().view(-1).view(torch.uint8).tolist()))
+    return path
+
+
+def test_a_header_is_read_back(tmp_path: Path) -> None:
+    tensors = {f"t.{name}": torch.zeros(2, 3, dtype=dtype) for dtype, name in NAMES.items()}
+    header = read_header(write(tmp_path / "a.safetensors", {**tensors, "none": torch.empty(0, 4), "one": torch.tensor(3.0)}))
+    assert [(t.name, t.dtype, t.shape) for t in header.tensors][:3] == [
+        (name, tensor.dtype, (2, 3)) for name, tensor in list(tensors.items())[:3]
+    ]
+    assert {t.name: t.shape for t in header.tensors}["none"] == (0, 4) and header.metadata == {"format": "pt"}
+    assert header.nbytes % 8 == 0 and header.file_nbytes == (tmp_path / "a.safetensors").stat().st_size
+
+
+GOOD: dict[str, Any] = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+@pytest.mark.parametrize(
+    "entries, size, told",
+    [
+        (GOOD, -3, "truncated by 3 bytes: .*'a' is the first that is not whole"),
+        (GOOD, 2, "2 bytes behind its last tensor belong to none"),
+        ({**GOOD, "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, 0, "'b' overlaps the one before it"),
+        ({**GOOD, "b": {"dtype": "F32", "shape": [1], "data_offsets": [12, 16]}}, 8, "'b' leaves a gap before it"),
+        ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, 0, r"'a' of shape \(3,\) .* needs 12 bytes, .* give 8"),
+        ({"a": {"dtype": "F32", "shape": [10**30], "data_offsets": [0, 8]}}, 0, "needs 4,000"),
+        ({"a": {"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}}, 0, "'a' has the dtype 'F31', which is not known"),
+        ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, 0, r"'a' has the shape \[-2\], which is none"),
+        ({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, 0, "which is none"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}, 0, "which are no beginning and end"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, 0, "'a' is not described by dtype, shape and data_offsets"),
+        ([], 0, "is no JSON object, but a list"),
+        ({"__metadata__": {"a": 3}}, 0, "__metadata__ in its header is no mapping of texts"),
+    ],
+)
+def test_a_header_that_lies_is_refused(entries: Any, size: int, told: str) -> None:
+    text = json.dumps(entries).encode()
+    with pytest.raises(BadFile, match=f"file: .*{told}" if "header" not in told else told):
+        parse_header("file", text, 8 + len(text) + 8 + size)
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        (b"", "truncated: it has 0 bytes"),
+        (b"\xff" * 16, "may have 100,000,000: this is no file of safetensors"),
+        ((10**6).to_bytes(8, "little") + b"{}", "truncated: it has 10 bytes"),
+        ((2).to_bytes(8, "little") + b"\xff\xff", "its header is no JSON"),
+        ((10**5).to_bytes(8, "little") + b"[" * 10**5, "its header is no JSON"),
+        ((29).to_bytes(8, "little") + b'{"a": 1, "a": {"dtype": "F"}}', "its header has 'a' twice"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_without_reading_on(content: bytes, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(BadFile, match=told):
+        read_header(path)
+
+
+@given(data=st.data())
+@random_cases(200)
+def test_a_changed_header_is_refused_or_says_what_the_file_has(data: Any) -> None:
+    text = bytearray(header_bytes([("a", torch.float32, (3, 2)), ("bb", torch.int8, (5,))])[8:])
+    for _ in range(data.draw(st.integers(1, 4))):
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+    size = 8 + len(text) + 29
+    try:
+        header = parse_header("file", bytes(text), size)
+    except BadFile:
+        return
+    assert sum(tensor.nbytes for tensor in header.tensors) == 29
+    assert all(8 + len(text) <= t.offset and t.offset + t.nbytes <= size for t in header.tensors)
+
+
+def test_files_of_a_checkpoint_are_found_and_checked(tmp_path: Path) -> None:
+    first = write(tmp_path / "model-1.safetensors", {"a": numbered(2)})
+    second = write(tmp_path / "model-2.safetensors", {"b": numbered(2)})
+    names = [[t.name for t in header.tensors] for header in read_checkpoint(tmp_path)]
+    assert names == [["a"], ["b"]] == [[t.name for t in header.tensors] for header in read_checkpoint([first, second])]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": first.name, "b": second.name}}))
+    assert [header.file for header in read_checkpoint(tmp_path)] == [str(first), str(second)]
+    for told, pattern in (
+        ({"weight_map": {"a": first.name, "b": first.name}}, "the index says that 'b' is in .*, which does not have it"),
+        (
+            {"weight_map": {"a": "../model-1.safetensors"}},
+            "'a' is said to be in '../model-1.safetensors', which is no file beside",
+        ),
+        ({"weights": {}}, "is no index: it needs a weight_map"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors: No such file"),
+    ):
+        index.write_text(json.dumps(told))
+        with pytest.raises(BadFile, match=pattern):
+            read_checkpoint(index)
+    index.unlink()
+    write(tmp_path / "model-3.safetensors", {"a": numbered(2)})
+    with pytest.raises(BadFile, match="tensor 'a' is in .*model-1.safetensors and in .*model-3.safetensors"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadFile, match="empty has no \\*.safetensors: it has nothing"):
+        read_checkpoint(tmp_path / "empty")
+    with pytest.raises(BadFile, match="source must be a directory"):
+        read_checkpoint(3)
