@@ -53,6 +53,7 @@ from fullshard.sharding.param_sharding import ShardPlacementResult
 from fullshard.tools.install import install, installed, uninstall
 from fullshard.tools.verify import verify
 from fullshard.weights.loading import load_weights
+from fullshard.weights.saving import save_weights
 from fullshard.wrap.plan import Plan, PlannedUnit
 from fullshard.wrap.whole_model import plan_model, shard_model
 
@@ -99,6 +100,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "resident",
     "routed",
+    "save_weights",
     "search",
     "shard_model",
     "share_comm_ctx",

@@ -18,9 +18,10 @@ from torch import Tensor
 from fullshard.sharding.layout import Extent
 from fullshard.weights.boxes import Box, stretches
 from fullshard.weights.headers import NAMES, BadFile, FileTensor, header_bytes, parse_header, read_checkpoint, read_header
+from fullshard.weights.holdings import Holdings, ModelTensor
 from fullshard.weights.key_map import Computed, MapError, Mapped, map_keys
-from fullshard.weights.plan import Holdings, Part, Target, Use, plan_load
-from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose
+from fullshard.weights.plan import Part, Use, plan_load
+from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
 
 # --- boxes ---
 
@@ -98,7 +99,7 @@ def carried_out(
     tensors: dict[str, Tensor], mapped: dict[str, Mapped], cut: Cut, *, limit: int, exchanges: bool
 ) -> tuple[dict[str, Tensor], Counter[str]]:
     """The full tensors that ranks have afterwards, put together, and how often each element of a source was read."""
-    targets = [(Target(name, one.dtype, one.shape, cut.holdings(one.shape)), one) for name, one in mapped.items()]
+    targets = [(ModelTensor(name, one.dtype, one.shape, cut.holdings(one.shape)), one) for name, one in mapped.items()]
     found = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in mapped.items()}
     written = [{name: torch.zeros(one.shape, dtype=torch.int) for name, one in mapped.items()} for _ in range(cut.world)]
     times: Counter[str] = Counter()
@@ -179,7 +180,7 @@ def test_rows_of_one_rank_are_read_by_it_alone_and_those_of_several_in_equal_par
     (mapped,) = stored({"w": numbered(*shape)}).values()
 
     def read(cut: Cut) -> list[int]:
-        targets = [(Target("w", torch.float32, shape, cut.holdings(shape)), mapped)]
+        targets = [(ModelTensor("w", torch.float32, shape, cut.holdings(shape)), mapped)]
         plans = [plan_load(targets, rank=rank, ranks=cut.world, limit=10**6) for rank in range(cut.world)]
         assert cut.replicas * cut.tensor_parallel > 1 or not plans[0].rounds
         own = [sum(part.rows.numel for part in plan.own) for plan in plans]
@@ -218,6 +219,8 @@ def test_rules_say_where_every_element_is() -> None:
         rules_of(experts, *stack)["l.3.experts.w"],
         torch.stack([experts[f"l.3.experts.{number}.w"].T for number in range(11)]),
     )
+    found = rules_of(experts, *stack, Unstack(r"(.*)[.]w", r"\1.{}.v"))
+    assert torch.equal(found["l.3.experts.10.v"], experts["l.3.experts.10.w"].T) and len(found) == 11
     columns = rules_of(names, Drop("[kv]_proj"), Split("(.*)q_proj.weight", ["left", "right"], dim=1))
     assert torch.equal(columns["left"], q[:, :2]) and torch.equal(columns["right"], q[:, 2:])
     scaled = Convert([r"(.*)[.]q_proj[.]weight", r"(.*)[.]k_proj[.]weight"], r"\1.w", lambda a, b: (a[:2] * b).half())

@@ -4,16 +4,36 @@ boxes.py      rectangular parts of tensors, and which stretches of memory they a
 headers.py    files of safetensors: their headers, and the files of a checkpoint
 rules.py      the rules of key maps, as values
 key_map.py    what rules make of the tensors of a checkpoint
+holdings.py   tensors of a model, and which part of each of them each rank has
 plan.py       which rank reads which bytes, and where they go
-targets.py    the tensors of a model, and which part of them each rank holds
+targets.py    the tensors of a model, as its modules have them
 meeting.py    what all ranks of a model say to each other in one call
 reading.py    reads bytes of files into memory, by several threads
 loading.py    load_weights()
+layout.py     which tensor is where in which file, as save_pretrained has it
+save_plan.py  which rank writes which rows, and from whom it gets them
+writing.py    writes memory to files, by several threads
+commit.py     a directory that is replaced in one step
+saving.py     save_weights()
 
 Planning is pure. Only headers, rules and plans know of formats; shards are written where they are.
 """
 
 from fullshard.weights.loading import Loaded, load_weights
-from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose
+from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
+from fullshard.weights.saving import Saved, save_weights
 
-__all__ = ["Convert", "Drop", "Loaded", "Merge", "Rename", "Split", "Stack", "Transpose", "load_weights"]
+__all__ = [
+    "Convert",
+    "Drop",
+    "Loaded",
+    "Merge",
+    "Rename",
+    "Saved",
+    "Split",
+    "Stack",
+    "Transpose",
+    "Unstack",
+    "load_weights",
+    "save_weights",
+]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
-from fullshard.weights.rules import Convert, Drop, Merge, Rename, Rule, Split, Stack, Transpose
+from fullshard.weights.holdings import ModelTensor
+from fullshard.weights.rules import Convert, Drop, Merge, Rename, Rule, Split, Stack, Transpose, Unstack
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +37,7 @@ class Computed:
         return prod(self.shape) * self.dtype.itemsize
 
 
-Source = FileTensor | Computed
+Source = FileTensor | Computed | ModelTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class Piece:
     """A box of a mapped tensor that is a box of a source.
 
     at: in the mapped tensor.      origin: where it begins in the source.
-    dims: of each dim of the mapped tensor the dim of the source, None for one that the source does not have.
+    dims: of each dim of the mapped tensor the dim of the source, None for one that the source does not have. Dims of the source
+        that are not among them have one index, that of `origin`.
     """
 
     source: Source
@@ -63,6 +65,8 @@ class Piece:
 
     def from_source(self, box: Box) -> Box | None:
         """The elements of `at` that a box of the source has, in the mapped tensor."""
+        if any(not box.start[dim] <= self.origin[dim] < box.stop[dim] for dim in self.left_out):
+            return None
         start, shape = list(self.at.start), [1] * len(self.dims)
         for dim, source in enumerate(self.dims):
             if source is not None:
@@ -75,14 +79,21 @@ class Piece:
         return Box(tuple(start), tuple(shape))
 
     @property
+    def left_out(self) -> tuple[int, ...]:
+        """Dims of the source that the mapped tensor does not have."""
+        return tuple(dim for dim in range(len(self.origin)) if dim not in self.dims)
+
+    @property
     def keeps_order(self) -> bool:
         """Whether elements follow each other in the same order in both."""
-        return [dim for dim in self.dims if dim is not None] == list(range(len(self.origin)))
+        kept = [dim for dim in self.dims if dim is not None]
+        return kept == sorted(kept)
 
     def arranged(self, part: Tensor) -> Tensor:
         """A part of the source with the dims of the mapped tensor; a view."""
-        kept = [dim for dim in self.dims if dim is not None]
-        part = part.permute(kept)
+        part = part.permute([*(dim for dim in self.dims if dim is not None), *self.left_out])
+        for _ in self.left_out:
+            part = part.select(-1, 0)
         for at, dim in enumerate(self.dims):
             if dim is None:
                 part = part.unsqueeze(at)
@@ -238,6 +249,23 @@ def _(rule: Stack, state: State) -> State:
 
 
 @_applied.register
+def _(rule: Unstack, state: State) -> State:
+    """The state with the parts in the place of what was stacked."""
+
+    def tensors() -> Iterable[tuple[str, Mapped]]:
+        for name, tensor in state.items():
+            match = re.fullmatch(rule.source, name)
+            if not match:
+                yield name, tensor
+                continue
+            for number in range(tensor.shape[_dim(tensor, 0, "Unstack")]):
+                to = match.expand(rule.to).replace("{}", str(number))
+                yield to, _lowered(_part(to, tensor, 0, number, 1))
+
+    return _unique(tensors())
+
+
+@_applied.register
 def _(rule: Transpose, state: State) -> State:
     """The state with those tensors transposed."""
     return {name: _turned(rule, tensor) if re.search(rule.pattern, name) else tensor for name, tensor in state.items()}
@@ -367,6 +395,15 @@ def _lifted(tensor: Mapped) -> Mapped:
         for piece in tensor.pieces
     )
     return Mapped(tensor.name, tensor.dtype, (1, *tensor.shape), pieces)
+
+
+def _lowered(tensor: Mapped) -> Mapped:
+    """Without its first dim, which has one element."""
+    pieces = tuple(
+        Piece(piece.source, Box(piece.at.start[1:], piece.at.shape[1:]), piece.origin, piece.dims[1:])
+        for piece in tensor.pieces
+    )
+    return Mapped(tensor.name, tensor.dtype, tensor.shape[1:], pieces)
 
 
 __all__ = [

@@ -18,6 +18,7 @@ from fullshard.policies import CPUOffloadPolicy
 from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, own_modules
 from fullshard.runtime.unwritten import mark_unwritten, on_meta
+from fullshard.weights.commit import warn_of_leftover
 from fullshard.weights.headers import DTYPES, NAMES, FileTensor, read_checkpoint
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys, nearest
 from fullshard.weights.meeting import Meeting
@@ -163,6 +164,7 @@ def _state_of(meeting: Meeting, source: Any) -> tuple[State, dict[str, int]]:
     def read() -> bytes:
         if meeting.index:
             return b""
+        warn_of_leftover(source)
         headers = read_checkpoint(source)
         files = [[header.file, header.file_nbytes] for header in headers]
         numbers = {header.file: number for number, header in enumerate(headers)}
@@ -402,6 +404,7 @@ class _Load:
             if isinstance(piece.source, Computed):
                 value = self._value_of(piece.source)
             else:
+                assert isinstance(piece.source, FileTensor)
                 value = torch.empty(piece.source.shape, dtype=piece.source.dtype)
                 self.reader.run([Read(piece.source.file, piece.source.offset, value)])
                 self.useful += box.numel * value.itemsize

@@ -8,48 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from math import prod
 
-import torch
-
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
+from fullshard.weights.holdings import ModelTensor
 from fullshard.weights.key_map import Computed, Mapped, Piece, Source
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """Which part of a tensor each rank has. boxes: by rank, None for a rank that has no element."""
-
-    shape: tuple[int, ...]
-    boxes: tuple[Box | None, ...]
-
-    @cached_property
-    def distinct(self) -> dict[Box, tuple[int, ...]]:
-        """The ranks that have the same part, by it."""
-        found: dict[Box, list[int]] = {}
-        for rank, box in enumerate(self.boxes):
-            if box is not None:
-                found.setdefault(box, []).append(rank)
-        return {box: tuple(ranks) for box, ranks in found.items()}
-
-    @cached_property
-    def is_by_rows(self) -> bool:
-        """Whether each rank has rows of its own, and all of them."""
-        whole = all(box.shape[1:] == self.shape[1:] for box in self.distinct)
-        return bool(self.shape) and whole and all(len(ranks) == 1 for ranks in self.distinct.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A tensor of the model. name: its first one."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    holdings: Holdings
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +22,7 @@ class Use:
     """A piece of a source that is a part of a target. number: of the target."""
 
     number: int
-    target: Target
+    target: ModelTensor
     piece: Piece
 
     def in_target(self, rows: Box, rank: int) -> Box | None:
@@ -86,7 +51,7 @@ class LoadPlan:
 
 
 def plan_load(
-    targets: Sequence[tuple[Target, Mapped]], *, rank: int, ranks: int, limit: int, exchanges: bool = True
+    targets: Sequence[tuple[ModelTensor, Mapped]], *, rank: int, ranks: int, limit: int, exchanges: bool = True
 ) -> LoadPlan:
     """Say which bytes a rank reads.
 
@@ -114,7 +79,9 @@ def plan_load(
             reader = min(range(ranks), key=lambda one: (computing[one], one))
             computing[reader] += source.nbytes
             shared += _computed(source, together, reader, limit)
-        elif all(_is_own(use) for use in together):
+            continue
+        assert isinstance(source, FileTensor)
+        if all(_is_own(use) for use in together):
             own += _own(source, together, rank)
         elif exchanges:
             shared += _shared(source, together, limit)
@@ -227,4 +194,4 @@ def _rounds(parts: Sequence[Part], ranks: int, limit: int) -> Iterator[tuple[Par
         yield tuple(found)
 
 
-__all__ = ["Holdings", "LoadPlan", "Part", "Target", "Use", "plan_load"]
+__all__ = ["LoadPlan", "Part", "Use", "plan_load"]

@@ -97,6 +97,23 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Unstack:
+    r"""Take a tensor apart along its first dim, as that of experts: the inverse of `Stack`.
+
+    Args:
+        source: a regular expression of the whole name.
+        to: the names of the parts, with `\1` for the first group, and `{}` for the number.
+
+    Example:
+        >>> Unstack(r"(.*)[.]experts[.]w1", r"\1.experts.{}.w1.weight").source
+        '(.*)[.]experts[.]w1'
+    """
+
+    source: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
 class Transpose:
     """Exchange two dims.
 
@@ -137,6 +154,6 @@ class Convert:
     function: Callable[..., Tensor] = field(repr=False)
 
 
-Rule = Rename | Drop | Merge | Split | Stack | Transpose | Convert
+Rule = Rename | Drop | Merge | Split | Stack | Unstack | Transpose | Convert
 
-__all__ = ["Convert", "Drop", "Merge", "Rename", "Rule", "Split", "Stack", "Transpose"]
+__all__ = ["Convert", "Drop", "Merge", "Rename", "Rule", "Split", "Stack", "Transpose", "Unstack"]

@@ -18,7 +18,7 @@ from fullshard.params.sharded_param import ShardedParameter, logical_parameters
 from fullshard.runtime.unit import Unit
 from fullshard.sharding.param_sharding import ParamSharding
 from fullshard.weights.boxes import Box
-from fullshard.weights.plan import Holdings, Target
+from fullshard.weights.holdings import Holdings, ModelTensor
 
 WRAPPED = "_checkpoint_wrapped_module."  # of torch's activation checkpointing, in names but not in state dicts
 
@@ -28,9 +28,14 @@ class Held:
     """A tensor of a model. names: all of them, the first one first.      parameter: None for what no unit holds."""
 
     names: tuple[str, ...]
-    target: Target
+    target: ModelTensor
     parameter: ShardedParameter | None
     plain: Tensor | None
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is one, and no buffer."""
+        return self.parameter is not None or isinstance(self.plain, nn.Parameter)
 
     @property
     def local(self) -> Tensor:
@@ -109,14 +114,14 @@ def _held(
         key: object = (tuple(sharding.shape), sharding.dim, id(sharding.axis), id(sharding.mesh), sharding.placements)
         if key not in known:
             known[key] = holdings_of(sharding, mesh, ranks)
-        target = Target(names[0], found[0].local.dtype, tuple(sharding.shape), known[key])
+        target = ModelTensor(names[0], found[0].local.dtype, tuple(sharding.shape), known[key])
         return Held(names, target, found[0], None)
     if isinstance(tensor, DTensor):
         raise StateError(f"'{names[0]}' is a DTensor that no unit holds: call fully_shard on the module that has it")
     shape = tuple(tensor.shape)
     if shape not in known:
         known[shape] = Holdings(shape, (Box.whole(shape),) * len(ranks) if prod(shape) else (None,) * len(ranks))
-    return Held(names, Target(names[0], tensor.dtype, shape, known[shape]), None, tensor)
+    return Held(names, ModelTensor(names[0], tensor.dtype, shape, known[shape]), None, tensor)
 
 
 def holdings_of(sharding: ParamSharding, everything: DeviceMesh, ranks: Sequence[int]) -> Holdings:

@@ -1,0 +1,261 @@
+"""`save_weights()`: each rank writes its own rows of an ordinary checkpoint, which is in its place in one step."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.runtime.runtime import runtime_of
+from fullshard.weights.commit import Extra, Replacement
+from fullshard.weights.headers import FileTensor
+from fullshard.weights.key_map import Computed, KeyMap, Mapped, map_keys
+from fullshard.weights.layout import CheckpointLayout, lay_out
+from fullshard.weights.meeting import Meeting
+from fullshard.weights.reading import place_in_file
+from fullshard.weights.save_plan import SavePlan, Supply, Written, plan_save
+from fullshard.weights.targets import ModelTensors, tensors_of
+from fullshard.weights.writing import Write, Writer
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What `save_weights` did on this rank.
+
+    Args:
+        bytes_written: by this rank, of tensors.
+        bytes_exchanged: sent to other ranks.
+        seconds: in all.
+        files: names of the files with weights.
+
+    Example:
+        >>> save_weights(model, "checkpoint").files                                           # doctest: +SKIP
+        ('model.safetensors',)
+    """
+
+    bytes_written: int
+    bytes_exchanged: int
+    seconds: float
+    files: tuple[str, ...]
+
+
+def save_weights(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    dtype: torch.dtype | None = None,
+    key_map: KeyMap = None,
+    extra: Extra | None = None,
+    threads: int = 8,
+    buffer_bytes: int = 256 << 20,
+) -> Saved:
+    """Save a model as an ordinary checkpoint of safetensors, in the files and bytes of `save_pretrained`. Collective.
+
+    Every rank writes the rows that it has to where they are in the end; rows that several have are shared among them, and
+    columns are exchanged before. No rank holds more than `buffer_bytes` beside its shards. All is written beside the directory
+    and exchanged with it in one step at the end: whatever happens, it holds the old checkpoint whole, or the new one.
+
+    Args:
+        model: sharded or not.
+        directory: on a file system that all ranks share. Other files in it are kept.
+        max_shard_bytes: of the tensors in one file; a tensor that is larger has a file of its own.
+        dtype: of floating-point tensors in the files; None keeps that of the shards.
+        key_map: from names of the model to those in the files, as of `load_weights`; without `Convert`.
+        extra: further files of the same commit: names and their contents (text, bytes, or the path of a file), or a function
+            that writes to the folder it is given; the first rank does.
+        threads: that write at a time.
+        buffer_bytes: of host memory for what cannot be written from the shards: other dtypes and devices, rows of other ranks.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: on every rank, before anything is written: if there is no room on the disk, or rules do not fit.
+        RuntimeError: on every rank: if a rank could not write; the directory is as it was.
+        StateError: inside a forward or backward.
+
+    Example:
+        >>> save_weights(model, "checkpoint", extra={"config.json": config.to_json_string()})  # doctest: +SKIP
+    """
+    began = time.perf_counter()
+    _check(max_shard_bytes=max_shard_bytes, threads=threads, buffer_bytes=buffer_bytes, dtype=dtype)
+    tensors = tensors_of(model)
+    for unit in tensors.units:
+        runtime_of(unit).requests.reshard(unit, doing="save_weights()")
+        runtime_of(unit).requests.refresh(unit)
+    meeting = Meeting(tensors, "save_weights()")
+    layout, outputs = meeting.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes))
+    limit = max(1, buffer_bytes // 4)
+    plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
+    replacement = Replacement(directory)
+    first = meeting.index == 0
+    save = _Save(meeting, tensors, replacement.path, threads=threads, limit=limit)
+    try:
+        meeting.run(lambda: replacement.prepare(layout) if first else None)
+        with torch.no_grad():
+            save.run(plan)
+        meeting.run(lambda: replacement.add(extra) if first else None)
+        meeting.run(save.writer.sync)
+        meeting.run(lambda: replacement.commit() if first else None)
+    except Exception:
+        if first:
+            replacement.discard()
+        raise
+    finally:
+        save.writer.close()
+    files = tuple(file.name for file in layout.files)
+    return Saved(save.writer.written, save.exchanged, time.perf_counter() - began, files)
+
+
+def _check(*, max_shard_bytes: object, threads: object, buffer_bytes: object, dtype: object) -> None:
+    for name, value in (("max_shard_bytes", max_shard_bytes), ("threads", threads), ("buffer_bytes", buffer_bytes)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+
+
+def _outputs(
+    tensors: ModelTensors, key_map: KeyMap, dtype: torch.dtype | None, max_shard_bytes: int
+) -> tuple[CheckpointLayout, list[tuple[FileTensor, Mapped]]]:
+    """The files, and what each tensor in them is made of."""
+    on_meta = [held.names[0] for held in tensors.held if held.local.device.type == "meta"]
+    if on_meta:
+        raise ValueError(f"'{on_meta[0]}' is on meta and has no values: load_weights() or materialize() the model before")
+    mapped = map_keys(key_map, {held.names[0]: Mapped.of(held.target) for held in tensors.held})
+    for name, one in mapped.items():
+        if any(isinstance(piece.source, Computed) for piece in one.pieces):
+            raise ValueError(f"save_weights() takes no Convert, as for '{name}': save, and convert the files afterwards")
+    named = [(name, _dtype_of(one.dtype, dtype), one.shape) for name, one in mapped.items()]
+    parameters = sum(held.target.nbytes // held.target.dtype.itemsize for held in tensors.held if held.is_parameter)
+    layout = lay_out(named, max_shard_bytes=max_shard_bytes, parameters=parameters)
+    places = {tensor.name: tensor for file in layout.files for tensor in file.tensors}
+    return layout, [(places[name], one) for name, one in mapped.items()]
+
+
+def _dtype_of(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return stored if wanted is None or not stored.is_floating_point else wanted
+
+
+class _Save:
+    """Collects rows, exchanges and writes them."""
+
+    def __init__(self, meeting: Meeting, tensors: ModelTensors, folder: Path, *, threads: int, limit: int) -> None:
+        self._meeting, self._limit = meeting, limit
+        self._local = {held.target.name: held.local for held in tensors.held}
+        self.writer = Writer(folder, threads=threads)
+        self.exchanged = 0
+
+    def run(self, plan: SavePlan) -> None:
+        """Carry out a plan. Collective."""
+        self._meeting.run(lambda: self._write_own(plan.own))
+        for parts in plan.rounds:
+            self._run_round(parts)
+
+    def _write_own(self, parts: Sequence[Written]) -> None:
+        straight: list[Write] = []
+        staged: list[Written] = []
+        for part in parts:
+            memory = self._memory(part)
+            if memory is None:
+                staged += _pieces(part, self._limit)
+            else:
+                straight.append(_write(part, memory))
+        self.writer.run(straight)
+        for batch in _batches(staged, 2 * self._limit):
+            self.writer.run([_write(part, self._assembled(part)) for part in batch])
+
+    def _memory(self, part: Written) -> Tensor | None:
+        """The rows where they are; None if they must be cast, moved or put together."""
+        supplies = list(part.supplies())
+        if len(supplies) != 1 or not supplies[0].piece.keeps_order:
+            return None
+        value = self._value(supplies[0])
+        straight = value.is_contiguous() and value.device.type == "cpu" and value.dtype == part.output.dtype
+        return value if straight and value.numel() == part.rows.numel else None
+
+    def _value(self, supply: Supply) -> Tensor:
+        """What this rank has, with the dims of the output; a view."""
+        source = supply.piece.source
+        held = source.holdings.boxes[self._meeting.index]  # type: ignore[union-attr]
+        assert held is not None
+        local = self._local[source.name].view(held.shape)
+        return supply.piece.arranged(local[supply.box.relative_to(held).slices()])
+
+    def _assembled(self, part: Written) -> Tensor:
+        rows = torch.empty(part.rows.shape, dtype=part.output.dtype)
+        for supply in part.supplies():
+            rows[supply.at.relative_to(part.rows).slices()] = self._value(supply).to(rows.dtype).cpu()
+        return rows
+
+    def _run_round(self, parts: Sequence[Written]) -> None:
+        me, ranks = self._meeting.index, len(self._meeting.ranks)
+        sent: list[list[Tensor]] = [[] for _ in range(ranks)]
+        sizes = [0] * ranks
+        for part in parts:
+            for supply in part.supplies():
+                if supply.rank == me and part.writer != me:
+                    value = self._value(supply).to(part.output.dtype).contiguous()
+                    sent[part.writer].append(value.view(-1).view(torch.uint8).cpu())
+                elif part.writer == me and supply.rank != me:
+                    sizes[supply.rank] += supply.box.numel * part.output.dtype.itemsize
+        empty = torch.empty(0, dtype=torch.uint8)
+        messages = [torch.cat(values) if values else empty for values in sent]
+        self.exchanged += sum(message.numel() for message in messages)
+        anything = any(supply.rank != part.writer for part in parts for supply in part.supplies())
+        received = self._meeting.exchange(messages, sizes) if anything else [empty] * ranks
+        self._meeting.run(lambda: self.writer.run(list(self._put_together(parts, received))))
+
+    def _put_together(self, parts: Sequence[Written], received: Sequence[Tensor]) -> Iterator[Write]:
+        places = [0] * len(received)
+        for part in parts:
+            if part.writer != self._meeting.index:
+                continue
+            rows = torch.empty(part.rows.shape, dtype=part.output.dtype)
+            for supply in part.supplies():
+                into = rows[supply.at.relative_to(part.rows).slices()]
+                if supply.rank == part.writer:
+                    into.copy_(self._value(supply))
+                    continue
+                at = places[supply.rank]
+                places[supply.rank] = end = at + into.numel() * rows.itemsize
+                value = received[supply.rank][at:end]
+                aligned = value if value.data_ptr() % rows.itemsize == 0 else value.clone()
+                into.copy_(aligned.view(rows.dtype).view(into.shape))
+            yield _write(part, rows)
+
+
+def _write(part: Written, rows: Tensor) -> Write:
+    first = part.rows.start[0] if part.output.shape else 0
+    return Write(part.output.file, place_in_file(part.output, first), rows)
+
+
+def _pieces(part: Written, limit: int) -> list[Written]:
+    """The same rows, so many at a time as fit in the buffer."""
+    if not part.output.shape or part.nbytes <= limit:
+        return [part]
+    first, last = part.rows.start[0], part.rows.stop[0]
+    step = max(1, (last - first) * limit // part.nbytes)
+    return [replace(part, rows=part.rows.rows(at, min(last, at + step))) for at in range(first, last, step)]
+
+
+def _batches(parts: Sequence[Written], limit: int) -> Iterator[list[Written]]:
+    batch: list[Written] = []
+    total = 0
+    for part in parts:
+        if batch and total + part.nbytes > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(part)
+        total += part.nbytes
+    if batch:
+        yield batch
+
+
+__all__ = ["Saved", "save_weights"]

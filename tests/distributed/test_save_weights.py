@@ -1,0 +1,282 @@
+"""`save_weights`: the bytes of `save_pretrained`, each rank its own, and the old directory or the new one, whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, ranks
+from test_load_weights import CUTS, Net, check, saved, sharded, values, written
+from torch import Tensor
+
+import fullshard
+from fullshard.weights.headers import read_checkpoint
+from fullshard.weights.layout import lay_out
+from fullshard.weights.rules import Convert, Merge, Rename, Split, Transpose
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Hashes of all files at and below a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def expected(tensors: dict[str, Tensor], *, most: int = 10**9) -> dict[str, str]:
+    """Hashes of the files with these tensors, written by one process."""
+    layout = lay_out(
+        [(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()],
+        max_shard_bytes=most,
+        parameters=sum(one.numel() for name, one in tensors.items() if name != "mean"),
+    )
+    found = {}
+    for file in layout.files:
+        data = b"".join(bytes(tensors[one.name].contiguous().view(-1).view(torch.uint8).tolist()) for one in file.tensors)
+        found[file.name] = hashlib.sha256(file.header + data).hexdigest()
+    if layout.index is not None:
+        found["model.safetensors.index.json"] = hashlib.sha256(layout.index.encode()).hexdigest()
+    return found
+
+
+def loaded(world: World, cut: str) -> Any:
+    model = sharded(world, cut, meta=False)
+    fullshard.load_weights(model, written(world, f"from {cut}", saved()))
+    return model
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@ranks(1, 2, 3, 4)
+def test_files_are_those_of_one_process_for_every_cut(world: World, cut: str) -> None:
+    if world.size % 2 and cut in ("hybrid", "tensor"):
+        return
+    model = loaded(world, cut)
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in saved().values())
+    for most, buffer_bytes in ((10**9, 1 << 20), (200, 300)):
+        folder = world.folder(f"saved {cut} {most}")
+        found = fullshard.save_weights(model, folder / "new", max_shard_bytes=most, buffer_bytes=buffer_bytes)
+        assert contents(folder / "new") == expected(saved(), most=most)
+        total = torch.tensor([found.bytes_written])
+        dist.all_reduce(total)
+        assert total.item() == nbytes and (found.bytes_exchanged == 0 or cut != "rows")
+        again = sharded(world, "rows")
+        fullshard.load_weights(again, folder / "new")
+        check(again, values())
+
+
+@ranks(2)
+def test_what_one_number_of_ranks_saved_another_loads(world: World) -> None:
+    folder = world.folder("half") / "new"
+    fullshard.save_weights(loaded(world, "columns"), folder, dtype=torch.bfloat16)
+    if world.rank == 0:
+        model = Net().bfloat16()
+        fullshard.load_weights(model, folder)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, values()[name].bfloat16()), name
+    dist.barrier()
+
+
+@ranks(2)
+def test_rules_dtypes_and_further_files(world: World) -> None:
+    model, folder = loaded(world, "rows"), world.folder("rules out") / "new"
+    key_map = [
+        Merge([r"blocks[.]0[.]weight", r"blocks[.]1[.]weight"], "blocks.weight"),
+        Split("embed.weight", ["low", "high"], dim=1, sizes=(3, 4)),
+        Transpose("low"),
+        Rename("^", "model."),
+    ]
+    if world.rank == 0:
+        (folder / "kept").mkdir(parents=True)
+        (folder / "kept" / "notes.txt").write_text("mine")
+        (folder / "config.json").write_text("old")
+        (folder / "model-00001-of-00002.safetensors").write_text("old")
+    dist.barrier()
+    extra = {"config.json": "{}", "tokenizer.bin": b"\0\1"}
+    fullshard.save_weights(model, folder, key_map=key_map, dtype=torch.float64, extra=extra)
+    state = {name: tensor.double() for name, tensor in saved().items()}
+    both = torch.cat([state.pop("blocks.0.weight"), state.pop("blocks.1.weight")])
+    embed = state.pop("embed.weight")
+    state |= {"blocks.weight": both, "low": embed[:, :3].T, "high": embed[:, 3:]}
+    found = contents(folder)
+    assert (
+        found.pop("model.safetensors") == expected({f"model.{name}": one for name, one in state.items()})["model.safetensors"]
+    )
+    assert sorted(found) == ["config.json", "kept/notes.txt", "tokenizer.bin"]
+    assert (folder / "config.json").read_text() == "{}"
+
+    def write(place: Path) -> None:
+        (place / "generation.json").write_text("[]")
+
+    fullshard.save_weights(model, folder, extra=write)
+    assert sorted(contents(folder)) == [
+        "config.json",
+        "generation.json",
+        "kept/notes.txt",
+        "model.safetensors",
+        "tokenizer.bin",
+    ]
+    assert not list(folder.parent.glob(".*"))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "size": ({"max_shard_bytes": 0}, "max_shard_bytes must be an int of at least 1, got 0"),
+    "dtype": ({"dtype": torch.int8}, "dtype must be a floating-point torch.dtype or None, got torch.int8"),
+    "convert": (
+        {"key_map": [Convert(["mean"], "m", lambda mean: mean)]},
+        r"save_weights\(\) takes no Convert, as for 'm'",
+    ),
+    "twice": ({"key_map": [Rename(".+", "a")]}, "key_map gives 'a' twice"),
+    "extra": ({"extra": {"../config.json": ""}}, "extra has '../config.json', which is no name of a further file"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@ranks(2)
+def test_what_cannot_be_is_told_on_every_rank_and_leaves_nothing(world: World, kind: str) -> None:
+    options, told = REFUSED[kind]
+    model, folder = loaded(world, "rows"), world.folder(f"refused {kind}")
+    with pytest.raises(ValueError, match=told):
+        fullshard.save_weights(model, folder / "new", **options)
+    dist.barrier()
+    assert not list(folder.iterdir())
+    with pytest.raises(ValueError, match="'scale' is on meta and has no values"):
+        fullshard.save_weights(sharded(world, "rows"), folder / "new")
+
+
+CALLS = ["posix_fallocate", "pwrite", "fsync", "rename"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("failing", [0, 1])
+@ranks(2)
+def test_every_call_that_fails_leaves_the_old_directory_whole(world: World, call: str, failing: int) -> None:
+    model, folder = loaded(world, "columns"), world.folder(f"failing {call} {failing}") / "new"
+    fullshard.save_weights(model, folder, extra={"config.json": "old"})
+    before, original = contents(folder), getattr(os, call)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().add_(1)
+    number = 0
+    while True:
+        number += 1
+        calls = 0
+
+        def broken(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += world.rank == failing
+            if calls == number and world.rank == failing:
+                raise OSError(errno.ENOSPC if call == "posix_fallocate" else errno.EIO, "injected")
+            return original(*arguments, **options)
+
+        setattr(os, call, broken)
+        try:
+            fullshard.save_weights(model, folder, max_shard_bytes=300, extra={"config.json": "new"})
+        except (ValueError, RuntimeError) as failure:
+            assert "injected" in str(failure) and (call != "posix_fallocate" or "bytes are needed, " in str(failure))
+        else:
+            break
+        finally:
+            setattr(os, call, original)
+        dist.barrier()
+        changed = contents(folder)
+        assert changed == before or (changed["config.json"] == hashlib.sha256(b"new").hexdigest() and len(changed) > 3)
+        dist.barrier()
+    assert contents(folder) != before and not list(folder.parent.glob(".*"))
+    again = sharded(world, "rows")
+    fullshard.load_weights(again, folder)
+    check(again, {name: tensor + 1 if name != "mean" else tensor for name, tensor in values().items()})
+
+
+KILLED = """
+import os, signal, sys
+import torch, torch.distributed as dist
+sys.path[:0] = {paths!r}
+from test_load_weights import Net
+import fullshard
+rank, who, number, folder = int(os.environ["RANK"]), sys.argv[1], int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo")
+torch.manual_seed(7)
+model = Net()
+fullshard.shard_model(model)
+calls = 0
+def counting(original):
+    def call(*arguments, **options):
+        global calls
+        calls += 1
+        if calls == number and (who == "all" or int(who) == rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **options)
+    return call
+for name in ("open", "posix_fallocate", "pwrite", "fsync", "rename", "link", "close"):
+    setattr(os, name, counting(getattr(os, name)))
+import fullshard.weights.commit as commit
+commit.exchange = counting(commit.exchange)
+fullshard.save_weights(model, folder, max_shard_bytes=300, extra={{"config.json": "new"}})
+print("calls", calls)
+"""
+
+
+@pytest.mark.parametrize("who", ["0", "1", "all"])
+def test_a_killed_rank_leaves_the_old_directory_or_the_new_one(who: str, tmp_path: Path) -> None:
+    """At every third call to the file system, so that it is over in a minute; FULLSHARD_TESTS=all asks for no more."""
+    script = tmp_path / "save.py"
+    script.write_text(KILLED.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])]))
+
+    def run(folder: Path, victim: str, number: int) -> tuple[list[int], str]:
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(_port()),
+            "OMP_NUM_THREADS": "1",
+        }
+        started = [
+            subprocess.Popen(
+                [sys.executable, str(script), victim, str(number), str(folder)],
+                env={**environment, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        told = [process.communicate(timeout=60)[0] for process in started]
+        return [process.returncode for process in started], told[0]
+
+    folder = tmp_path / "whole"
+    codes, told = run(folder, "0", -1)
+    assert codes == [0, 0]
+    new, calls = contents(folder), int(told.split()[-1])
+    assert [header.file for header in read_checkpoint(folder)] and json.loads(
+        (folder / "model.safetensors.index.json").read_text()
+    )
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_text("old")
+    before = contents(old)
+    seen = set()
+    for number in range(1 + int(who == "1"), calls + 1, 9):
+        codes, _ = run(old, who, number)
+        found = contents(old)
+        assert found in (before, new), f"neither the old nor the new one after call {number}"
+        seen.add(found == new)
+        if found == new:
+            for name in list(new):
+                (old / name).unlink()
+            (old / "config.json").write_text("old")
+    assert False in seen
+
+
+def _port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return int(one.getsockname()[1])
