@@ -54,6 +54,7 @@ from fullshard.tools.install import install, installed, uninstall
 from fullshard.tools.verify import verify
 from fullshard.weights.loading import load_weights
 from fullshard.weights.saving import save_weights
+from fullshard.weights.streaming import iter_full
 from fullshard.wrap.plan import Plan, PlannedUnit
 from fullshard.wrap.whole_model import plan_model, shard_model
 
@@ -92,6 +93,7 @@ __all__ = [
     "grad",
     "install",
     "installed",
+    "iter_full",
     "load_weights",
     "local_view",
     "materialize",

@@ -48,7 +48,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTensors:
-    """All of a model. ranks: global ones that hold it, in the order in which `Holdings` has them; index: of this rank."""
+    """All of a model. ranks: global ones that hold it, in the order of `Holdings`; (0,) without units. index: of this one."""
 
     held: tuple[Held, ...]
     units: tuple[Unit, ...]
@@ -64,15 +64,16 @@ def tensors_of(model: nn.Module) -> ModelTensors:
     """
     units = tuple(units_of(model, True))
     mesh = _mesh_of_all(units)
-    ranks = (_torch.global_rank(),) if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
+    ranks = (0,) if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in _named(model):
         names.setdefault(id(tensor), []).append(name.replace(WRAPPED, ""))
         tensors[id(tensor)] = tensor
     known: dict[object, Holdings] = {}
-    held = tuple(_held(tuple(names[key]), tensor, mesh, ranks, known) for key, tensor in tensors.items())
-    return ModelTensors(held, units, ranks, ranks.index(_torch.global_rank()))
+    shown = {id(p.full): p for unit in units for p in unit.parameters if p.full is not None}
+    held = tuple(_held(tuple(names[key]), tensor, shown.get(key), mesh, ranks, known) for key, tensor in tensors.items())
+    return ModelTensors(held, units, ranks, 0 if mesh is None else ranks.index(_torch.global_rank()))
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -103,11 +104,13 @@ def _mesh_of_all(units: Sequence[Unit]) -> DeviceMesh | None:
 def _held(
     names: tuple[str, ...],
     tensor: Tensor,
+    shown: ShardedParameter | None,
     mesh: DeviceMesh | None,
     ranks: tuple[int, ...],
     known: dict[object, Holdings],
 ) -> Held:
-    found = logical_parameters([tensor])
+    """shown: the parameter whose full one `tensor` is, if it is one."""
+    found = logical_parameters([tensor]) if shown is None else [shown]
     if found:
         assert mesh is not None
         sharding = found[0].sharding

@@ -1,0 +1,341 @@
+"""`iter_full()`: full tensors one after the other, a bucket of them per message, the next ones under way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard import _torch
+from fullshard.params.extension import travels_alone
+from fullshard.params.group import ParamGroup
+from fullshard.params.sharded_param import ShardedParameter
+from fullshard.params.unsharded import FlatBuffer
+from fullshard.policies import Dtypes
+from fullshard.runtime.communicator import TrackedWork
+from fullshard.runtime.runtime import runtime_of
+from fullshard.runtime.unit import Unit
+from fullshard.sharding.layout import DirectRule, plan_layout
+from fullshard.weights.holdings import ModelTensor
+from fullshard.weights.key_map import Computed, KeyMap, Mapped, Source, map_keys
+from fullshard.weights.targets import Held, ModelTensors, tensors_of
+
+To = str | int | dist.ProcessGroup
+
+
+def iter_full(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = 512 << 20,
+    dtype: torch.dtype | None = None,
+    key_map: KeyMap = None,
+    to: To = "all",
+    ahead: int = 1,
+    copy: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full tensors of a model one after the other, as an inference engine takes them. Collective.
+
+    Tensors are cast before they are sent, and gathered in buckets, one message each; while one bucket is used, the next is
+    under way. Parameters that this rank has whole (ignored, replicated, of a resident unit in this dtype) are not sent.
+
+    Args:
+        model: sharded or not.
+        bucket_bytes: of full tensors in one message; a tensor that is larger has one of its own.
+        dtype: of floating-point tensors; None takes that of the shards.
+        key_map: as of `save_weights`, from names of the model to those of the engine; what rules join or compute is a copy.
+        to: "all" ranks, the number of one, or a process group: the others take part, and get nothing.
+        ahead: how many buckets are gathered beside the one that is used.
+        copy: whether each tensor has memory of its own. Otherwise it is a part of its bucket, is to be used before the next one
+            is asked for, and keeps the bucket's memory as long as it lives.
+
+    Returns:
+        An iterator of (name, full tensor), on the device of the mesh. All ranks go through it to the end, or leave it at the
+        same place.
+
+    Raises:
+        ValueError: for rules that do not fit.
+        StateError: inside a forward or backward.
+
+    Example:
+        >>> for name, tensor in iter_full(model, dtype=torch.bfloat16):                       # doctest: +SKIP
+        ...     engine.load_weights([(name, tensor)])
+    """
+    for name, value, least in (("bucket_bytes", bucket_bytes, 1), ("ahead", ahead, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    gets = _is_for(to)
+    tensors = tensors_of(model)
+    for unit in tensors.units:
+        runtime_of(unit).requests.check_idle(unit, doing="iter_full()")
+        runtime_of(unit).requests.refresh_for_read(unit)
+    tensors = tensors_of(model)
+    held = {one.target.name: one for one in tensors.held}
+    mapped = map_keys(key_map, {name: Mapped.of(one.target) for name, one in held.items()})
+    buckets = list(_buckets(mapped, bucket_bytes, dtype))
+    homes = _homes(tensors)
+    return _run([_Bucket(outputs, held, homes, dtype) for outputs in buckets], ahead=ahead, gets=gets, copy=copy)
+
+
+def _is_for(to: To) -> bool:
+    if to == "all":
+        return True
+    if isinstance(to, int) and not isinstance(to, bool):
+        return to == _torch.global_rank()
+    if isinstance(to, dist.ProcessGroup):
+        return dist.get_rank(to) >= 0
+    raise ValueError(f"to must be 'all', the number of a rank, or a process group, got {to!r}")
+
+
+def _run(buckets: Sequence[_Bucket], *, ahead: int, gets: bool, copy: bool) -> Iterator[tuple[str, Tensor]]:
+    waiting = deque(buckets)
+    under_way: deque[_Bucket] = deque()
+    try:
+        while waiting or under_way:
+            while waiting and len(under_way) <= ahead:
+                waiting[0].start()
+                under_way.append(waiting.popleft())
+            bucket = under_way[0]
+            bucket.finish()
+            if gets:
+                for name, tensor in bucket.tensors():
+                    yield name, tensor.clone() if copy else tensor
+            under_way.popleft().retire()
+    finally:
+        for bucket in under_way:
+            bucket.finish()
+            bucket.retire()
+
+
+# --- what goes together ---
+
+
+def _sources(mapped: Mapped) -> Iterator[ModelTensor]:
+    for source in dict.fromkeys(piece.source for piece in mapped.pieces):
+        yield from _below(source)
+
+
+def _below(source: Source) -> Iterator[ModelTensor]:
+    if isinstance(source, ModelTensor):
+        yield source
+    elif isinstance(source, Computed):
+        for mapped in source.inputs:
+            yield from _sources(mapped)
+
+
+def _buckets(state: dict[str, Mapped], limit: int, dtype: torch.dtype | None) -> Iterator[list[tuple[str, Mapped]]]:
+    """Outputs whose tensors of the model have about `limit` bytes; those that share a tensor are together."""
+    last: dict[str, int] = {}  # of each tensor of the model, the last output that needs it
+    outputs = list(state.items())
+    for number, (_, mapped) in enumerate(outputs):
+        last |= {source.name: number for source in _sources(mapped)}
+    found: list[tuple[str, Mapped]] = []
+    cluster: list[tuple[str, Mapped]] = []
+    needs: dict[str, int] = {}
+    own: dict[str, int] = {}  # of the cluster
+    for number, output in enumerate(outputs):
+        cluster.append(output)
+        own |= {s.name: prod(s.shape) * _wanted(s.dtype, dtype).itemsize for s in _sources(output[1])}
+        if any(last[name] > number for name in own):
+            continue
+        if found and sum(needs.values()) + sum(own.values()) > limit:
+            yield found
+            found, needs = [], {}
+        found, needs = [*found, *cluster], {**needs, **own}
+        cluster, own = [], {}
+    if found:
+        yield found
+
+
+def _wanted(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return stored if dtype is None or not stored.is_floating_point else dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Home:
+    """Where a parameter is gathered."""
+
+    unit: Unit
+    group: ParamGroup
+
+
+def _homes(tensors: ModelTensors) -> dict[int, _Home]:
+    return {id(p): _Home(unit, group) for unit in tensors.units for group in unit.groups for p in group.parameters}
+
+
+# --- gathering ---
+
+
+class _Message:
+    """Parameters of one shard axis and dtype, in one gather."""
+
+    def __init__(self, members: Sequence[Held], home: _Home, dtype: torch.dtype) -> None:
+        self._members, self._home, self._dtype = members, home, dtype
+        self._buffer: FlatBuffer | None = None
+        self._work: TrackedWork | None = None
+
+    def start(self) -> None:
+        """Copy the shards, cast, and begin."""
+        group, communicator = self._home.group, self._home.unit.runtime.communicator
+        parameters = [_parameter(held) for held in self._members]
+        layout = plan_layout(
+            [tuple(p.sharding.local_shape) for p in parameters],
+            [p.sharding.dim for p in parameters],
+            ranks=group.collectives.gather.ranks,
+            itemsize=self._dtype.itemsize,
+            direct=DirectRule(group.storage.direct.min_chunk),
+        )
+        device = group.storage.device
+        shard = torch.zeros(layout.shard_numel, dtype=self._dtype, device=device)
+        views = [shard[place.offset :][: p.local.numel()].view(p.local.shape) for p, place in zip(parameters, layout.places)]
+        locals_ = [p.local for p in parameters]
+        torch._foreach_copy_(views, locals_)
+        dtypes = Dtypes(self._dtype, self._dtype, self._dtype)
+        storage = replace(group.storage, host=False, pinned=False)
+        self._buffer = FlatBuffer(layout, dtypes, replace(group.collectives, subgroup=None), storage, shard)
+        gather = self._buffer.allocate([])
+        self._work = communicator.send(communicator.gather_lane, group.fingerprints, "iter_full()", gather.start, gather.finish)
+
+    def finish(self) -> dict[str, Tensor]:
+        """The full tensors, by name."""
+        assert self._buffer is not None and self._work is not None
+        self._work.wait()
+        self._buffer.release_staging()
+        return {held.target.name: view.view(held.target.shape) for held, view in zip(self._members, self._buffer.views)}
+
+    def retire(self) -> None:
+        """What is left of it shows nothing any more."""
+        if self._buffer is not None:
+            self._buffer.spoil()
+            self._buffer = None
+
+
+class _Bucket:
+    """Some outputs, and the tensors of the model that they are made of."""
+
+    def __init__(
+        self,
+        outputs: Sequence[tuple[str, Mapped]],
+        held: dict[str, Held],
+        homes: dict[int, _Home],
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._outputs, self._homes, self._dtype = outputs, homes, dtype
+        names = dict.fromkeys(source.name for _, mapped in outputs for source in _sources(mapped))
+        self._held = [held[name] for name in names]
+        self._messages: list[_Message] = []
+        self._values: dict[str, Tensor] | None = None
+        self._alone: list[Held] = []  # gathered by torch when they are needed
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin what has to be sent."""
+        kinds: dict[tuple[int, torch.dtype], list[Held]] = {}
+        for held in self._held:
+            way = _way(held, self._wanted(held))
+            if way == "message":
+                home = self._homes[id(held.parameter)]
+                kinds.setdefault((id(home.group.collectives.gather), self._wanted(held)), []).append(held)
+            elif way == "alone":
+                self._alone.append(held)
+        for (_, dtype), members in kinds.items():
+            message = _Message(members, self._homes[id(members[0].parameter)], dtype)
+            message.start()
+            self._messages.append(message)
+
+    def _wanted(self, held: Held) -> torch.dtype:
+        return _wanted(held.target.dtype, self._dtype)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for it."""
+        if self._values is not None:
+            return
+        self._values = {}
+        for message in self._messages:
+            self._values |= message.finish()
+        for held in self._alone:
+            parameter = _parameter(held)
+            setup = self._homes[id(parameter)].unit.setup_collectives("iter_full()")
+            sharded: Any = parameter.sharded
+            self._values[held.target.name] = setup.full(parameter.sharding, sharded).to(self._wanted(held))
+        for held in self._held:
+            if held.target.name not in self._values:
+                self._values[held.target.name] = _whole(held, self._wanted(held))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The outputs."""
+        values = self._values
+        assert values is not None
+        for name, mapped in self._outputs:
+            with torch.no_grad():
+                value = _made(mapped, values, self._dtype)
+            yield name, value
+
+    def retire(self) -> None:
+        """It was used."""
+        self._values = None
+        for message in self._messages:
+            message.retire()
+
+
+def _parameter(held: Held) -> ShardedParameter:
+    assert held.parameter is not None
+    return held.parameter
+
+
+def _way(held: Held, dtype: torch.dtype) -> str:
+    """How the full tensor comes: by a "message" with others, "alone", or not at all, as it is "here"."""
+    parameter = held.parameter
+    if parameter is None or _resident(parameter, dtype) is not None:
+        return "here"
+    if travels_alone(parameter.local) or parameter.sharding.dense is not None:
+        return "alone"
+    sharding = parameter.sharding
+    return "here" if not sharding.shape or sharding.axis.group is None or sharding.axis.ranks == 1 else "message"
+
+
+def _resident(parameter: ShardedParameter, dtype: torch.dtype) -> Tensor | None:
+    """The full parameter, if its module has it now, in this dtype."""
+    full = parameter.full
+    shown = full is not None and parameter.current is full and parameter.sharding.is_plain
+    return full.detach() if full is not None and shown and full.dtype == dtype else None
+
+
+def _whole(held: Held, dtype: torch.dtype) -> Tensor:
+    """What this rank has whole."""
+    found = None if held.parameter is None else _resident(held.parameter, dtype)
+    return held.local.to(dtype).view(held.target.shape) if found is None else found
+
+
+def _made(mapped: Mapped, values: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+    """A tensor of the pieces that it has: one as it is, or a copy of several."""
+    if len(mapped.pieces) == 1:
+        (piece,) = mapped.pieces
+        source = _source(piece.source, values, dtype)
+        return piece.arranged(source[piece.in_source(piece.at).slices()])
+    found: Tensor | None = None
+    for piece in mapped.pieces:
+        part = piece.arranged(_source(piece.source, values, dtype)[piece.in_source(piece.at).slices()])
+        if found is None:
+            found = part.new_empty(mapped.shape)
+        found[piece.at.slices()] = part
+    assert found is not None
+    return found
+
+
+def _source(source: Source, values: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+    if isinstance(source, Computed):
+        value = source.function(*(_made(one, values, dtype) for one in source.inputs))
+        return value.to(_wanted(value.dtype, dtype))
+    return values[source.name]
+
+
+__all__ = ["iter_full"]

@@ -1,0 +1,135 @@
+"""`iter_full`: every full tensor, a bucket per message, and no more memory than that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, ranks
+from test_load_weights import CUTS, Net, saved, sharded, values, written
+from torch import nn
+
+import fullshard
+from fullshard.weights.rules import Convert, Merge, Rename, Split
+
+
+def loaded(world: World, cut: str) -> Any:
+    model = sharded(world, cut)
+    fullshard.load_weights(model, written(world, f"for iter {cut}", saved()))
+    return model
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@ranks(1, 2, 3, 4)
+def test_every_full_tensor_comes_once_in_order(world: World, cut: str) -> None:
+    if world.size % 2 and cut in ("hybrid", "tensor"):
+        return
+    model = loaded(world, cut)
+    for options in ({}, {"bucket_bytes": 1}, {"bucket_bytes": 300, "ahead": 0}, {"dtype": torch.bfloat16, "ahead": 3}):
+        found = {name: tensor.clone() for name, tensor in fullshard.iter_full(model, **options)}
+        assert list(found) == [name for name in Net().state_dict() if name != "head.weight"]
+        for name, tensor in found.items():
+            assert torch.equal(tensor, values()[name].to(options.get("dtype", torch.float32))), name
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(depth))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.ignored = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale + self.ignored.sum()
+
+
+def deep(world: World, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Deep()
+    for layer in model.layers:
+        fullshard.fully_shard(layer, mesh=world.mesh, **options)
+    return fullshard.fully_shard(model, mesh=world.mesh, ignored_params={model.ignored}, **options)
+
+
+@ranks(2)
+def test_messages_are_buckets_and_what_is_here_is_not_sent(world: World) -> None:
+    model, layer = deep(world), 16 * 16 * 4
+    for bucket_bytes, many in ((layer, 8), (3 * layer, 3), (1 << 30, 1)):
+        with fullshard.counting(model) as messages:
+            for _ in fullshard.iter_full(model, bucket_bytes=bucket_bytes):
+                pass
+        assert [message.kind for message in messages] == ["all_gather"] * many
+    with fullshard.counting(model) as messages:
+        sizes = [tensor.numel() for _, tensor in fullshard.iter_full(model, bucket_bytes=2 * layer + 100, dtype=torch.bfloat16)]
+    assert sum(message.nbytes for message in messages) == 8 * layer // 2 and len(messages) == 2 and sum(sizes) == 8 * 256 + 4
+    with fullshard.resident(model), fullshard.counting(model) as messages:
+        full = dict(fullshard.iter_full(model))
+        assert full["layers.3.weight"].data_ptr() == model.layers[3].weight.data_ptr()
+    assert not messages
+
+
+@ranks(2)
+def test_what_is_under_way_is_as_many_buckets_as_asked_for(world: World) -> None:
+    model, layer = deep(world), 16 * 16 * 4
+    for ahead in (0, 1, 2):
+        with fullshard.counting(model) as messages:
+            seen = [
+                len(messages) for name, _ in fullshard.iter_full(model, bucket_bytes=layer, ahead=ahead) if "layers" in name
+            ]
+        assert seen == [min(8, number + 1 + ahead) for number in range(8)]
+
+
+@ranks(2)
+def test_a_tensor_that_is_kept_too_long_shows_nan_with_poison_and_a_copy_does_not(world: World) -> None:
+    model = deep(world, check_policy=fullshard.CheckPolicy(poison=True))
+    for copy in (False, True):
+        kept = [tensor for name, tensor in fullshard.iter_full(model, bucket_bytes=1, copy=copy) if "layers" in name]
+        assert all(bool(tensor.isnan().all()) is not copy for tensor in kept)
+
+
+@ranks(2)
+def test_leaving_early_and_going_on(world: World) -> None:
+    model = deep(world)
+    for name, _ in fullshard.iter_full(model, bucket_bytes=1):
+        if name == "layers.2.weight":
+            break
+    out = model(torch.ones(2, 16))
+    reference = Deep()
+    reference.load_state_dict({name: tensor.clone() for name, tensor in fullshard.iter_full(model)})
+    torch.testing.assert_close(out, reference(torch.ones(2, 16)))
+
+
+@ranks(2)
+def test_rules_and_receivers(world: World) -> None:
+    model = loaded(world, "rows")
+    rules = [
+        Rename("^blocks", "layers"),
+        Merge(["layers[.]0[.]weight", "layers[.]1[.]weight"], "both"),
+        Split("embed.weight", ["left", "right"], dim=1, sizes=(3, 4)),
+        Convert(["mean"], "mean", lambda mean: mean * 2),
+    ]
+    state = values()
+    found = {name: tensor.clone() for name, tensor in fullshard.iter_full(model, key_map=rules, bucket_bytes=1)}
+    assert torch.equal(found["both"], torch.cat([state["blocks.0.weight"], state["blocks.1.weight"]]))
+    assert torch.equal(torch.cat([found["left"], found["right"]], 1), state["embed.weight"])
+    assert torch.equal(found["mean"], 2 * state["mean"])
+    for to, gets in ((1, world.rank == 1), (dist.group.WORLD, True), ("all", True)):
+        assert bool(list(fullshard.iter_full(model, to=to))) is gets
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"bucket_bytes": 0}, "bucket_bytes must be an int of at least 1, got 0"),
+        ({"ahead": -1}, "ahead must be an int of at least 0, got -1"),
+        ({"dtype": "bf16"}, "dtype must be a floating-point torch.dtype or None, got 'bf16'"),
+        ({"to": "some"}, "to must be 'all', the number of a rank, or a process group, got 'some'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_at_once(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        fullshard.iter_full(nn.Linear(2, 2), **options)
