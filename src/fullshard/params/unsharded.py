@@ -286,11 +286,6 @@ class FlatBuffer:
         for storage, _ in self._memory:
             storage.resize_(0)
 
-    def spoil(self) -> None:
-        """Nobody may look at it any more, though its memory stays while somebody does: with `poison` it holds NaN."""
-        if self._poison:
-            self._fill_with_nan()
-
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in this memory."""
         return self._flat.numel() > 0 and _torch.is_over(tensor, self._flat.untyped_storage())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import _torch
+from fullshard.collectives.base import StartedWork
 from fullshard.params.extension import travels_alone
 from fullshard.params.group import ParamGroup
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.params.unsharded import FlatBuffer
-from fullshard.policies import Dtypes
+from fullshard.params.unsharded import copies_out, over
 from fullshard.runtime.communicator import TrackedWork
 from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit
@@ -32,7 +32,7 @@ To = str | int | dist.ProcessGroup
 def iter_full(
     model: nn.Module,
     *,
-    bucket_bytes: int = 512 << 20,
+    bucket_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     key_map: KeyMap = None,
     to: To = "all",
@@ -46,7 +46,8 @@ def iter_full(
 
     Args:
         model: sharded or not.
-        bucket_bytes: of full tensors in one message; a tensor that is larger has one of its own.
+        bucket_bytes: of full tensors in one message; a tensor that is larger has one of its own. None takes 512 MiB on an
+            accelerator, and 8 MiB on the CPU, which writes to memory that it had before faster than to new memory.
         dtype: of floating-point tensors; None takes that of the shards.
         key_map: as of `save_weights`, from names of the model to those of the engine; what rules join or compute is a copy.
         to: "all" ranks, the number of one, or a process group: the others take part, and get nothing.
@@ -66,7 +67,7 @@ def iter_full(
         >>> for name, tensor in iter_full(model, dtype=torch.bfloat16):                       # doctest: +SKIP
         ...     engine.load_weights([(name, tensor)])
     """
-    for name, value, least in (("bucket_bytes", bucket_bytes, 1), ("ahead", ahead, 0)):
+    for name, value, least in (("bucket_bytes", 1 if bucket_bytes is None else bucket_bytes, 1), ("ahead", ahead, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -79,6 +80,8 @@ def iter_full(
     tensors = tensors_of(model)
     held = {one.target.name: one for one in tensors.held}
     mapped = map_keys(key_map, {name: Mapped.of(one.target) for name, one in held.items()})
+    if bucket_bytes is None:
+        bucket_bytes = 512 << 20 if any(unit.axis.device.type != "cpu" for unit in tensors.units) else 8 << 20
     buckets = list(_buckets(mapped, bucket_bytes, dtype))
     homes = _homes(tensors)
     return _run([_Bucket(outputs, held, homes, dtype) for outputs in buckets], ahead=ahead, gets=gets, copy=copy)
@@ -174,47 +177,81 @@ def _homes(tensors: ModelTensors) -> dict[int, _Home]:
 
 
 class _Message:
-    """Parameters of one shard axis and dtype, in one gather."""
+    """Parameters of one shard axis and dtype, in one gather: large ones straight into their memory, small ones packed."""
 
     def __init__(self, members: Sequence[Held], home: _Home, dtype: torch.dtype) -> None:
         self._members, self._home, self._dtype = members, home, dtype
-        self._buffer: FlatBuffer | None = None
+        self._values: dict[str, Tensor] = {}
+        self._after: list[Callable[[], object]] = []
         self._work: TrackedWork | None = None
 
     def start(self) -> None:
-        """Copy the shards, cast, and begin."""
+        """Copy and cast the shards, and begin."""
         group, communicator = self._home.group, self._home.unit.runtime.communicator
-        parameters = [_parameter(held) for held in self._members]
+        least = group.storage.direct.min_chunk
+        straight: list[Held] = []
+        packed: list[Held] = []
+        for held in self._members:
+            sharding = _parameter(held).sharding
+            chunk = sharding.extent.chunk * prod(sharding.local_shape[1:]) * self._dtype.itemsize
+            (straight if sharding.dim == 0 and chunk and chunk >= least else packed).append(held)
+        ways = [self._straight(held) for held in straight] + ([self._packed(packed)] if packed else [])
+        outs, shards = [out for out, _ in ways if out.numel()], [shard for out, shard in ways if out.numel()]
+        begin = group.collectives.gather.gatherer(outs, shards) if outs else StartedWork
+        self._work = communicator.send(communicator.gather_lane, group.fingerprints, "iter_full()", begin, self._copy_out)
+
+    def _straight(self, held: Held) -> tuple[Tensor, Tensor]:
+        """(what one parameter is gathered into, this rank's chunk of it)."""
+        parameter, gather = _parameter(held), self._home.group.collectives.gather
+        sharding, local = parameter.sharding, parameter.local
+        size = sharding.extent.chunk * prod(sharding.local_shape[1:])
+        out = torch.empty(gather.ranks * size, dtype=self._dtype, device=self._home.group.storage.device)
+        self._values[held.target.name] = out[: prod(held.target.shape)].view(held.target.shape)
+        if local.dtype == self._dtype and local.device == out.device and local.numel() == size:
+            return out, local.view(-1)
+        own = out[gather.rank * size :][:size]
+        own[: local.numel()].view(local.shape).copy_(local)
+        return out, own
+
+    def _packed(self, members: Sequence[Held]) -> tuple[Tensor, Tensor]:
+        """The same of several, in one stretch of memory."""
+        gather, device = self._home.group.collectives.gather, self._home.group.storage.device
+        parameters = [_parameter(held) for held in members]
         layout = plan_layout(
             [tuple(p.sharding.local_shape) for p in parameters],
             [p.sharding.dim for p in parameters],
-            ranks=group.collectives.gather.ranks,
+            ranks=gather.ranks,
             itemsize=self._dtype.itemsize,
-            direct=DirectRule(group.storage.direct.min_chunk),
+            direct=DirectRule(float("inf")),
         )
-        device = group.storage.device
-        shard = torch.zeros(layout.shard_numel, dtype=self._dtype, device=device)
-        views = [shard[place.offset :][: p.local.numel()].view(p.local.shape) for p, place in zip(parameters, layout.places)]
-        locals_ = [p.local for p in parameters]
-        torch._foreach_copy_(views, locals_)
-        dtypes = Dtypes(self._dtype, self._dtype, self._dtype)
-        storage = replace(group.storage, host=False, pinned=False)
-        self._buffer = FlatBuffer(layout, dtypes, replace(group.collectives, subgroup=None), storage, shard)
-        gather = self._buffer.allocate([])
-        self._work = communicator.send(communicator.gather_lane, group.fingerprints, "iter_full()", gather.start, gather.finish)
+        flat = torch.empty(layout.full_numel, dtype=self._dtype, device=device)
+        size = 0 if layout.packed is None else layout.packed.size
+        staging = torch.empty(gather.ranks * size, dtype=self._dtype, device=device)
+        own = staging[gather.rank * size :][:size]
+        views = [own[place.offset :][: p.local.numel()].view(p.local.shape) for p, place in zip(parameters, layout.places)]
+        torch._foreach_copy_(views, [p.local for p in parameters])
+        for held, place in zip(members, layout.places):
+            self._values[held.target.name] = over(flat, place.full_offset, place.shape)
+        self._after = [*copies_out(layout, flat, staging)]
+        return staging, own
+
+    def _copy_out(self) -> None:
+        for step in self._after:
+            step()
 
     def finish(self) -> dict[str, Tensor]:
         """The full tensors, by name."""
-        assert self._buffer is not None and self._work is not None
+        assert self._work is not None
         self._work.wait()
-        self._buffer.release_staging()
-        return {held.target.name: view.view(held.target.shape) for held, view in zip(self._members, self._buffer.views)}
+        self._after = []
+        return self._values
 
     def retire(self) -> None:
         """What is left of it shows nothing any more."""
-        if self._buffer is not None:
-            self._buffer.spoil()
-            self._buffer = None
+        if self._home.group.storage.poison:
+            for value in self._values.values():
+                value.fill_(float("nan") if value.is_floating_point() else 1)
+        self._values = {}
 
 
 class _Bucket:

@@ -90,9 +90,9 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _mesh_of_all(units: Sequence[Unit]) -> DeviceMesh | None:
     """The mesh with all ranks of the model; None if no unit holds anything."""
-    meshes = {id(p.sharding.mesh): p.sharding.mesh for unit in units for p in unit.parameters}
-    most = max(meshes.values(), key=lambda mesh: mesh.size(), default=None)
-    for mesh in meshes.values():
+    meshes = dict.fromkeys(p.sharding.mesh for unit in units for p in unit.parameters)
+    most = max(meshes, key=lambda mesh: mesh.size(), default=None)
+    for mesh in meshes:
         if most is not None and not set(mesh.mesh.flatten().tolist()) <= set(most.mesh.flatten().tolist()):
             raise StateError(
                 f"parameters of this model are on {most} and on {mesh}, of which neither has all ranks of the other: load or "
@@ -114,7 +114,7 @@ def _held(
     if found:
         assert mesh is not None
         sharding = found[0].sharding
-        key: object = (tuple(sharding.shape), sharding.dim, id(sharding.axis), id(sharding.mesh), sharding.placements)
+        key: object = (tuple(sharding.shape), sharding.dim, sharding.own_axis, sharding.mesh, sharding.placements)
         if key not in known:
             known[key] = holdings_of(sharding, mesh, ranks)
         target = ModelTensor(names[0], found[0].local.dtype, tuple(sharding.shape), known[key])
