@@ -52,6 +52,7 @@ from fullshard.sharding.mesh import DataParallelMeshDims
 from fullshard.sharding.param_sharding import ShardPlacementResult
 from fullshard.tools.install import install, installed, uninstall
 from fullshard.tools.verify import verify
+from fullshard.weights.ema import EMA
 from fullshard.weights.loading import load_weights
 from fullshard.weights.saving import save_weights
 from fullshard.weights.streaming import iter_full
@@ -61,6 +62,7 @@ from fullshard.wrap.whole_model import plan_model, shard_model
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "AllGather",
     "CPUOffloadPolicy",
     "CheckPolicy",

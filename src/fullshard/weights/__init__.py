@@ -15,17 +15,20 @@ save_plan.py  which rank writes which rows, and from whom it gets them
 writing.py    writes memory to files, by several threads
 commit.py     a directory that is replaced in one step
 saving.py     save_weights()
+ema.py        EMA: moving averages of a model's weights
 streaming.py  iter_full()
 
 Planning is pure. Only headers, rules and plans know of formats; shards are written where they are.
 """
 
+from fullshard.weights.ema import EMA
 from fullshard.weights.loading import Loaded, load_weights
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
 from fullshard.weights.saving import Saved, save_weights
 from fullshard.weights.streaming import iter_full
 
 __all__ = [
+    "EMA",
     "Convert",
     "Drop",
     "Loaded",

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from fullshard.runtime.runtime import runtime_of
 from fullshard.weights.commit import Extra, Replacement
+from fullshard.weights.ema import EMA
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
 from fullshard.weights.meeting import Meeting
 from fullshard.weights.reading import place_in_file
 from fullshard.weights.save_plan import SavePlan, Supply, Written, plan_save
-from fullshard.weights.targets import ModelTensors, tensors_of
+from fullshard.weights.targets import ModelTensors, standing_for, tensors_of
 from fullshard.weights.writing import Write, Writer
 
 
@@ -52,6 +53,7 @@ def save_weights(
     dtype: torch.dtype | None = None,
     key_map: KeyMap = None,
     extra: Extra | None = None,
+    weights: EMA | None = None,
     threads: int = 8,
     buffer_bytes: int = 256 << 20,
 ) -> Saved:
@@ -69,6 +71,7 @@ def save_weights(
         key_map: from names of the model to those in the files, as of `load_weights`; without `Convert`.
         extra: further files of the same commit: names and their contents (text, bytes, or the path of a file), or a function
             that writes to the folder it is given; the first rank does.
+        weights: averages that stand for the model's own parameters, in their dtype unless `dtype` says another.
         threads: that write at a time.
         buffer_bytes: of host memory for what cannot be written from the shards: other dtypes and devices, rows of other ranks.
 
@@ -89,6 +92,8 @@ def save_weights(
     for unit in tensors.units:
         runtime_of(unit).requests.reshard(unit, doing="save_weights()")
         runtime_of(unit).requests.refresh(unit)
+    if weights is not None:
+        tensors = standing_for(tensors_of(model), weights.values())
     meeting = Meeting(tensors, "save_weights()")
     layout, outputs = meeting.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes))
     limit = max(1, buffer_bytes // 4)

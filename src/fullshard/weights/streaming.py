@@ -22,9 +22,10 @@ from fullshard.runtime.communicator import TrackedWork
 from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit
 from fullshard.sharding.layout import DirectRule, plan_layout
+from fullshard.weights.ema import EMA
 from fullshard.weights.holdings import ModelTensor
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, Source, map_keys
-from fullshard.weights.targets import Held, ModelTensors, tensors_of
+from fullshard.weights.targets import Held, ModelTensors, standing_for, tensors_of
 
 To = str | int | dist.ProcessGroup
 
@@ -38,6 +39,7 @@ def iter_full(
     to: To = "all",
     ahead: int = 1,
     copy: bool = False,
+    weights: EMA | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the full tensors of a model one after the other, as an inference engine takes them. Collective.
 
@@ -54,6 +56,7 @@ def iter_full(
         ahead: how many buckets are gathered beside the one that is used.
         copy: whether each tensor has memory of its own. Otherwise it is a part of its bucket, is to be used before the next one
             is asked for, and keeps the bucket's memory as long as it lives.
+        weights: averages that stand for the model's own.
 
     Returns:
         An iterator of (name, full tensor), on the device of the mesh. All ranks go through it to the end, or leave it at the
@@ -78,6 +81,8 @@ def iter_full(
         runtime_of(unit).requests.check_idle(unit, doing="iter_full()")
         runtime_of(unit).requests.refresh_for_read(unit)
     tensors = tensors_of(model)
+    if weights is not None:
+        tensors = standing_for(tensors_of(model), weights.values())
     held = {one.target.name: one for one in tensors.held}
     mapped = map_keys(key_map, {name: Mapped.of(one.target) for name, one in held.items()})
     if bucket_bytes is None:
@@ -202,8 +207,8 @@ class _Message:
 
     def _straight(self, held: Held) -> tuple[Tensor, Tensor]:
         """(what one parameter is gathered into, this rank's chunk of it)."""
-        parameter, gather = _parameter(held), self._home.group.collectives.gather
-        sharding, local = parameter.sharding, parameter.local
+        gather = self._home.group.collectives.gather
+        sharding, local = _parameter(held).sharding, held.local
         size = sharding.extent.chunk * prod(sharding.local_shape[1:])
         out = torch.empty(gather.ranks * size, dtype=self._dtype, device=self._home.group.storage.device)
         self._values[held.target.name] = out[: prod(held.target.shape)].view(held.target.shape)
@@ -228,8 +233,9 @@ class _Message:
         size = 0 if layout.packed is None else layout.packed.size
         staging = torch.empty(gather.ranks * size, dtype=self._dtype, device=device)
         own = staging[gather.rank * size :][:size]
-        views = [own[place.offset :][: p.local.numel()].view(p.local.shape) for p, place in zip(parameters, layout.places)]
-        torch._foreach_copy_(views, [p.local for p in parameters])
+        locals_ = [held.local for held in members]
+        views = [own[place.offset :][: local.numel()].view(local.shape) for local, place in zip(locals_, layout.places)]
+        torch._foreach_copy_(views, locals_)
         for held, place in zip(members, layout.places):
             self._values[held.target.name] = over(flat, place.full_offset, place.shape)
         self._after = [*copies_out(layout, flat, staging)]
@@ -301,7 +307,7 @@ class _Bucket:
         for held in self._alone:
             parameter = _parameter(held)
             setup = self._homes[id(parameter)].unit.setup_collectives("iter_full()")
-            sharded: Any = parameter.sharded
+            sharded: Any = parameter.sharded if held.value is None else parameter.dtensor_like_shard(held.value)
             self._values[held.target.name] = setup.full(parameter.sharding, sharded).to(self._wanted(held))
         for held in self._held:
             if held.target.name not in self._values:
@@ -331,7 +337,7 @@ def _parameter(held: Held) -> ShardedParameter:
 def _way(held: Held, dtype: torch.dtype) -> str:
     """How the full tensor comes: by a "message" with others, "alone", or not at all, as it is "here"."""
     parameter = held.parameter
-    if parameter is None or _resident(parameter, dtype) is not None:
+    if parameter is None or _resident(held, dtype) is not None:
         return "here"
     if travels_alone(parameter.local) or parameter.sharding.dense is not None:
         return "alone"
@@ -339,16 +345,19 @@ def _way(held: Held, dtype: torch.dtype) -> str:
     return "here" if not sharding.shape or sharding.axis.group is None or sharding.axis.ranks == 1 else "message"
 
 
-def _resident(parameter: ShardedParameter, dtype: torch.dtype) -> Tensor | None:
+def _resident(held: Held, dtype: torch.dtype) -> Tensor | None:
     """The full parameter, if its module has it now, in this dtype."""
+    parameter = held.parameter
+    if parameter is None or held.value is not None or not parameter.sharding.is_plain:
+        return None
     full = parameter.full
-    shown = full is not None and parameter.current is full and parameter.sharding.is_plain
-    return full.detach() if full is not None and shown and full.dtype == dtype else None
+    shown = full is not None and parameter.current is full and full.dtype == dtype
+    return full.detach() if full is not None and shown else None
 
 
 def _whole(held: Held, dtype: torch.dtype) -> Tensor:
     """What this rank has whole."""
-    found = None if held.parameter is None else _resident(held.parameter, dtype)
+    found = _resident(held, dtype)
     return held.local.to(dtype).view(held.target.shape) if found is None else found
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
@@ -25,12 +25,16 @@ WRAPPED = "_checkpoint_wrapped_module."  # of torch's activation checkpointing, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """A tensor of a model. names: all of them, the first one first.      parameter: None for what no unit holds."""
+    """A tensor of a model. names: all of them, the first one first.      parameter: None for what no unit holds.
+
+    value: this rank's part of what stands for it, as an average; None for its own.
+    """
 
     names: tuple[str, ...]
     target: ModelTensor
     parameter: ShardedParameter | None
     plain: Tensor | None
+    value: Tensor | None = None
 
     @property
     def is_parameter(self) -> bool:
@@ -40,6 +44,8 @@ class Held:
     @property
     def local(self) -> Tensor:
         """This rank's part."""
+        if self.value is not None:
+            return self.value
         if self.parameter is not None:
             return self.parameter.local
         assert self.plain is not None
@@ -54,6 +60,16 @@ class ModelTensors:
     units: tuple[Unit, ...]
     ranks: tuple[int, ...]
     index: int
+
+
+def standing_for(tensors: ModelTensors, values: Mapping[str, Tensor]) -> ModelTensors:
+    """The tensors of a model with these values, by their first names, instead of their own."""
+    held = tuple(one if one.names[0] not in values else _with_value(one, values[one.names[0]].detach()) for one in tensors.held)
+    return replace(tensors, held=held)
+
+
+def _with_value(held: Held, value: Tensor) -> Held:
+    return replace(held, target=replace(held.target, dtype=value.dtype), value=value)
 
 
 def tensors_of(model: nn.Module) -> ModelTensors:
@@ -154,4 +170,4 @@ def _axes_in(mesh: DeviceMesh, everything: DeviceMesh) -> list[int]:
     return [known.index(name) for name in names]
 
 
-__all__ = ["Held", "ModelTensors", "holdings_of", "tensors_of"]
+__all__ = ["Held", "ModelTensors", "holdings_of", "standing_for", "tensors_of"]

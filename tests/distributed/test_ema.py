@@ -1,0 +1,136 @@
+"""`EMA`: the averages of the unsharded model bit for bit, without messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import World, ranks
+from test_load_weights import CUTS, Net, sharded, values
+from torch import Tensor, nn
+
+import fullshard
+
+
+def filled(world: World, cut: str) -> Any:
+    model = sharded(world, cut, meta=False)
+    write(model, 0)
+    return model
+
+
+def write(model: nn.Module, step: int) -> None:
+    """The same full values on every rank, by the way of a state dict."""
+    state = values()
+    torch.manual_seed(step)
+    change = {name: tensor + torch.randn(tensor.shape) for name, tensor in state.items()}
+    change["head.weight"] = change["embed.weight"]
+    model.load_state_dict(change)
+
+
+def full(value: Any) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@pytest.mark.parametrize("options", [{}, {"warmup": 10}, {"every": 2}])
+@pytest.mark.parametrize("cut", CUTS)
+@ranks(1, 2, 3, 4)
+def test_averages_are_those_of_the_whole_model_bit_for_bit(world: World, cut: str, options: dict[str, int]) -> None:
+    if world.size % 2 and cut in ("hybrid", "tensor"):
+        return
+    model, reference = filled(world, cut), Net()
+    write(reference, 0)
+    ema = fullshard.EMA(model, 0.9, **options)
+    averages = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    updates = 0
+    for step in range(1, 5):
+        write(model, step)
+        write(reference, step)
+        with fullshard.counting(model) as messages:
+            ema.update()
+        assert not messages
+        if step % options.get("every", 1):
+            continue
+        decay = min(0.9, (1 + updates) / (10 + updates)) if "warmup" in options else 0.9
+        torch._foreach_lerp_([*averages.values()], [p.detach() for p in reference.parameters()], 1 - decay)
+        updates += 1
+    found = ema.state_dict()["averages"]
+    assert set(found) == set(averages)
+    for name, average in averages.items():
+        assert torch.equal(full(found[name]), average), name
+    streamed = {name: tensor.clone() for name, tensor in fullshard.iter_full(model, weights=ema)}
+    assert all(torch.equal(streamed[name], average) for name, average in averages.items())
+    folder = world.folder(f"ema {cut} {options}") / "new"
+    fullshard.save_weights(model, folder, weights=ema)
+    again = sharded(world, "rows")
+    fullshard.load_weights(again, folder)
+    for name, parameter in again.named_parameters():
+        assert torch.equal(full(parameter), averages[name]), name
+
+
+@ranks(2)
+def test_swapped_weights_come_back_also_after_an_exception(world: World) -> None:
+    model = filled(world, "rows")
+    ema, ids = fullshard.EMA(model, 0.5), torch.arange(6).view(2, 3)
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    write(model, 1)
+    ema.update()
+    now, out = {name: full(p).clone() for name, p in model.named_parameters()}, model(ids)
+    with pytest.raises(RuntimeError, match="stop"), ema.swapped():
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(full(parameter), (before[name] + now[name]) / 2)
+        assert not torch.equal(model(ids), out)
+        raise RuntimeError("stop")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full(parameter), now[name])
+    assert torch.equal(model(ids), out)
+
+
+@ranks(2, 3)
+def test_a_state_dict_resumes_with_another_cut_of_full_tensors(world: World) -> None:
+    model = filled(world, "rows")
+    ema = fullshard.EMA(model, 0.9, dtype=torch.float64)
+    write(model, 1)
+    ema.update()
+    state = ema.state_dict()
+    other = fullshard.EMA(filled(world, "columns"), 0.9, dtype=torch.float64)
+    other.load_state_dict({**state, "averages": {name: full(value) for name, value in state["averages"].items()}})
+    found = other.state_dict()
+    assert (found["calls"], found["updates"]) == (1, 1)
+    for name, value in state["averages"].items():
+        assert torch.equal(full(found["averages"][name]), full(value)) and value.dtype == torch.float64
+    same = fullshard.EMA(filled(world, "rows"), 0.9, dtype=torch.float64)
+    same.load_state_dict(state)
+    del state["averages"]["scale"]
+    with pytest.raises(ValueError, match="the state has no average of 'scale', and the model has it"):
+        same.load_state_dict(state)
+
+
+@ranks(2)
+def test_averages_follow_a_model_that_is_cast(world: World) -> None:
+    model = filled(world, "rows")
+    ema = fullshard.EMA(model, 0.5)
+    before = {name: full(value).clone() for name, value in ema.state_dict()["averages"].items()}
+    model.to(torch.bfloat16)
+    ema.update()
+    for name, value in ema.state_dict()["averages"].items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(full(value), before[name], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"decay": 1.5}, "decay must be a number from 0 to 1, got 1.5"),
+        ({"decay": 0.9, "dtype": torch.int8}, "dtype must be a floating-point torch.dtype, got torch.int8"),
+        ({"decay": 0.9, "every": 0}, "every must be an int of at least 1, got 0"),
+        ({"decay": 0.9, "warmup": 0}, "warmup must be an int of at least 1, got 0"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        fullshard.EMA(nn.Linear(2, 2), **options)
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="'weight' is on meta and has no values"):
+        fullshard.EMA(model, 0.9)
