@@ -14,6 +14,7 @@ layout.py     which tensor is where in which file, as save_pretrained has it
 save_plan.py  which rank writes which rows, and from whom it gets them
 writing.py    writes memory to files, by several threads
 commit.py     a directory that is replaced in one step
+background.py a save behind the training: its ranks settle through the store
 saving.py     save_weights()
 ema.py        EMA: moving averages of a model's weights
 streaming.py  iter_full()
@@ -21,6 +22,7 @@ streaming.py  iter_full()
 Planning is pure. Only headers, rules and plans know of formats; shards are written where they are.
 """
 
+from fullshard.weights.background import Saving
 from fullshard.weights.ema import EMA
 from fullshard.weights.loading import Loaded, load_weights
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
@@ -35,6 +37,7 @@ __all__ = [
     "Merge",
     "Rename",
     "Saved",
+    "Saving",
     "Split",
     "Stack",
     "Transpose",

@@ -59,7 +59,7 @@ class Replacement:
             ) from failure
 
     def add(self, extra: Extra | None) -> None:
-        """Put further files beside the weights, and those that the directory has already and nobody gave anew."""
+        """Put further files beside the weights."""
         if callable(extra):
             extra(self.path)
         for name, content in ({} if extra is None or callable(extra) else extra).items():
@@ -69,6 +69,9 @@ class Replacement:
                 (self.path / name).write_bytes(content.encode() if isinstance(content, str) else content)
             else:
                 shutil.copyfile(content, self.path / name)
+
+    def _keep(self) -> None:
+        """Take along what the directory has beside weights, and nobody gave anew."""
         for entry in sorted(self.directory.iterdir()) if self.directory.is_dir() else ():
             place = self.path / entry.name
             if is_weights(entry.name) or place.exists():
@@ -79,7 +82,8 @@ class Replacement:
                 _link(entry, place)
 
     def commit(self) -> None:
-        """Have all of it on the disk, and in its place, in one step."""
+        """Have all of it on the disk, and in its place, in one step. Other files of the directory are taken along."""
+        self._keep()
         for entry in self.path.rglob("*"):
             _sync(entry)
         _sync(self.path)

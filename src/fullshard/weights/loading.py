@@ -18,6 +18,7 @@ from fullshard.policies import CPUOffloadPolicy
 from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, own_modules
 from fullshard.runtime.unwritten import mark_unwritten, on_meta
+from fullshard.weights.background import join_saves
 from fullshard.weights.commit import warn_of_leftover
 from fullshard.weights.headers import DTYPES, NAMES, FileTensor, read_checkpoint
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys, nearest
@@ -74,7 +75,8 @@ def load_weights(
 
     A shard that is cut along dim 0 is one range of bytes of the file: each rank reads its own, by several threads, into the
     memory of its shard, and nothing is sent. What several ranks need (replicas, tensor parallelism, cuts along other dims) is
-    read once, in equal parts, and exchanged. No rank holds more than its shards and `buffer_bytes`.
+    read once, in equal parts, and exchanged. No rank holds more than its shards and `buffer_bytes`. A save that is under way in
+    the background is waited for.
 
     Args:
         model: parameters and buffers on meta get memory, on the device of their mesh, or the host's with `CPUOffloadPolicy`.
@@ -109,6 +111,7 @@ def load_weights(
         runtime_of(unit).requests.reshard(unit, doing="load_weights()")
         runtime_of(unit).requests.refresh(unit)
     meeting = Meeting(tensors, "load_weights()")
+    meeting.run(join_saves)
     state, sizes = _state_of(meeting, source)
     match = meeting.run(lambda: _Match(tensors, map_keys(key_map, state), strict=strict))
     limit = max(1, buffer_bytes // 4)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +28,12 @@ class Read:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which must live as long as this."""
+    """The memory of a contiguous tensor on the CPU; it lives as long as this."""
     if not tensor.numel():
         return memoryview(b"")
-    nbytes = tensor.numel() * tensor.itemsize
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory: Any = (ctypes.c_char * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # which a view of it holds
+    return memoryview(memory).cast("B")
 
 
 class Reader:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from fullshard.runtime.runtime import runtime_of
+from fullshard.weights.background import Saving, StoreMeeting, join_saves
 from fullshard.weights.commit import Extra, Replacement
 from fullshard.weights.ema import EMA
 from fullshard.weights.headers import FileTensor
@@ -45,6 +48,38 @@ class Saved:
     files: tuple[str, ...]
 
 
+@overload
+def save_weights(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = ...,
+    dtype: torch.dtype | None = ...,
+    key_map: KeyMap = ...,
+    extra: Extra | None = ...,
+    weights: EMA | None = ...,
+    threads: int = ...,
+    buffer_bytes: int = ...,
+    background: Literal[False] = ...,
+) -> Saved: ...
+
+
+@overload
+def save_weights(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = ...,
+    dtype: torch.dtype | None = ...,
+    key_map: KeyMap = ...,
+    extra: Extra | None = ...,
+    weights: EMA | None = ...,
+    threads: int = ...,
+    buffer_bytes: int = ...,
+    background: Literal[True],
+) -> Saving[Saved]: ...
+
+
 def save_weights(
     model: nn.Module,
     directory: str | os.PathLike[str],
@@ -56,7 +91,8 @@ def save_weights(
     weights: EMA | None = None,
     threads: int = 8,
     buffer_bytes: int = 256 << 20,
-) -> Saved:
+    background: bool = False,
+) -> Saved | Saving[Saved]:
     """Save a model as an ordinary checkpoint of safetensors, in the files and bytes of `save_pretrained`. Collective.
 
     Every rank writes the rows that it has to where they are in the end; rows that several have are shared among them, and
@@ -74,20 +110,24 @@ def save_weights(
         weights: averages that stand for the model's own parameters, in their dtype unless `dtype` says another.
         threads: that write at a time.
         buffer_bytes: of host memory for what cannot be written from the shards: other dtypes and devices, rows of other ranks.
+        background: whether to copy what this rank writes to the memory of the host, return, and write behind the training,
+            which may change the weights meanwhile. It costs each rank the memory of its rows. No messages are sent behind:
+            the ranks settle through the store of the process group.
 
     Returns:
-        What was written.
+        What was written; with `background` a `Saving`, whose `wait()` returns that. The next `save_weights` or `load_weights`
+        waits for it, too, and so does the end of the process.
 
     Raises:
         ValueError: on every rank, before anything is written: if there is no room on the disk, or rules do not fit.
-        RuntimeError: on every rank: if a rank could not write; the directory is as it was.
+        RuntimeError: on every rank: if a rank could not write, now or in the background before; the directory is as it was.
         StateError: inside a forward or backward.
 
     Example:
         >>> save_weights(model, "checkpoint", extra={"config.json": config.to_json_string()})  # doctest: +SKIP
     """
     began = time.perf_counter()
-    _check(max_shard_bytes=max_shard_bytes, threads=threads, buffer_bytes=buffer_bytes, dtype=dtype)
+    _check(max_shard_bytes=max_shard_bytes, threads=threads, buffer_bytes=buffer_bytes, dtype=dtype, background=background)
     tensors = tensors_of(model)
     for unit in tensors.units:
         runtime_of(unit).requests.reshard(unit, doing="save_weights()")
@@ -95,35 +135,32 @@ def save_weights(
     if weights is not None:
         tensors = standing_for(tensors_of(model), weights.values())
     meeting = Meeting(tensors, "save_weights()")
+    meeting.run(join_saves)
     layout, outputs = meeting.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes))
     limit = max(1, buffer_bytes // 4)
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
-    replacement = Replacement(directory)
-    first = meeting.index == 0
-    save = _Save(meeting, tensors, replacement.path, threads=threads, limit=limit)
+    save = _Save(meeting, tensors, layout, Replacement(directory), began, threads=threads, limit=limit, keeps=background)
     try:
-        meeting.run(lambda: replacement.prepare(layout) if first else None)
-        with torch.no_grad():
-            save.run(plan)
-        meeting.run(lambda: replacement.add(extra) if first else None)
-        meeting.run(save.writer.sync)
-        meeting.run(lambda: replacement.commit() if first else None)
-    except Exception:
-        if first:
-            replacement.discard()
+        meeting.run(save.prepare)
+        save.run(plan)
+        meeting.run(lambda: save.add(extra))
+        if not background:
+            return save.finish(meeting)
+        behind = StoreMeeting(meeting.first(uuid.uuid4().hex.encode()).decode(), meeting.index, len(meeting.ranks))
+    except BaseException:
+        save.discard()
         raise
-    finally:
-        save.writer.close()
-    files = tuple(file.name for file in layout.files)
-    return Saved(save.writer.written, save.exchanged, time.perf_counter() - began, files)
+    return Saving(save.replacement.directory, partial(save.finish_behind, behind))
 
 
-def _check(*, max_shard_bytes: object, threads: object, buffer_bytes: object, dtype: object) -> None:
+def _check(*, max_shard_bytes: object, threads: object, buffer_bytes: object, dtype: object, background: object) -> None:
     for name, value in (("max_shard_bytes", max_shard_bytes), ("threads", threads), ("buffer_bytes", buffer_bytes)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    if not isinstance(background, bool):
+        raise ValueError(f"background must be True or False, got {background!r}")
 
 
 def _outputs(
@@ -151,30 +188,93 @@ def _dtype_of(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 class _Save:
     """Collects rows, exchanges and writes them."""
 
-    def __init__(self, meeting: Meeting, tensors: ModelTensors, folder: Path, *, threads: int, limit: int) -> None:
-        self._meeting, self._limit = meeting, limit
+    def __init__(
+        self,
+        meeting: Meeting,
+        tensors: ModelTensors,
+        layout: CheckpointLayout,
+        replacement: Replacement,
+        began: float,
+        *,
+        threads: int,
+        limit: int,
+        keeps: bool,
+    ) -> None:
+        """keeps: whether rows are copied, and written when `finish` comes to it."""
+        self._meeting, self._layout, self._limit, self._began, self._keeps = meeting, layout, limit, began, keeps
         self._local = {held.target.name: held.local for held in tensors.held}
-        self.writer = Writer(folder, threads=threads)
+        self._is_first = meeting.index == 0
+        self.replacement = replacement
+        self.writer = Writer(replacement.path, threads=threads)
+        self._kept: list[Write] = []
+        self._pins = keeps and meeting.device.type != "cpu"
         self.exchanged = 0
 
+    def prepare(self) -> None:
+        """Make the files."""
+        if self._is_first:
+            self.replacement.prepare(self._layout)
+
+    @torch.no_grad()
     def run(self, plan: SavePlan) -> None:
         """Carry out a plan. Collective."""
         self._meeting.run(lambda: self._write_own(plan.own))
         for parts in plan.rounds:
             self._run_round(parts)
+        if self._pins:
+            torch.accelerator.synchronize()  # copies to pinned memory are under way
+        self._meeting.run(lambda: self.writer.begin(self._kept))
+        self._kept, self._local = [], {}
+
+    def add(self, extra: Extra | None) -> None:
+        """Add further files."""
+        if self._is_first:
+            self.replacement.add(extra)
+
+    def finish(self, meeting: Meeting | StoreMeeting) -> Saved:
+        """Have all of it on the disk, and in its place. Collective."""
+        try:
+            meeting.run(self.writer.finish)
+            meeting.run(self.writer.sync)
+            meeting.run(lambda: self.replacement.commit() if self._is_first else None)
+        except BaseException:
+            self.discard()
+            raise
+        self.writer.close()
+        files = tuple(file.name for file in self._layout.files)
+        return Saved(self.writer.written, self.exchanged, time.perf_counter() - self._began, files)
+
+    def finish_behind(self, meeting: StoreMeeting) -> Saved:
+        """`finish`, in a thread."""
+        try:
+            return self.finish(meeting)
+        finally:
+            meeting.close()
+
+    def discard(self) -> None:
+        """Nothing comes of it."""
+        self.writer.close()
+        if self._is_first:
+            self.replacement.discard()
+
+    def _do(self, writes: Sequence[Write]) -> None:
+        if self._keeps:
+            self._kept += writes
+        else:
+            self.writer.run(writes)
 
     def _write_own(self, parts: Sequence[Written]) -> None:
         straight: list[Write] = []
         staged: list[Written] = []
         for part in parts:
-            memory = self._memory(part)
+            memory = None if self._keeps else self._memory(part)
             if memory is None:
                 staged += _pieces(part, self._limit)
             else:
                 straight.append(_write(part, memory))
-        self.writer.run(straight)
+        self._do(straight)
         for batch in _batches(staged, 2 * self._limit):
-            self.writer.run([_write(part, self._assembled(part)) for part in batch])
+            self._do([_write(part, self._assembled(part)) for part in batch])
 
     def _memory(self, part: Written) -> Tensor | None:
         """The rows where they are; None if they must be cast, moved or put together."""
@@ -194,9 +294,10 @@ class _Save:
         return supply.piece.arranged(local[supply.box.relative_to(held).slices()])
 
     def _assembled(self, part: Written) -> Tensor:
-        rows = torch.empty(part.rows.shape, dtype=part.output.dtype)
+        rows = torch.empty(part.rows.shape, dtype=part.output.dtype, pin_memory=self._pins)
         for supply in part.supplies():
-            rows[supply.at.relative_to(part.rows).slices()] = self._value(supply).to(rows.dtype).cpu()
+            value = self._value(supply).to(rows.dtype)
+            rows[supply.at.relative_to(part.rows).slices()].copy_(value, non_blocking=self._pins)
         return rows
 
     def _run_round(self, parts: Sequence[Written]) -> None:
@@ -215,7 +316,7 @@ class _Save:
         self.exchanged += sum(message.numel() for message in messages)
         anything = any(supply.rank != part.writer for part in parts for supply in part.supplies())
         received = self._meeting.exchange(messages, sizes) if anything else [empty] * ranks
-        self._meeting.run(lambda: self.writer.run(list(self._put_together(parts, received))))
+        self._meeting.run(lambda: self._do(list(self._put_together(parts, received))))
 
     def _put_together(self, parts: Sequence[Written], received: Sequence[Tensor]) -> Iterator[Write]:
         places = [0] * len(received)

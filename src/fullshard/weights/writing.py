@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ class Writer:
         self._folder = folder
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fullshard-write")
         self._open: dict[str, int] = {}
+        self._tasks: list[Future[int]] = []
         self.written = 0
 
     def run(self, writes: Sequence[Write]) -> None:
@@ -37,12 +38,25 @@ class Writer:
         Raises:
             OSError: naming the file.
         """
-        tasks = []
+        self.begin(writes)
+        self.finish()
+
+    def begin(self, writes: Sequence[Write]) -> None:
+        """Have these writes done by the threads, which hold their memory until then."""
         for write in writes:
             view = bytes_of(write.tensor)
             descriptor = self._descriptor(write.file)
             for at in range(0, len(view), LARGEST):
-                tasks.append(self._pool.submit(_write, descriptor, view[at : at + LARGEST], write.offset + at, write.file))
+                part = view[at : at + LARGEST]
+                self._tasks.append(self._pool.submit(_write, descriptor, part, write.offset + at, write.file))
+
+    def finish(self) -> None:
+        """Wait for the writes that were begun.
+
+        Raises:
+            OSError: naming the file.
+        """
+        tasks, self._tasks = self._tasks, []
         failures = [failure for task in tasks if (failure := task.exception()) is not None]
         self.written += sum(task.result() for task in tasks if task.exception() is None)
         if failures:

@@ -1,0 +1,158 @@
+"""`save_weights(background=True)`: the weights of the call, whatever the training does; ranks that fail or end are told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import World, ranks
+from test_load_weights import CUTS, check, saved, sharded, values
+from test_save_weights import _port, contents, expected, loaded
+
+import fullshard
+
+
+def add_one(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().add_(1)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@ranks(1, 2, 3, 4)
+def test_the_weights_of_the_call_are_saved(world: World, cut: str) -> None:
+    if world.size % 2 and cut in ("hybrid", "tensor"):
+        return
+    model, folder = loaded(world, cut), world.folder(f"behind {cut}")
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in saved().values())
+    saving = fullshard.save_weights(model, folder / "new", max_shard_bytes=200, buffer_bytes=300, background=True)
+    add_one(model)
+    found = saving.wait()
+    assert saving.done and saving.wait() is found
+    assert contents(folder / "new") == expected(saved(), most=200)
+    total = torch.tensor([found.bytes_written])
+    dist.all_reduce(total)
+    assert total.item() == nbytes
+    dist.barrier()
+    fullshard.save_weights(model, folder / "new", background=True)
+    assert [thread.name for thread in threading.enumerate()].count("fullshard-save") <= 1
+    fullshard.load_weights(model, folder / "new")  # waits for it
+    check(model, {name: tensor + 1 if name != "mean" else tensor for name, tensor in values().items()})
+    threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("fullshard-save")}
+    assert not threads - {"fullshard-save-beat"}  # which ends within its next second
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "rename"])
+@pytest.mark.parametrize("failing", [0, 1])
+@ranks(2)
+def test_a_failure_behind_is_told_on_every_rank(world: World, call: str, failing: int) -> None:
+    model, folder = loaded(world, "rows"), world.folder(f"failing {call} {failing}")
+    original = getattr(os, call)
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and world.rank == failing:
+            raise OSError(errno.EIO, "injected")
+        return original(*arguments, **options)
+
+    setattr(os, call, broken)
+    told = "injected" if call != "rename" or failing == 0 else None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            saving = fullshard.save_weights(model, folder / "new", background=True)
+            if told is None:  # only the first rank renames
+                saving.wait()
+                return
+            with pytest.raises(RuntimeError, match=f"the save in the background to .*new failed: .*{told}"):
+                saving.wait()
+            dist.barrier()
+            assert not (folder / "new").exists() and not list(folder.glob(".*"))
+            fullshard.save_weights(model, folder / "new", background=True)
+            with pytest.raises(RuntimeError, match=f"the save in the background to .*new failed: .*{told}"):
+                fullshard.save_weights(model, folder / "other")  # nobody was told before
+    finally:
+        setattr(os, call, original)
+    fullshard.save_weights(model, folder / "new", background=True).wait()
+    assert contents(folder / "new") == expected(saved())
+
+
+@ranks(2)
+def test_what_is_wrong_at_the_call_is_raised_by_it(world: World) -> None:
+    model, folder = loaded(world, "rows"), world.folder("wrong")
+    with pytest.raises(ValueError, match="background must be True or False, got 'yes'"):
+        fullshard.save_weights(model, folder / "new", background="yes")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="extra has '../config.json'"):
+        fullshard.save_weights(model, folder / "new", background=True, extra={"../config.json": ""})
+    with pytest.raises(ValueError, match="'scale' is on meta"):
+        fullshard.save_weights(sharded(world, "rows"), folder / "new", background=True)
+    assert not list(folder.iterdir())
+
+
+JOB = """
+import os, signal, sys, threading, time
+import torch, torch.distributed as dist
+sys.path[:0] = {paths!r}
+from test_load_weights import Net
+import fullshard
+import fullshard.weights.background as background
+background.PATIENCE = 4.0
+rank, folder, what = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+dist.init_process_group("gloo")
+torch.manual_seed(7)
+model = Net()
+fullshard.shard_model(model)
+original = os.fsync
+def slow(descriptor):
+    if threading.current_thread() is not threading.main_thread():
+        if what == "killed 0" and rank == 0 or what == "killed 1" and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and what == "slow":
+            time.sleep(6)
+    return original(descriptor)
+os.fsync = slow
+fullshard.save_weights(model, folder, background=True)
+if what == "destroyed":
+    dist.destroy_process_group()
+print("main is over", flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["ends", "destroyed", "slow", "killed 0", "killed 1"])
+def test_a_process_that_ends_ends_its_save(what: str, tmp_path: Path) -> None:
+    """A job that ends without `wait` has its checkpoint; one of which a rank is killed ends, and has none."""
+    script, folder = tmp_path / "job.py", tmp_path / "saved"
+    script.write_text(JOB.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])]))
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(_port())}
+    environment["OMP_NUM_THREADS"] = "1"
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder), what],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=90) for process in started]
+    codes = [process.returncode for process in started]
+    if not what.startswith("killed"):
+        assert codes == [0, 0], told
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["job.py", "saved"]
+        assert "model.safetensors" in contents(folder)
+        assert not any("a save in the background" in err for _, err in told)
+        return
+    killed = int(what[-1])
+    assert codes[killed] == -signal.SIGKILL and "main is over" in told[1 - killed][0]
+    assert "a save in the background to" in told[1 - killed][1]
+    assert not folder.exists()
