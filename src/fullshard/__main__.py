@@ -3,6 +3,7 @@
 run script.py             an FSDP2 program on fullshard
 verify module:factory     a model sharded against plain
 explain module:factory    whether it will fit, what it will cost, and where that goes
+weights show|convert|check DIR   what is in a checkpoint, another one made of it, and whether it is whole
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 from fullshard.foresight.command import add_calibrate, add_explain, given, run_calibrate, run_explain
 from fullshard.tools.install import install
 from fullshard.tools.verify import parts_of, verify
+from fullshard.weights.command import add_weights, run_weights
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,13 +40,15 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--steps", type=int, default=2, help="optimizer steps to compare (default: 2)")
     add_explain(commands)
     add_calibrate(commands)
+    add_weights(commands)
     return top
 
 
 def main() -> None:
     """Run the command that the command line names.
 
-    The exit status of `verify` is 1 if something differs, of `explain` 1 if it does not fit; of both 2 if that cannot be told.
+    The exit status of `verify` is 1 if something differs, of `explain` if it does not fit, of `weights check` if something is
+    bad; of all 2 if that cannot be told.
     """
     options = parser().parse_args()
     if options.command == "run":
@@ -52,6 +56,11 @@ def main() -> None:
     if options.command == "calibrate":
         return run_calibrate(options)
     sys.path.insert(0, "")
+    if options.command == "weights":
+        try:
+            sys.exit(run_weights(options, _load))
+        except (ValueError, RuntimeError) as wrong:
+            _refuse(str(wrong))
     factory = _called(options.factory)
     if options.command == "verify":
         parts = parts_of(factory)

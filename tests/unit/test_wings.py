@@ -24,7 +24,7 @@ ARROWS = {  # a wing, and those that it imports
     "wrap": {"frontend", "runtime", "sharding"},
     "fsdp1": {"collectives", "consistency", "frontend", "params", "runtime", "sharding", "wrap"},
     "tools": {"collectives", "frontend", "params", "sharding", "wrap"},
-    "weights": {"collectives", "frontend", "params", "runtime", "sharding"},
+    "weights": {"collectives", "frontend", "params", "runtime", "sharding", "wrap"},
     "foresight": {"collectives", "frontend", "runtime", "schedule", "sharding", "wrap"},
 }
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.stem != "__init__")

@@ -9,6 +9,7 @@ plan.py       which rank reads which bytes, and where they go
 targets.py    the tensors of a model, as its modules have them
 meeting.py    what all ranks of a model say to each other in one call
 reading.py    reads bytes of files into memory, by several threads
+computing.py  tensors that functions make of whole ones
 loading.py    load_weights()
 layout.py     which tensor is where in which file, as save_pretrained has it
 save_plan.py  which rank writes which rows, and from whom it gets them
@@ -18,11 +19,15 @@ background.py a save behind the training: its ranks settle through the store
 saving.py     save_weights()
 ema.py        EMA: moving averages of a model's weights
 streaming.py  iter_full()
+converting.py convert_weights(), without a model
+inspecting.py what is in a checkpoint, and whether it is whole
+command.py    python -m fullshard weights
 
 Planning is pure. Only headers, rules and plans know of formats; shards are written where they are.
 """
 
 from fullshard.weights.background import Saving
+from fullshard.weights.converting import Converted, convert_weights
 from fullshard.weights.ema import EMA
 from fullshard.weights.loading import Loaded, load_weights
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
@@ -32,6 +37,7 @@ from fullshard.weights.streaming import iter_full
 __all__ = [
     "EMA",
     "Convert",
+    "Converted",
     "Drop",
     "Loaded",
     "Merge",
@@ -42,6 +48,7 @@ __all__ = [
     "Stack",
     "Transpose",
     "Unstack",
+    "convert_weights",
     "iter_full",
     "load_weights",
     "save_weights",

@@ -211,7 +211,7 @@ def read_checkpoint(source: Any) -> list[Header]:
     Raises:
         BadFile: for what is none, or if two files have the same tensor, or the index names what is not there.
     """
-    files, index = _files(source)
+    files, index = files_of(source)
     headers = [read_header(file) for file in files]
     where: dict[str, str] = {}
     for tensor in (tensor for header in headers for tensor in header.tensors):
@@ -224,8 +224,12 @@ def read_checkpoint(source: Any) -> list[Header]:
     return headers
 
 
-def _files(source: Any) -> tuple[list[str], dict[str, str] | None]:
-    """The files, and which tensors are where by an index, None if there is none."""
+def files_of(source: Any) -> tuple[list[str], dict[str, str] | None]:
+    """The files of a checkpoint, and which tensors are where by an index, None if there is none.
+
+    Raises:
+        BadFile: for what is none.
+    """
     if isinstance(source, (list, tuple)):
         if not source:
             raise BadFile("the list of files to load is empty")
@@ -269,6 +273,7 @@ __all__ = [
     "BadFile",
     "FileTensor",
     "Header",
+    "files_of",
     "header_bytes",
     "parse_header",
     "read_checkpoint",

@@ -20,6 +20,7 @@ from fullshard.runtime.unit import Unit, own_modules
 from fullshard.runtime.unwritten import mark_unwritten, on_meta
 from fullshard.weights.background import join_saves
 from fullshard.weights.commit import warn_of_leftover
+from fullshard.weights.computing import Calculator
 from fullshard.weights.headers import DTYPES, NAMES, FileTensor, read_checkpoint
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys, nearest
 from fullshard.weights.meeting import Meeting
@@ -286,8 +287,13 @@ class _Load:
     def __init__(self, meeting: Meeting, local: Sequence[Tensor], sizes: dict[str, int], *, threads: int, limit: int) -> None:
         self._meeting, self._local, self._limit = meeting, local, limit
         self.reader = Reader(sizes, threads=threads)
-        self.useful = self.exchanged = 0
-        self._computed: tuple[Computed, Tensor] | None = None  # the last one
+        self._calculator = Calculator(self.reader)
+        self._useful = self.exchanged = 0
+
+    @property
+    def useful(self) -> int:
+        """Bytes that were read and needed."""
+        return self._useful + self._calculator.useful
 
     def run(self, plan: LoadPlan) -> None:
         """Carry out a plan. Collective."""
@@ -305,7 +311,7 @@ class _Load:
             if into is None:
                 staged += self._pieces(part)
             else:
-                self.useful += into.numel() * into.itemsize
+                self._useful += into.numel() * into.itemsize
                 straight.append(self._read(part, into))
         self.reader.run(straight)
         for batch in _batches(staged, 2 * self._limit):
@@ -380,39 +386,8 @@ class _Load:
         self.reader.run([self._read(part, rows[id(part)]) for part in parts if id(part) in rows])
         for part in parts:
             if isinstance(part.source, Computed):
-                rows[id(part)] = self._value_of(part.source)[part.rows.slices()]
+                rows[id(part)] = self._calculator.value(part.source)[part.rows.slices()]
         return rows
-
-    def _value_of(self, source: Computed) -> Tensor:
-        if self._computed is None or self._computed[0] is not source:
-            self._computed = None
-            inputs = [self._whole(mapped) for mapped in source.inputs]
-            try:
-                value = source.function(*inputs)
-            except Exception as failure:
-                raise ValueError(f"Convert: the function for '{source.name}' fails: {failure}") from failure
-            if tuple(value.shape) != source.shape or value.dtype != source.dtype:
-                raise ValueError(
-                    f"Convert: the function for '{source.name}' returns {tuple(value.shape)} of {value.dtype}, and on meta "
-                    f"{source.shape} of {source.dtype}"
-                )
-            self._computed = source, value
-        return self._computed[1]
-
-    def _whole(self, mapped: Mapped) -> Tensor:
-        """All of a tensor, for a function of it."""
-        found = torch.empty(mapped.shape, dtype=mapped.dtype)
-        for piece in mapped.pieces:
-            box = piece.in_source(piece.at)
-            if isinstance(piece.source, Computed):
-                value = self._value_of(piece.source)
-            else:
-                assert isinstance(piece.source, FileTensor)
-                value = torch.empty(piece.source.shape, dtype=piece.source.dtype)
-                self.reader.run([Read(piece.source.file, piece.source.offset, value)])
-                self.useful += box.numel * value.itemsize
-            found[piece.at.slices()] = piece.arranged(value[box.slices()])
-        return found
 
     # --- from rows to shards ---
 
@@ -434,7 +409,7 @@ class _Load:
     def _write(self, part: Part, rows: Tensor, use: Use) -> None:
         if isinstance(part.source, FileTensor):
             found = use.piece.from_source(part.rows)
-            self.useful += 0 if found is None else found.numel * rows.itemsize
+            self._useful += 0 if found is None else found.numel * rows.itemsize
         value, view = self._cut(part, rows, use, self._meeting.index), self._view(part, use)
         if value is not None and view is not None:
             view.copy_(value)

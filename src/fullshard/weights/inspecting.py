@@ -1,0 +1,141 @@
+"""A checkpoint as a reader sees it: what is in it, what is left over beside it, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.weights.commit import beside
+from fullshard.weights.headers import INDEX, NAMES, BadFile, FileTensor, Header, files_of, read_header
+from fullshard.weights.reading import Read, Reader
+from fullshard.wrap.tables import aligned, bytes_text
+
+
+def shown(source: Any, headers: Sequence[Header], *, every: bool = False) -> str:
+    """What is in a checkpoint, as a table; names that differ by numbers alone are one row, unless `every` one is wanted."""
+    rows: dict[tuple[str, str, tuple[int, ...]], list[FileTensor]] = {}
+    for tensor in (tensor for header in headers for tensor in header.tensors):
+        name = tensor.name if every else re.sub(r"(?<![^.])\d+(?![^.])", "*", tensor.name)
+        rows.setdefault((name, NAMES[tensor.dtype], tensor.shape), []).append(tensor)
+    table = [("tensor", "dtype", "shape", "times", "bytes")]
+    for (name, dtype, shape), members in sorted(rows.items(), key=lambda row: _natural(row[1][0].name)):
+        total = sum(one.nbytes for one in members)
+        table.append((name, dtype, str(list(shape)), str(len(members)), bytes_text(total)))
+    files = [("file", "tensors", "bytes", "metadata")]
+    for header in headers:
+        metadata = ", ".join(f"{key}: {value}" for key, value in header.metadata.items())
+        files.append((Path(header.file).name, str(len(header.tensors)), bytes_text(header.file_nbytes), metadata[:60]))
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    dtypes = Counter[str]()
+    for tensor in tensors:
+        dtypes[NAMES[tensor.dtype]] += prod(tensor.shape)
+    total = sum(tensor.nbytes for tensor in tensors)
+    parts = ", ".join(f"{count:,} elements of {dtype}" for dtype, count in dtypes.most_common())
+    lines = [*aligned(table, right={3, 4}), "", *aligned(files, right={1, 2}), ""]
+    lines.append(f"{len(tensors):,} tensors, {bytes_text(total)}: {parts or 'nothing'}")
+    return "\n".join([*lines, *left_over(source)])
+
+
+def _natural(name: str) -> list[Any]:
+    """Numbers in names in the order of their values."""
+    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
+
+
+def left_over(source: Any) -> list[str]:
+    """What is there and belongs to no checkpoint: files that no index names, and saves that were not finished."""
+    if not isinstance(source, (str, os.PathLike)):
+        return []
+    path = Path(os.path.abspath(source))
+    found = []
+    if path.is_dir():
+        used = {Path(file).name for file in files_of(source)[0]}
+        found += [
+            f"left over: {one.name}, which no index names" for one in sorted(path.glob("*.safetensors")) if one.name not in used
+        ]
+    if beside(path).exists():
+        found.append(f"left over: {beside(path)}, of a save that was not finished")
+    return found
+
+
+def problems(
+    source: Any, *, values: bool = True, threads: int = 8, buffer_bytes: int = 256 << 20
+) -> tuple[list[str], list[Header]]:
+    """What is wrong with a checkpoint, and its headers, as far as they can be read.
+
+    values: whether to read all tensors, too, and look for NaN and infinity.
+    """
+    try:
+        files, index = files_of(source)
+    except BadFile as wrong:
+        return [str(wrong)], []
+    found: list[str] = []
+    headers: list[Header] = []
+    for file in files:
+        try:
+            headers.append(read_header(file))
+        except BadFile as wrong:
+            found.append(str(wrong))
+    where: dict[str, str] = {}
+    for tensor in (tensor for header in headers for tensor in header.tensors):
+        if tensor.name in where:
+            found.append(f"tensor '{tensor.name}' is in {where[tensor.name]} and in {tensor.file}")
+        where[tensor.name] = tensor.file
+    if index is not None and len(headers) == len(files):
+        found += _against_index(source, index, where, headers)
+    if values:
+        for header in headers:
+            found += _values(header, threads=threads, limit=max(1, buffer_bytes // 4))
+    return found, headers
+
+
+def _against_index(source: Any, index: dict[str, str], where: dict[str, str], headers: Sequence[Header]) -> list[str]:
+    found = [
+        f"the index says that '{name}' is in {file}, which does not have it"
+        for name, file in index.items()
+        if where.get(name) != file
+    ]
+    found += [f"{file} has '{name}', which the index does not name" for name, file in where.items() if name not in index]
+    path = Path(source)
+    told = json.loads((path / INDEX if path.is_dir() else path).read_text(encoding="utf-8"))
+    total = sum(tensor.nbytes for header in headers for tensor in header.tensors)
+    said = told.get("metadata", {}).get("total_size") if isinstance(told.get("metadata", {}), dict) else None
+    if said is not None and said != total:
+        found.append(f"the index says that all tensors have {said:,} bytes, and they have {total:,}")
+    return found
+
+
+def _values(header: Header, *, threads: int, limit: int) -> list[str]:
+    """Tensors with NaN or infinity, and those that cannot be read."""
+    reader = Reader({header.file: header.file_nbytes}, threads=threads)
+    found: list[str] = []
+    try:
+        for tensor in header.tensors:
+            counts = Counter[str]()
+            many = prod(tensor.shape)
+            step = max(1, limit // tensor.dtype.itemsize)
+            for first in range(0, many, step):
+                part = torch.empty(min(step, many - first), dtype=tensor.dtype)
+                reader.run([Read(header.file, tensor.offset + first * tensor.dtype.itemsize, part)])
+                if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                    part = part.float() if tensor.dtype.itemsize == 1 else part
+                    counts["NaN"] += int(part.isnan().sum())
+                    counts["infinite"] += int(part.isinf().sum())
+            told = " and ".join(f"{count:,} that are {kind}" for kind, count in counts.items() if count)
+            if told:
+                found.append(f"{header.file}: tensor '{tensor.name}' has {told}, of {many:,} values")
+    except BadFile as wrong:
+        found.append(str(wrong))
+    finally:
+        reader.close()
+    return found
+
+
+__all__ = ["left_over", "problems", "shown"]
