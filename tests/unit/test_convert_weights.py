@@ -16,7 +16,6 @@ from torch import Tensor
 from fullshard.weights.converting import convert_weights
 from fullshard.weights.headers import header_bytes, read_checkpoint
 from fullshard.weights.inspecting import problems
-from fullshard.weights.layout import lay_out
 from fullshard.weights.reading import Read, Reader, bytes_of
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
 
@@ -108,10 +107,8 @@ def test_what_is_made_is_what_the_rules_say_whatever_the_buffer(kind: str, buffe
         }
         found = read(tmp_path / "out")
         assert set(found) == set(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
-        layout = lay_out([(n, one.dtype, tuple(one.shape)) for n, one in wanted.items()], max_shard_bytes=most, parameters=0)
-        assert len(done.files) == len(layout.files) and sorted(done.files) == sorted(
-            path.name for path in (tmp_path / "out").glob("*.safetensors")
-        )
+        assert sorted(done.files) == sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+        assert (len(done.files) > 1) == (most == 50)
         assert done.bytes_written == sum(one.numel() * one.itemsize for one in wanted.values())
     assert not problems(tmp_path / "out")[0]
 

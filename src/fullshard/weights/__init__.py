@@ -30,7 +30,7 @@ from fullshard.weights.background import Saving
 from fullshard.weights.converting import Converted, convert_weights
 from fullshard.weights.ema import EMA
 from fullshard.weights.loading import Loaded, load_weights
-from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
+from fullshard.weights.rules import Convert, Drop, Merge, Rename, Sort, Split, Stack, Transpose, Unstack
 from fullshard.weights.saving import Saved, save_weights
 from fullshard.weights.streaming import iter_full
 
@@ -44,6 +44,7 @@ __all__ = [
     "Rename",
     "Saved",
     "Saving",
+    "Sort",
     "Split",
     "Stack",
     "Transpose",

@@ -118,7 +118,10 @@ def _outputs(
         (name, one.dtype if dtype is None or not one.dtype.is_floating_point else dtype, one.shape)
         for name, one in mapped.items()
     ]
-    layout = lay_out(named, max_shard_bytes=max_shard_bytes, parameters=sum(prod(shape) for _, _, shape in named))
+    together = {name: one.together for name, one in mapped.items() if one.together is not None}
+    layout = lay_out(
+        named, max_shard_bytes=max_shard_bytes, parameters=sum(prod(shape) for _, _, shape in named), together=together
+    )
     return layout, [(tensor, mapped[tensor.name]) for file in layout.files for tensor in file.tensors]
 
 

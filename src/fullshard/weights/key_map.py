@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.holdings import ModelTensor
-from fullshard.weights.rules import Convert, Drop, Merge, Rename, Rule, Split, Stack, Transpose, Unstack
+from fullshard.weights.rules import Convert, Drop, Merge, Rename, Rule, Sort, Split, Stack, Transpose, Unstack
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,12 +102,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A tensor that the rules make. Its pieces are all of it, and do not overlap."""
+    """A tensor that the rules make. Its pieces are all of it, and do not overlap.
+
+    together: alike for tensors that stay in one file, as they are the parts of one; None for one that stands alone.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    together: str | None = None
 
     @classmethod
     def of(cls, source: Source) -> Mapped:
@@ -260,7 +264,7 @@ def _(rule: Unstack, state: State) -> State:
                 continue
             for number in range(tensor.shape[_dim(tensor, 0, "Unstack")]):
                 to = match.expand(rule.to).replace("{}", str(number))
-                yield to, _lowered(_part(to, tensor, 0, number, 1))
+                yield to, replace(_lowered(_part(to, tensor, 0, number, 1)), together=name)
 
     return _unique(tensors())
 
@@ -300,6 +304,18 @@ def _computed(rule: Convert, name: str, inputs: Sequence[Mapped]) -> Mapped:
     if not isinstance(out, Tensor):
         raise MapError(f"Convert: the function for '{name}' returns a {type(out).__name__}, expected a tensor")
     return Mapped.of(Computed(name, out.dtype, tuple(out.shape), tuple(inputs), rule.function))
+
+
+@_applied.register
+def _(rule: Sort, state: State) -> State:
+    """The state in the order of its names."""
+    return dict(sorted(state.items(), key=lambda item: [_by_value(part) for part in item[0].split(".")]))
+
+
+def _by_value(part: str) -> tuple[int, str, int]:
+    """A number by its value, before any word; a word with a number at its end by both."""
+    word = part.rstrip("0123456789")
+    return int(bool(word)), word, int(part[len(word) :] or -1)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

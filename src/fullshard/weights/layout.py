@@ -1,8 +1,8 @@
 """Which tensor of a checkpoint is where in which file: the split, the order and the index of `save_pretrained`.
 
 Source: huggingface_hub's `split_torch_state_dict_into_shards` (in the order of the state dict, a file is full when the next
-tensor would not fit), safetensors' serializer (in a file, dtypes of larger alignment come first, and then names), and
-transformers' `save_pretrained` (the index).
+tensor would not fit, and parts of one are together), safetensors' serializer (in a file, dtypes of larger alignment come first,
+and then names), and transformers' `save_pretrained` (the index).
 """
 
 from __future__ import annotations
@@ -67,7 +67,12 @@ class CheckpointLayout:
 
 
 def lay_out(
-    tensors: Sequence[Named], *, max_shard_bytes: int, parameters: int, metadata: Mapping[str, str] | None = None
+    tensors: Sequence[Named],
+    *,
+    max_shard_bytes: int,
+    parameters: int,
+    together: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> CheckpointLayout:
     """Say where each tensor is.
 
@@ -75,20 +80,21 @@ def lay_out(
         tensors: in the order of the state dict.
         max_shard_bytes: of the tensors in one file, unless one alone has more.
         parameters: elements of all parameters, for the index.
+        together: by name, alike for tensors that are in one file, as if they were one.
         metadata: of each file; {"format": "pt"} if None.
     """
     files: list[list[Named]] = []
     current: list[Named] = []
     size = 0
-    for tensor in tensors:
-        nbytes = _nbytes(tensor)
+    for block in _blocks(tensors, together or {}):
+        nbytes = sum(map(_nbytes, block))
         if nbytes > max_shard_bytes:
-            files.append([tensor])
+            files.append(block)
             continue
         if size + nbytes > max_shard_bytes:
             files.append(current)
             current, size = [], 0
-        current.append(tensor)
+        current += block
         size += nbytes
     if current or not files:
         files.append(current)
@@ -101,6 +107,15 @@ def lay_out(
         "weight_map": {name: file for file, members in zip(names, files) for name, _, _ in members},
     }
     return CheckpointLayout(found, json.dumps(told, indent=2, sort_keys=True) + "\n")
+
+
+def _blocks(tensors: Sequence[Named], together: Mapping[str, str]) -> list[list[Named]]:
+    """Tensors that are in one file, where the first of them is."""
+    found: dict[tuple[bool, str], list[Named]] = {}
+    for tensor in tensors:
+        key = (True, together[tensor[0]]) if tensor[0] in together else (False, tensor[0])
+        found.setdefault(key, []).append(tensor)
+    return list(found.values())
 
 
 def _numbered(number: int, many: int) -> str:

@@ -176,7 +176,8 @@ def _outputs(
             raise ValueError(f"save_weights() takes no Convert, as for '{name}': save, and convert the files afterwards")
     named = [(name, _dtype_of(one.dtype, dtype), one.shape) for name, one in mapped.items()]
     parameters = sum(held.target.nbytes // held.target.dtype.itemsize for held in tensors.held if held.is_parameter)
-    layout = lay_out(named, max_shard_bytes=max_shard_bytes, parameters=parameters)
+    together = {name: one.together for name, one in mapped.items() if one.together is not None}
+    layout = lay_out(named, max_shard_bytes=max_shard_bytes, parameters=parameters, together=together)
     places = {tensor.name: tensor for file in layout.files for tensor in file.tensors}
     return layout, [(places[name], one) for name, one in mapped.items()]
 
