@@ -6,11 +6,12 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs-ready
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 TRAIN ?=
+FINETUNE ?=
 CHAOS ?=
 REPEAT ?= 20
 LANES ?= --numprocesses 2 --dist loadfile
 
-.PHONY: help setup train test test-all repeat chaos test-clients check format bench gpu-check pictures docs docs-links clean
+.PHONY: help setup train finetune test test-all repeat chaos test-clients check format bench gpu-check pictures docs docs-links clean
 
 help:  ## show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -32,6 +33,11 @@ train: $(READY)  ## train a small language model on two processes (one per GPU i
 	@ranks=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)'); \
 	echo "== training a byte-level language model on $$ranks processes; about three minutes on two cores"; \
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/train_lm.py --foresight $(TRAIN)
+
+finetune: $(CLIENTS)/.ready  ## fine-tune a tiny model of transformers on two processes, its checkpoint in and out; FINETUNE='--lora 8 ...' passes options
+	@ranks=$$($(CLIENTS)/bin/python -c 'import torch; print(torch.cuda.device_count() or 2)'); \
+	echo "== fine-tuning on $$ranks processes; half a minute on two cores"; \
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/finetune_hf.py $(FINETUNE)
 
 test: $(READY)  ## run the tests, in two lanes; of those that repeat themselves a part, another one each day
 	@echo "== running the tests in two lanes; make test-all runs every case"

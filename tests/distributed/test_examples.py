@@ -60,6 +60,15 @@ def test_replicas_sum_what_their_shards_reduced() -> None:
     assert "6 gathers and 3 reductions among 2 ranks, 3 sums over 2 replicas" in printed("hybrid", 4)[0]
 
 
+def test_an_engine_computes_with_the_weights_of_each_step() -> None:
+    first, _, engine = printed("rollout", 3)
+    trained = re.findall(r"16 tensors in 2 messages, output (\d\.\d+)", first)
+    used = re.findall(r"8 tensors, output (\d\.\d+)", engine)
+    assert len(trained) == len(used) == 3, (first, engine)
+    assert all(abs(float(a) - float(b)) < 0.004 * float(a) for a, b in zip(trained, used)), (trained, used)
+    assert len(set(used)) == 3
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed: make test-clients has it"
 )
