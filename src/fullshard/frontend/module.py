@@ -600,7 +600,7 @@ def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     for parameter, had in zip(unit.parameters, attributes):  # torch swaps the insides of a DTensor, attributes included
         for key, value in had.items():
             parameter.sharded.__dict__.setdefault(key, value)
-    runtime_of(unit).requests.refresh(unit)
+    runtime_of(unit).requests.refresh(unit, () if fresh is None else fresh.parameter_ids)
     if fresh is not None:
         mark_unwritten(unit, fresh)
 

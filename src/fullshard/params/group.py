@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,12 @@ class ParamGroup:
         collectives: GroupCollectives,
         storage: Storage,
         fingerprints: GroupFingerprints,
+        unwritten: Container[int] = (),
     ) -> None:
-        """`values`: of each parameter this rank's shard, which becomes part of the flat one."""
+        """`values`: of each parameter this rank's shard, which becomes part of the flat one.
+
+        unwritten: ids of parameters whose values are fresh memory, which is not copied.
+        """
         self.parameters, self.fingerprints = parameters, fingerprints
         self.dtypes, self.collectives, self.storage = dtypes, collectives, storage
         self.layout: GroupLayout = plan_layout(
@@ -51,7 +55,7 @@ class ParamGroup:
             itemsize=min(dtypes.storage.itemsize, dtypes.compute.itemsize),
             direct=storage.direct,
         )
-        self.shard = self._bind(values)
+        self.shard = self._bind(values, unwritten)
         self.reduction = ReductionPlan.of(
             self.layout,
             [p.sharding.shard_shape for p in parameters],
@@ -64,15 +68,20 @@ class ParamGroup:
         self._full: FlatBuffer | ExtensionBuffer | None = None
         self._copying: LaneWork | None = None  # the last gather from the host's memory
 
-    def _bind(self, values: Sequence[Tensor]) -> Tensor:
-        """Put the values in one flat shard, in which the sharded parameters live from now on."""
-        flat = torch.zeros(self.layout.shard_numel, dtype=self.dtypes.storage, device=values[0].device)
-        if self.storage.pinned and flat.device.type == "cpu":
-            flat = flat.pin_memory()
+    def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
+        """Put the values in one flat shard, in which the sharded parameters live from now on; its gaps are zeros."""
+        device = values[0].device
+        fresh = any(id(parameter) in unwritten for parameter in self.parameters)
+        allocate = torch.empty if fresh else torch.zeros  # pages that are not touched take no memory yet
+        pinned = self.storage.pinned and device.type == "cpu"
+        flat = allocate(self.layout.shard_numel, dtype=self.dtypes.storage, device=device, pin_memory=pinned)
+        if fresh:
+            _zero_gaps(flat, [(place.offset, value.numel()) for place, value in zip(self.layout.places, values)])
         for parameter, place, value in zip(self.parameters, self.layout.places, values):
             rows = flat[place.offset : place.offset + value.numel()].view(parameter.sharding.shard_shape)
             local = _torch.at_origin(rows)
-            local.copy_(value)
+            if id(parameter) not in unwritten:
+                local.copy_(value)
             parameter.bind_to_flat_shard(local)
         return flat
 
@@ -278,7 +287,7 @@ class ExtensionGroup(ParamGroup):
 
     extension = True
 
-    def _bind(self, values: Sequence[Tensor]) -> Tensor:
+    def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
         parameter = self.parameters[0]
         parameter.bind_to_flat_shard(own_shard(values[0], parameter.sharding))
         return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device)
@@ -293,6 +302,15 @@ class ExtensionGroup(ParamGroup):
             f"parameter '{self.parameters[0].name}' gathers itself (fsdp_pre_all_gather) in one memory only: read it in "
             "a forward, or between unshard() and reshard()"
         )
+
+
+def _zero_gaps(flat: Tensor, taken: Sequence[tuple[int, int]]) -> None:
+    """Write zeros between these stretches of (first element, elements), and behind the last one."""
+    end = 0
+    for start, size in [*sorted(taken), (flat.numel(), 0)]:
+        if end < start:
+            flat[end:start].zero_()
+        end = start + size
 
 
 def group_class(value: Tensor) -> type[ParamGroup]:

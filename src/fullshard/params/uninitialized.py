@@ -43,6 +43,11 @@ class UninitializedTensors:
         ]
         return UninitializedTensors([p for p in self._parameters if id(p) not in gone], buffers)
 
+    @property
+    def parameter_ids(self) -> frozenset[int]:
+        """Of the parameters."""
+        return frozenset(map(id, self._parameters))
+
     def names(self) -> list[str]:
         """What there is."""
         return list(self._tensors())

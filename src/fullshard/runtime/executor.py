@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -199,8 +199,10 @@ class Executor:
         for group in unit.groups:
             group.drop_subgroup_shard()
 
-    def refresh(self, unit: Unit) -> None:
+    def refresh(self, unit: Unit, unwritten: Container[int] = ()) -> None:
         """Take over what callers changed behind our back: assigned Parameters, moved or cast tensors, trainability.
+
+        unwritten: ids of parameters that were given memory without values.
 
         Raises StateError, naming the parameter, for what cannot be honoured; nothing is changed then.
         """
@@ -222,7 +224,7 @@ class Executor:
             parameter.restore_sharded()
         if not fits:
             self.invalidate_unsharded(unit)
-            return unit.rebuild_groups(values)
+            return unit.rebuild_groups(values, unwritten)
         # Groups stay as they are when trainability changes: what travels must not depend on what one rank still holds.
         found = dict(zip(map(id, unit.parameters), values))
         with torch.no_grad():

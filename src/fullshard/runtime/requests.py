@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 import torch
@@ -109,12 +109,14 @@ class Requests:
             self._executor.execute(self._planner.moves.reshard(unit.number))
 
     @recovers_first
-    def refresh(self, unit: Unit) -> None:
+    def refresh(self, unit: Unit, unwritten: Container[int] = ()) -> None:
         """Take over what callers changed behind our back: assigned Parameters, moved or cast tensors, trainability.
+
+        unwritten: ids of parameters that were given memory without values.
 
         Raises StateError, naming the parameter, for what cannot be honoured; nothing is changed then.
         """
-        self._executor.refresh(unit)
+        self._executor.refresh(unit, unwritten)
 
     def log_write(self, log: CollectiveLog, fingerprint: Fingerprint) -> None:
         """Enter in the log that the caller wrote to shards.

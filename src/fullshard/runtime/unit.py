@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -172,8 +172,11 @@ class Unit:
     def _update_record(self) -> None:
         self.record.configure(self.options, nbytes=sum(group.full_nbytes for group in self.groups))
 
-    def rebuild_groups(self, values: Sequence[Tensor]) -> None:
-        """Put `values` (one local shard per parameter) into groups of their own kind."""
+    def rebuild_groups(self, values: Sequence[Tensor], unwritten: Container[int] = ()) -> None:
+        """Put `values` (one local shard per parameter) into groups of their own kind.
+
+        unwritten: ids of parameters whose values are fresh memory.
+        """
         dtypes = [self.options.mp.resolve(value.dtype) for value in values]
         groups: list[ParamGroup] = []
         with torch.inference_mode(False), torch.no_grad():
@@ -194,6 +197,7 @@ class Unit:
                         collectives=collectives,
                         storage=self._storage(packed),
                         fingerprints=GroupFingerprints(log, self.unit_name, subject),
+                        unwritten=unwritten,
                     )
                 )
         self.groups, self.checks.gathers = groups, True
