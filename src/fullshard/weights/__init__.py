@@ -1,6 +1,6 @@
 """Weights in and out: each rank reads and writes its own bytes of ordinary checkpoints, and full tensors stream.
 
-boxes.py      rectangular parts of tensors, and which stretches of memory they are
+boxes.py      rectangular parts of tensors
 headers.py    files of safetensors: their headers, and the files of a checkpoint
 rules.py      the rules of key maps, as values
 key_map.py    what rules make of the tensors of a checkpoint
@@ -13,7 +13,7 @@ computing.py  tensors that functions make of whole ones
 loading.py    load_weights()
 layout.py     which tensor is where in which file, as save_pretrained has it
 save_plan.py  which rank writes which rows, and from whom it gets them
-writing.py    writes memory to files, by several threads
+writing.py    writes memory to files, by a thread per file
 commit.py     a directory that is replaced in one step
 background.py a save behind the training: its ranks settle through the store
 saving.py     save_weights()

@@ -1,8 +1,9 @@
-"""Writes memory to files at their final offsets, by several threads."""
+"""Writes memory to files at their final offsets, by a thread per file."""
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,12 @@ class Write:
 
 
 class Writer:
-    """Writes for one rank into files that are there. written: bytes so far."""
+    """Writes for one rank into files that are there: several files at a time, and of each one range after the other.
+
+    A file system lets one thread write to a file at a time, and the others spin.
+
+    written: bytes so far.
+    """
 
     def __init__(self, folder: Path, *, threads: int) -> None:
         self._folder = folder
@@ -43,12 +49,11 @@ class Writer:
 
     def begin(self, writes: Sequence[Write]) -> None:
         """Have these writes done by the threads, which hold their memory until then."""
+        files: dict[str, deque[Write]] = {}
         for write in writes:
-            view = bytes_of(write.tensor)
-            descriptor = self._descriptor(write.file)
-            for at in range(0, len(view), LARGEST):
-                part = view[at : at + LARGEST]
-                self._tasks.append(self._pool.submit(_write, descriptor, part, write.offset + at, write.file))
+            files.setdefault(write.file, deque()).append(write)
+        for file, waiting in files.items():
+            self._tasks.append(self._pool.submit(_write_all, self._descriptor(file), waiting))
 
     def finish(self) -> None:
         """Wait for the writes that were begun.
@@ -80,14 +85,21 @@ class Writer:
         self._open.clear()
 
 
-def _write(descriptor: int, view: memoryview, offset: int, file: str) -> int:
-    done = 0
-    while done < len(view):
-        try:
-            done += os.pwrite(descriptor, view[done:], offset + done)
-        except OSError as failure:
-            raise OSError(failure.errno, f"cannot be written at byte {offset + done:,}: {failure.strerror}", file) from failure
-    return done
+def _write_all(descriptor: int, waiting: deque[Write]) -> int:
+    """Returns how many bytes. The memory of each is let go when it is written."""
+    total = 0
+    while waiting:
+        write = waiting.popleft()
+        view, done = bytes_of(write.tensor), 0
+        while done < len(view):
+            offset = write.offset + done
+            try:
+                done += os.pwrite(descriptor, view[done : done + LARGEST], offset)
+            except OSError as failure:
+                text = f"cannot be written at byte {offset:,}: {failure.strerror}"
+                raise OSError(failure.errno, text, write.file) from failure
+        total += done
+    return total
 
 
 __all__ = ["Write", "Writer"]
