@@ -16,7 +16,7 @@ from rotation import random_cases
 from torch import Tensor
 
 from fullshard.sharding.layout import Extent
-from fullshard.weights.boxes import Box, stretches
+from fullshard.weights.boxes import Box
 from fullshard.weights.headers import NAMES, BadFile, FileTensor, header_bytes, parse_header, read_checkpoint, read_header
 from fullshard.weights.holdings import Holdings, ModelTensor
 from fullshard.weights.key_map import Computed, MapError, Mapped, map_keys
@@ -26,16 +26,6 @@ from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, 
 # --- boxes ---
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
-
-
-@given(shape=SHAPES, data=st.data())
-@random_cases(100)
-def test_stretches_are_the_elements_of_a_box_in_order(shape: tuple[int, ...], data: Any) -> None:
-    start = tuple(data.draw(st.integers(0, size)) for size in shape)
-    box = Box(start, tuple(data.draw(st.integers(0, size - at)) for at, size in zip(start, shape)))
-    numbers = torch.arange(Box.whole(shape).numel).view(shape)
-    found = [at + i for at, count in stretches(box, shape) for i in range(count)]
-    assert found == numbers[box.slices()].flatten().tolist()
 
 
 # --- plans ---

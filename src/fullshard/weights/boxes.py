@@ -1,10 +1,9 @@
-"""Boxes: rectangular parts of tensors, where they meet, and which stretches of memory they are."""
+"""Boxes: rectangular parts of tensors, and where they meet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 
@@ -57,24 +56,4 @@ class Box:
         return Box((first, *self.start[1:]), (last - first, *self.shape[1:]))
 
 
-def stretches(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first element, elements) of each stretch of a tensor of `shape` in row-major order that a box of it is, in order.
-
-    >>> list(stretches(Box((1, 0), (2, 4)), (3, 4))), list(stretches(Box((1, 1), (2, 2)), (3, 4)))
-    ([(4, 8)], [(5, 2), (9, 2)])
-    """
-    if not box.numel:
-        return
-    split = len(shape)  # dims from here on are whole, and so is the memory of one index before it
-    while split and box.shape[split - 1] == shape[split - 1]:
-        split -= 1
-    split = max(split - 1, 0)
-    steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    numel = prod(box.shape[split:])
-    inner = sum(start * step for start, step in zip(box.start[split:], steps[split:]))
-    for index in product(*(range(size) for size in box.shape[:split])):
-        at = sum((start + i) * step for start, i, step in zip(box.start, index, steps))
-        yield at + inner, numel
-
-
-__all__ = ["Box", "stretches"]
+__all__ = ["Box"]

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fullshard.weights.headers import BadFile, FileTensor
@@ -122,9 +121,4 @@ def place_in_file(source: FileTensor, first: int) -> int:
     return source.offset + (source.nbytes // rows * first if rows else 0)
 
 
-def rows_buffer(source: FileTensor, rows: Sequence[int]) -> Tensor:
-    """Memory for rows of a tensor, of this shape."""
-    return torch.empty(tuple(rows), dtype=source.dtype)
-
-
-__all__ = ["Read", "Reader", "bytes_of", "place_in_file", "rows_buffer"]
+__all__ = ["Read", "Reader", "bytes_of", "place_in_file"]
