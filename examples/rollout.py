@@ -50,7 +50,7 @@ class FusedAttention(nn.Module):
 class Engine(nn.Sequential):
     """The loader of vLLM's models: `load_weights(pairs)` copies each tensor to its place."""
 
-    STACKED = [("qkv_proj", "q_proj", 0), ("qkv_proj", "k_proj", 1), ("qkv_proj", "v_proj", 2)]
+    STACKED = (("qkv_proj", "q_proj", 0), ("qkv_proj", "k_proj", 1), ("qkv_proj", "v_proj", 2))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         parameters, loaded = dict(self.named_parameters()), set()
