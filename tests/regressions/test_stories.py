@@ -1151,3 +1151,27 @@ def test_a_backward_that_raised_discards_what_was_kept_and_the_next_step_is_righ
     model(x, "image").sum().backward()
     assert model.text.weight.grad is None
     assert torch.equal(whole(model.image.weight.grad), torch.ones(2, 2))
+
+
+@ranks(2)
+def test_an_ignored_parameter_built_on_meta_stays_ignored(world: World) -> None:
+    """torch makes a new Parameter of one on meta that gets memory; ours had been marked on the old one, so the model that the
+    caller had sharded with `ignored_params` was refused in its first forward, as if the parameter had been added behind our back.
+    """
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    with torch.device("meta"):
+        model = Scaled()
+    fully_shard(model, mesh=world.mesh, ignored_params={model.scale})
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    assert torch.equal(model(torch.ones(2, 3)), torch.full((2, 3), 4.0))

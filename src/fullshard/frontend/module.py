@@ -21,7 +21,7 @@ from fullshard.params.shard_values import discard_gradient
 from fullshard.runtime import lint
 from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, unit_of
-from fullshard.runtime.unwritten import mark_unwritten, on_meta
+from fullshard.runtime.unwritten import Allocation, mark_unwritten, on_meta
 from fullshard.schedule.prefetch import Stats
 from fullshard.schedule.residency import ReshardPolicy
 
@@ -594,14 +594,18 @@ def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
         if runtime_of(below).reducer.is_undelivered(below) and below.changes(fn):
             runtime_of(below).requests.check_delivered(below, doing="a change of dtype or device")
     runtime_of(unit).requests.ensure_sharded(unit, doing="moving or casting")
-    fresh = on_meta(unit) if _torch.allocates(fn) else None
+    fresh = on_meta(unit) if isinstance(fn, Allocation) or _torch.allocates(fn) else None
     attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
+    ignored = list(lint.ignored_slots(unit))
     yield
     for parameter, had in zip(unit.parameters, attributes):  # torch swaps the insides of a DTensor, attributes included
         for key, value in had.items():
             parameter.sharded.__dict__.setdefault(key, value)
+    for held, name in ignored:  # what was on meta is another Parameter now
+        if (again := held[name]) is not None:
+            lint.mark_ignored(again)
     runtime_of(unit).requests.refresh(unit, () if fresh is None else fresh.parameter_ids)
-    if fresh is not None:
+    if fresh is not None and not isinstance(fn, Allocation):
         mark_unwritten(unit, fresh)
 
 

@@ -36,6 +36,14 @@ def mark_ignored(parameter: nn.Parameter) -> None:
     parameter.__dict__[_IGNORED] = True
 
 
+def ignored_slots(unit: Unit) -> Iterator[tuple[dict[str, nn.Parameter | None], str]]:
+    """(parameters of a module of the unit, name) of each parameter that the caller left out."""
+    for root in unit.modules:
+        for module in own_modules(root):
+            held = _torch.parameters_of(module)
+            yield from ((held, name) for name, parameter in held.items() if parameter is not None and is_ignored(parameter))
+
+
 def _added(module: nn.Module, name: str, value: object) -> None:
     """Of every module: something is registered in it. Of those of units, look again before the next forward."""
     back = module.__dict__.get(_OWNER)
@@ -201,6 +209,7 @@ def _listed(names: list[str]) -> str:
 
 __all__ = [
     "examine",
+    "ignored_slots",
     "is_ignored",
     "mark",
     "mark_ignored",
