@@ -251,6 +251,29 @@ def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(world: Worl
 
 
 @ranks(2)
+def test_what_is_missing_is_named_and_no_forward_takes_it_for_values(world: World) -> None:
+    some = {name: one for name, one in saved().items() if name not in ("mean", "blocks.0.bias", "column")}
+    folder = written(world, "some", some)
+    with torch.device("meta"):
+        model = Net()
+    fullshard.fully_shard(model.blocks[0], mesh=world.mesh)
+    fullshard.fully_shard(model, mesh=world.mesh, ignored_params={model.column})
+    found = load_weights(model, folder, strict=False)
+    assert sorted(found.missing) == ["blocks.0.bias", "column", "mean"]
+    left = ["parameter 'bias'", "buffer 'mean' of FSDPNet", "buffer 'rope' of FSDPNet", "parameter 'column' of FSDPNet"]
+    assert sorted(found.unwritten) == sorted(left) and model.column.isnan().all()
+    with torch.no_grad():
+        model.rope.zero_(), model.column.zero_()
+    with pytest.raises(fullshard.StateError, match="buffer 'mean' of FSDPNet, and nothing has written it"):
+        model(torch.zeros(2, 3).long())
+    model.mean.zero_()
+    with pytest.raises(fullshard.StateError, match="parameter 'bias', and nothing has written it"):
+        model(torch.zeros(2, 3).long())
+    plain = Net().to("meta")
+    assert "buffer 'mean' of Net" in load_weights(plain, folder, strict=False).unwritten and plain.mean.isnan().all()
+
+
+@ranks(2)
 def test_a_renamed_key_is_told_with_the_nearest_name(world: World) -> None:
     state = saved()
     state["blocks.0.wieght"] = state.pop("blocks.0.weight")

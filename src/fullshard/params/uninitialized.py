@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 
 from torch import Tensor, nn
 
@@ -29,19 +30,20 @@ def is_marked(tensor: Tensor | None) -> bool:
 
 
 class UninitializedTensors:
-    """Parameters and buffers (module, name) of a unit that have no values yet."""
+    """Parameters, and buffers and plain parameters (module, name), that have no values yet."""
 
     def __init__(self, parameters: list[ShardedParameter], buffers: list[tuple[weakref.ref[nn.Module], str]]) -> None:
         self._parameters, self._buffers = parameters, buffers
         self._versions: dict[str, int] = {}
 
-    def but(self, parameters: list[ShardedParameter]) -> UninitializedTensors:
-        """The same without these parameters, and without buffers that state dicts have."""
-        gone = {id(parameter) for parameter in parameters}
+    def but(self, written: Container[int]) -> UninitializedTensors:
+        """The same without what is written. written: ids of parameters, and of the tensors that buffers are now."""
         buffers = [
-            (ref, name) for ref, name in self._buffers if (module := ref()) is not None and not _torch.persists(module, name)
+            (ref, name)
+            for ref, name in self._buffers
+            if (module := ref()) is not None and id(getattr(module, name, None)) not in written
         ]
-        return UninitializedTensors([p for p in self._parameters if id(p) not in gone], buffers)
+        return UninitializedTensors([p for p in self._parameters if id(p) not in written], buffers)
 
     @property
     def parameter_ids(self) -> frozenset[int]:
@@ -78,5 +80,6 @@ class UninitializedTensors:
             buffer = None if module is None else getattr(module, name, None)
             if module is not None and isinstance(buffer, Tensor):
                 kept = _torch.persists(module, name)
-                found[f"buffer '{name}' of {type(module).__name__}"] = buffer, kept
+                kind = "parameter" if isinstance(buffer, nn.Parameter) else "buffer"
+                found[f"{kind} '{name}' of {type(module).__name__}"] = buffer, kept
         return found

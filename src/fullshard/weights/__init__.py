@@ -9,6 +9,7 @@ plan.py       which rank reads which bytes, and where they go
 targets.py    the tensors of a model, as its modules have them
 meeting.py    what all ranks of a model say to each other in one call
 reading.py    reads bytes of files into memory, by several threads
+allocating.py memory for a model on meta, and the marks of what stays without values
 computing.py  tensors that functions make of whole ones
 loading.py    load_weights()
 layout.py     which tensor is where in which file, as save_pretrained has it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,12 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fullshard import _torch
-from fullshard.params.uninitialized import UninitializedTensors
-from fullshard.policies import CPUOffloadPolicy
 from fullshard.runtime.runtime import runtime_of
-from fullshard.runtime.unit import Unit, own_modules
-from fullshard.runtime.unwritten import mark_unwritten, on_meta
+from fullshard.weights.allocating import allocate, mark_all
 from fullshard.weights.background import join_saves
 from fullshard.weights.commit import warn_of_leftover
 from fullshard.weights.computing import Calculator
@@ -44,7 +39,8 @@ class Loaded:
         ties: names that share their memory with another one of the model, which was loaded.
         missing: names of the model that the checkpoint does not have; only without `strict`.
         unexpected: names of the checkpoint that the model does not have; only without `strict`.
-        unwritten: buffers that have memory now, and no values: no checkpoint holds them.
+        unwritten: tensors that have memory now, and no values: buffers that no checkpoint holds, and, without `strict`, what
+            was on meta and is missing. Forwards of their units raise, or warn of such buffers, until they are written.
 
     Example:
         >>> load_weights(model, "checkpoint").unwritten                                       # doctest: +SKIP
@@ -123,7 +119,7 @@ def load_weights(
         limit=limit,
         exchanges=replicas == "auto",
     )
-    fresh = _materialize(model, tensors)
+    fresh = allocate(model, tensors)
     tensors = tensors_of(model)  # what was on meta is another tensor now
     local = {held.target.name: held.local for held in tensors.held}
     load = _Load(meeting, [local[held.target.name] for held, _ in match.found], sizes, threads=threads, limit=limit)
@@ -132,13 +128,14 @@ def load_weights(
             load.run(plan)
     except BaseException:
         for unit in tensors.units:
-            mark_unwritten(unit, _everything(unit))
+            mark_all(unit)
         raise
     finally:
         load.reader.close()
     for unit in tensors.units:
         runtime_of(unit).requests.refresh(unit)
         unit.log_write("load_weights()")
+    written = {id(held.parameter or held.plain) for held in tensors.held if held.target.name not in match.missing}
     return Loaded(
         bytes_read=load.reader.read,
         bytes_useful=load.useful,
@@ -148,7 +145,7 @@ def load_weights(
         ties=match.ties,
         missing=match.missing,
         unexpected=match.unexpected,
-        unwritten=_mark_left(tensors, fresh, set(match.missing)),
+        unwritten=fresh.mark_left(written),
     )
 
 
@@ -238,44 +235,6 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
         return torch.promote_types(dtype, other) == dtype and not (dtype.is_floating_point or dtype.is_complex)
     one, two = torch.finfo(dtype), torch.finfo(other)
     return one.eps <= two.eps and one.max >= two.max and one.smallest_normal <= two.smallest_normal
-
-
-# --- memory ---
-
-
-def _materialize(model: nn.Module, tensors: ModelTensors) -> dict[int, UninitializedTensors]:
-    """Give what is on meta memory. Returns what that was, by number of the unit."""
-    fresh = {unit.number: on_meta(unit) for unit in tensors.units}
-    device = tensors.units[0].axis.device if tensors.units else torch.device("cpu")
-    if any(isinstance(unit.options.offload, CPUOffloadPolicy) for unit in tensors.units):
-        device = torch.device("cpu")
-    if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
-        model._apply(lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t)
-    return fresh
-
-
-def _everything(unit: Unit) -> UninitializedTensors:
-    """All that a state dict has of a unit."""
-    buffers = [
-        (weakref.ref(module), name)
-        for root in unit.modules
-        for module in own_modules(root)
-        for name, _ in module.named_buffers(recurse=False)
-        if _torch.persists(module, name)
-    ]
-    return UninitializedTensors(list(unit.parameters), buffers)
-
-
-def _mark_left(tensors: ModelTensors, fresh: dict[int, UninitializedTensors], missing: set[str]) -> tuple[str, ...]:
-    """Mark what has memory and no values. Returns its names."""
-    absent = {id(held.parameter) for held in tensors.held if held.target.name in missing}
-    left: list[str] = []
-    for unit in tensors.units:
-        found = fresh[unit.number].but([p for p in unit.parameters if id(p) not in absent])
-        if found.names():
-            mark_unwritten(unit, found)
-            left += found.names()
-    return tuple(left)
 
 
 # --- bytes ---

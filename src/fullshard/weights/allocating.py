@@ -1,0 +1,87 @@
+"""Memory for a model on meta that is loaded, and the marks of what stays without values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Iterator
+
+import torch
+from torch import nn
+
+from fullshard import _torch
+from fullshard.params.sharded_param import logical_parameters
+from fullshard.params.uninitialized import UninitializedTensors
+from fullshard.policies import CPUOffloadPolicy
+from fullshard.runtime.unit import Unit, own_modules
+from fullshard.runtime.unwritten import Allocation, mark_unwritten, on_meta
+from fullshard.weights.targets import ModelTensors
+
+
+class Fresh:
+    """Tensors that had no memory before, by unit; those of no unit apart."""
+
+    def __init__(self, model: nn.Module, units: tuple[Unit, ...]) -> None:
+        self._by_unit = [(unit, on_meta(unit)) for unit in units]
+        of_units = {id(module) for unit in units for module in _modules_of(unit)}
+        self._others = UninitializedTensors([], list(_outside(model, of_units)))
+
+    def mark_left(self, written: Container[int]) -> tuple[str, ...]:
+        """Mark what was not written, so that no forward takes it for values.
+
+        Args:
+            written: ids of sharded parameters and of plain tensors.
+
+        Returns:
+            The names of what is left.
+        """
+        names: list[str] = []
+        for unit, fresh in self._by_unit:
+            left = fresh.but(written)
+            if left.names():
+                mark_unwritten(unit, left)
+                names += left.names()
+        others = self._others.but(written)
+        with torch.no_grad():
+            others.mark()
+        return (*names, *others.names())
+
+
+def allocate(model: nn.Module, tensors: ModelTensors) -> Fresh:
+    """Give what is on meta memory, on the device of its mesh, or the host's if shards are offloaded."""
+    fresh = Fresh(model, tensors.units)
+    device = tensors.units[0].axis.device if tensors.units else torch.device("cpu")
+    if any(isinstance(unit.options.offload, CPUOffloadPolicy) for unit in tensors.units):
+        device = torch.device("cpu")
+    if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
+        model._apply(Allocation(device))
+    return fresh
+
+
+def mark_all(unit: Unit) -> None:
+    """All that a state dict has of a unit is half written: the next forward raises."""
+    buffers = [
+        (weakref.ref(module), name)
+        for module in _modules_of(unit)
+        for name, _ in module.named_buffers(recurse=False)
+        if _torch.persists(module, name)
+    ]
+    mark_unwritten(unit, UninitializedTensors(list(unit.parameters), buffers))
+
+
+def _modules_of(unit: Unit) -> Iterator[nn.Module]:
+    for root in unit.modules:
+        yield from own_modules(root)
+
+
+def _outside(model: nn.Module, of_units: Container[int]) -> Iterator[tuple[weakref.ref[nn.Module], str]]:
+    """Tensors on meta that belong to no unit: ignored parameters, and all that modules without a unit have."""
+    for module in model.modules():
+        for name, parameter in _torch.parameters_of(module).items():
+            if parameter is not None and parameter.device.type == "meta" and not logical_parameters([parameter]):
+                yield weakref.ref(module), name
+        for name, buffer in _torch.buffers_of(module).items():
+            if buffer is not None and buffer.device.type == "meta" and id(module) not in of_units:
+                yield weakref.ref(module), name
+
+
+__all__ = ["Fresh", "allocate", "mark_all"]
