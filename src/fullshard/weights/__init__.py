@@ -8,6 +8,8 @@ holdings.py   tensors of a model, and which part of each of them each rank has
 plan.py       which rank reads which bytes, and where they go
 targets.py    the tensors of a model, as its modules have them
 meeting.py    what all ranks of a model say to each other in one call
+staging.py    memory of a fixed size through which rows pass
+exchange.py   values that ranks send each other in one message
 reading.py    reads bytes of files into memory, by several threads
 allocating.py memory for a model on meta, and the marks of what stays without values
 computing.py  tensors that functions make of whole ones

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ from fullshard.weights.headers import FileTensor, read_checkpoint
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, Piece, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
 from fullshard.weights.reading import Read, Reader, place_in_file
+from fullshard.weights.staging import batches
 from fullshard.weights.writing import Write, Writer
 
 
@@ -154,7 +155,8 @@ class _Conversion:
 
     def run(self, outputs: Sequence[tuple[FileTensor, Mapped]]) -> None:
         """Write all outputs."""
-        for batch in _batches((part for output, mapped in outputs for part in self._parts(output, mapped)), self._limit):
+        parts = (part for output, mapped in outputs for part in self._parts(output, mapped))
+        for batch in batches(parts, self._limit, lambda part: part.nbytes):
             self._writer.run(self._made(batch))
 
     def _parts(self, output: FileTensor, mapped: Mapped) -> Iterator[_Rows]:
@@ -225,19 +227,6 @@ def _straight(piece: Piece, at: Box, into: Tensor) -> Read | None:
     if box.shape[1:] != source.shape[1:]:
         return None
     return Read(source.file, place_in_file(source, box.start[0]), into)
-
-
-def _batches(parts: Iterable[_Rows], limit: int) -> Iterator[list[_Rows]]:
-    batch: list[_Rows] = []
-    total = 0
-    for part in parts:
-        if batch and total + part.nbytes > limit:
-            yield batch
-            batch, total = [], 0
-        batch.append(part)
-        total += part.nbytes
-    if batch:
-        yield batch
 
 
 def files_beside(source: str | os.PathLike[str]) -> dict[str, Path]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,13 +15,16 @@ from torch import Tensor, nn
 from fullshard.runtime.runtime import runtime_of
 from fullshard.weights.allocating import allocate, mark_all
 from fullshard.weights.background import join_saves
+from fullshard.weights.boxes import Box
 from fullshard.weights.commit import warn_of_leftover
 from fullshard.weights.computing import Calculator
+from fullshard.weights.exchange import Exchange, Receive, Send
 from fullshard.weights.headers import DTYPES, NAMES, FileTensor, read_checkpoint
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys, nearest
 from fullshard.weights.meeting import Meeting
 from fullshard.weights.plan import LoadPlan, Part, Use, plan_load
 from fullshard.weights.reading import Read, Reader, place_in_file
+from fullshard.weights.staging import Stage, batches
 from fullshard.weights.targets import Held, ModelTensors, tensors_of
 
 Replicas = Literal["auto", "read"]
@@ -241,24 +245,49 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 class _Load:
-    """Reads, exchanges and writes. local: of each target, in the order of the plan, this rank's memory."""
+    """Reads, exchanges and writes. local: of each target, in the order of the plan, this rank's memory.
+
+    limit: bytes of a quarter of the buffer. Of rows that this rank alone needs, half of the buffer is read while the other half
+    is written; in a round, a quarter each is read, was read, is sent, and comes.
+    """
 
     def __init__(self, meeting: Meeting, local: Sequence[Tensor], sizes: dict[str, int], *, threads: int, limit: int) -> None:
         self._meeting, self._local, self._limit = meeting, local, limit
         self.reader = Reader(sizes, threads=threads)
         self._calculator = Calculator(self.reader)
-        self._useful = self.exchanged = 0
+        self._exchange = Exchange(meeting)
+        self._useful = 0
 
     @property
     def useful(self) -> int:
         """Bytes that were read and needed."""
         return self._useful + self._calculator.useful
 
+    @property
+    def exchanged(self) -> int:
+        """Bytes that were sent to other ranks."""
+        return self._exchange.sent
+
     def run(self, plan: LoadPlan) -> None:
         """Carry out a plan. Collective."""
         self._meeting.run(lambda: self._read_own(plan.own))
-        for parts in plan.rounds:
-            self._run_round(parts)
+        if plan.rounds:
+            self._run_rounds(plan.rounds)
+
+    def _two_stages(self) -> list[Stage]:
+        pinned = any(tensor.device.type != "cpu" for tensor in self._local)
+        return [Stage(torch.device("cpu"), pinned=pinned) for _ in range(2)]
+
+    def _begin(self, stage: Stage, parts: Sequence[Part]) -> list[Tensor]:
+        """Have the rows of these parts read. Returns where they will be."""
+        rows = stage.take([(part.rows.shape, part.source.dtype) for part in parts])
+        self.reader.begin([self._read(part, into) for part, into in zip(parts, rows)])
+        return rows
+
+    def _read(self, part: Part, into: Tensor) -> Read:
+        assert isinstance(part.source, FileTensor)
+        first = part.rows.start[0] if part.source.shape else 0
+        return Read(part.source.file, place_in_file(part.source, first), into)
 
     # --- rows that this rank alone needs ---
 
@@ -273,17 +302,15 @@ class _Load:
                 self._useful += into.numel() * into.itemsize
                 straight.append(self._read(part, into))
         self.reader.run(straight)
-        for batch in _batches(staged, 2 * self._limit):
-            rows = [torch.empty(part.rows.shape, dtype=part.source.dtype) for part in batch]
-            self.reader.run([self._read(part, into) for part, into in zip(batch, rows)])
-            for part, read in zip(batch, rows):
-                for use in part.uses:
-                    self._write(part, read, use)
-
-    def _read(self, part: Part, into: Tensor) -> Read:
-        assert isinstance(part.source, FileTensor)
-        first = part.rows.start[0] if part.source.shape else 0
-        return Read(part.source.file, place_in_file(part.source, first), into)
+        stages = self._two_stages()
+        before: Callable[[], None] = _nothing
+        for number, batch in enumerate(batches(staged, 2 * self._limit, _nbytes)):
+            stage = stages[number % 2]
+            rows = self._begin(stage, batch)
+            before()
+            self.reader.finish()
+            before = partial(self._write_all, batch, rows, stage)
+        before()
 
     def _memory(self, part: Part) -> Tensor | None:
         """Where the rows of a part can be read to as they are; None if they must be cast, moved or taken apart."""
@@ -297,64 +324,64 @@ class _Load:
         """The same rows, so many at a time as fit in the buffer."""
         if not part.source.shape:
             return [part]
-        nbytes = part.rows.numel * part.source.dtype.itemsize
         first, last = part.rows.start[0], part.rows.stop[0]
-        step = max(1, (last - first) * self._limit // max(1, nbytes))
-        return [
-            Part(part.source, part.rows.rows(at, min(last, at + step)), part.reader, part.uses)
-            for at in range(first, last, step)
-        ]
+        step = max(1, (last - first) * self._limit // max(1, part.nbytes))
+        return [replace(part, rows=part.rows.rows(at, min(last, at + step))) for at in range(first, last, step)]
+
+    def _write_all(self, parts: Sequence[Part], rows: Sequence[Tensor], stage: Stage) -> None:
+        for part, read in zip(parts, rows):
+            for use in part.uses:
+                self._write(part, read, use)
+        stage.note_copies()
 
     # --- rows that several need ---
 
-    def _run_round(self, parts: Sequence[Part]) -> None:
-        me, ranks = self._meeting.index, len(self._meeting.ranks)
-        read = self._meeting.run(lambda: self._read_shared([part for part in parts if part.reader == me]))
-        sent: list[list[Tensor]] = [[] for _ in range(ranks)]
-        sizes = [0] * ranks
-        for part in parts:
-            for use in part.uses:
-                if part.reader != me:
-                    box = use.in_target(part.rows, me)
-                    sizes[part.reader] += 0 if box is None else box.numel * use.target.dtype.itemsize
-                    continue
-                for rank in range(ranks):
-                    value = self._cut(part, read[id(part)], use, rank) if rank != me else None
-                    if value is not None:
-                        sent[rank].append(value.to(use.target.dtype).contiguous().view(-1).view(torch.uint8))
-        empty = torch.empty(0, dtype=torch.uint8)
-        messages = [torch.cat(values) if values else empty for values in sent]
-        self.exchanged += sum(message.numel() for message in messages)
-        anything = self._meeting.maximum(torch.tensor([sum(sizes)])).item() if ranks > 1 else 0
-        received = self._meeting.exchange(messages, sizes) if anything else [empty] * ranks
-        places = [0] * ranks
-        for part in parts:
-            for use in part.uses:
-                if part.reader == me:
-                    self._write(part, read[id(part)], use)
-                else:
-                    places[part.reader] = self._take(part, use, received[part.reader], places[part.reader])
+    def _run_rounds(self, rounds: Sequence[tuple[Part, ...]]) -> None:
+        """The rows of a round are exchanged while those of the next one are read."""
+        stages = self._two_stages()
+        reading: dict[int, Tensor] = {}
+        for number in range(len(rounds) + 1):
+            read = reading
+            following = rounds[number] if number < len(rounds) else ()
+            reading = self._meeting.run(partial(self._begin_round, following, stages[number % 2]))
+            if number:
+                self._run_round(rounds[number - 1], read)
+                stages[1 - number % 2].note_copies()
 
-    def _read_shared(self, parts: Sequence[Part]) -> dict[int, Tensor]:
-        """The rows of parts, by the id of each."""
-        rows = {
-            id(part): torch.empty(part.rows.shape, dtype=part.source.dtype)
-            for part in parts
-            if isinstance(part.source, FileTensor)
-        }
-        self.reader.run([self._read(part, rows[id(part)]) for part in parts if id(part) in rows])
-        for part in parts:
+    def _begin_round(self, parts: Sequence[Part], stage: Stage) -> dict[int, Tensor]:
+        """Wait for the rows of the round before, and have those of this one read. Returns where they will be, by id."""
+        self.reader.finish()
+        mine = [part for part in parts if part.reader == self._meeting.index]
+        read = [part for part in mine if isinstance(part.source, FileTensor)]
+        rows = {id(part): into for part, into in zip(read, self._begin(stage, read))}
+        for part in mine:
             if isinstance(part.source, Computed):
                 rows[id(part)] = self._calculator.value(part.source)[part.rows.slices()]
         return rows
 
+    def _run_round(self, parts: Sequence[Part], rows: dict[int, Tensor]) -> None:
+        me = self._meeting.index
+        sends: list[Send] = []
+        receives: list[Receive] = []
+        for part in parts:
+            for use in part.uses:
+                if part.reader == me:
+                    for box, ranks in use.needs(part.rows):
+                        value = self._cut(part, rows[id(part)], use, box)
+                        sends += [Send(rank, value, use.target.dtype) for rank in ranks if rank != me]
+                elif (view := self._view(part, use)) is not None:
+                    receives.append(Receive(part.reader, view))
+        if any(part.is_sent for part in parts):
+            self._exchange.run(sends, receives)
+        for part in parts:
+            if part.reader == me:
+                for use in part.uses:
+                    self._write(part, rows[id(part)], use)
+
     # --- from rows to shards ---
 
-    def _cut(self, part: Part, rows: Tensor, use: Use, rank: int) -> Tensor | None:
-        """What a rank needs of the rows that were read, with the dims of the target; a view."""
-        box = use.in_target(part.rows, rank)
-        if box is None:
-            return None
+    def _cut(self, part: Part, rows: Tensor, use: Use, box: Box) -> Tensor:
+        """What a box of the target gets of the rows that were read, with the dims of the target; a view."""
         return use.piece.arranged(rows[use.piece.in_source(box).relative_to(part.rows).slices()])
 
     def _view(self, part: Part, use: Use) -> Tensor | None:
@@ -369,34 +396,17 @@ class _Load:
         if isinstance(part.source, FileTensor):
             found = use.piece.from_source(part.rows)
             self._useful += 0 if found is None else found.numel * rows.itemsize
-        value, view = self._cut(part, rows, use, self._meeting.index), self._view(part, use)
-        if value is not None and view is not None:
-            view.copy_(value)
-
-    def _take(self, part: Part, use: Use, message: Tensor, at: int) -> int:
-        """Write what another rank sent. Returns where the next begins."""
-        view = self._view(part, use)
-        if view is None:
-            return at
-        end = at + view.numel() * use.target.dtype.itemsize
-        value = message[at:end]
-        aligned = value if value.data_ptr() % use.target.dtype.itemsize == 0 else value.clone()
-        view.copy_(aligned.view(use.target.dtype).view(view.shape))
-        return end
+        box, view = use.in_target(part.rows, self._meeting.index), self._view(part, use)
+        if box is not None and view is not None:
+            view.copy_(self._cut(part, rows, use, box), non_blocking=True)
 
 
-def _batches(parts: Iterable[Part], limit: int) -> Iterable[list[Part]]:
-    batch: list[Part] = []
-    total = 0
-    for part in parts:
-        nbytes = part.rows.numel * part.source.dtype.itemsize
-        if batch and total + nbytes > limit:
-            yield batch
-            batch, total = [], 0
-        batch.append(part)
-        total += nbytes
-    if batch:
-        yield batch
+def _nothing() -> None:
+    """Before the first batch."""
+
+
+def _nbytes(part: Part) -> int:
+    return part.nbytes
 
 
 __all__ = ["Loaded", "load_weights"]

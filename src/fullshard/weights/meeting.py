@@ -76,14 +76,14 @@ class Meeting:
         told = self._from(last - found, f"{kind}{text or type(failure).__name__}".encode()).decode()
         raise (ValueError if told[0] == "V" else RuntimeError)(told[1:]) from failure
 
-    def exchange(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Bytes from every rank. sent: 1-D, uint8, for each rank.      sizes: of those that come."""
+    def exchange(self, message: Tensor, sizes: Sequence[int], received: Tensor, lengths: Sequence[int]) -> None:
+        """Bytes for every rank, and from every rank: 1-D, uint8, on the device of the meeting, one rank after the other.
+
+        sizes, lengths: of the parts of both.
+        """
         first = next(setup for setup in self._setups if setup.groups)
         group = group_of(self.ranks, first.groups[0])
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        message = torch.cat(list(sent)).to(self.device)
-        first.exchange(received, message, sizes, [part.numel() for part in sent], group)
-        return list(received.cpu().split(list(sizes)))
+        first.exchange(received, message, list(lengths), list(sizes), group)
 
 
 __all__ = ["Meeting"]

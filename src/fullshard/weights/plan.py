@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import prod
 
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
-from fullshard.weights.holdings import ModelTensor
+from fullshard.weights.holdings import ModelTensor, same_ranks
 from fullshard.weights.key_map import Computed, Mapped, Piece, Source
+from fullshard.weights.staging import padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,11 @@ class Use:
     number: int
     target: ModelTensor
     piece: Piece
+
+    def needs(self, rows: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """(what some ranks need of these rows of the source, in the target; those ranks)."""
+        at = self.piece.from_source(rows)
+        return iter(()) if at is None else self.target.holdings.meeting(at)
 
     def in_target(self, rows: Box, rank: int) -> Box | None:
         """What a rank needs of these rows of the source, in the target; None if nothing."""
@@ -40,6 +45,16 @@ class Part:
     rows: Box
     reader: int
     uses: tuple[Use, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return self.rows.numel * self.source.dtype.itemsize
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether another rank than the reader needs some of it."""
+        return any(rank != self.reader for use in self.uses for _, ranks in use.needs(self.rows) for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +151,14 @@ def _shared(source: FileTensor, uses: tuple[Use, ...], limit: int) -> Iterator[P
     needs: list[tuple[int, int, tuple[int, ...]]] = []  # first row, last row, ranks
     largest = 0
     for use in uses:
-        for held, ranks in use.target.holdings.distinct.items():
-            box = use.piece.at.meet(held)
-            if box is not None:
-                inner = use.piece.in_source(box)
-                needs.append((inner.start[0], inner.stop[0], ranks) if source.shape else (0, 1, ranks))
-                largest = max(largest, box.numel)
-    edges = sorted({edge for first, last, _ in needs for edge in (first, last)})
+        for box, ranks in use.target.holdings.meeting(use.piece.at):
+            inner = use.piece.in_source(box)
+            needs.append((inner.start[0], inner.stop[0], ranks) if source.shape else (0, 1, ranks))
+            largest = max(largest, box.numel)
     numel = prod(source.shape)
     row = source.nbytes // max(1, source.shape[0] if source.shape else 1)
     slab = max(1, limit * numel // max(1, largest * row)) if row else 1  # rows of which nobody needs more than `limit`
-    for first, last in pairwise(edges):
-        having = sorted({rank for begin, end, some in needs if begin <= first and last <= end for rank in some})
-        if not having:
-            continue
+    for first, last, having in same_ranks(needs):
         many = len(having)
         bounds = [first + (last - first) * index // many for index in range(many + 1)]
         step = max(1, slab // many)
@@ -161,7 +170,8 @@ def _shared(source: FileTensor, uses: tuple[Use, ...], limit: int) -> Iterator[P
 
 def _computed(source: Computed, uses: tuple[Use, ...], reader: int, limit: int) -> Iterator[Part]:
     length = source.shape[0] if source.shape else 1
-    slab = max(1, limit * length // max(1, source.nbytes))
+    copies = max(len(ranks) for use in uses for ranks in use.target.holdings.distinct.values())  # that the reader sends
+    slab = max(1, limit * length // max(1, source.nbytes * copies))
     for begin in range(0, length, slab):
         yield Part(source, _between(source.shape, begin, min(length, begin + slab)), reader, uses)
 
@@ -171,25 +181,28 @@ def _between(shape: tuple[int, ...], first: int, last: int) -> Box:
 
 
 def _rounds(parts: Sequence[Part], ranks: int, limit: int) -> Iterator[tuple[Part, ...]]:
-    """Parts in order, as many together as leave no rank with more than `limit` bytes to read, or to need."""
+    """Parts in order, as many together as leave no rank with more than `limit` bytes to read, to send, or to need."""
     found: list[Part] = []
-    reading, needing = [0] * ranks, [0] * ranks
+    reading, sending, needing = [0] * ranks, [0] * ranks, [0] * ranks
     for part in parts:
-        nbytes = part.rows.numel * part.source.dtype.itemsize
-        needs = [0] * ranks
+        sent = 0
+        needs: dict[int, int] = {}
         for use in part.uses:
-            at = use.piece.from_source(part.rows)
-            for held, some in use.target.holdings.distinct.items():
-                box = None if at is None else at.meet(held)
-                if box is not None:
-                    for rank in some:
-                        needs[rank] += box.numel * use.target.dtype.itemsize
-        if found and (reading[part.reader] + nbytes > limit or any(a + b > limit for a, b in zip(needing, needs))):
+            for box, some in use.needs(part.rows):
+                nbytes = padded(box.numel * use.target.dtype.itemsize)
+                sent += nbytes * (len(some) - (part.reader in some))
+                for rank in some:
+                    needs[rank] = needs.get(rank, 0) + nbytes
+        most = max(reading[part.reader] + padded(part.nbytes), sending[part.reader] + sent)
+        most = max((most, *(needing[rank] + nbytes for rank, nbytes in needs.items())))
+        if found and most > limit:
             yield tuple(found)
-            found, reading, needing = [], [0] * ranks, [0] * ranks
+            found, reading, sending, needing = [], [0] * ranks, [0] * ranks, [0] * ranks
         found.append(part)
-        reading[part.reader] += nbytes
-        needing = [a + b for a, b in zip(needing, needs)]
+        reading[part.reader] += padded(part.nbytes)
+        sending[part.reader] += sent
+        for rank, nbytes in needs.items():
+            needing[rank] += nbytes
     if found:
         yield tuple(found)
 

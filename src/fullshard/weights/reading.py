@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class Reader:
     def __init__(self, sizes: dict[str, int], *, threads: int) -> None:
         self._sizes, self._pool = sizes, ThreadPoolExecutor(threads, thread_name_prefix="fullshard-read")
         self._open: dict[str, int] = {}
+        self._begun: list[Future[int]] = []
         self.read = 0
 
     def close(self) -> None:
@@ -59,7 +60,24 @@ class Reader:
         Raises:
             BadFile: naming the file, if it cannot be read, or is another one than the first rank's.
         """
-        tasks = [self._pool.submit(self._fill, file, offset, views) for file, offset, views in self._tasks(reads)]
+        self.begin(reads)
+        self.finish()
+
+    def begin(self, reads: Sequence[Read]) -> None:
+        """Have these reads done by the threads, which hold their memory until then.
+
+        Raises:
+            BadFile: if a file cannot be opened, or is another one than the first rank's.
+        """
+        self._begun += [self._pool.submit(self._fill, file, offset, views) for file, offset, views in self._tasks(reads)]
+
+    def finish(self) -> None:
+        """Wait for the reads that were begun.
+
+        Raises:
+            BadFile: naming the file.
+        """
+        tasks, self._begun = self._begun, []
         failures = [failure for task in tasks if (failure := task.exception()) is not None]
         self.read += sum(task.result() for task in tasks if task.exception() is None)
         if failures:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
-from fullshard.weights.holdings import ModelTensor
+from fullshard.weights.holdings import ModelTensor, same_ranks
 from fullshard.weights.key_map import Mapped, Piece
+from fullshard.weights.staging import padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,11 @@ class Written:
         """Bytes of them."""
         return self.rows.numel * self.output.dtype.itemsize
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether another rank than the writer supplies some of it."""
+        return any(supply.rank != self.writer for supply in self.supplies())
+
     def supplies(self) -> Iterator[Supply]:
         """Where the elements are: with the writer if it has them, else with one of the ranks that do."""
         for piece in self.mapped.pieces:
@@ -48,10 +53,9 @@ class Written:
             if wanted is None:
                 continue
             assert isinstance(piece.source, ModelTensor)
-            for held, ranks in piece.source.holdings.distinct.items():
-                box = held.meet(piece.in_source(wanted))
-                at = None if box is None else piece.from_source(box)
-                if box is not None and at is not None:
+            for box, ranks in piece.source.holdings.meeting(piece.in_source(wanted)):
+                at = piece.from_source(box)
+                if at is not None:
                     yield Supply(piece, at, box, self.writer if self.writer in ranks else ranks[self.writer % len(ranks)])
 
 
@@ -92,17 +96,11 @@ def _stretches(output: FileTensor, mapped: Mapped) -> Iterator[tuple[int, int, t
     found: list[tuple[int, int, tuple[int, ...]]] = []
     for piece in mapped.pieces:
         assert isinstance(piece.source, ModelTensor)
-        region = piece.in_source(piece.at)
-        for held, ranks in piece.source.holdings.distinct.items():
-            box = held.meet(region)
-            at = None if box is None else piece.from_source(box)
+        for box, ranks in piece.source.holdings.meeting(piece.in_source(piece.at)):
+            at = piece.from_source(box)
             if at is not None:
                 found.append((at.start[0], at.stop[0], ranks) if output.shape else (0, 1, ranks))
-    edges = sorted({edge for first, last, _ in found for edge in (first, last)})
-    for first, last in pairwise(edges):
-        having = {rank for begin, end, ranks in found if begin <= first and last <= end for rank in ranks}
-        if having:
-            yield first, last, tuple(sorted(having))
+    return same_ranks(found)
 
 
 def _parts(output: FileTensor, mapped: Mapped, first: int, last: int, having: tuple[int, ...], limit: int) -> Iterator[Written]:
@@ -122,19 +120,24 @@ def _between(output: FileTensor, first: int, last: int) -> Box:
 
 
 def _rounds(parts: Sequence[Written], ranks: int, limit: int) -> Iterator[tuple[Written, ...]]:
+    """Parts in order, as many together as leave no rank with more than `limit` bytes to write, to send, or to get."""
     found: list[Written] = []
-    total = [0] * ranks  # that each writes or sends
+    writing, sending = [0] * ranks, [0] * ranks
     for part in parts:
-        needs = [0] * ranks
-        needs[part.writer] = part.nbytes
+        sent: dict[int, int] = {}
         for supply in part.supplies():
             if supply.rank != part.writer:
-                needs[supply.rank] += prod(supply.box.shape) * part.output.dtype.itemsize
-        if found and any(a + b > limit for a, b in zip(total, needs) if b):
+                nbytes = padded(supply.box.numel * part.output.dtype.itemsize)
+                sent[supply.rank] = sent.get(supply.rank, 0) + nbytes
+        writes = max(padded(part.nbytes), sum(sent.values()))
+        most = max((writing[part.writer] + writes, *(sending[rank] + nbytes for rank, nbytes in sent.items())))
+        if found and most > limit:
             yield tuple(found)
-            found, total = [], [0] * ranks
+            found, writing, sending = [], [0] * ranks, [0] * ranks
         found.append(part)
-        total = [a + b for a, b in zip(total, needs)]
+        writing[part.writer] += writes
+        for rank, nbytes in sent.items():
+            sending[rank] += nbytes
     if found:
         yield tuple(found)
 

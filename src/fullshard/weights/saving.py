@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, overload
@@ -17,12 +17,14 @@ from fullshard.runtime.runtime import runtime_of
 from fullshard.weights.background import Saving, StoreMeeting, join_saves
 from fullshard.weights.commit import Extra, Replacement
 from fullshard.weights.ema import EMA
+from fullshard.weights.exchange import Exchange, Receive, Send
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
 from fullshard.weights.meeting import Meeting
 from fullshard.weights.reading import place_in_file
 from fullshard.weights.save_plan import SavePlan, Supply, Written, plan_save
+from fullshard.weights.staging import Stage, batches
 from fullshard.weights.targets import ModelTensors, standing_for, tensors_of
 from fullshard.weights.writing import Write, Writer
 
@@ -187,7 +189,11 @@ def _dtype_of(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 class _Save:
-    """Collects rows, exchanges and writes them."""
+    """Collects rows, exchanges and writes them.
+
+    limit: bytes of a quarter of the buffer. Of rows of which this rank has all, half of the buffer is written while the other
+    half is filled; in a round, a quarter each is filled, is being written, is sent, and comes.
+    """
 
     def __init__(
         self,
@@ -205,11 +211,11 @@ class _Save:
         self._meeting, self._layout, self._limit, self._began, self._keeps = meeting, layout, limit, began, keeps
         self._local = {held.target.name: held.local for held in tensors.held}
         self._is_first = meeting.index == 0
+        self._pinned = any(local.device.type != "cpu" for local in self._local.values())
+        self._exchange = Exchange(meeting)
+        self._kept: list[Write] = []
         self.replacement = replacement
         self.writer = Writer(replacement.path, threads=threads)
-        self._kept: list[Write] = []
-        self._pins = keeps and meeting.device.type != "cpu"
-        self.exchanged = 0
 
     def prepare(self) -> None:
         """Make the files."""
@@ -220,11 +226,18 @@ class _Save:
     def run(self, plan: SavePlan) -> None:
         """Carry out a plan. Collective."""
         self._meeting.run(lambda: self._write_own(plan.own))
-        for parts in plan.rounds:
-            self._run_round(parts)
-        if self._pins:
-            torch.accelerator.synchronize()  # copies to pinned memory are under way
-        self._meeting.run(lambda: self.writer.begin(self._kept))
+        stages = self._two_stages()
+        for number, parts in enumerate(plan.rounds):
+            self._run_round(parts, stages[number % 2])
+        self._meeting.run(self._end_run)
+
+    def _end_run(self) -> None:
+        if self._pinned:
+            torch.accelerator.synchronize()  # copies to kept memory are under way
+        if self._keeps:
+            self.writer.begin(self._kept)
+        else:
+            self.writer.finish()
         self._kept, self._local = [], {}
 
     def add(self, extra: Extra | None) -> None:
@@ -243,7 +256,7 @@ class _Save:
             raise
         self.writer.close()
         files = tuple(file.name for file in self._layout.files)
-        return Saved(self.writer.written, self.exchanged, time.perf_counter() - self._began, files)
+        return Saved(self.writer.written, self._exchange.sent, time.perf_counter() - self._began, files)
 
     def finish_behind(self, meeting: StoreMeeting) -> Saved:
         """`finish`, in a thread."""
@@ -258,11 +271,24 @@ class _Save:
         if self._is_first:
             self.replacement.discard()
 
-    def _do(self, writes: Sequence[Write]) -> None:
+    def _two_stages(self) -> list[Stage]:
+        return [Stage(torch.device("cpu"), pinned=self._pinned) for _ in range(2)]
+
+    def _rows(self, stage: Stage, parts: Sequence[Written]) -> list[Tensor]:
+        """Memory for the rows of these parts: of their own if they are kept."""
+        if self._keeps:
+            return [torch.empty(part.rows.shape, dtype=part.output.dtype, pin_memory=self._pinned) for part in parts]
+        return stage.take([(part.rows.shape, part.output.dtype) for part in parts])
+
+    def _begin(self, writes: Sequence[Write]) -> None:
+        """Have rows written, while the next ones are filled; those of the time before are written afterwards."""
         if self._keeps:
             self._kept += writes
         else:
-            self.writer.run(writes)
+            self.writer.finish()
+            if self._pinned:
+                torch.accelerator.synchronize()
+            self.writer.begin(writes)
 
     def _write_own(self, parts: Sequence[Written]) -> None:
         straight: list[Write] = []
@@ -273,9 +299,15 @@ class _Save:
                 staged += _pieces(part, self._limit)
             else:
                 straight.append(_write(part, memory))
-        self._do(straight)
-        for batch in _batches(staged, 2 * self._limit):
-            self._do([_write(part, self._assembled(part)) for part in batch])
+        self._begin(straight)
+        stages = self._two_stages()
+        for number, batch in enumerate(batches(staged, 2 * self._limit, _nbytes)):
+            rows = self._rows(stages[number % 2], batch)
+            for part, into in zip(batch, rows):
+                self._fill(part, into, part.supplies())
+            self._begin([_write(part, into) for part, into in zip(batch, rows)])
+        if not self._keeps:
+            self.writer.finish()
 
     def _memory(self, part: Written) -> Tensor | None:
         """The rows where they are; None if they must be cast, moved or put together."""
@@ -294,48 +326,30 @@ class _Save:
         local = self._local[source.name].view(held.shape)
         return supply.piece.arranged(local[supply.box.relative_to(held).slices()])
 
-    def _assembled(self, part: Written) -> Tensor:
-        rows = torch.empty(part.rows.shape, dtype=part.output.dtype, pin_memory=self._pins)
-        for supply in part.supplies():
-            value = self._value(supply).to(rows.dtype)
-            rows[supply.at.relative_to(part.rows).slices()].copy_(value, non_blocking=self._pins)
-        return rows
+    def _fill(self, part: Written, rows: Tensor, supplies: Iterable[Supply]) -> None:
+        """Copy and cast what this rank has to the rows of a part."""
+        for supply in supplies:
+            into = rows[supply.at.relative_to(part.rows).slices()]
+            into.copy_(self._value(supply), non_blocking=self._pinned)
 
-    def _run_round(self, parts: Sequence[Written]) -> None:
-        me, ranks = self._meeting.index, len(self._meeting.ranks)
-        sent: list[list[Tensor]] = [[] for _ in range(ranks)]
-        sizes = [0] * ranks
+    def _run_round(self, parts: Sequence[Written], stage: Stage) -> None:
+        me = self._meeting.index
+        mine = [part for part in parts if part.writer == me]
+        rows = {id(part): into for part, into in zip(mine, self._rows(stage, mine))}
+        sends: list[Send] = []
+        receives: list[Receive] = []
         for part in parts:
             for supply in part.supplies():
-                if supply.rank == me and part.writer != me:
-                    value = self._value(supply).to(part.output.dtype).contiguous()
-                    sent[part.writer].append(value.view(-1).view(torch.uint8).cpu())
-                elif part.writer == me and supply.rank != me:
-                    sizes[supply.rank] += supply.box.numel * part.output.dtype.itemsize
-        empty = torch.empty(0, dtype=torch.uint8)
-        messages = [torch.cat(values) if values else empty for values in sent]
-        self.exchanged += sum(message.numel() for message in messages)
-        anything = any(supply.rank != part.writer for part in parts for supply in part.supplies())
-        received = self._meeting.exchange(messages, sizes) if anything else [empty] * ranks
-        self._meeting.run(lambda: self._do(list(self._put_together(parts, received))))
-
-    def _put_together(self, parts: Sequence[Written], received: Sequence[Tensor]) -> Iterator[Write]:
-        places = [0] * len(received)
-        for part in parts:
-            if part.writer != self._meeting.index:
-                continue
-            rows = torch.empty(part.rows.shape, dtype=part.output.dtype)
-            for supply in part.supplies():
-                into = rows[supply.at.relative_to(part.rows).slices()]
-                if supply.rank == part.writer:
-                    into.copy_(self._value(supply))
-                    continue
-                at = places[supply.rank]
-                places[supply.rank] = end = at + into.numel() * rows.itemsize
-                value = received[supply.rank][at:end]
-                aligned = value if value.data_ptr() % rows.itemsize == 0 else value.clone()
-                into.copy_(aligned.view(rows.dtype).view(into.shape))
-            yield _write(part, rows)
+                if supply.rank == part.writer == me:
+                    self._fill(part, rows[id(part)], [supply])
+                elif part.writer == me:
+                    into = rows[id(part)][supply.at.relative_to(part.rows).slices()]
+                    receives.append(Receive(supply.rank, into))
+                elif supply.rank == me:
+                    sends.append(Send(part.writer, self._value(supply), part.output.dtype))
+        if any(part.is_sent for part in parts):
+            self._exchange.run(sends, receives)
+        self._meeting.run(lambda: self._begin([_write(part, rows[id(part)]) for part in mine]))
 
 
 def _write(part: Written, rows: Tensor) -> Write:
@@ -352,17 +366,8 @@ def _pieces(part: Written, limit: int) -> list[Written]:
     return [replace(part, rows=part.rows.rows(at, min(last, at + step))) for at in range(first, last, step)]
 
 
-def _batches(parts: Sequence[Written], limit: int) -> Iterator[list[Written]]:
-    batch: list[Written] = []
-    total = 0
-    for part in parts:
-        if batch and total + part.nbytes > limit:
-            yield batch
-            batch, total = [], 0
-        batch.append(part)
-        total += part.nbytes
-    if batch:
-        yield batch
+def _nbytes(part: Written) -> int:
+    return part.nbytes
 
 
 __all__ = ["Saved", "save_weights"]
