@@ -1,0 +1,206 @@
+"""Weights in and out: `load_weights`, `save_weights` and `iter_full` beside the ways that torch has.
+
+    python benchmarks/weights.py [--ranks 2] [--gigabytes 2] [--repeat 3] [--directory /dev/shm]
+
+Load and save, of an ordinary checkpoint in safetensors: torch's distributed checkpoint (its reader and writer of Hugging Face's
+format, with consolidation), and the first rank alone (full state dicts). Each figure is a job of its own, the libraries one
+after the other, over and over: medians of the seconds of the slowest rank, and by how much resident memory grew at most on any
+rank. Streaming: `full_tensor()` of each parameter, on four ranks, both ways in one job. Transfers are gloo's on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import fullshard
+
+DIM = 2048
+FILE = "model.safetensors"
+WAYS = ("fullshard", "fullshard, background", "DCP", "first rank")
+
+
+def model_of(library: str, layers: int) -> nn.Module:
+    """On meta, sharded layer by layer."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(DIM, DIM, bias=False) for _ in range(layers)])
+    shard: Callable[[nn.Module], object] = fullshard.fully_shard if library.startswith("fullshard") else torch_fully_shard
+    for module in (*model, model):
+        shard(module)
+    return model
+
+
+def load(library: str, model: nn.Module, folder: Path) -> None:
+    if library == "fullshard":
+        fullshard.load_weights(model, folder)
+        return
+    model.to_empty(device="cpu")
+    if library == "DCP":
+        dcp.load(model.state_dict(), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    else:
+        whole = load_file(folder / FILE) if dist.get_rank() == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(model, whole, options=options)
+
+
+def save(library: str, model: nn.Module, folder: Path) -> Callable[[], object] | None:
+    if library.startswith("fullshard"):
+        if library == "fullshard":
+            fullshard.save_weights(model, folder)
+            return None
+        return fullshard.save_weights(model, folder, background=True).wait
+    if library == "DCP":
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True)
+        dcp.save(model.state_dict(), storage_writer=writer)
+        return None
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+        save_file(whole, folder / FILE, {"format": "pt"})
+    return None
+
+
+def resident(field: str) -> float:
+    """MiB of this process: "VmRSS" now, or "VmHWM", the most since the last `forget`."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) / 1024
+
+
+def forget() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(what: str, library: str, layers: int, source: Path, target: Path) -> dict[str, float]:
+    """On this rank: seconds, and the growth of resident memory in MiB."""
+    model = model_of(library, layers)
+    if what == "save":
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().normal_()  # type: ignore[operator]
+    dist.barrier()
+    forget()
+    before, begin = resident("VmRSS"), time.perf_counter()
+    wait = load(library, model, source) if what == "load" else save(library, model, target)
+    seconds = time.perf_counter() - begin
+    if wait is not None:
+        wait()
+    dist.barrier()
+    whole = time.perf_counter() - begin
+    return {"seconds": whole if wait is None else seconds, "whole": whole, "MiB": resident("VmHWM") - before}
+
+
+def stream(count: int, dim: int, repeat: int) -> dict[str, float]:
+    """On this rank: median seconds of both ways over all parameters."""
+    model = nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(count)])
+    for start in range(0, count, 10):
+        fullshard.fully_shard(list(model[start : start + 10]))
+    fullshard.fully_shard(model)
+
+    def ours() -> None:
+        for _, tensor in fullshard.iter_full(model):
+            tensor[0, 0].item()
+
+    def theirs() -> None:
+        for parameter in model.parameters():
+            parameter.full_tensor()[0, 0].item()  # type: ignore[operator]
+
+    times: dict[str, list[float]] = {"iter_full": [], "full_tensor": []}
+    for _ in range(repeat + 2):
+        for name, run in (("iter_full", ours), ("full_tensor", theirs)):
+            dist.barrier()
+            begin = time.perf_counter()
+            run()
+            dist.barrier()
+            times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(found[2:]) for name, found in times.items()}
+
+
+def as_rank(rank: int, ranks: int, port: int, told: Path, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    found = function(*arguments)
+    (told / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def job(ranks: int, function: Callable[..., object], *arguments: Any) -> dict[str, float]:
+    """The largest figure of any rank, by name."""
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        told = Path(folder)
+        mp.start_processes(as_rank, (ranks, port, told, function, arguments), nprocs=ranks, start_method="spawn")
+        found = [json.loads(path.read_text()) for path in told.iterdir()]
+    return {name: max(one[name] for one in found) for name in found[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="of the checkpoint")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--directory", help="where checkpoints are written (default: that of temporary files)")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    options = parser.parse_args()
+    layers = max(1, round(options.gigabytes * 1e9 / (4 * DIM * DIM)))
+    results: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory(dir=options.directory) as base:
+        source = Path(base) / "source"
+        job(options.ranks, measure, "save", "fullshard", layers, source, source)
+        print(f"checkpoint of {layers * 4 * DIM * DIM / 1e9:.2f} GB, {options.ranks} ranks, each with "
+              f"{layers * 4 * DIM * DIM / options.ranks / 2**20:.0f} MiB")  # fmt: skip
+        for what in ("load", "save"):
+            ways = [way for way in WAYS if what == "save" or "," not in way]
+            found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+            for _ in range(options.repeat):
+                for way in ways:
+                    target = Path(base) / "target"
+                    for path in source.iterdir():
+                        path.read_bytes()  # in the page cache
+                    found[way].append(job(options.ranks, measure, what, way, layers, source, target))
+                    shutil.rmtree(target, ignore_errors=True)
+            for way, listed in found.items():
+                results[f"{what}, {way}"] = {key: statistics.median(one[key] for one in listed) for key in listed[0]}
+            best = min(results[f"{what}, {way}"]["seconds"] for way in ways if not way.startswith("fullshard"))
+            for way in ways:
+                one = results[f"{what}, {way}"]
+                behind = f", {one['whole']:.2f} s until it is written" if "background" in way else ""
+                print(f"{what} {way:21s} {one['seconds']:6.2f} s   {best / one['seconds']:5.2f} times the best of torch   "
+                      f"{one['MiB']:6.0f} MiB more{behind}", flush=True)  # fmt: skip
+    for label, count, dim in (("300 small parameters", 300, 64), ("16 large parameters", 16, DIM)):
+        streamed = job(4, stream, count, dim, 5 * options.repeat)
+        results[f"stream, {label}"] = streamed
+        print(f"stream {label}: iter_full {1e3 * streamed['iter_full']:.1f} ms, full_tensor {1e3 * streamed['full_tensor']:.1f} ms "
+              f"({streamed['full_tensor'] / streamed['iter_full']:.2f} times as fast)", flush=True)  # fmt: skip
+    if options.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
