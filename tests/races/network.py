@@ -170,8 +170,8 @@ def host_memory(detector: Detector, *, pinned: bool) -> Iterator[None]:
     """A block in which the shards of CPUOffloadPolicy are in the host's memory, which is the same kind of tensor here."""
     bind, storage_of, reduction = ParamGroup._bind, Unit._storage, Reduction.__init__
 
-    def binding(group: Any, values: Any) -> Tensor:
-        flat = bind(group, values)
+    def binding(group: Any, values: Any, unwritten: Any) -> Tensor:
+        flat = bind(group, values, unwritten)
         if group.storage.host and flat.numel():
             detector.mark(flat, Home.PINNED if pinned else Home.HOST)
         return flat
