@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import CUTS, check, contents, expected, loaded, saved, sharded, values
 from harness import World, ranks
-from test_load_weights import CUTS, check, saved, sharded, values
-from test_save_weights import _port, contents, expected, loaded
 
 import fullshard
 
@@ -96,63 +91,3 @@ def test_what_is_wrong_at_the_call_is_raised_by_it(world: World) -> None:
     with pytest.raises(ValueError, match="'scale' is on meta"):
         fullshard.save_weights(sharded(world, "rows"), folder / "new", background=True)
     assert not list(folder.iterdir())
-
-
-JOB = """
-import os, signal, sys, threading, time
-import torch, torch.distributed as dist
-sys.path[:0] = {paths!r}
-from test_load_weights import Net
-import fullshard
-import fullshard.weights.background as background
-background.PATIENCE = 4.0
-rank, folder, what = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
-dist.init_process_group("gloo")
-torch.manual_seed(7)
-model = Net()
-fullshard.shard_model(model)
-original = os.fsync
-def slow(descriptor):
-    if threading.current_thread() is not threading.main_thread():
-        if what == "killed 0" and rank == 0 or what == "killed 1" and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 1 and what == "slow":
-            time.sleep(6)
-    return original(descriptor)
-os.fsync = slow
-fullshard.save_weights(model, folder, background=True)
-if what == "destroyed":
-    dist.destroy_process_group()
-print("main is over", flush=True)
-"""
-
-
-@pytest.mark.parametrize("what", ["ends", "destroyed", "slow", "killed 0", "killed 1"])
-def test_a_process_that_ends_ends_its_save(what: str, tmp_path: Path) -> None:
-    """A job that ends without `wait` has its checkpoint; one of which a rank is killed ends, and has none."""
-    script, folder = tmp_path / "job.py", tmp_path / "saved"
-    script.write_text(JOB.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])]))
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(_port())}
-    environment["OMP_NUM_THREADS"] = "1"
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder), what],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [process.communicate(timeout=90) for process in started]
-    codes = [process.returncode for process in started]
-    if not what.startswith("killed"):
-        assert codes == [0, 0], told
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["job.py", "saved"]
-        assert "model.safetensors" in contents(folder)
-        assert not any("a save in the background" in err for _, err in told)
-        return
-    killed = int(what[-1])
-    assert codes[killed] == -signal.SIGKILL and "main is over" in told[1 - killed][0]
-    assert "a save in the background to" in told[1 - killed][1]
-    assert not folder.exists()

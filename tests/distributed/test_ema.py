@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import CUTS, Net, sharded, values
 from harness import World, ranks
-from test_load_weights import CUTS, Net, sharded, values
 from torch import Tensor, nn
 
 import fullshard

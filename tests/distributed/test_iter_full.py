@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import CUTS, Net, saved, sharded, values, written
 from harness import World, ranks
-from test_load_weights import CUTS, Net, saved, sharded, values, written
 from torch import nn
 
 import fullshard

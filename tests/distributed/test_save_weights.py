@@ -4,52 +4,18 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import CUTS, Net, check, contents, expected, loaded, saved, sharded, values
 from harness import World, ranks
-from test_load_weights import CUTS, Net, check, saved, sharded, values, written
-from torch import Tensor
 
 import fullshard
-from fullshard.weights.headers import read_checkpoint
-from fullshard.weights.layout import lay_out
 from fullshard.weights.rules import Convert, Merge, Rename, Split, Transpose
-
-
-def contents(folder: Path) -> dict[str, str]:
-    """Hashes of all files at and below a folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def expected(tensors: dict[str, Tensor], *, most: int = 10**9) -> dict[str, str]:
-    """Hashes of the files with these tensors, written by one process."""
-    layout = lay_out(
-        [(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()],
-        max_shard_bytes=most,
-        parameters=sum(one.numel() for name, one in tensors.items() if name != "mean"),
-    )
-    found = {}
-    for file in layout.files:
-        data = b"".join(bytes(tensors[one.name].contiguous().view(-1).view(torch.uint8).tolist()) for one in file.tensors)
-        found[file.name] = hashlib.sha256(file.header + data).hexdigest()
-    if layout.index is not None:
-        found["model.safetensors.index.json"] = hashlib.sha256(layout.index.encode()).hexdigest()
-    return found
-
-
-def loaded(world: World, cut: str) -> Any:
-    model = sharded(world, cut, meta=False)
-    fullshard.load_weights(model, written(world, f"from {cut}", saved()))
-    return model
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -192,91 +158,3 @@ def test_every_call_that_fails_leaves_the_old_directory_whole(world: World, call
     again = sharded(world, "rows")
     fullshard.load_weights(again, folder)
     check(again, {name: tensor + 1 if name != "mean" else tensor for name, tensor in values().items()})
-
-
-KILLED = """
-import os, signal, sys
-import torch, torch.distributed as dist
-sys.path[:0] = {paths!r}
-from test_load_weights import Net
-import fullshard
-rank, who, number, folder = int(os.environ["RANK"]), sys.argv[1], int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo")
-torch.manual_seed(7)
-model = Net()
-fullshard.shard_model(model)
-calls = 0
-def counting(original):
-    def call(*arguments, **options):
-        global calls
-        calls += 1
-        if calls == number and (who == "all" or int(who) == rank):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments, **options)
-    return call
-for name in ("open", "posix_fallocate", "pwrite", "fsync", "rename", "link", "close"):
-    setattr(os, name, counting(getattr(os, name)))
-import fullshard.weights.commit as commit
-commit.exchange = counting(commit.exchange)
-fullshard.save_weights(model, folder, max_shard_bytes=300, extra={{"config.json": "new"}})
-print("calls", calls)
-"""
-
-
-@pytest.mark.parametrize("who", ["0", "1", "all"])
-def test_a_killed_rank_leaves_the_old_directory_or_the_new_one(who: str, tmp_path: Path) -> None:
-    """At every third call to the file system, so that it is over in a minute; FULLSHARD_TESTS=all asks for no more."""
-    script = tmp_path / "save.py"
-    script.write_text(KILLED.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])]))
-
-    def run(folder: Path, victim: str, number: int) -> tuple[list[int], str]:
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(_port()),
-            "OMP_NUM_THREADS": "1",
-        }
-        started = [
-            subprocess.Popen(
-                [sys.executable, str(script), victim, str(number), str(folder)],
-                env={**environment, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        told = [process.communicate(timeout=60)[0] for process in started]
-        return [process.returncode for process in started], told[0]
-
-    folder = tmp_path / "whole"
-    codes, told = run(folder, "0", -1)
-    assert codes == [0, 0]
-    new, calls = contents(folder), int(told.split()[-1])
-    assert [header.file for header in read_checkpoint(folder)] and json.loads(
-        (folder / "model.safetensors.index.json").read_text()
-    )
-    old = tmp_path / "old"
-    old.mkdir()
-    (old / "config.json").write_text("old")
-    before = contents(old)
-    seen = set()
-    for number in range(1 + int(who == "1"), calls + 1, 9):
-        codes, _ = run(old, who, number)
-        found = contents(old)
-        assert found in (before, new), f"neither the old nor the new one after call {number}"
-        seen.add(found == new)
-        if found == new:
-            for name in list(new):
-                (old / name).unlink()
-            (old / "config.json").write_text("old")
-    assert False in seen
-
-
-def _port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return int(one.getsockname()[1])

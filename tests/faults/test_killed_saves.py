@@ -1,0 +1,162 @@
+"""Ranks that end while weights are saved: the directory holds the checkpoint of before whole, or the new one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Net, contents
+from exits import Rank, run_job
+from rotation import share
+
+import fullshard
+from fullshard.weights import background as behind
+from fullshard.weights import commit
+
+CALLS = [
+    *(
+        (os, name)
+        for name in ("open", "posix_fallocate", "pwrite", "fsync", "rename", "link", "close", "mkdir", "unlink", "rmdir")
+    ),
+    *((Path, name) for name in ("write_text", "write_bytes")),
+    (commit, "exchange"),
+]
+
+
+def counting(reached: Callable[[int], None]) -> list[int]:
+    """From now on `reached` is called before each call to the file system, with its number. Returns where they are counted."""
+    calls, lock = [0], threading.Lock()
+
+    def counted(original: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            with lock:
+                calls[0] += 1
+                number = calls[0]
+            reached(number)
+            return original(*arguments, **options)
+
+        return call
+
+    for home, name in CALLS:
+        setattr(home, name, counted(getattr(home, name)))
+    return calls
+
+
+def job(rank: Rank, directory: str, victims: list[int], number: int, background: bool, seed: int) -> None:
+    """Saves; the victims are killed before their call of this number."""
+    rank.begin()
+    behind.PATIENCE = 2.0
+    torch.manual_seed(seed)
+    model = Net()
+    fullshard.shard_model(model)
+    rank.event()
+
+    def reached(call: int) -> None:
+        if call == number and rank.rank in victims:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    calls = counting(reached)
+    saved = fullshard.save_weights(
+        model, directory, max_shard_bytes=500, extra={"config.json": str(seed)}, background=background
+    )
+    if background:
+        saved.wait()  # type: ignore[union-attr]
+    rank.say("saved", calls=calls[0])
+
+
+def saved(folder: Path, *, victims: list[int], number: int, background: bool, seed: int) -> Any:
+    return run_job(
+        job,
+        2,
+        limit=60.0,
+        directory=str(folder),
+        victims=victims,
+        number=number,
+        background=background,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
+def test_a_rank_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
+    victims: list[int], background: bool, tmp_path: Path
+) -> None:
+    old, new, folder = tmp_path / "old", tmp_path / "new", tmp_path / "checkpoint"
+    assert all(rank.code == 0 for rank in saved(old, victims=[], number=0, background=False, seed=1))
+    shutil.copytree(old, new)
+    done = saved(new, victims=[], number=0, background=background, seed=2)
+    assert all(rank.code == 0 for rank in done)
+    before, after = contents(old), contents(new)
+    assert before != after and before.keys() == after.keys()
+    calls = max(done[victim].first("saved")["calls"] for victim in victims)
+    seen = []
+    for number in share(range(1, calls + 1)):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(old, folder)
+        ended = saved(folder, victims=victims, number=number, background=background, seed=2)
+        assert -signal.SIGKILL in [rank.code for rank in ended], str(ended)
+        assert all(rank.code is not None for rank in ended), f"a rank hangs after call {number}: {ended}"
+        found = contents(folder)
+        assert found in (before, after), f"neither the old nor the new one after call {number} of {calls}"
+        seen.append(found == after)
+        if commit.beside(folder).exists():
+            with pytest.warns(UserWarning, match="is left over of a save that was not finished"):
+                fullshard.load_weights(Net(), folder)
+            with pytest.warns(UserWarning, match="is left over of a save that was not finished; it is removed"):
+                fullshard.save_weights(Net(), folder)
+        assert not list(tmp_path.glob(".*"))
+    assert False in seen and seen == sorted(seen), "it is the new one from some call on"
+
+
+def ending(rank: Rank, directory: str, what: str) -> None:
+    """Begins a save in the background, and ends."""
+    import torch.distributed as dist
+
+    rank.begin()
+    behind.PATIENCE = 4.0
+    torch.manual_seed(7)
+    model = Net()
+    fullshard.shard_model(model)
+    original = os.fsync
+
+    def slow(descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            if what == f"killed {rank.rank}":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank.rank == 1 and what == "slow":
+                time.sleep(6)
+        original(descriptor)
+
+    os.fsync = slow
+    rank.event()
+    warnings.showwarning = lambda message, *_: rank.say("warned", text=str(message))
+    fullshard.save_weights(model, directory, background=True)
+    if what == "destroyed":
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("what", ["ends", "destroyed", "slow", "killed 0", "killed 1"])
+def test_a_process_that_ends_ends_its_save(what: str, tmp_path: Path) -> None:
+    """A job that ends without `wait` has its checkpoint; one of which a rank is killed ends, and has none."""
+    folder = tmp_path / "saved"
+    ended = run_job(ending, 2, limit=60.0, directory=str(folder), what=what)
+    warned = ["\n".join(line["text"] for line in rank.said if line["what"] == "warned") for rank in ended]
+    if not what.startswith("killed"):
+        assert [rank.code for rank in ended] == [0, 0], str(ended)
+        assert [path.name for path in tmp_path.iterdir()] == ["saved"] and "model.safetensors" in contents(folder)
+        assert warned == ["", ""]
+        return
+    killed = int(what[-1])
+    assert ended[killed].code == -signal.SIGKILL and ended[1 - killed].first("done") is not None
+    assert "a save in the background to" in warned[1 - killed]
+    assert not folder.exists()
