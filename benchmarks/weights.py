@@ -34,17 +34,40 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fullshard
 
-DIM = 2048
+DIM, NARROW, WIDE, WORDS = 2048, 512, 5632, 16_384  # of a small Llama
 FILE = "model.safetensors"
 WAYS = ("fullshard", "fullshard, background", "DCP", "first rank")
 
 
-def model_of(library: str, layers: int) -> nn.Module:
-    """On meta, sharded layer by layer."""
+class Block(nn.Module):
+    """The parameters of a decoder block: 44 million."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"q": (DIM, DIM), "k": (NARROW, DIM), "v": (NARROW, DIM), "o": (DIM, DIM)}
+        shapes |= {"gate": (WIDE, DIM), "up": (WIDE, DIM), "down": (DIM, WIDE), "norm": (DIM,), "ffn_norm": (DIM,)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(WORDS, DIM))
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+
+
+def numel_of(layers: int) -> int:
     with torch.device("meta"):
-        model = nn.Sequential(*[nn.Linear(DIM, DIM, bias=False) for _ in range(layers)])
+        return sum(parameter.numel() for parameter in Decoder(layers).parameters())
+
+
+def model_of(library: str, layers: int) -> nn.Module:
+    """On meta, sharded block by block."""
+    with torch.device("meta"):
+        model = Decoder(layers)
     shard: Callable[[nn.Module], object] = fullshard.fully_shard if library.startswith("fullshard") else torch_fully_shard
-    for module in (*model, model):
+    for module in (*model.blocks, model):
         shard(module)
     return model
 
@@ -97,7 +120,7 @@ def measure(what: str, library: str, layers: int, source: Path, target: Path) ->
         model.to_empty(device="cpu")
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.to_local().normal_()  # type: ignore[operator]
+                parameter.data.to_local().normal_()  # type: ignore[operator]
     dist.barrier()
     forget()
     before, begin = resident("VmRSS"), time.perf_counter()
@@ -166,16 +189,17 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of the checkpoint")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--directory", help="where checkpoints are written (default: that of temporary files)")
+    parser.add_argument("--what", nargs="+", default=["load", "save", "stream"], choices=("load", "save", "stream"))
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
-    layers = max(1, round(options.gigabytes * 1e9 / (4 * DIM * DIM)))
+    layers = max(1, round((options.gigabytes * 1e9 / 4 - numel_of(0)) / (numel_of(1) - numel_of(0))))
+    nbytes = 4 * numel_of(layers)
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as base:
         source = Path(base) / "source"
         job(options.ranks, measure, "save", "fullshard", layers, source, source)
-        print(f"checkpoint of {layers * 4 * DIM * DIM / 1e9:.2f} GB, {options.ranks} ranks, each with "
-              f"{layers * 4 * DIM * DIM / options.ranks / 2**20:.0f} MiB")  # fmt: skip
-        for what in ("load", "save"):
+        print(f"checkpoint of {nbytes / 1e9:.2f} GB, {options.ranks} ranks, each with {nbytes / options.ranks / 2**20:.0f} MiB")
+        for what in [one for one in options.what if one != "stream"]:
             ways = [way for way in WAYS if what == "save" or "," not in way]
             found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
             for _ in range(options.repeat):
@@ -193,7 +217,9 @@ def main() -> None:
                 behind = f", {one['whole']:.2f} s until it is written" if "background" in way else ""
                 print(f"{what} {way:21s} {one['seconds']:6.2f} s   {best / one['seconds']:5.2f} times the best of torch   "
                       f"{one['MiB']:6.0f} MiB more{behind}", flush=True)  # fmt: skip
-    for label, count, dim in (("300 small parameters", 300, 64), ("16 large parameters", 16, DIM)):
+    for label, count, dim in (
+        () if "stream" not in options.what else (("300 small parameters", 300, 64), ("16 large parameters", 16, DIM))
+    ):
         streamed = job(4, stream, count, dim, 5 * options.repeat)
         results[f"stream, {label}"] = streamed
         print(f"stream {label}: iter_full {1e3 * streamed['iter_full']:.1f} ms, full_tensor {1e3 * streamed['full_tensor']:.1f} ms "
