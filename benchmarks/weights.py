@@ -3,9 +3,9 @@
     python benchmarks/weights.py [--ranks 2] [--gigabytes 2] [--repeat 3] [--directory /dev/shm]
 
 Load and save, of an ordinary checkpoint in safetensors: torch's distributed checkpoint (its reader and writer of Hugging Face's
-format, with consolidation), and the first rank alone (full state dicts). Each figure is a job of its own, the libraries one
-after the other, over and over: medians of the seconds of the slowest rank, and by how much resident memory grew at most on any
-rank. Streaming: `full_tensor()` of each parameter, on four ranks, both ways in one job. Transfers are gloo's on one machine.
+format, with consolidation), and the first rank alone (full state dicts). Each job does it three times, and jobs of the libraries
+follow each other, over and over: medians of the seconds of the slowest rank, and by how much resident memory grew at most on any
+rank the first time. Only fullshard has the files on the disk when it returns; the others leave them in the page cache. Streaming: `full_tensor()` of each parameter, on four ranks, both ways in one job. Transfers are gloo's on one machine.
 """
 
 from __future__ import annotations
@@ -113,24 +113,33 @@ def forget() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measure(what: str, library: str, layers: int, source: Path, target: Path) -> dict[str, float]:
-    """On this rank: seconds, and the growth of resident memory in MiB."""
-    model = model_of(library, layers)
-    if what == "save":
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.data.to_local().normal_()  # type: ignore[operator]
-    dist.barrier()
-    forget()
-    before, begin = resident("VmRSS"), time.perf_counter()
-    wait = load(library, model, source) if what == "load" else save(library, model, target)
-    seconds = time.perf_counter() - begin
-    if wait is not None:
-        wait()
-    dist.barrier()
-    whole = time.perf_counter() - begin
-    return {"seconds": whole if wait is None else seconds, "whole": whole, "MiB": resident("VmHWM") - before}
+def measure(what: str, library: str, layers: int, source: Path, target: Path, times: int) -> dict[str, float]:
+    """On this rank: median seconds, and the growth of resident memory in MiB the first time."""
+    seconds: list[float] = []
+    whole: list[float] = []
+    grown: list[float] = []
+    for _ in range(times):
+        model = model_of(library, layers)
+        if what == "save":
+            model.to_empty(device="cpu")
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.data.to_local().normal_()  # type: ignore[operator]
+            if dist.get_rank() == 0:
+                shutil.rmtree(target, ignore_errors=True)
+        dist.barrier()
+        forget()
+        before, begin = resident("VmRSS"), time.perf_counter()
+        wait = load(library, model, source) if what == "load" else save(library, model, target)
+        seconds.append(time.perf_counter() - begin)
+        if wait is not None:
+            wait()
+        dist.barrier()
+        whole.append(time.perf_counter() - begin)
+        grown.append(resident("VmHWM") - before)
+        del model
+    settled = whole if "background" not in library else seconds
+    return {"seconds": statistics.median(settled), "whole": statistics.median(whole), "MiB": grown[0]}
 
 
 def stream(count: int, dim: int, repeat: int) -> dict[str, float]:
@@ -197,7 +206,7 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as base:
         source = Path(base) / "source"
-        job(options.ranks, measure, "save", "fullshard", layers, source, source)
+        job(options.ranks, measure, "save", "fullshard", layers, source, source, 1)
         print(f"checkpoint of {nbytes / 1e9:.2f} GB, {options.ranks} ranks, each with {nbytes / options.ranks / 2**20:.0f} MiB")
         for what in [one for one in options.what if one != "stream"]:
             ways = [way for way in WAYS if what == "save" or "," not in way]
@@ -207,7 +216,7 @@ def main() -> None:
                     target = Path(base) / "target"
                     for path in source.iterdir():
                         path.read_bytes()  # in the page cache
-                    found[way].append(job(options.ranks, measure, what, way, layers, source, target))
+                    found[way].append(job(options.ranks, measure, what, way, layers, source, target, 3))
                     shutil.rmtree(target, ignore_errors=True)
             for way, listed in found.items():
                 results[f"{what}, {way}"] = {key: statistics.median(one[key] for one in listed) for key in listed[0]}

@@ -21,7 +21,7 @@ from fullshard.params.shard_values import discard_gradient
 from fullshard.runtime import lint
 from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, unit_of
-from fullshard.runtime.unwritten import Allocation, mark_unwritten, on_meta
+from fullshard.runtime.unwritten import mark_unwritten, on_meta
 from fullshard.schedule.prefetch import Stats
 from fullshard.schedule.residency import ReshardPolicy
 
@@ -594,7 +594,7 @@ def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
         if runtime_of(below).reducer.is_undelivered(below) and below.changes(fn):
             runtime_of(below).requests.check_delivered(below, doing="a change of dtype or device")
     runtime_of(unit).requests.ensure_sharded(unit, doing="moving or casting")
-    fresh = on_meta(unit) if isinstance(fn, Allocation) or _torch.allocates(fn) else None
+    fresh = on_meta(unit) if _torch.allocates(fn) else None
     attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
     ignored = list(lint.ignored_slots(unit))
     yield
@@ -605,7 +605,7 @@ def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
         if (again := held[name]) is not None:
             lint.mark_ignored(again)
     runtime_of(unit).requests.refresh(unit, () if fresh is None else fresh.parameter_ids)
-    if fresh is not None and not isinstance(fn, Allocation):
+    if fresh is not None:
         mark_unwritten(unit, fresh)
 
 

@@ -231,6 +231,15 @@ class Executor:
             for group in unit.groups:
                 group.adopt_values([found[id(parameter)] for parameter in group.parameters])
 
+    def allocate(self, unit: Unit, device: torch.device) -> None:
+        """Give the parameters of a unit that are on meta memory, which the caller writes."""
+        unwritten = {id(parameter) for parameter in unit.parameters if parameter.local.device.type == "meta"}
+        if unwritten:
+            self.invalidate_unsharded(unit)
+            shards = [parameter.local for parameter in unit.parameters]
+            values = [shard if shard.device.type != "meta" else torch.empty_like(shard, device=device) for shard in shards]
+            unit.rebuild_groups(values, unwritten)
+
     # --- the end of a backward, and of a step that came to nothing ---
 
     def end_backward(self) -> None:

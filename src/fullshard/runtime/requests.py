@@ -118,6 +118,11 @@ class Requests:
         """
         self._executor.refresh(unit, unwritten)
 
+    @recovers_first
+    def allocate(self, unit: Unit, device: torch.device) -> None:
+        """Give the parameters of a unit that are on meta memory, which the caller writes."""
+        self._executor.allocate(unit, device)
+
     def log_write(self, log: CollectiveLog, fingerprint: Fingerprint) -> None:
         """Enter in the log that the caller wrote to shards.
 

@@ -6,26 +6,10 @@ import warnings
 import weakref
 
 import torch
-from torch import Tensor
 
 from fullshard.errors import StateError
 from fullshard.params.uninitialized import UninitializedTensors
 from fullshard.runtime.unit import Unit, own_modules
-
-
-class Allocation:
-    """For `_apply`: gives tensors on meta memory without values. The caller writes it all, or marks what is left.
-
-    Args:
-        device: of the memory.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """A tensor with memory."""
-        return torch.empty_like(tensor, device=self._device) if tensor.device.type == "meta" else tensor
 
 
 def on_meta(unit: Unit) -> UninitializedTensors:
@@ -73,4 +57,4 @@ def check_written(unit: Unit) -> None:
     unit.checks.uninitialized = None
 
 
-__all__ = ["Allocation", "check_written", "mark_unwritten", "on_meta"]
+__all__ = ["check_written", "mark_unwritten", "on_meta"]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.params.sharded_param import logical_parameters
 from fullshard.params.uninitialized import UninitializedTensors
 from fullshard.policies import CPUOffloadPolicy
+from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, own_modules
-from fullshard.runtime.unwritten import Allocation, mark_unwritten, on_meta
+from fullshard.runtime.unwritten import mark_unwritten, on_meta
 from fullshard.weights.targets import ModelTensors
 
 
@@ -52,9 +54,27 @@ def allocate(model: nn.Module, tensors: ModelTensors) -> Fresh:
     device = tensors.units[0].axis.device if tensors.units else torch.device("cpu")
     if any(isinstance(unit.options.offload, CPUOffloadPolicy) for unit in tensors.units):
         device = torch.device("cpu")
-    if any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
-        model._apply(Allocation(device))
+    for unit in tensors.units:
+        runtime_of(unit).requests.allocate(unit, device)
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # by what was on meta, which is tied in several places
+    for module in model.modules():
+        slots: tuple[dict[str, Any], ...] = _torch.parameters_of(module), _torch.buffers_of(module)
+        for held in slots:
+            for name, tensor in [(name, one) for name, one in held.items() if one is not None and one.device.type == "meta"]:
+                if id(tensor) not in made:
+                    made[id(tensor)] = tensor, _with_memory(tensor, device)
+                held[name] = made[id(tensor)][1]
     return fresh
+
+
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same plain tensor, as a parameter if it is one."""
+    memory = torch.empty_like(tensor, device=device, requires_grad=False)
+    if not isinstance(tensor, nn.Parameter):
+        return memory
+    parameter = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter
 
 
 def mark_all(unit: Unit) -> None:
