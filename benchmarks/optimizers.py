@@ -1,4 +1,4 @@
-"""Optimizer steps and clipping over 300 sharded parameters, beside plain tensors of the local sizes and torch's FSDP2.
+"""Optimizer steps, clipping and averages over 300 sharded parameters, beside plain tensors of the local sizes and torch's FSDP2.
 
     python benchmarks/optimizers.py
 
@@ -102,7 +102,18 @@ def main() -> None:
     results["clipping"] = medians(
         {name: lambda clip=clips[name], listed=listed: clip(listed, 1.0) for name, listed in parameters.items()}, options.steps
     )
+    ema = fullshard.EMA(models["fullshard"], 0.999)
+    averages = [parameter.detach().clone() for parameter in parameters["plain"]]
+    weights = [parameter.detach() for parameter in parameters["plain"]]
+    results["EMA"] = medians(
+        {"fullshard": ema.update, "plain": lambda: torch._foreach_lerp_(averages, weights, 0.001)}, options.steps
+    )
     for label, found in results.items():
+        if "FSDP2" not in found:
+            print(
+                f"{label:18s} plain {found['plain']:6.2f} ms   fullshard {found['fullshard']:6.2f} ({found['fullshard'] / found['plain']:.2f})"
+            )
+            continue
         ratios = {name: found[name] / found["plain"] for name in ("fullshard", "FSDP2")}
         print(
             f"{label:18s} plain {found['plain']:6.2f} ms   fullshard {found['fullshard']:6.2f} ({ratios['fullshard']:.2f})   "

@@ -33,6 +33,7 @@ def run(script: str, *arguments: str) -> dict[str, dict[str, float]]:
 def main() -> None:
     host, memory, speed, checks = run("host.py"), run("memory.py"), run("train_cpu.py"), run("checks.py")
     scale, steps, startup = run("watch_scale.py"), run("optimizers.py"), run("startup.py")
+    weights = run("weights.py")
     rows: list[tuple[str, float, float, str]] = []
     for label, found in host.items():
         rows.append((f"host time per unit, {label} (us)", found["fullshard"], found["FSDP2"], "0.30"))
@@ -49,7 +50,11 @@ def main() -> None:
     for name, ours, theirs, limit in rows:
         print(f"| {name:44s} | {ours:9.2f} | {theirs:7.2f} | {ours / theirs:5.2f} | {limit:>7s} |")
     for label, found in steps.items():
-        mine, theirs = found["fullshard"] / found["plain"], found["FSDP2"] / found["plain"]
+        mine = found["fullshard"] / found["plain"]
+        if "FSDP2" not in found:
+            print(f"{label} of 300 parameters, of torch._foreach_lerp_ over plain tensors: {mine:.2f} (at most 1.2)")
+            continue
+        theirs = found["FSDP2"] / found["plain"]
         print(
             f"{label} over 300 parameters, of plain tensors: {mine:.2f} (at most {1.3 if label == 'clipping' else 1.2}), FSDP2 {theirs:.2f}"
         )
@@ -70,6 +75,16 @@ def main() -> None:
             f"watch of {int(ranks):,} ranks: at most {found['requests']:,.0f} requests (2,000) and {found['bytes'] / 1e6:.2f} MB (2) per second, "
             f"{found['idle']:.0f} while nobody waits; two ranks that part are named after {found['named']:.1f} s (10)"
         )
+    for what in ("load", "save"):
+        ours, *others = (weights[f"{what}, {way}"] for way in ("fullshard", "DCP", "first rank"))
+        best, least = (min(one[key] for one in others) for key in ("seconds", "MiB"))
+        print(
+            f"{what} a checkpoint: {best / ours['seconds']:.2f} times as fast as the better of DCP and the first rank alone (at least 1.5), "
+            f"{ours['MiB']:.0f} MiB more on a rank, theirs {least:.0f}"
+        )
+    for label in (name for name in weights if name.startswith("stream")):
+        found = weights[label]
+        print(f"{label}: {found['full_tensor'] / found['iter_full']:.1f} times as fast as full_tensor()")
     for label, found in speed.items():
         print(
             f"fullshard of DDP, {label}: {found['fullshard'] / found['DDP']:.2f} (FSDP2 of DDP {found['FSDP2'] / found['DDP']:.2f})"

@@ -44,20 +44,24 @@ def written(world: World, name: str, *files: dict[str, Tensor]) -> Path:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Bytes of each read."""
+    """Bytes of each read of a file at a place."""
     found: list[int] = []
-    read = os.preadv
+    pread, preadv = os.pread, os.preadv
 
-    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
-        count = read(descriptor, buffers, offset)
-        found.append(count)
-        return count
+    def one(descriptor: int, nbytes: int, offset: int) -> bytes:
+        data = pread(descriptor, nbytes, offset)
+        found.append(len(data))
+        return data
 
-    os.preadv = preadv
+    def several(descriptor: int, buffers: Any, offset: int) -> int:
+        found.append(preadv(descriptor, buffers, offset))
+        return found[-1]
+
+    os.pread, os.preadv = one, several
     try:
         yield found
     finally:
-        os.preadv = read
+        os.pread, os.preadv = pread, preadv
 
 
 # --- models ---

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from math import prod
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import CUTS, Net, check, counted, saved, sharded, values, written
+from checkpoints import CUTS, Net, check, counted, saved, sharded, values, write, written
 from harness import World, ranks
+from rotation import share_of
 from torch import nn
 
 import fullshard
@@ -32,10 +34,11 @@ def test_every_rank_reads_its_share_and_has_its_values(world: World, cut: str, m
     model = sharded(world, cut, meta=meta)
     with counted() as reads:
         found = load_weights(model, folder, buffer_bytes=400)
-    assert sum(reads) == found.bytes_read == found.bytes_useful
-    everything = torch.tensor([found.bytes_read])
+    assert found.bytes_read == found.bytes_useful
+    everything = torch.tensor([found.bytes_read, sum(reads)])
     dist.all_reduce(everything)
-    assert everything.item() == nbytes
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert everything.tolist() == [nbytes, size], "the checkpoint and its headers are read once, by all ranks together"
     share, rows = 0.0, 0
     tensors = tensors_of(model)
     for held in tensors.held:
@@ -187,6 +190,77 @@ def test_a_truncated_file_is_told_by_all_before_anything_changed(world: World) -
         load_weights(model, folder / "nowhere.safetensors")
 
 
+LIES = (
+    "truncated",
+    "longer",
+    "overlapping",
+    "gapped",
+    "duplicated",
+    "another shape",
+    "another dtype",
+    "huge",
+    "negative",
+    "no JSON",
+)
+
+
+def lying(draw: Random, kind: str, content: bytes) -> tuple[bytes, str]:
+    """(the content of a file with such a fault, the name of a tensor that the error must have; "" for one of the file alone)."""
+    length = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    names = [name for name in header if name != "__metadata__" and header[name]["data_offsets"][1]]
+    name = draw.choice(names)
+    begin, end = header[name]["data_offsets"]
+    if kind == "truncated":
+        return content[: -draw.randint(1, len(data))], "truncated by"
+    if kind == "longer":
+        return content + bytes(draw.randint(1, 99)), ""
+    if kind == "no JSON":
+        at = draw.randrange(8, 8 + length - 8)
+        return content[:at] + b"\xff" + content[at + 1 :], ""
+    if kind == "duplicated":
+        text = json.dumps(header)[:-1] + f', "{name}": {json.dumps(header[name])}}}'
+        return len(text).to_bytes(8, "little") + text.encode() + data, name
+    entry = dict(header[name])
+    if kind in ("overlapping", "gapped"):
+        by = draw.randint(1, 64) * (-1 if kind == "overlapping" else 1)
+        entry["data_offsets"] = [begin + by, end + by]
+    elif kind == "another shape":
+        entry["shape"] = [*entry["shape"], draw.randint(2, 9)]
+    elif kind == "another dtype":
+        entry["dtype"] = draw.choice(["F64", "F16", "I8", "F31"])
+    elif kind == "huge":
+        entry |= {"shape": [2 ** draw.randint(40, 200)], "data_offsets": [begin, begin + 4 * 2 ** draw.randint(40, 200)]}
+    else:
+        entry["shape"] = [-one for one in entry["shape"]] or [-1]
+    text = json.dumps({**header, name: entry})
+    told = "" if kind in ("overlapping", "gapped", "huge") else name
+    return len(text).to_bytes(8, "little") + text.encode() + data, told
+
+
+@pytest.mark.parametrize("kind", LIES)
+@ranks(2)
+def test_files_that_lie_are_told_on_every_rank_before_the_model_changed(world: World, kind: str) -> None:
+    """Nothing is read beyond the header, and no memory is taken that it asks for."""
+    model = sharded(world, "rows")
+    for seed in range(share_of(48)):
+        folder = written(world, f"lies {kind}", saved())
+        path = folder / "model-0.safetensors"
+        content, told = lying(Random(seed), kind, path.read_bytes())
+        dist.barrier()
+        if world.rank == 0:
+            path.write_bytes(content)
+        dist.barrier()
+        with counted() as reads, pytest.raises(ValueError, match="model-0.safetensors: ") as refused:
+            load_weights(model, folder)
+        text = str(refused.value)
+        assert told in text and ("tensor '" in text or "truncated" in text or kind in ("longer", "no JSON", "duplicated")), text
+        assert sum(reads) <= len(content)
+        texts: list[Any] = [None] * world.size
+        dist.all_gather_object(texts, text)
+        assert len(set(texts)) == 1 and all(p.device.type == "meta" for p in model.parameters())
+
+
 @pytest.mark.parametrize("cut", ["rows", "columns"])
 @ranks(2)
 def test_a_read_that_fails_on_one_rank_raises_on_all_and_the_next_forward_too(world: World, cut: str) -> None:
@@ -212,18 +286,31 @@ def test_a_read_that_fails_on_one_rank_raises_on_all_and_the_next_forward_too(wo
     check(model, values())
 
 
+@pytest.mark.parametrize("kind", ["longer", "another order", "copied"])
 @ranks(2)
-def test_ranks_with_other_files_are_told(world: World) -> None:
+def test_ranks_with_other_files_are_told(world: World, kind: str) -> None:
+    """Each rank has a disk of its own. Files of equal length whose tensors are in another order gave wrong weights in silence."""
     folder = written(world, "others", saved())
     here = world.folder("elsewhere") / f"rank {world.rank}"
     here.mkdir(exist_ok=True)
     content = (folder / "model-0.safetensors").read_bytes()
-    (here / "model-0.safetensors").write_bytes(content if world.rank == 0 else content + b"more")
+    (here / "model-0.safetensors").write_bytes(content + b"more" if kind == "longer" and world.rank else content)
+    if kind == "another order" and world.rank:
+        write(here / "model-0.safetensors", dict(reversed(saved().items())))
+    told = {
+        "longer": r"model-0.safetensors has [\d,]+ bytes on one rank, .* the files differ",
+        "another order": r"model-0.safetensors has other tensors, or the same in another order, .* the files differ",
+    }
     before = os.getcwd()
     os.chdir(here)
     try:
-        with pytest.raises(ValueError, match=r"model-0.safetensors has [\d,]+ bytes on one rank, .* the files differ"):
-            load_weights(sharded(world, "rows"), "model-0.safetensors")
+        model = sharded(world, "rows")
+        if kind == "copied":
+            load_weights(model, "model-0.safetensors")
+            check(model, values())
+        else:
+            with pytest.raises(ValueError, match=told[kind]):
+                load_weights(model, "model-0.safetensors")
     finally:
         os.chdir(before)
 

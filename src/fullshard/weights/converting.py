@@ -16,7 +16,7 @@ from torch import Tensor
 from fullshard.weights.boxes import Box
 from fullshard.weights.commit import Extra, Replacement
 from fullshard.weights.computing import Calculator
-from fullshard.weights.headers import FileTensor, read_checkpoint
+from fullshard.weights.headers import FileTensor, identities, read_checkpoint
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, Piece, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
 from fullshard.weights.reading import Read, Reader, place_in_file
@@ -91,7 +91,7 @@ def convert_weights(
     mapped = map_keys(key_map, state)
     layout, outputs = _outputs(mapped, dtype, max_shard_bytes)
     replacement = Replacement(directory)
-    reader = Reader({header.file: header.file_nbytes for header in headers}, threads=threads)
+    reader = Reader(identities(headers), threads=threads)
     writer = Writer(replacement.path, threads=threads)
     try:
         replacement.prepare(layout)

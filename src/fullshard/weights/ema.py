@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from fullshard import _torch
 from fullshard.errors import StateError
 from fullshard.params.group import ParamGroup
 from fullshard.runtime.runtime import runtime_of
@@ -19,12 +21,12 @@ class _Flat:
     """The averages of one group's flat shard: memory of the same layout."""
 
     def __init__(self, group: ParamGroup, dtype: torch.dtype, device: torch.device | None) -> None:
-        self.group, self.layout = group, group.layout
+        self.group = group
         self.flat = group.shard.detach().to(dtype=dtype, device=device, copy=True)
 
     def views(self) -> Iterator[tuple[Any, Tensor]]:
         """Each parameter, and its average: this rank's part."""
-        for parameter, place in zip(self.group.parameters, self.layout.places):
+        for parameter, place in zip(self.group.parameters, self.group.layout.places):
             local = parameter.local
             yield parameter, self.flat[place.offset :][: local.numel()].view(local.shape)
 
@@ -81,17 +83,30 @@ class EMA:
         empty = [held.names[0] for held in tensors.held if held.local.device.type == "meta"]
         if empty:
             raise ValueError(f"'{empty[0]}' is on meta and has no values: load_weights() or materialize() the model before")
-        self._flats = [
-            self._flat_of(group) for unit in tensors.units for group in unit.groups if group.shard.is_floating_point()
-        ]
-        self._plain = {
-            held.names[0]: held.local.to(dtype=dtype, device=self._device, copy=True)
-            for held in tensors.held
-            if held.parameter is None and held.is_parameter and held.local.is_floating_point()
-        }
+        self._units = tensors.units
+        self._flats = [self._flat_of(group) for group in self._groups()]
+        slots = {id(one): (module, key) for module in model.modules() for key, one in _torch.parameters_of(module).items()}
+        plain = [held for held in tensors.held if isinstance(held.plain, nn.Parameter) and held.local.is_floating_point()]
+        self._plain = {held.names[0]: held.local.to(dtype=dtype, device=self._device, copy=True) for held in plain}
+        self._slots = [(held.names[0], *slots[id(held.plain)]) for held in plain]
 
     def _flat_of(self, group: ParamGroup) -> _Flat:
         return _Flat(group, self._dtype, self._device)
+
+    def _groups(self) -> list[ParamGroup]:
+        return [group for unit in self._units for group in unit.groups if group.shard.is_floating_point()]
+
+    def _settle(self, doing: str) -> None:
+        """Have shards in the modules, and the averages in their layout."""
+        for unit in self._units:
+            requests = runtime_of(unit).requests
+            requests.check_idle(unit, doing=doing)
+            if unit.shows_full or not unit.is_current():
+                requests.ensure_sharded(unit, doing=doing)
+                requests.refresh(unit)
+        groups = self._groups()
+        if len(groups) != len(self._flats) or any(flat.group is not group for flat, group in zip(self._flats, groups)):
+            self._follow(groups)
 
     def _tensors(self, doing: str) -> ModelTensors:
         """The model's, with shards in its modules."""
@@ -101,11 +116,8 @@ class EMA:
             runtime_of(unit).requests.refresh(unit)
         return tensors_of(self._model)
 
-    def _follow(self, tensors: ModelTensors) -> None:
-        """Groups may have been made anew: take the averages along to their layout."""
-        groups = [group for unit in tensors.units for group in unit.groups if group.shard.is_floating_point()]
-        if len(groups) == len(self._flats) and all(f.group is g and f.layout is g.layout for f, g in zip(self._flats, groups)):
-            return
+    def _follow(self, groups: list[ParamGroup]) -> None:
+        """Groups were made anew: take the averages along to their layout."""
         known = {id(parameter): view for flat in self._flats for parameter, view in flat.views()}
         self._flats = [self._flat_of(group) for group in groups]
         for flat in self._flats:
@@ -113,12 +125,18 @@ class EMA:
                 if id(parameter) in known:
                     view.copy_(known[id(parameter)])
 
+    @property
+    def _casts(self) -> bool:
+        """Whether weights are of another dtype or device than their averages."""
+        tensors = [*(flat.group.shard for flat in self._flats), *(getattr(module, key) for _, module, key in self._slots)]
+        return self._device is not None or any(tensor.dtype != self._dtype for tensor in tensors)
+
     @torch.no_grad()
     def update(self) -> None:
         """Average the weights of now into the averages; to be called after each optimizer step.
 
         Raises:
-            StateError: inside a forward or backward.
+            StateError: inside a forward or backward, or if the model was sharded since.
         """
         self.calls += 1
         if self.calls % self.every:
@@ -126,14 +144,21 @@ class EMA:
         decay = self.decay
         if self.warmup is not None:
             decay = min(decay, (1 + self.updates) / (self.warmup + self.updates))
+        self._settle("EMA.update()")
+        plain = [self._plain_now(name, module, key) for name, module, key in self._slots]
         self.updates += 1
-        tensors = self._tensors("EMA.update()")
-        self._follow(tensors)
-        for flat in self._flats:
-            _average(flat.flat, flat.group.shard, 1 - decay)
-        for held in tensors.held:
-            if held.names[0] in self._plain:
-                _average(self._plain[held.names[0]], held.local, 1 - decay)
+        averages = [*(flat.flat for flat in self._flats), *self._plain.values()]
+        weights = [*(flat.group.shard for flat in self._flats), *plain]
+        if self._casts:
+            weights = [weight.to(dtype=self._dtype, device=average.device) for average, weight in zip(averages, weights)]
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1 - decay)
+
+    def _plain_now(self, name: str, module: nn.Module, key: str) -> Tensor:
+        parameter = getattr(module, key)
+        if isinstance(parameter, DTensor):
+            raise StateError(f"'{name}' was sharded after EMA(): make the averages of a model after fully_shard")
+        return parameter.detach()
 
     def values(self) -> dict[str, Tensor]:
         """The averages.
@@ -141,8 +166,8 @@ class EMA:
         Returns:
             By the parameter's first name, this rank's part.
         """
-        tensors = self._tensors("EMA.values()")
-        self._follow(tensors)
+        self._settle("EMA.values()")
+        tensors = tensors_of(self._model)
         views = {id(parameter): view for flat in self._flats for parameter, view in flat.views()}
         found = {held.names[0]: views.get(id(held.parameter)) for held in tensors.held if held.parameter is not None}
         return {**{name: view for name, view in found.items() if view is not None}, **self._plain}
@@ -225,10 +250,6 @@ class EMA:
 
     def _held(self) -> tuple[Held, ...]:
         return tensors_of(self._model).held
-
-
-def _average(average: Tensor, weight: Tensor, part: float) -> None:
-    average.lerp_(weight.to(dtype=average.dtype, device=average.device), part)
 
 
 def _as_dtensor(held: Held, value: Tensor) -> Tensor:

@@ -8,10 +8,11 @@ Source: https://github.com/huggingface/safetensors (format, and the checks of it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,30 @@ class FileTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """By what a rank knows that it opened the file of which the first rank read the header, or a copy of it.
+
+    nbytes: of the file.      digest: of the header, in hexadecimal.
+    """
+
+    nbytes: int
+    modified_ns: int
+    inode: int
+    header_nbytes: int
+    digest: str
+
+    def difference(self, descriptor: int) -> str | None:
+        """How the file behind a descriptor differs; None if it does not. The header of a copy is read for that."""
+        status = os.fstat(descriptor)
+        if status.st_size != self.nbytes:
+            return f"{status.st_size:,} bytes on one rank, {self.nbytes:,} on the first"
+        if (status.st_mtime_ns, status.st_ino) == (self.modified_ns, self.inode):
+            return None
+        same = _digest(os.pread(descriptor, self.header_nbytes, 0)) == self.digest
+        return None if same else "other tensors, or the same in another order, on one rank than on the first"
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """What a file says of itself. nbytes: of the header with its length; tensors: in the order of their data."""
 
@@ -76,6 +101,7 @@ class Header:
     file_nbytes: int
     tensors: tuple[FileTensor, ...]
     metadata: Mapping[str, str]
+    identity: FileIdentity | None = None
 
 
 def read_header(file: str | Path) -> Header:
@@ -90,8 +116,10 @@ def read_header(file: str | Path) -> Header:
     except OSError as failure:
         raise BadFile(f"{path}: {failure.strerror}") from failure
     try:
-        size = os.fstat(descriptor).st_size
-        length = int.from_bytes(_read(descriptor, 8, 0, path, size), "little")
+        status = os.fstat(descriptor)
+        size = status.st_size
+        begin = _read(descriptor, 8, 0, path, size)
+        length = int.from_bytes(begin, "little")
         if length > MOST:
             raise BadFile(
                 f"{path}: its header would have {length:,} bytes, and may have {MOST:,}: this is no file of safetensors"
@@ -101,7 +129,12 @@ def read_header(file: str | Path) -> Header:
         raise BadFile(f"{path}: {failure.strerror}") from failure
     finally:
         os.close(descriptor)
-    return parse_header(path, text, size)
+    identity = FileIdentity(size, status.st_mtime_ns, status.st_ino, 8 + length, _digest(begin + text))
+    return replace(parse_header(path, text, size), identity=identity)
+
+
+def _digest(header: bytes) -> str:
+    return hashlib.sha256(header).hexdigest()
 
 
 def _read(descriptor: int, nbytes: int, offset: int, path: str, size: int) -> bytes:
@@ -224,6 +257,11 @@ def read_checkpoint(source: Any) -> list[Header]:
     return headers
 
 
+def identities(headers: Sequence[Header]) -> dict[str, FileIdentity]:
+    """Of files whose headers were read, by file."""
+    return {header.file: header.identity for header in headers if header.identity is not None}
+
+
 def files_of(source: Any) -> tuple[list[str], dict[str, str] | None]:
     """The files of a checkpoint, and which tensors are where by an index, None if there is none.
 
@@ -271,10 +309,12 @@ __all__ = [
     "NAMES",
     "SINGLE",
     "BadFile",
+    "FileIdentity",
     "FileTensor",
     "Header",
     "files_of",
     "header_bytes",
+    "identities",
     "parse_header",
     "read_checkpoint",
     "read_header",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fullshard.weights.commit import beside
-from fullshard.weights.headers import INDEX, NAMES, BadFile, FileTensor, Header, files_of, read_header
+from fullshard.weights.headers import INDEX, NAMES, BadFile, FileTensor, Header, files_of, identities, read_header
 from fullshard.weights.reading import Read, Reader
 from fullshard.wrap.tables import aligned, bytes_text
 
@@ -114,7 +114,7 @@ def _against_index(source: Any, index: dict[str, str], where: dict[str, str], he
 
 def _values(header: Header, *, threads: int, limit: int) -> list[str]:
     """Tensors with NaN or infinity, and those that cannot be read."""
-    reader = Reader({header.file: header.file_nbytes}, threads=threads)
+    reader = Reader(identities([header]), threads=threads)
     found: list[str] = []
     try:
         for tensor in header.tensors:

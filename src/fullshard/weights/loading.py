@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from fullshard.weights.boxes import Box
 from fullshard.weights.commit import warn_of_leftover
 from fullshard.weights.computing import Calculator
 from fullshard.weights.exchange import Exchange, Receive, Send
-from fullshard.weights.headers import DTYPES, NAMES, FileTensor, read_checkpoint
+from fullshard.weights.headers import DTYPES, NAMES, FileIdentity, FileTensor, identities, read_checkpoint
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys, nearest
 from fullshard.weights.meeting import Meeting
 from fullshard.weights.plan import LoadPlan, Part, Use, plan_load
@@ -113,7 +113,7 @@ def load_weights(
         runtime_of(unit).requests.refresh(unit)
     meeting = Meeting(tensors, "load_weights()")
     meeting.run(join_saves)
-    state, sizes = _state_of(meeting, source)
+    state, files = _state_of(meeting, source)
     match = meeting.run(lambda: _Match(tensors, map_keys(key_map, state), strict=strict))
     limit = max(1, buffer_bytes // 4)
     plan = plan_load(
@@ -126,7 +126,7 @@ def load_weights(
     fresh = allocate(model, tensors)
     tensors = tensors_of(model)  # what was on meta is another tensor now
     local = {held.target.name: held.local for held in tensors.held}
-    load = _Load(meeting, [local[held.target.name] for held, _ in match.found], sizes, threads=threads, limit=limit)
+    load = _Load(meeting, [local[held.target.name] for held, _ in match.found], files, threads=threads, limit=limit)
     try:
         with torch.no_grad():
             load.run(plan)
@@ -163,15 +163,15 @@ def _check(*, strict: object, threads: object, buffer_bytes: object, replicas: o
         raise ValueError(f"replicas must be 'auto' or 'read', got {replicas!r}")
 
 
-def _state_of(meeting: Meeting, source: Any) -> tuple[State, dict[str, int]]:
-    """The tensors of a checkpoint by name, and bytes of its files, as the first rank reads them."""
+def _state_of(meeting: Meeting, source: Any) -> tuple[State, dict[str, FileIdentity]]:
+    """The tensors of a checkpoint by name, and its files, as the first rank reads them."""
 
     def read() -> bytes:
         if meeting.index:
             return b""
         warn_of_leftover(source)
         headers = read_checkpoint(source)
-        files = [[header.file, header.file_nbytes] for header in headers]
+        files = [[file, *astuple(identity)] for file, identity in identities(headers).items()]
         numbers = {header.file: number for number, header in enumerate(headers)}
         told = [
             [t.name, numbers[t.file], NAMES[t.dtype], list(t.shape), t.offset] for header in headers for t in header.tensors
@@ -183,7 +183,7 @@ def _state_of(meeting: Meeting, source: Any) -> tuple[State, dict[str, int]]:
         name: Mapped.of(FileTensor(name, files[number][0], DTYPES[dtype], tuple(shape), offset))
         for name, number, dtype, shape, offset in told
     }
-    return state, dict(files)
+    return state, {file: FileIdentity(*facts) for file, *facts in files}
 
 
 class _Match:
@@ -251,9 +251,11 @@ class _Load:
     is written; in a round, a quarter each is read, was read, is sent, and comes.
     """
 
-    def __init__(self, meeting: Meeting, local: Sequence[Tensor], sizes: dict[str, int], *, threads: int, limit: int) -> None:
+    def __init__(
+        self, meeting: Meeting, local: Sequence[Tensor], files: dict[str, FileIdentity], *, threads: int, limit: int
+    ) -> None:
         self._meeting, self._local, self._limit = meeting, local, limit
-        self.reader = Reader(sizes, threads=threads)
+        self.reader = Reader(files, threads=threads)
         self._calculator = Calculator(self.reader)
         self._exchange = Exchange(meeting)
         self._useful = 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fullshard.weights.headers import BadFile, FileTensor
+from fullshard.weights.headers import BadFile, FileIdentity, FileTensor
 
 LARGEST = 32 << 20  # bytes of one read: as much as keeps several threads busy, and more than a disk needs to be fast
 MOST_VIEWS = 512  # of one read; the limit of Linux is 1024
@@ -38,11 +38,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 class Reader:
     """Reads for one rank. read: bytes so far.
 
-    sizes: bytes of each file, as the first rank saw it.
+    files: each file, as the first rank saw it.
     """
 
-    def __init__(self, sizes: dict[str, int], *, threads: int) -> None:
-        self._sizes, self._pool = sizes, ThreadPoolExecutor(threads, thread_name_prefix="fullshard-read")
+    def __init__(self, files: Mapping[str, FileIdentity], *, threads: int) -> None:
+        self._files, self._pool = files, ThreadPoolExecutor(threads, thread_name_prefix="fullshard-read")
         self._open: dict[str, int] = {}
         self._begun: list[Future[int]] = []
         self.read = 0
@@ -91,9 +91,9 @@ class Reader:
             except OSError as failure:
                 raise BadFile(f"{file}: {failure.strerror}") from failure
             self._open[file] = found
-            size = os.fstat(found).st_size
-            if size != self._sizes[file]:
-                raise BadFile(f"{file} has {size:,} bytes on one rank, {self._sizes[file]:,} on the first: the files differ")
+            difference = self._files[file].difference(found)
+            if difference is not None:
+                raise BadFile(f"{file} has {difference}: the files differ")
         return found
 
     def _tasks(self, reads: Sequence[Read]) -> list[tuple[str, int, list[memoryview]]]:
