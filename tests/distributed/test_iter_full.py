@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import CUTS, Net, saved, sharded, values, written
+from exits import Rank, run_job, soon
 from harness import World, ranks
 from torch import nn
 
@@ -47,12 +48,12 @@ class Deep(nn.Module):
         return x * self.scale + self.ignored.sum()
 
 
-def deep(world: World, **options: Any) -> Any:
+def deep(world: World | Rank, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = Deep()
+    model, mesh = Deep(), world.mesh if isinstance(world, World) else world.mesh()
     for layer in model.layers:
-        fullshard.fully_shard(layer, mesh=world.mesh, **options)
-    return fullshard.fully_shard(model, mesh=world.mesh, ignored_params={model.ignored}, **options)
+        fullshard.fully_shard(layer, mesh=mesh, **options)
+    return fullshard.fully_shard(model, mesh=mesh, ignored_params={model.ignored}, **options)
 
 
 @ranks(2)
@@ -101,6 +102,33 @@ def test_leaving_early_and_going_on(world: World) -> None:
     reference = Deep()
     reference.load_state_dict({name: tensor.clone() for name, tensor in fullshard.iter_full(model)})
     torch.testing.assert_close(out, reference(torch.ones(2, 16)))
+
+
+def leaving(rank: Rank) -> None:
+    rank.begin()
+    model = deep(rank)
+    rank.event()
+    for name, _ in fullshard.iter_full(model, bucket_bytes=1):
+        if rank.rank == 0 and name == "layers.2.weight":
+            break
+    model(torch.ones(2, 16))
+
+
+def test_a_rank_that_leaves_early_alone_is_told_on_both() -> None:
+    """One rank goes on to its forward, the other asks for the next bucket: both raise, and name both."""
+    for rank in run_job(leaving, 2):
+        assert "iter_full()" in rank.raised and "rank 0" in rank.raised and "rank 1" in rank.raised, str(rank)
+        assert rank.seconds < soon(10.0)
+
+
+@ranks(2, 3)
+def test_full_tensors_are_those_of_full_params(world: World) -> None:
+    model = deep(world)
+    streamed = {name: tensor.clone() for name, tensor in fullshard.iter_full(model)}
+    with fullshard.full_params(model):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, streamed[name]), name
+    assert len(streamed) == len(list(model.parameters()))
 
 
 @ranks(2)

@@ -1,4 +1,4 @@
-"""Resident memory of processes that load, save and stream: their shards, the buffer that the caller gives, and five percent."""
+"""Memory of processes that load, save and stream: their shards, the buffer that the caller gives, and five percent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from exits import Rank, run_job
+from harness import World, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fullshard
+from fullshard.foresight.allocations import memory_events, peak_of_new
 
 DIM, LAYERS = 2048, 20
 BUFFER = 32 << 20  # a tenth of the checkpoint
@@ -125,3 +127,31 @@ def test_saving_takes_a_buffer(cut: str, size: int, dtype: str | None) -> None:
 @pytest.mark.parametrize("cut, size", CUTS)
 def test_saving_in_the_background_takes_a_copy_of_the_rows_and_a_buffer(cut: str, size: int) -> None:
     check(run_job(saving, size, limit=120.0, cut=cut, dtype=None, background=True), shards=1)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("cut, dim", [("rows", 512), ("columns", 512), ("rows", 30), ("columns", 30), ("hybrid", 512)])
+@ranks(4)
+def test_streaming_takes_the_buckets_under_way_and_the_largest_tensor(
+    world: World, cut: str, dim: int, ahead: int, dtype: torch.dtype | None
+) -> None:
+    """Every allocation is counted."""
+    model = built(world.size, cut, dim=dim)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    largest = dim * dim * (4 if dtype is None else 2)
+    bucket = 3 * largest
+
+    def stream() -> None:
+        for _, tensor in fullshard.iter_full(model, bucket_bytes=bucket, ahead=ahead, dtype=dtype):
+            assert tensor[0, 0] == 1
+            del tensor  # which the next one would find here still
+
+    stream()
+    peak = peak_of_new(memory_events(stream))
+    padding = 1.1 if dim == 30 else 1.001
+    most = (1 + ahead) * bucket + largest
+    assert peak <= padding * most + 10_000, f"{peak / largest:.2f} of the largest tensor, at most {most / largest:.2f}"

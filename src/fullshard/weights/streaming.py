@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,11 +18,11 @@ from fullshard.collectives.base import StartedWork
 from fullshard.params.extension import travels_alone
 from fullshard.params.group import ParamGroup
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.params.unsharded import copies_out, over
 from fullshard.runtime.communicator import TrackedWork
 from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit
-from fullshard.sharding.layout import DirectRule, plan_layout
+from fullshard.sharding.layout import Extent
+from fullshard.sharding.param_sharding import ParamSharding
 from fullshard.weights.ema import EMA
 from fullshard.weights.holdings import ModelTensor
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, Source, map_keys
@@ -44,7 +45,8 @@ def iter_full(
     """Yield the full tensors of a model one after the other, as an inference engine takes them. Collective.
 
     Tensors are cast before they are sent, and gathered in buckets, one message each; while one bucket is used, the next is
-    under way. Parameters that this rank has whole (ignored, replicated, of a resident unit in this dtype) are not sent.
+    under way: no more memory is taken than 1 + `ahead` buckets and the largest tensor. Parameters that this rank has whole
+    (ignored, replicated, of a resident unit in this dtype) are not sent.
 
     Args:
         model: sharded or not.
@@ -54,8 +56,8 @@ def iter_full(
         key_map: as of `save_weights`, from names of the model to those of the engine; what rules join or compute is a copy.
         to: "all" ranks, the number of one, or a process group: the others take part, and get nothing.
         ahead: how many buckets are gathered beside the one that is used.
-        copy: whether each tensor has memory of its own. Otherwise it is a part of its bucket, is to be used before the next one
-            is asked for, and keeps the bucket's memory as long as it lives.
+        copy: whether each tensor has memory of its own. Otherwise it may be a part of its bucket, is to be used before the next
+            bucket begins, and keeps its memory as long as it lives.
         weights: averages that stand for the model's own.
 
     Returns:
@@ -113,8 +115,7 @@ def _run(buckets: Sequence[_Bucket], *, ahead: int, gets: bool, copy: bool) -> I
             bucket = under_way[0]
             bucket.finish()
             if gets:
-                for name, tensor in bucket.tensors():
-                    yield name, tensor.clone() if copy else tensor
+                yield from bucket.tensors(copy)
             under_way.popleft().retire()
     finally:
         for bucket in under_way:
@@ -182,82 +183,102 @@ def _homes(tensors: ModelTensors) -> dict[int, _Home]:
 
 
 class _Message:
-    """Parameters of one shard axis and dtype, in one gather: large ones straight into their memory, small ones packed."""
+    """Parameters of one shard axis and dtype, in one gather: large ones straight into their memory, the others packed.
+
+    A packed one is put together when it is asked for, so that no two copies of a bucket are there at a time.
+    """
 
     def __init__(self, members: Sequence[Held], home: _Home, dtype: torch.dtype) -> None:
         self._members, self._home, self._dtype = members, home, dtype
-        self._values: dict[str, Tensor] = {}
-        self._after: list[Callable[[], object]] = []
+        self._straight: dict[str, Tensor] = {}
+        self._packed: dict[str, tuple[ParamSharding, int]] = {}  # and where each begins in what one rank sent
+        self._staging = torch.empty(0)  # (ranks, elements)
+        self._made: list[Tensor] = []  # only with `poison`
         self._work: TrackedWork | None = None
 
     def start(self) -> None:
         """Copy and cast the shards, and begin."""
         group, communicator = self._home.group, self._home.unit.runtime.communicator
         least = group.storage.direct.min_chunk
-        straight: list[Held] = []
         packed: list[Held] = []
+        ways: list[tuple[Tensor, Tensor]] = []
         for held in self._members:
             sharding = _parameter(held).sharding
-            chunk = sharding.extent.chunk * prod(sharding.local_shape[1:]) * self._dtype.itemsize
-            (straight if sharding.dim == 0 and chunk and chunk >= least else packed).append(held)
-        ways = [self._straight(held) for held in straight] + ([self._packed(packed)] if packed else [])
+            if sharding.dim == 0 and _chunk_numel(sharding) * self._dtype.itemsize >= least:
+                ways.append(self._gather_straight(held))
+            else:
+                packed.append(held)
+        if packed:
+            ways.append(self._pack(packed))
         outs, shards = [out for out, _ in ways if out.numel()], [shard for out, shard in ways if out.numel()]
         begin = group.collectives.gather.gatherer(outs, shards) if outs else StartedWork
-        self._work = communicator.send(communicator.gather_lane, group.fingerprints, "iter_full()", begin, self._copy_out)
+        self._work = communicator.send(communicator.gather_lane, group.fingerprints, "iter_full()", begin)
 
-    def _straight(self, held: Held) -> tuple[Tensor, Tensor]:
+    def _gather_straight(self, held: Held) -> tuple[Tensor, Tensor]:
         """(what one parameter is gathered into, this rank's chunk of it)."""
         gather = self._home.group.collectives.gather
-        sharding, local = _parameter(held).sharding, held.local
-        size = sharding.extent.chunk * prod(sharding.local_shape[1:])
+        local, size = held.local, _chunk_numel(_parameter(held).sharding)
         out = torch.empty(gather.ranks * size, dtype=self._dtype, device=self._home.group.storage.device)
-        self._values[held.target.name] = out[: prod(held.target.shape)].view(held.target.shape)
+        self._straight[held.target.name] = out[: prod(held.target.shape)].view(held.target.shape)
         if local.dtype == self._dtype and local.device == out.device and local.numel() == size:
             return out, local.view(-1)
         own = out[gather.rank * size :][:size]
         own[: local.numel()].view(local.shape).copy_(local)
         return out, own
 
-    def _packed(self, members: Sequence[Held]) -> tuple[Tensor, Tensor]:
-        """The same of several, in one stretch of memory."""
-        gather, device = self._home.group.collectives.gather, self._home.group.storage.device
-        parameters = [_parameter(held) for held in members]
-        layout = plan_layout(
-            [tuple(p.sharding.local_shape) for p in parameters],
-            [p.sharding.dim for p in parameters],
-            ranks=gather.ranks,
-            itemsize=self._dtype.itemsize,
-            direct=DirectRule(float("inf")),
-        )
-        flat = torch.empty(layout.full_numel, dtype=self._dtype, device=device)
-        size = 0 if layout.packed is None else layout.packed.size
-        staging = torch.empty(gather.ranks * size, dtype=self._dtype, device=device)
-        own = staging[gather.rank * size :][:size]
-        locals_ = [held.local for held in members]
-        views = [own[place.offset :][: local.numel()].view(local.shape) for local, place in zip(locals_, layout.places)]
-        torch._foreach_copy_(views, locals_)
-        for held, place in zip(members, layout.places):
-            self._values[held.target.name] = over(flat, place.full_offset, place.shape)
-        self._after = [*copies_out(layout, flat, staging)]
-        return staging, own
+    def _pack(self, members: Sequence[Held]) -> tuple[Tensor, Tensor]:
+        """The same of several, behind each other."""
+        gather, at = self._home.group.collectives.gather, 0
+        for held in members:
+            sharding = _parameter(held).sharding
+            self._packed[held.target.name] = sharding, at
+            at += -(-_chunk_numel(sharding) // _ALIGNED) * _ALIGNED
+        self._staging = torch.empty(gather.ranks, at, dtype=self._dtype, device=self._home.group.storage.device)
+        own, shards = self._staging[gather.rank], [held.local for held in members]
+        begins = [at for _, at in self._packed.values()]
+        torch._foreach_copy_([own[at:][: shard.numel()].view(shard.shape) for at, shard in zip(begins, shards)], shards)
+        return self._staging.view(-1), own
 
-    def _copy_out(self) -> None:
-        for step in self._after:
-            step()
-
-    def finish(self) -> dict[str, Tensor]:
-        """The full tensors, by name."""
+    def finish(self) -> None:
+        """Wait for it."""
         assert self._work is not None
         self._work.wait()
-        self._after = []
-        return self._values
+
+    def names(self) -> Iterator[str]:
+        """Of its parameters."""
+        yield from (*self._straight, *self._packed)
+
+    def value(self, name: str) -> Tensor:
+        """A full tensor of it."""
+        made = self._straight[name] if name in self._straight else self._unpacked(*self._packed[name])
+        if self._home.group.storage.poison:
+            self._made.append(made)
+        return made
+
+    def _unpacked(self, sharding: ParamSharding, begin: int) -> Tensor:
+        shape, dim, chunk = sharding.local_shape, sharding.dim, sharding.extent.chunk
+        ranks, found = len(self._staging), self._staging[:, begin : begin + _chunk_numel(sharding)]
+        if dim == 0:
+            return found.reshape(-1)[: prod(shape)].view(shape)  # what the last ranks pad is behind it
+        if shape[dim] == ranks * chunk:
+            return found.view(ranks, *shape[:dim], chunk, *shape[dim + 1 :]).movedim(0, dim).reshape(shape)
+        rows = [Extent.cut(shape[dim], ranks=ranks, rank=rank).rows for rank in range(ranks)]
+        parts = [(*shape[:dim], many, *shape[dim + 1 :]) for many in rows]
+        return torch.cat([row[: prod(part)].view(part) for row, part in zip(found, parts)], dim)
 
     def retire(self) -> None:
         """What is left of it shows nothing any more."""
-        if self._home.group.storage.poison:
-            for value in self._values.values():
-                value.fill_(float("nan") if value.is_floating_point() else 1)
-        self._values = {}
+        for value in self._made:
+            value.fill_(float("nan") if value.is_floating_point() else 1)
+        self._made, self._straight, self._packed, self._staging = [], {}, {}, torch.empty(0)
+
+
+_ALIGNED = 64  # elements between which packed parameters begin
+
+
+def _chunk_numel(sharding: ParamSharding) -> int:
+    """Elements that every rank sends of a parameter, padding included."""
+    return sharding.extent.chunk * prod(sharding.local_shape) // max(1, sharding.local_shape[sharding.dim])
 
 
 class _Bucket:
@@ -274,7 +295,7 @@ class _Bucket:
         names = dict.fromkeys(source.name for _, mapped in outputs for source in _sources(mapped))
         self._held = [held[name] for name in names]
         self._messages: list[_Message] = []
-        self._values: dict[str, Tensor] | None = None
+        self._values: dict[str, Callable[[], Tensor]] | None = None
         self._alone: list[Held] = []  # gathered by torch when they are needed
 
     @torch.no_grad()
@@ -303,30 +324,34 @@ class _Bucket:
             return
         self._values = {}
         for message in self._messages:
-            self._values |= message.finish()
+            message.finish()
+            self._values |= {name: partial(message.value, name) for name in message.names()}
         for held in self._alone:
             parameter = _parameter(held)
             setup = self._homes[id(parameter)].unit.setup_collectives("iter_full()")
             sharded: Any = parameter.sharded if held.value is None else parameter.dtensor_like_shard(held.value)
-            self._values[held.target.name] = setup.full(parameter.sharding, sharded).to(self._wanted(held))
+            full = setup.full(parameter.sharding, sharded).to(self._wanted(held))
+            self._values[held.target.name] = partial(_as_is, full)
         for held in self._held:
             if held.target.name not in self._values:
-                self._values[held.target.name] = _whole(held, self._wanted(held))
+                self._values[held.target.name] = partial(_whole, held, self._wanted(held))
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The outputs."""
+    def tensors(self, copy: bool) -> Iterator[tuple[str, Tensor]]:
+        """The outputs; no variable here holds one of them while the next is made."""
         values = self._values
         assert values is not None
         for name, mapped in self._outputs:
-            with torch.no_grad():
-                value = _made(mapped, values, self._dtype)
-            yield name, value
+            yield name, _output(mapped, values, self._dtype, copy)
 
     def retire(self) -> None:
         """It was used."""
         self._values = None
         for message in self._messages:
             message.retire()
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _parameter(held: Held) -> ShardedParameter:
@@ -361,7 +386,13 @@ def _whole(held: Held, dtype: torch.dtype) -> Tensor:
     return held.local.to(dtype).view(held.target.shape) if found is None else found
 
 
-def _made(mapped: Mapped, values: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+@torch.no_grad()
+def _output(mapped: Mapped, values: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype | None, copy: bool) -> Tensor:
+    made = _made(mapped, values, dtype)
+    return made.clone() if copy else made
+
+
+def _made(mapped: Mapped, values: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype | None) -> Tensor:
     """A tensor of the pieces that it has: one as it is, or a copy of several."""
     if len(mapped.pieces) == 1:
         (piece,) = mapped.pieces
@@ -377,11 +408,11 @@ def _made(mapped: Mapped, values: dict[str, Tensor], dtype: torch.dtype | None) 
     return found
 
 
-def _source(source: Source, values: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+def _source(source: Source, values: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype | None) -> Tensor:
     if isinstance(source, Computed):
         value = source.function(*(_made(one, values, dtype) for one in source.inputs))
         return value.to(_wanted(value.dtype, dtype))
-    return values[source.name]
+    return values[source.name]()
 
 
 __all__ = ["iter_full"]
