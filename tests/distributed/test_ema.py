@@ -134,3 +134,13 @@ def test_values_that_cannot_be_are_refused(options: dict[str, Any], told: str) -
         model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="'weight' is on meta and has no values"):
         fullshard.EMA(model, 0.9)
+
+
+@ranks(2)
+def test_a_model_that_is_sharded_after_its_averages_were_made_is_told(world: World) -> None:
+    model = Net()
+    ema = fullshard.EMA(model, 0.9)
+    fullshard.fully_shard(model, mesh=world.mesh)
+    with pytest.raises(fullshard.StateError, match=r"'.*' was sharded after EMA\(\): make the averages of a model after"):
+        ema.update()
+    assert ema.updates == 0

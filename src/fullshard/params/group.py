@@ -121,15 +121,23 @@ class ParamGroup:
     # --- slots: each forward and backward passes here, so these are loops without calls, which do what `ParamSlot` does ---
 
     def is_current(self) -> bool:
-        """Whether every slot holds the sharded parameter over our memory, and trainability has not changed since."""
+        """Whether the parameters are in place, and trainability has not changed since."""
+        if not self.is_in_place():
+            return False
         for parameter in self.parameters:
-            sharded, full = parameter.sharded, parameter.full
+            full = parameter.full
+            if full is not None and full.requires_grad is not parameter.sharded.requires_grad:
+                return False
+        return True
+
+    def is_in_place(self) -> bool:
+        """Whether every slot holds the sharded parameter over our memory."""
+        for parameter in self.parameters:
+            sharded = parameter.sharded
             for slot in parameter.slots:
                 if slot.parameters.get(slot.name) is not sharded:
                     return False
             if _torch.local_tensor(sharded) is not parameter.local:  # type: ignore[arg-type]
-                return False
-            if full is not None and full.requires_grad is not sharded.requires_grad:
                 return False
         return True
 
