@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fullshard.weights.converting import convert_weights
-from fullshard.weights.headers import header_bytes, read_checkpoint
+from fullshard.weights.headers import header_bytes, identities, read_checkpoint
 from fullshard.weights.inspecting import problems
 from fullshard.weights.reading import Read, Reader, bytes_of
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
@@ -40,7 +40,7 @@ def write(file: Path, named: dict[str, Tensor]) -> None:
 def read(folder: Path) -> dict[str, Tensor]:
     found = {}
     for header in read_checkpoint(folder):
-        reader = Reader({header.file: header.file_nbytes}, threads=1)
+        reader = Reader(identities([header]), threads=1)
         for tensor in header.tensors:
             found[tensor.name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             reader.run([Read(header.file, tensor.offset, found[tensor.name])])

@@ -95,12 +95,16 @@ def carried_out(
     times: Counter[str] = Counter()
     rounds = []
 
-    def read(part: Part) -> Tensor:
+    def value_of(part: Part) -> Tensor:
         source = part.source
         if isinstance(source, Computed):
             return source.function(*(put_together(one, tensors) for one in source.inputs))[part.rows.slices()]
-        times[source.name] += part.rows.numel
         return tensors[source.name][part.rows.slices()]
+
+    def read(part: Part) -> Tensor:
+        if not isinstance(part.source, Computed):
+            times[part.source.name] += part.rows.numel
+        return value_of(part)
 
     def deliver(part: Part, use: Use, rank: int, value: Tensor) -> None:
         box = use.in_target(part.rows, rank)
@@ -111,18 +115,16 @@ def carried_out(
 
     for rank in range(cut.world):
         plan = plan_load(targets, rank=rank, ranks=cut.world, limit=limit, exchanges=exchanges)
-        rounds.append(plan.rounds)
+        rounds.append([turn.exchanged for turn in plan.rounds])
         for part in plan.own:
             assert part.reader == rank
             for use in part.uses:
                 deliver(part, use, rank, read(part))
-    assert all(other == rounds[0] for other in rounds)
-    for parts in rounds[0]:
-        for part in parts:
-            value = read(part)
+        for part in (part for turn in plan.rounds for part in turn.parts):
+            value = read(part) if part.reader == rank else value_of(part)
             for use in part.uses:
-                for rank in range(cut.world):
-                    deliver(part, use, rank, value)
+                deliver(part, use, rank, value)
+    assert all(other == rounds[0] for other in rounds)
     for name, one in mapped.items():
         for rank, box in enumerate(cut.holdings(one.shape).boxes):
             expected = torch.zeros(one.shape, dtype=torch.int)
@@ -174,8 +176,8 @@ def test_rows_of_one_rank_are_read_by_it_alone_and_those_of_several_in_equal_par
         plans = [plan_load(targets, rank=rank, ranks=cut.world, limit=10**6) for rank in range(cut.world)]
         assert cut.replicas * cut.tensor_parallel > 1 or not plans[0].rounds
         own = [sum(part.rows.numel for part in plan.own) for plan in plans]
-        for part in (part for parts in plans[0].rounds for part in parts):
-            own[part.reader] += part.rows.numel
+        for rank, plan in enumerate(plans):
+            own[rank] += sum(part.rows.numel for turn in plan.rounds for part in turn.parts if part.reader == rank)
         return [numel // shape[1] for numel in own]
 
     assert read(Cut(4, 0)) == [3, 3, 3, 1]

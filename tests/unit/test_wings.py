@@ -100,7 +100,7 @@ def test_private_names_of_torch_stay_in_one_file(path: Path) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
     }
-    allowed = {"_foreach_norm", "_foreach_mul_", "_foreach_copy_", "_fields", "_apply", "_version"}
+    allowed = {"_foreach_norm", "_foreach_mul_", "_foreach_copy_", "_foreach_lerp_", "_fields", "_apply", "_version"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]

@@ -5,6 +5,7 @@ headers.py    files of safetensors: their headers, and the files of a checkpoint
 rules.py      the rules of key maps, as values
 key_map.py    what rules make of the tensors of a checkpoint
 holdings.py   tensors of a model, and which part of each of them each rank has
+rounds.py     rows that one rank reads or writes for several, in rounds
 plan.py       which rank reads which bytes, and where they go
 targets.py    the tensors of a model, as its modules have them
 meeting.py    what all ranks of a model say to each other in one call

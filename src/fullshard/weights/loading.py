@@ -24,6 +24,7 @@ from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys,
 from fullshard.weights.meeting import Meeting
 from fullshard.weights.plan import LoadPlan, Part, Use, plan_load
 from fullshard.weights.reading import Read, Reader, place_in_file
+from fullshard.weights.rounds import Round
 from fullshard.weights.staging import Stage, batches
 from fullshard.weights.targets import Held, ModelTensors, tensors_of
 
@@ -338,13 +339,13 @@ class _Load:
 
     # --- rows that several need ---
 
-    def _run_rounds(self, rounds: Sequence[tuple[Part, ...]]) -> None:
+    def _run_rounds(self, rounds: Sequence[Round[Part]]) -> None:
         """The rows of a round are exchanged while those of the next one are read."""
         stages = self._two_stages()
         reading: dict[int, Tensor] = {}
         for number in range(len(rounds) + 1):
             read = reading
-            following = rounds[number] if number < len(rounds) else ()
+            following = rounds[number].parts if number < len(rounds) else ()
             reading = self._meeting.run(partial(self._begin_round, following, stages[number % 2]))
             if number:
                 self._run_round(rounds[number - 1], read)
@@ -361,11 +362,11 @@ class _Load:
                 rows[id(part)] = self._calculator.value(part.source)[part.rows.slices()]
         return rows
 
-    def _run_round(self, parts: Sequence[Part], rows: dict[int, Tensor]) -> None:
+    def _run_round(self, turn: Round[Part], rows: dict[int, Tensor]) -> None:
         me = self._meeting.index
         sends: list[Send] = []
         receives: list[Receive] = []
-        for part in parts:
+        for part in turn.parts:
             for use in part.uses:
                 if part.reader == me:
                     for box, ranks in use.needs(part.rows):
@@ -373,9 +374,9 @@ class _Load:
                         sends += [Send(rank, value, use.target.dtype) for rank in ranks if rank != me]
                 elif (view := self._view(part, use)) is not None:
                     receives.append(Receive(part.reader, view))
-        if any(part.is_sent for part in parts):
+        if turn.exchanged:
             self._exchange.run(sends, receives)
-        for part in parts:
+        for part in turn.parts:
             if part.reader == me:
                 for use in part.uses:
                     self._write(part, rows[id(part)], use)

@@ -6,14 +6,16 @@ other dims than 0) are read in equal parts by all of them, and exchanged in roun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.holdings import ModelTensor, same_ranks
 from fullshard.weights.key_map import Computed, Mapped, Piece, Source
+from fullshard.weights.rounds import Round, Span, in_rounds
 from fullshard.weights.staging import padded
 
 
@@ -51,18 +53,13 @@ class Part:
         """Bytes of the rows."""
         return self.rows.numel * self.source.dtype.itemsize
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether another rank than the reader needs some of it."""
-        return any(rank != self.reader for use in self.uses for _, ranks in use.needs(self.rows) for rank in ranks)
-
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is read. own: rows that this rank alone needs.      rounds: of parts that are exchanged, the same on every rank."""
+    """What is read. own: rows that this rank alone needs.      rounds: of parts that are exchanged, as many on every rank."""
 
     own: tuple[Part, ...]
-    rounds: tuple[tuple[Part, ...], ...] = field(default=())
+    rounds: tuple[Round[Part], ...] = ()
 
 
 def plan_load(
@@ -79,30 +76,44 @@ def plan_load(
             sent.
 
     Returns:
-        The plan; its rounds are the same on every rank.
+        The plan of this rank. Tensors that are cut alike, as those of all layers, are looked at once.
     """
     uses: dict[Source, list[Use]] = {}
     for number, (target, mapped) in enumerate(targets):
         for piece in mapped.pieces:
             uses.setdefault(piece.source, []).append(Use(number, target, piece))
     own: list[Part] = []
-    shared: list[Part] = []
+    shared: list[tuple[Span, Callable[[Span], Part]]] = []
+    kinds: dict[object, list[Span]] = {}
     computing = [0] * ranks  # bytes that each computes so far
     for source, found in sorted(uses.items(), key=lambda item: _place(item[0])):
         together = tuple(found)
+        make = partial(_part_of, source, together)
         if isinstance(source, Computed):
             reader = min(range(ranks), key=lambda one: (computing[one], one))
             computing[reader] += source.nbytes
-            shared += _computed(source, together, reader, limit)
+            shared += [(span, make) for span in _computed(source, together, reader, limit)]
             continue
         assert isinstance(source, FileTensor)
         if all(_is_own(use) for use in together):
             own += _own(source, together, rank)
         elif exchanges:
-            shared += _shared(source, together, limit)
+            key = source.shape, source.dtype, *map(_geometry, together)
+            if key not in kinds:
+                kinds[key] = list(_shared(source, together, limit))
+            shared += [(span, make) for span in kinds[key]]
         else:
             own += _alone(source, together, rank)
-    return LoadPlan(tuple(own), tuple(_rounds(shared, ranks, limit)))
+    return LoadPlan(tuple(own), tuple(in_rounds(shared, rank=rank, limit=limit)))
+
+
+def _part_of(source: Source, uses: tuple[Use, ...], span: Span) -> Part:
+    return Part(source, span.rows, span.by, uses)
+
+
+def _geometry(use: Use) -> object:
+    """What says who needs which rows, whatever the names."""
+    return id(use.target.holdings), use.target.dtype, use.piece.at, use.piece.origin, use.piece.dims
 
 
 def _place(source: Source) -> tuple[str, int, str]:
@@ -146,7 +157,7 @@ def _alone(source: FileTensor, uses: tuple[Use, ...], rank: int) -> Iterator[Par
             yield Part(source, _rows_of(use.piece.in_source(box), source.shape), rank, (use,))
 
 
-def _shared(source: FileTensor, uses: tuple[Use, ...], limit: int) -> Iterator[Part]:
+def _shared(source: FileTensor, uses: tuple[Use, ...], limit: int) -> Iterator[Span]:
     """Parts of each stretch of rows that the same ranks need, in equal numbers of rows."""
     needs: list[tuple[int, int, tuple[int, ...]]] = []  # first row, last row, ranks
     largest = 0
@@ -165,46 +176,34 @@ def _shared(source: FileTensor, uses: tuple[Use, ...], limit: int) -> Iterator[P
         for at in range(0, -(-(last - first) // many), step):
             for reader, begin, end in zip(having, bounds, bounds[1:]):
                 if begin + at < end:
-                    yield Part(source, _between(source.shape, begin + at, min(end, begin + at + step)), reader, uses)
+                    yield _span(source, uses, _between(source.shape, begin + at, min(end, begin + at + step)), reader)
 
 
-def _computed(source: Computed, uses: tuple[Use, ...], reader: int, limit: int) -> Iterator[Part]:
+def _computed(source: Computed, uses: tuple[Use, ...], reader: int, limit: int) -> Iterator[Span]:
     length = source.shape[0] if source.shape else 1
     copies = max(len(ranks) for use in uses for ranks in use.target.holdings.distinct.values())  # that the reader sends
     slab = max(1, limit * length // max(1, source.nbytes * copies))
     for begin in range(0, length, slab):
-        yield Part(source, _between(source.shape, begin, min(length, begin + slab)), reader, uses)
+        yield _span(source, uses, _between(source.shape, begin, min(length, begin + slab)), reader)
 
 
 def _between(shape: tuple[int, ...], first: int, last: int) -> Box:
     return Box.whole(shape).rows(first, last) if shape else Box.whole(shape)
 
 
-def _rounds(parts: Sequence[Part], ranks: int, limit: int) -> Iterator[tuple[Part, ...]]:
-    """Parts in order, as many together as leave no rank with more than `limit` bytes to read, to send, or to need."""
-    found: list[Part] = []
-    reading, sending, needing = [0] * ranks, [0] * ranks, [0] * ranks
-    for part in parts:
-        sent = 0
-        needs: dict[int, int] = {}
-        for use in part.uses:
-            for box, some in use.needs(part.rows):
-                nbytes = padded(box.numel * use.target.dtype.itemsize)
-                sent += nbytes * (len(some) - (part.reader in some))
-                for rank in some:
-                    needs[rank] = needs.get(rank, 0) + nbytes
-        most = max(reading[part.reader] + padded(part.nbytes), sending[part.reader] + sent)
-        most = max((most, *(needing[rank] + nbytes for rank, nbytes in needs.items())))
-        if found and most > limit:
-            yield tuple(found)
-            found, reading, sending, needing = [], [0] * ranks, [0] * ranks, [0] * ranks
-        found.append(part)
-        reading[part.reader] += padded(part.nbytes)
-        sending[part.reader] += sent
-        for rank, nbytes in needs.items():
-            needing[rank] += nbytes
-    if found:
-        yield tuple(found)
+def _span(source: Source, uses: tuple[Use, ...], rows: Box, reader: int) -> Span:
+    """What the rows cost: bytes to read, to send, and to get or keep."""
+    loads = {("read", reader): padded(rows.numel * source.dtype.itemsize)}
+    sent = 0
+    for use in uses:
+        for box, ranks in use.needs(rows):
+            nbytes = padded(box.numel * use.target.dtype.itemsize)
+            sent += nbytes * (len(ranks) - (reader in ranks))
+            for rank in ranks:
+                loads["need", rank] = loads.get(("need", rank), 0) + nbytes
+    if sent:
+        loads["send", reader] = sent
+    return Span.of(rows, reader, loads)
 
 
 __all__ = ["LoadPlan", "Part", "Use", "plan_load"]

@@ -6,14 +6,16 @@ Rows of which one rank has all are written by it. The others are written in equa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.holdings import ModelTensor, same_ranks
 from fullshard.weights.key_map import Mapped, Piece
+from fullshard.weights.rounds import Round, Span, in_rounds
 from fullshard.weights.staging import padded
 
 
@@ -41,11 +43,6 @@ class Written:
         """Bytes of them."""
         return self.rows.numel * self.output.dtype.itemsize
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether another rank than the writer supplies some of it."""
-        return any(supply.rank != self.writer for supply in self.supplies())
-
     def supplies(self) -> Iterator[Supply]:
         """Where the elements are: with the writer if it has them, else with one of the ranks that do."""
         for piece in self.mapped.pieces:
@@ -61,10 +58,10 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What is written. own: by this rank, of what it has.      rounds: after an exchange, the same on every rank."""
+    """What is written. own: by this rank, of what it has.      rounds: after an exchange, as many on every rank."""
 
     own: tuple[Written, ...]
-    rounds: tuple[tuple[Written, ...], ...]
+    rounds: tuple[Round[Written], ...]
 
 
 def plan_save(outputs: Sequence[tuple[FileTensor, Mapped]], *, rank: int, ranks: int, limit: int) -> SavePlan:
@@ -77,18 +74,51 @@ def plan_save(outputs: Sequence[tuple[FileTensor, Mapped]], *, rank: int, ranks:
         limit: bytes that one rank writes or sends in a round, at most (but for a single row that has more).
 
     Returns:
-        The plan; its rounds are the same on every rank.
+        The plan of this rank. Outputs that are cut alike, as those of all layers, are looked at once.
     """
     own: list[Written] = []
-    shared: list[Written] = []
+    shared: list[tuple[Span, Callable[[Span], Written]]] = []
+    kinds: dict[object, tuple[list[Span], list[Span]]] = {}
     for output, mapped in outputs:
-        for first, last, having in _stretches(output, mapped):
-            if len(having) == 1:
-                if having[0] == rank:
-                    own.append(Written(output, mapped, _between(output, first, last), rank))
-            else:
-                shared += _parts(output, mapped, first, last, having, limit)
-    return SavePlan(tuple(own), tuple(_rounds(shared, ranks, limit)))
+        key = output.shape, output.dtype, *map(_geometry, mapped.pieces)
+        if key not in kinds:
+            kinds[key] = _alone(output, mapped), list(_together(output, mapped, limit))
+        make = partial(_written, output, mapped)
+        own += [make(span) for span in kinds[key][0] if span.by == rank]
+        shared += [(span, make) for span in kinds[key][1]]
+    return SavePlan(tuple(own), tuple(in_rounds(shared, rank=rank, limit=limit)))
+
+
+def _written(output: FileTensor, mapped: Mapped, span: Span) -> Written:
+    return Written(output, mapped, span.rows, span.by)
+
+
+def _geometry(piece: Piece) -> object:
+    """What says who has which rows, whatever the names."""
+    assert isinstance(piece.source, ModelTensor)
+    return id(piece.source.holdings), piece.at, piece.origin, piece.dims
+
+
+def _alone(output: FileTensor, mapped: Mapped) -> list[Span]:
+    """Rows of which one rank has all."""
+    return [
+        Span.of(_between(output, first, last), having[0], {})
+        for first, last, having in _stretches(output, mapped)
+        if len(having) == 1
+    ]
+
+
+def _together(output: FileTensor, mapped: Mapped, limit: int) -> Iterator[Span]:
+    """Rows of which several ranks have some: bytes that the writer gets or keeps, and that others send."""
+    for first, last, having in _stretches(output, mapped):
+        for part in _parts(output, mapped, first, last, having, limit) if len(having) > 1 else ():
+            sent: dict[int, int] = {}
+            for supply in part.supplies():
+                if supply.rank != part.writer:
+                    nbytes = padded(supply.box.numel * part.output.dtype.itemsize)
+                    sent[supply.rank] = sent.get(supply.rank, 0) + nbytes
+            loads = {("write", part.writer): max(padded(part.nbytes), sum(sent.values()))}
+            yield Span.of(part.rows, part.writer, loads | {("send", rank): nbytes for rank, nbytes in sent.items()})
 
 
 def _stretches(output: FileTensor, mapped: Mapped) -> Iterator[tuple[int, int, tuple[int, ...]]]:
@@ -117,29 +147,6 @@ def _parts(output: FileTensor, mapped: Mapped, first: int, last: int, having: tu
 def _between(output: FileTensor, first: int, last: int) -> Box:
     whole = Box.whole(output.shape)
     return whole.rows(first, last) if output.shape else whole
-
-
-def _rounds(parts: Sequence[Written], ranks: int, limit: int) -> Iterator[tuple[Written, ...]]:
-    """Parts in order, as many together as leave no rank with more than `limit` bytes to write, to send, or to get."""
-    found: list[Written] = []
-    writing, sending = [0] * ranks, [0] * ranks
-    for part in parts:
-        sent: dict[int, int] = {}
-        for supply in part.supplies():
-            if supply.rank != part.writer:
-                nbytes = padded(supply.box.numel * part.output.dtype.itemsize)
-                sent[supply.rank] = sent.get(supply.rank, 0) + nbytes
-        writes = max(padded(part.nbytes), sum(sent.values()))
-        most = max((writing[part.writer] + writes, *(sending[rank] + nbytes for rank, nbytes in sent.items())))
-        if found and most > limit:
-            yield tuple(found)
-            found, writing, sending = [], [0] * ranks, [0] * ranks
-        found.append(part)
-        writing[part.writer] += writes
-        for rank, nbytes in sent.items():
-            sending[rank] += nbytes
-    if found:
-        yield tuple(found)
 
 
 __all__ = ["SavePlan", "Supply", "Written", "plan_save"]

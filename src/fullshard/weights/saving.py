@@ -23,6 +23,7 @@ from fullshard.weights.key_map import Computed, KeyMap, Mapped, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
 from fullshard.weights.meeting import Meeting
 from fullshard.weights.reading import place_in_file
+from fullshard.weights.rounds import Round
 from fullshard.weights.save_plan import SavePlan, Supply, Written, plan_save
 from fullshard.weights.staging import Stage, batches
 from fullshard.weights.targets import ModelTensors, standing_for, tensors_of
@@ -227,8 +228,8 @@ class _Save:
         """Carry out a plan. Collective."""
         self._meeting.run(lambda: self._write_own(plan.own))
         stages = self._two_stages()
-        for number, parts in enumerate(plan.rounds):
-            self._run_round(parts, stages[number % 2])
+        for number, turn in enumerate(plan.rounds):
+            self._run_round(turn, stages[number % 2])
         self._meeting.run(self._end_run)
 
     def _end_run(self) -> None:
@@ -332,13 +333,13 @@ class _Save:
             into = rows[supply.at.relative_to(part.rows).slices()]
             into.copy_(self._value(supply), non_blocking=self._pinned)
 
-    def _run_round(self, parts: Sequence[Written], stage: Stage) -> None:
+    def _run_round(self, turn: Round[Written], stage: Stage) -> None:
         me = self._meeting.index
-        mine = [part for part in parts if part.writer == me]
+        mine = [part for part in turn.parts if part.writer == me]
         rows = {id(part): into for part, into in zip(mine, self._rows(stage, mine))}
         sends: list[Send] = []
         receives: list[Receive] = []
-        for part in parts:
+        for part in turn.parts:
             for supply in part.supplies():
                 if supply.rank == part.writer == me:
                     self._fill(part, rows[id(part)], [supply])
@@ -347,7 +348,7 @@ class _Save:
                     receives.append(Receive(supply.rank, into))
                 elif supply.rank == me:
                     sends.append(Send(part.writer, self._value(supply), part.output.dtype))
-        if any(part.is_sent for part in parts):
+        if turn.exchanged:
             self._exchange.run(sends, receives)
         self._meeting.run(lambda: self._begin([_write(part, rows[id(part)]) for part in mine]))
 
