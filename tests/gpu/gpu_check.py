@@ -27,6 +27,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -1741,6 +1742,54 @@ def side_by_side(world: World, models: Sequence[nn.Module], steps: int = 3) -> f
     return worst
 
 
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def weights_in_and_out(world: World) -> None:
+    """Checkpoints from and to the device's memory while it is behind the host: every wait for a copy counts."""
+    for label, dtype in (("as they are", None), ("cast", torch.bfloat16)):
+        for way in ("at once", "in the background"):
+            with world.report.guarded(f"weights, {label}, {way}"):
+                wrong = round_trip(world, dtype, background=way != "at once")
+                world.report.check(not wrong, f"weights, {label}, {way}", wrong or "load(save(x)), iter_full and EMA are x")
+
+
+def round_trip(world: World, dtype: torch.dtype | None, *, background: bool) -> str:
+    """What is wrong; "" if nothing. The buffer is a hundredth of the weights."""
+    model = ours_on(world)(sequence(partial(Block, 256), 4, world.device))
+    whole = {name: 2 * value.full_tensor() for name, value in model.state_dict().items()}
+    wanted = {name: value if dtype is None else value.to(dtype).float() for name, value in whole.items()}
+    with tempfile.TemporaryDirectory() as base, torch.no_grad():
+        if world.cuda:
+            torch.cuda._sleep(100_000_000)
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        ema = fullshard.EMA(model, 0.5)
+        saved = fullshard.save_weights(model, Path(base) / "saved", dtype=dtype, buffer_bytes=100_000, background=background)
+        for parameter in model.parameters():
+            parameter.zero_()
+        if background:
+            saved.wait()  # type: ignore[union-attr]
+        loaded = ours_on(world)(sequence(partial(Block, 256), 4, torch.device("meta")))
+        if world.cuda:
+            torch.cuda._sleep(100_000_000)
+        fullshard.load_weights(loaded, Path(base) / "saved", strict=False, buffer_bytes=100_000)
+        streamed = {
+            name: tensor.float().clone() for name, tensor in fullshard.iter_full(loaded, dtype=dtype, bucket_bytes=300_000)
+        }
+        with ema.swapped():
+            averages = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    found = {name: value.full_tensor() for name, value in loaded.state_dict().items()}
+    parts = {"load": (found, wanted), "iter_full": (streamed, wanted), "EMA": (averages, whole)}
+    off = [
+        f"{what} of {name}"
+        for what, (mine, right) in parts.items()
+        for name in right
+        if not torch.equal(mine[name], right[name])
+    ]
+    return ", ".join(off[:4])
+
+
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
@@ -1774,6 +1823,7 @@ def jobs() -> list[Job]:
         *special_jobs(),
         Job("compile", "one rank, nccl", compiled),
         Job("fsdp1", "one rank, nccl", beside_fsdp1),
+        Job("weights", "one rank, nccl", weights_in_and_out, limit=60),
         Job("overlap", "mirror of eight", overlap_mirror, "fake", pretend=8, limit=70),
         Job("overlap", "one rank, nccl", overlap_alone, limit=50, cpu="CUDA only"),
         Job("memory", "fake group of 64", memory, "fake", pretend=64, limit=60),
