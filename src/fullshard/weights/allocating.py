@@ -20,7 +20,7 @@ from fullshard.weights.targets import ModelTensors
 
 
 class Fresh:
-    """Tensors that had no memory before, by unit; those of no unit apart."""
+    """Tensors that had no memory before, by unit, and apart those that belong to no unit."""
 
     def __init__(self, model: nn.Module, units: tuple[Unit, ...]) -> None:
         self._by_unit = [(unit, on_meta(unit)) for unit in units]

@@ -21,7 +21,7 @@ class StoreMeeting:
     """The ranks of one save, in threads of their own: `run` as that of `Meeting`.
 
     Every rank counts up a key once a second. The first rank looks whether the others still do, and they look at the first one:
-    a rank that ended is told to all, and nobody waits for it.
+    a rank that ended is told to all, and no rank waits for it.
     """
 
     def __init__(self, name: str, index: int, ranks: int) -> None:
@@ -92,7 +92,7 @@ class StoreMeeting:
         return str(self._store.get(failed).decode()) if self._store.check([failed]) else None
 
     def _beats(self, call: int) -> dict[int, int]:
-        """Those of the ranks that are not here yet: the first one looks at all others, which look at it."""
+        """The beats of the ranks that are not here yet: the first rank looks at all others, which look at it."""
         looked_at = [0] if self._index else range(1, self._ranks)
         absent = [rank for rank in looked_at if not self._store.check([f"{call}/here/{rank}"])]
         return {rank: self._store.add(f"beat/{rank}", 0) for rank in absent}
@@ -163,7 +163,7 @@ class Saving(Generic[T]):
         """Wait for the end.
 
         Returns:
-            What was written.
+            The report of this rank.
 
         Raises:
             RuntimeError: if a rank could not write, or is gone; the directory is as it was. The same on every rank.
@@ -184,7 +184,7 @@ def join_saves() -> None:
     """Wait for what is under way.
 
     Raises:
-        RuntimeError: if it failed, and nobody was told.
+        RuntimeError: if a save failed of which no caller was told.
     """
     while _UNDER_WAY:
         _UNDER_WAY[0].wait()

@@ -48,7 +48,7 @@ class Box:
         return self.moved([-start for start in other.start])
 
     def slices(self) -> tuple[slice, ...]:
-        """What indexes it in a tensor."""
+        """The index of it in a tensor."""
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop))
 
     def rows(self, first: int, last: int) -> Box:

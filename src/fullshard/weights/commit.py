@@ -71,7 +71,7 @@ class Replacement:
                 shutil.copyfile(content, self.path / name)
 
     def _keep(self) -> None:
-        """Take along what the directory has beside weights, and nobody gave anew."""
+        """Take along the files of the directory that are no weights and were not given anew."""
         for entry in sorted(self.directory.iterdir()) if self.directory.is_dir() else ():
             place = self.path / entry.name
             if is_weights(entry.name) or place.exists():

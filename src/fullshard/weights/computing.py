@@ -19,7 +19,7 @@ class Calculator:
         self.useful = 0
 
     def value(self, source: Computed) -> Tensor:
-        """What the function makes of it; kept until another one is asked for.
+        """The result of its function; kept until another one is asked for.
 
         Raises:
             ValueError: if the function fails, or returns another shape or dtype than on meta.

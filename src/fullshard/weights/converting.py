@@ -26,7 +26,7 @@ from fullshard.weights.writing import Write, Writer
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What `convert_weights` did.
+    """The report of `convert_weights`.
 
     Args:
         bytes_read: of tensors; more than the files have where rows of a tensor become columns.
@@ -71,7 +71,7 @@ def convert_weights(
         buffer_bytes: of memory, and the inputs and the output of one `Convert` beside it.
 
     Returns:
-        What was done.
+        The report.
 
     Raises:
         ValueError: for files that are broken, rules that do not fit, or a disk without room; nothing was written then.
@@ -139,7 +139,7 @@ class _Rows:
         return self.rows.numel * self.output.dtype.itemsize
 
     def pieces(self) -> Iterator[tuple[Piece, Box]]:
-        """What they are made of, and where that is in the output."""
+        """Their pieces, and the place of each in the output."""
         for piece in self.mapped.pieces:
             at = piece.at.meet(self.rows)
             if at is not None:

@@ -193,7 +193,7 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Write these to the weights. Returns those that were there."""
+        """Write these to the weights. Returns the values of before."""
         tensors = self._tensors("EMA.swapped()")
         before: dict[str, Tensor] = {}
         for held in tensors.held:

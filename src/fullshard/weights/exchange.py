@@ -43,7 +43,7 @@ class Receive:
 class Exchange:
     """Messages of one meeting. sent: bytes of values so far.
 
-    What one rank sends to another, both name in the same order.
+    Two ranks name the values that they send each other in the same order.
     """
 
     def __init__(self, meeting: Meeting) -> None:

@@ -94,7 +94,10 @@ class FileIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself. nbytes: of the header with its length; tensors: in the order of their data."""
+    """The description that a file gives of itself.
+
+    nbytes: of the header with its length.      tensors: in the order of their data.
+    """
 
     file: str
     nbytes: int

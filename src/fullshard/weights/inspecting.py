@@ -20,7 +20,10 @@ from fullshard.wrap.tables import aligned, bytes_text
 
 
 def shown(source: Any, headers: Sequence[Header], *, every: bool = False) -> str:
-    """What is in a checkpoint, as a table; names that differ by numbers alone are one row, unless `every` one is wanted."""
+    """The tensors and files of a checkpoint, as tables.
+
+    every: whether each tensor is a row; otherwise names that differ by numbers alone are one.
+    """
     rows: dict[tuple[str, str, tuple[int, ...]], list[FileTensor]] = {}
     for tensor in (tensor for header in headers for tensor in header.tensors):
         name = tensor.name if every else re.sub(r"(?<![^.])\d+(?![^.])", "*", tensor.name)
@@ -50,7 +53,7 @@ def _natural(name: str) -> list[Any]:
 
 
 def left_over(source: Any) -> list[str]:
-    """What is there and belongs to no checkpoint: files that no index names, and saves that were not finished."""
+    """Leftovers that belong to no checkpoint: files that no index names, and saves that were not finished."""
     if not isinstance(source, (str, os.PathLike)):
         return []
     path = Path(os.path.abspath(source))
@@ -68,7 +71,7 @@ def left_over(source: Any) -> list[str]:
 def problems(
     source: Any, *, values: bool = True, threads: int = 8, buffer_bytes: int = 256 << 20
 ) -> tuple[list[str], list[Header]]:
-    """What is wrong with a checkpoint, and its headers, as far as they can be read.
+    """The faults of a checkpoint, and its headers, as far as they can be read.
 
     values: whether to read all tensors, too, and look for NaN and infinity.
     """

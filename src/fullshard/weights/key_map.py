@@ -138,7 +138,7 @@ KeyMap = Mapping[str, str] | Callable[[str], str | None] | Rule | Sequence[Rule]
 
 
 def map_keys(key_map: KeyMap, state: State) -> State:
-    """What the rules make of the tensors of a checkpoint.
+    """The tensors that rules make of those of a checkpoint.
 
     Args:
         key_map: of names in the files those in the model: a dict, a function (None leaves a tensor out), or rules that are

@@ -33,10 +33,10 @@ Replicas = Literal["auto", "read"]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `load_weights` did on this rank.
+    """The report of `load_weights` on this rank.
 
     Args:
-        bytes_read: of tensors; those of headers, which the first rank reads, are not counted.
+        bytes_read: of tensors; headers, which the first rank reads, are not counted.
         bytes_useful: of these that some rank needed.
         bytes_exchanged: sent to other ranks.
         seconds: in all.
@@ -76,9 +76,9 @@ def load_weights(
     """Load a checkpoint of safetensors into a model, sharded or not, on meta or not. Collective.
 
     A shard that is cut along dim 0 is one range of bytes of the file: each rank reads its own, by several threads, into the
-    memory of its shard, and nothing is sent. What several ranks need (replicas, tensor parallelism, cuts along other dims) is
-    read once, in equal parts, and exchanged. No rank holds more than its shards and `buffer_bytes`. A save that is under way in
-    the background is waited for.
+    memory of its shard, and nothing is sent. Rows that several ranks need (replicas, tensor parallelism, cuts along other dims)
+    are read once, in equal parts, and exchanged. No rank holds more than its shards and `buffer_bytes`. A save under way
+    in the background is waited for.
 
     Args:
         model: parameters and buffers on meta get memory, on the device of their mesh, or the host's with `CPUOffloadPolicy`.
@@ -92,7 +92,7 @@ def load_weights(
         replicas: "auto" reads once what several ranks need; with "read" each of them reads it, and nothing is sent.
 
     Returns:
-        What was read.
+        The report of this rank.
 
     Raises:
         ValueError: the same on every rank, before the model changed: for files that are broken, truncated or not there, names
@@ -384,7 +384,7 @@ class _Load:
     # --- from rows to shards ---
 
     def _cut(self, part: Part, rows: Tensor, use: Use, box: Box) -> Tensor:
-        """What a box of the target gets of the rows that were read, with the dims of the target; a view."""
+        """The values for a box of the target, of the rows that were read, with the dims of the target; a view."""
         return use.piece.arranged(rows[use.piece.in_source(box).relative_to(part.rows).slices()])
 
     def _view(self, part: Part, use: Use) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What all ranks that hold a model say to each other in one call: failures, headers, and rows that one read for another."""
+"""Messages between all ranks that hold a model, in one call: failures, headers, and rows that one read for another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Meeting:
         return moved.to(tensor.device)
 
     def first(self, text: bytes) -> bytes:
-        """What the first rank has."""
+        """The bytes that the first rank has."""
         return self._from(0, text)
 
     def _from(self, index: int, text: bytes) -> bytes:

@@ -28,12 +28,12 @@ class Use:
     piece: Piece
 
     def needs(self, rows: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """(what some ranks need of these rows of the source, in the target; those ranks)."""
+        """(box of the target that some ranks need of these rows of the source, those ranks)."""
         at = self.piece.from_source(rows)
         return iter(()) if at is None else self.target.holdings.meeting(at)
 
     def in_target(self, rows: Box, rank: int) -> Box | None:
-        """What a rank needs of these rows of the source, in the target; None if nothing."""
+        """The box of the target that a rank needs of these rows of the source; None if there is none."""
         held = self.target.holdings.boxes[rank]
         found = None if held is None else self.piece.from_source(rows)
         return None if held is None or found is None else found.meet(held)
@@ -56,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is read. own: rows that this rank alone needs.      rounds: of parts that are exchanged, as many on every rank."""
+    """The reads of one rank. own: rows that it alone needs.      rounds: of parts that are exchanged, as many on every rank."""
 
     own: tuple[Part, ...]
     rounds: tuple[Round[Part], ...] = ()
@@ -112,7 +112,7 @@ def _part_of(source: Source, uses: tuple[Use, ...], span: Span) -> Part:
 
 
 def _geometry(use: Use) -> object:
-    """What says who needs which rows, whatever the names."""
+    """All that decides which rank needs which rows; names do not."""
     return id(use.target.holdings), use.target.dtype, use.piece.at, use.piece.origin, use.piece.dims
 
 
@@ -168,7 +168,7 @@ def _shared(source: FileTensor, uses: tuple[Use, ...], limit: int) -> Iterator[S
             largest = max(largest, box.numel)
     numel = prod(source.shape)
     row = source.nbytes // max(1, source.shape[0] if source.shape else 1)
-    slab = max(1, limit * numel // max(1, largest * row)) if row else 1  # rows of which nobody needs more than `limit`
+    slab = max(1, limit * numel // max(1, largest * row)) if row else 1  # rows of which no rank needs more than `limit`
     for first, last, having in same_ranks(needs):
         many = len(having)
         bounds = [first + (last - first) * index // many for index in range(many + 1)]
@@ -192,7 +192,7 @@ def _between(shape: tuple[int, ...], first: int, last: int) -> Box:
 
 
 def _span(source: Source, uses: tuple[Use, ...], rows: Box, reader: int) -> Span:
-    """What the rows cost: bytes to read, to send, and to get or keep."""
+    """The cost of rows: bytes to read, to send, and to get or keep."""
     loads = {("read", reader): padded(rows.numel * source.dtype.itemsize)}
     sent = 0
     for use in uses:

@@ -28,13 +28,13 @@ class Span:
 
     @classmethod
     def of(cls, rows: Box, by: int, loads: dict[Load, int]) -> Span:
-        """Those that take part are those with a load."""
+        """The ranks that take part are the ranks with a load."""
         return cls(rows, by, tuple(loads.items()), frozenset(rank for _, rank in loads))
 
 
 @dataclass(frozen=True, slots=True)
 class Round(Generic[P]):
-    """parts: those that this rank takes part in.      exchanged: whether ranks send each other anything."""
+    """parts: with a load for this rank.      exchanged: whether ranks send each other anything."""
 
     parts: tuple[P, ...]
     exchanged: bool

@@ -45,7 +45,7 @@ class Merge:
     r"""Join several tensors to one, behind each other along a dim.
 
     Args:
-        sources: regular expressions of whole names, in order; those whose groups are equal are joined.
+        sources: regular expressions of whole names, in order; tensors whose groups are equal are joined.
         to: the name, with `\1` for the first group.
         dim: along which they lie behind each other.
 
@@ -84,7 +84,8 @@ class Stack:
     r"""Put tensors of equal shapes behind each other along a new first dim, as those of experts.
 
     Args:
-        source: a regular expression of whole names. Those whose `to` is equal are stacked, by the last group that is a number.
+        source: a regular expression of whole names. Tensors whose `to` is equal are stacked, by
+            the last group that is a number.
         to: the name, with `\1` for the first group.
 
     Example:
@@ -141,7 +142,7 @@ class Convert:
     It is computed by one rank, on the CPU, and counted in `Loaded.conversions`.
 
     Args:
-        sources: regular expressions of whole names, in the order of the function's arguments; those whose groups are equal
+        sources: regular expressions of whole names, in the order of the function's arguments; tensors whose groups are equal
             belong together.
         to: the name, with `\1` for the first group.
         function: takes tensors on the CPU and returns one; called with tensors on meta before, to know its shape.

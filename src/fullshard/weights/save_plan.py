@@ -58,7 +58,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What is written. own: by this rank, of what it has.      rounds: after an exchange, as many on every rank."""
+    """The writes of one rank. own: by this rank, of what it has.      rounds: after an exchange, as many on every rank."""
 
     own: tuple[Written, ...]
     rounds: tuple[Round[Written], ...]
@@ -94,7 +94,7 @@ def _written(output: FileTensor, mapped: Mapped, span: Span) -> Written:
 
 
 def _geometry(piece: Piece) -> object:
-    """What says who has which rows, whatever the names."""
+    """All that decides which rank has which rows; names do not."""
     assert isinstance(piece.source, ModelTensor)
     return id(piece.source.holdings), piece.at, piece.origin, piece.dims
 

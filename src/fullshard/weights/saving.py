@@ -32,7 +32,7 @@ from fullshard.weights.writing import Write, Writer
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What `save_weights` did on this rank.
+    """The report of `save_weights` on this rank.
 
     Args:
         bytes_written: by this rank, of tensors.
@@ -100,7 +100,7 @@ def save_weights(
 
     Every rank writes the rows that it has to where they are in the end; rows that several have are shared among them, and
     columns are exchanged before. No rank holds more than `buffer_bytes` beside its shards. All is written beside the directory
-    and exchanged with it in one step at the end: whatever happens, it holds the old checkpoint whole, or the new one.
+    and exchanged with it in one step at the end: in every case it holds the old checkpoint whole, or the new one.
 
     Args:
         model: sharded or not.
@@ -118,8 +118,8 @@ def save_weights(
             the ranks settle through the store of the process group.
 
     Returns:
-        What was written; with `background` a `Saving`, whose `wait()` returns that. The next `save_weights` or `load_weights`
-        waits for it, too, and so does the end of the process.
+        The report of this rank; with `background` a `Saving`, whose `wait()` returns that. The next `save_weights` or
+        `load_weights` waits for it, too, and so does the end of the process.
 
     Raises:
         ValueError: on every rank, before anything is written: if there is no room on the disk, or rules do not fit.
@@ -282,7 +282,7 @@ class _Save:
         return stage.take([(part.rows.shape, part.output.dtype) for part in parts])
 
     def _begin(self, writes: Sequence[Write]) -> None:
-        """Have rows written, while the next ones are filled; those of the time before are written afterwards."""
+        """Have rows written, while the next ones are filled; the rows of the time before are written when it returns."""
         if self._keeps:
             self._kept += writes
         else:
@@ -320,7 +320,7 @@ class _Save:
         return value if straight and value.numel() == part.rows.numel else None
 
     def _value(self, supply: Supply) -> Tensor:
-        """What this rank has, with the dims of the output; a view."""
+        """The values that this rank has, with the dims of the output; a view."""
         source = supply.piece.source
         held = source.holdings.boxes[self._meeting.index]  # type: ignore[union-attr]
         assert held is not None

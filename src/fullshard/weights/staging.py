@@ -33,7 +33,7 @@ class Stage:
         self._copies: torch.Event | None = None
 
     def take(self, tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-        """Memory for tensors of these shapes and dtypes, which those that were taken before lose."""
+        """Memory for tensors of these shapes and dtypes, which the tensors taken before lose."""
         if self._copies is not None:
             self._copies.synchronize()
             self._copies = None

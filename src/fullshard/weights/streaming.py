@@ -140,7 +140,7 @@ def _below(source: Source) -> Iterator[ModelTensor]:
 
 
 def _buckets(state: dict[str, Mapped], limit: int, dtype: torch.dtype | None) -> Iterator[list[tuple[str, Mapped]]]:
-    """Outputs whose tensors of the model have about `limit` bytes; those that share a tensor are together."""
+    """Outputs whose tensors of the model have about `limit` bytes; outputs that share a tensor are together."""
     last: dict[str, int] = {}  # of each tensor of the model, the last output that needs it
     outputs = list(state.items())
     for number, (_, mapped) in enumerate(outputs):
@@ -267,7 +267,7 @@ class _Message:
         return torch.cat([row[: prod(part)].view(part) for row, part in zip(found, parts)], dim)
 
     def retire(self) -> None:
-        """What is left of it shows nothing any more."""
+        """Let its memory go; with `poison`, tensors that a caller kept become NaN."""
         for value in self._made:
             value.fill_(float("nan") if value.is_floating_point() else 1)
         self._made, self._straight, self._packed, self._staging = [], {}, {}, torch.empty(0)
@@ -381,7 +381,7 @@ def _resident(held: Held, dtype: torch.dtype) -> Tensor | None:
 
 
 def _whole(held: Held, dtype: torch.dtype) -> Tensor:
-    """What this rank has whole."""
+    """A tensor that this rank has whole."""
     found = _resident(held, dtype)
     return held.local.to(dtype).view(held.target.shape) if found is None else found
 

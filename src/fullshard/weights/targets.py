@@ -73,7 +73,7 @@ def _with_value(held: Held, value: Tensor) -> Held:
 
 
 def tensors_of(model: nn.Module) -> ModelTensors:
-    """What state dicts of a model have: parameters and persistent buffers, each once with all its names.
+    """The tensors that state dicts of a model have: parameters and persistent buffers, each once with all its names.
 
     Raises:
         StateError: for a DTensor that no unit holds, or units on meshes of which none has all ranks of the others.
@@ -159,7 +159,7 @@ def holdings_of(sharding: ParamSharding, everything: DeviceMesh, ranks: Sequence
 
 
 def _axes_in(mesh: DeviceMesh, everything: DeviceMesh) -> list[int]:
-    """Which axes of the mesh of all ranks those of a smaller one are."""
+    """The axes of a smaller mesh, by their numbers in the mesh of all ranks."""
     if tuple(mesh.mesh.shape) == tuple(everything.mesh.shape):
         return list(range(mesh.ndim))
     names, known = mesh.mesh_dim_names or (), everything.mesh_dim_names or ()
