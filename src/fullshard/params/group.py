@@ -120,24 +120,16 @@ class ParamGroup:
 
     # --- slots: each forward and backward passes here, so these are loops without calls, which do what `ParamSlot` does ---
 
-    def is_current(self) -> bool:
-        """Whether the parameters are in place, and trainability has not changed since."""
-        if not self.is_in_place():
-            return False
+    def is_current(self, *, trainability: bool = True) -> bool:
+        """Whether every slot holds the sharded parameter over our memory and, if asked, trainability has not changed since."""
         for parameter in self.parameters:
-            full = parameter.full
-            if full is not None and full.requires_grad is not parameter.sharded.requires_grad:
-                return False
-        return True
-
-    def is_in_place(self) -> bool:
-        """Whether every slot holds the sharded parameter over our memory."""
-        for parameter in self.parameters:
-            sharded = parameter.sharded
+            sharded, full = parameter.sharded, parameter.full
             for slot in parameter.slots:
                 if slot.parameters.get(slot.name) is not sharded:
                     return False
             if _torch.local_tensor(sharded) is not parameter.local:  # type: ignore[arg-type]
+                return False
+            if trainability and full is not None and full.requires_grad is not sharded.requires_grad:
                 return False
         return True
 

@@ -101,7 +101,7 @@ class EMA:
         for unit in self._units:
             requests = runtime_of(unit).requests
             requests.check_idle(unit, doing=doing)
-            if not all(group.is_in_place() for group in unit.groups):
+            if not all(group.is_current(trainability=False) for group in unit.groups):
                 requests.ensure_sharded(unit, doing=doing)
                 requests.refresh(unit)
         groups = self._groups()
