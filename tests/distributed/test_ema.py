@@ -144,3 +144,13 @@ def test_a_model_that_is_sharded_after_its_averages_were_made_is_told(world: Wor
     with pytest.raises(fullshard.StateError, match=r"'.*' was sharded after EMA\(\): make the averages of a model after"):
         ema.update()
     assert ema.updates == 0
+
+
+@ranks(2)
+def test_parameters_that_move_to_another_unit_after_their_averages_were_made_are_told(world: World) -> None:
+    model = fullshard.fully_shard(Net(), mesh=world.mesh)
+    ema = fullshard.EMA(model, 0.9)
+    fullshard.fully_shard(model.blocks[0], mesh=world.mesh)
+    with pytest.raises(fullshard.StateError, match=r"'.*' moved to another unit after EMA\(\)"):
+        ema.update()
+    assert ema.updates == 0

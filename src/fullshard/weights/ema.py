@@ -119,6 +119,10 @@ class EMA:
     def _follow(self, groups: list[ParamGroup]) -> None:
         """Groups were made anew: take the averages along to their layout."""
         known = {id(parameter): view for flat in self._flats for parameter, view in flat.views()}
+        here = {id(parameter) for group in groups for parameter in group.parameters}
+        gone = [parameter.name for flat in self._flats for parameter in flat.group.parameters if id(parameter) not in here]
+        if gone:
+            raise StateError(f"'{gone[0]}' moved to another unit after EMA(): make the averages of a model after fully_shard")
         self._flats = [self._flat_of(group) for group in groups]
         for flat in self._flats:
             for parameter, view in flat.views():
