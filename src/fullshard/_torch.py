@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from fullshard.errors import warn_once
 
@@ -649,14 +649,20 @@ attention_taken_apart = torch.ops.aten._scaled_dot_product_attention_math
 """Kernels of attention; the first of what each returns is what `scaled_dot_product_attention` returns."""
 
 
-@register_flop_formula(flash_attention_on_cpu)
 def _flops_of_attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
     return sdpa_flop_count(query, key, value)
 
 
-@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def _flops_of_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
     return sdpa_backward_flop_count(grad, query, key, value)
+
+
+for _operation, _formula in (
+    (flash_attention_on_cpu, _flops_of_attention),
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, _flops_of_attention_backward),
+):
+    if _operation not in flop_registry:  # torch 2.15 counts them itself, and refuses a second formula
+        register_flop_formula(_operation)(_formula)
 
 
 unsafe_view = torch.ops.aten._unsafe_view
@@ -882,6 +888,17 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         return dist.get_backend(group)  # a subclass in Python that carries everything itself
 
 
+def is_nccl(name: str) -> bool:
+    """Return True for every implementation of nccl.
+
+    torch 2.15 has several: "nccl", "nccl2", "nccl-legacy", "nccl-lazy", and one of Python.
+
+    >>> [is_nccl(name) for name in ("nccl", "nccl-legacy", "gloo")]
+    [True, True, False]
+    """
+    return name.startswith("nccl")
+
+
 THREADED = "threaded"
 """The backend of torch's tests whose ranks are threads of one process."""
 
@@ -1030,8 +1047,9 @@ class _Naming:
         chosen = getattr(self.of_thread, "name", None)
         return self.given(ranks, use_hashed_name) if chosen is None else dist.distributed_c10d.GroupName(chosen)
 
-    def split_source(self, group: Any) -> Any:
-        return self.given_source(group) if getattr(self.of_thread, "name", None) is None else None
+    def split_source(self, group: Any, *more: Any) -> Any:
+        """`more`: torch 2.15 also passes the backend that is asked for."""
+        return self.given_source(group, *more) if getattr(self.of_thread, "name", None) is None else None
 
 
 _NAMING = _Naming()
@@ -1071,7 +1089,7 @@ def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Call
     name = backend_name(group, device)
     backend = group._get_backend(device) if name != THREADED else None
     supports = getattr(backend, "supports_tensor_alloc", None)
-    if backend is None or supports is None or (name != "nccl" and not supports(device)):
+    if backend is None or supports is None or not (is_nccl(name) or supports(device)):
         raise ValueError(f"the {name} backend allocates no memory for messages: use nccl, or leave this setting off")
     if not supports(device):
         warn_once(f"nccl allocates no memory for messages on {device}, which lacks multicast: ordinary memory is used")

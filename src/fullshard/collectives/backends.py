@@ -10,8 +10,6 @@ from fullshard.collectives.base import Collectives, SingleRank
 from fullshard.collectives.coalesced import CoalescedCollectives
 from fullshard.collectives.gloo import GlooCollectives, MessageTag
 
-_AVERAGES = ("nccl", "fake")  # backends that have ReduceOp.AVG; that of torch's tests has everything
-
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:
     """The collectives on `group` (None: this rank alone), in the form that suits its backend."""
@@ -20,4 +18,5 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: 
     backend = _torch.backend_name(group, device)
     if device.type == "cpu" and backend == "gloo":
         return GlooCollectives(group, tag)
-    return CoalescedCollectives(group, averages=backend in _AVERAGES)
+    # Backends that have ReduceOp.AVG; that of torch's tests has everything.
+    return CoalescedCollectives(group, averages=_torch.is_nccl(backend) or backend == "fake")
