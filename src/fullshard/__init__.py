@@ -39,6 +39,7 @@ from fullshard.frontend.init import materialize
 from fullshard.frontend.local_view import local_view
 from fullshard.frontend.module import (
     FSDPModule,
+    GradientReductionHandle,
     UnshardHandle,
     counting,
     register_fsdp_forward_method,
@@ -72,6 +73,7 @@ __all__ = [
     "DataParallelMeshDims",
     "Explanation",
     "FSDPModule",
+    "GradientReductionHandle",
     "InternalError",
     "Lane",
     "LintWarning",

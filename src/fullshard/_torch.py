@@ -38,8 +38,12 @@ __all__ = [
     "BATCH_NORM",
     "HONOURS_SUBCLASSES",
     "HYBRID_ZERO2",
+    "REDUCES_IN_GRAD_DTYPE",
     "THREADED",
+    "TRACKS_GRAD_DTYPE",
+    "VERSION",
     "DTensorSpec",
+    "GradientReductionHandle",
     "NetworkError",
     "PerRank",
     "ShardedTensor",
@@ -83,6 +87,7 @@ __all__ = [
     "flash_attention_on_cpu",
     "flat_axis",
     "global_rank",
+    "grad_dtype_of",
     "group_name",
     "groups_of",
     "has_backend",
@@ -100,6 +105,7 @@ __all__ = [
     "is_handled",
     "is_in_forward",
     "is_in_graph",
+    "is_nccl",
     "is_non_composable",
     "is_over",
     "is_wrap_policy",
@@ -138,6 +144,7 @@ __all__ = [
     "same_memory",
     "same_storage",
     "scale",
+    "set_grad_dtype",
     "set_gradients",
     "show_collective",
     "spec",
@@ -165,14 +172,37 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 TorchFSDPModule: Any = torch_fsdp.FSDPModule  # only for `isinstance`: its methods are all our own
+GradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)  # likewise, from torch 2.15 on
 _TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
 
 
 # --- DTensor ---------------------------------------------------------------------------------------------------------
 
 
-HONOURS_SUBCLASSES: bool = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+"""Major and minor version of the installed torch."""
+
+HONOURS_SUBCLASSES: bool = VERSION >= (2, 12)
 """Whether the `__torch_dispatch__` of a subclass of DTensor is called; torch 2.11 takes it for DTensor's own."""
+
+REDUCES_IN_GRAD_DTYPE: bool = VERSION >= (2, 15)
+"""Whether `MixedPrecisionPolicy(reduce_dtype=None)` means the dtype of `.grad` to torch, not the compute dtype."""
+
+TRACKS_GRAD_DTYPE: bool = hasattr(Tensor, "_has_grad_dtype_override")
+"""Whether torch tracks if a `grad_dtype` was set; before 2.15 it cannot be told from the dtype of the parameter."""
+
+
+def grad_dtype_of(parameter: Tensor) -> tuple[bool, torch.dtype | None]:
+    """Return whether `parameter.grad_dtype` was set, and to which dtype."""
+    found: torch.dtype | None = parameter.grad_dtype
+    explicit = parameter._has_grad_dtype_override if TRACKS_GRAD_DTYPE else found != parameter.dtype  # type: ignore[attr-defined]
+    return explicit, found if explicit else None
+
+
+def set_grad_dtype(parameter: Tensor, dtype: torch.dtype | None) -> None:
+    """Set the dtype that a `.grad` must have, None for any."""
+    if parameter.grad_dtype != dtype or TRACKS_GRAD_DTYPE:
+        parameter.grad_dtype = dtype
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

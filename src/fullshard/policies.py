@@ -3,71 +3,150 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from fullshard import _torch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
+class GradDtype:
+    """The `Tensor.grad_dtype` of a parameter.
+
+    explicit  dtype       a `.grad` is
+    False     (ignored)   in the dtype of the parameter, whatever that is cast to
+    True      a dtype     in this dtype, also when the parameter is cast
+    True      None        in whatever dtype it was computed and reduced in
+    """
+
+    explicit: bool = False
+    dtype: torch.dtype | None = None
+
+
+UNSET_GRAD_DTYPE = GradDtype()
+"""The `grad_dtype` of a parameter of which nobody set it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The three dtypes of a group: what shards and gradients are stored in, computed in, and reduced in."""
+    """The dtypes of a group: of its shards, of its unsharded parameters, of its reductions, and of its `.grad`s.
+
+    `grad` None: a `.grad` keeps the dtype that it was reduced in.
+    """
 
     storage: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    grad: torch.dtype | None
+
+    @property
+    def casts_gradients(self) -> bool:
+        """Whether gradients are cast between backward and `.grad`, so that autograd need not."""
+        return self.reduce != self.compute or self.grad != self.compute
+
+    @property
+    def reduced(self) -> torch.dtype:
+        """The dtype of reduced gradients."""
+        return self.reduce if self.grad is None else self.grad
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """Which dtypes a unit computes and communicates in. Same fields and meaning as FSDP2's class of this name.
 
-    Gradients always land in the storage dtype. Integer and boolean parameters are never cast.
+    A `.grad` is in the parameter's `grad_dtype`; unset, that is its storage dtype. Integer and boolean parameters are never
+    cast.
 
     Args:
         param_dtype: dtype of the gathered parameters and so of forward and backward; None keeps the storage dtype.
-        reduce_dtype: dtype gradients are reduced (and accumulated without communication) in; None takes the compute dtype.
+        reduce_dtype: dtype gradients are reduced (and accumulated without communication) in. None means what it means to the
+            installed torch: from 2.15 on the dtype of `.grad`, before that the compute dtype. A `grad_dtype` that was set on
+            the parameter goes before the compute dtype.
         output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
         cast_forward_inputs: whether floating-point inputs of the unit's forward are cast to `param_dtype`.
+        param_dtype_override_fn: called once with each parameter, in `fully_shard`. Returns the dtype of the parameter to have
+            it gathered in that, or `param_dtype` or None for no exception. Inputs are cast to `param_dtype` all the same.
 
     Raises:
-        ValueError: for a dtype that is not a floating-point torch.dtype.
+        ValueError: for a dtype that is not a floating-point torch.dtype, or an override that cannot be called.
 
     Example:
         >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).resolve(torch.float32)
-        Dtypes(storage=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
+        Dtypes(storage=torch.float32, compute=torch.bfloat16, reduce=torch.float32, grad=torch.float32)
 
-    Source: Micikevicius et al. 2018 (arXiv 1710.03740); `torch.distributed.fsdp.MixedPrecisionPolicy`.
+    Source: Micikevicius et al. 2018 (arXiv 1710.03740); `torch.distributed.fsdp.MixedPrecisionPolicy` (torch 2.15).
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[torch.nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        override = self.param_dtype_override_fn
+        if override is not None and not callable(override):
+            raise ValueError(f"MixedPrecisionPolicy.param_dtype_override_fn must be callable or None, got {override!r}")
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype or None, got {dtype!r}")
 
-    def resolve(self, storage: torch.dtype) -> Dtypes:
-        """The dtypes of parameters that are stored in `storage`.
+    def resolve(self, storage: torch.dtype, grad_dtype: GradDtype = UNSET_GRAD_DTYPE, *, keeps_dtype: bool = False) -> Dtypes:
+        """Resolve the dtypes of parameters that are stored in `storage`.
 
         Args:
             storage: dtype of the shards.
+            grad_dtype: that of the parameters.
+            keeps_dtype: whether `param_dtype_override_fn` had the parameters gathered in their own dtype.
 
         Returns:
-            Storage, compute and reduce dtype, none of them None.
+            The dtypes; only that of gradients may be None.
         """
         if not storage.is_floating_point:
-            return Dtypes(storage, storage, storage)
-        compute = self.param_dtype or storage
-        return Dtypes(storage, compute, self.reduce_dtype or compute)
+            return Dtypes(storage, storage, storage, storage)
+        compute = storage if keeps_dtype else self.param_dtype or storage
+        grad = grad_dtype.dtype if grad_dtype.explicit else storage
+        reduce = self.reduce_dtype
+        if reduce is None:
+            follows = grad_dtype.explicit or _torch.REDUCES_IN_GRAD_DTYPE
+            reduce = grad if follows and grad is not None else compute
+        return Dtypes(storage, compute, reduce, grad)
+
+    def keeps_dtype_of(self, parameter: torch.nn.Parameter, *, name: str) -> bool:
+        """Ask `param_dtype_override_fn` whether a parameter is gathered in its own dtype.
+
+        Args:
+            parameter: as the caller has it, before it is sharded.
+            name: qualified, for the error.
+
+        Returns:
+            True if the dtype of the parameter goes before `param_dtype`.
+
+        Raises:
+            ValueError: for another dtype.
+        """
+        if self.param_dtype_override_fn is None:
+            return False
+        chosen = self.param_dtype_override_fn(parameter)
+        if chosen not in (None, self.param_dtype, parameter.dtype):
+            raise ValueError(
+                f"param_dtype_override_fn of parameter '{name}': expected None, {self.param_dtype} (param_dtype) or "
+                f"{parameter.dtype} (its own), got {chosen!r}. Other dtypes cannot be gathered in"
+            )
+        return chosen is not None and chosen == parameter.dtype and chosen != self.param_dtype
+
+    def without_override(self) -> MixedPrecisionPolicy:
+        """The policy for parameters that were asked about already."""
+        if self.param_dtype_override_fn is None:
+            return self
+        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, self.output_dtype, self.cast_forward_inputs)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -76,22 +155,47 @@ class MixedPrecisionPolicy:
 
 
 def resolve_mp(policy: Any) -> MixedPrecisionPolicy:
-    """The policy as one of ours; torch's, with the same fields, means the same. Raises ValueError for anything else."""
+    """Return the policy as one of ours; torch's, with the same fields, means the same.
+
+    Raises ValueError for anything else, and for a field of torch's that is set and unknown here.
+    """
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
-    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if isinstance(policy, type) or not all(hasattr(policy, name) for name in names) or not _is_of_torch(policy):
+    if not _is_of_torch(policy) or type(policy).__name__ != "MixedPrecisionPolicy":
         raise ValueError(f"mp_policy must be a MixedPrecisionPolicy, got {type(policy).__name__}")
-    return MixedPrecisionPolicy(*(getattr(policy, name) for name in names))
+    return MixedPrecisionPolicy(**_fields_of(policy, MixedPrecisionPolicy))
 
 
 def resolve_offload(policy: Any) -> OffloadPolicy:
-    """The policy as one of ours, as `resolve_mp`, for where shards are stored."""
+    """Return the policy as one of ours, as `resolve_mp`, for where shards are stored."""
     if isinstance(policy, OffloadPolicy):
         return policy
-    if not _is_of_torch(policy) or type(policy).__name__ not in ("OffloadPolicy", "CPUOffloadPolicy"):
+    kinds = {"OffloadPolicy": OffloadPolicy, "CPUOffloadPolicy": CPUOffloadPolicy}
+    if not _is_of_torch(policy) or type(policy).__name__ not in kinds:
         raise ValueError(f"offload_policy must be an OffloadPolicy, got {type(policy).__name__}")
-    return CPUOffloadPolicy(policy.pin_memory) if type(policy).__name__ == "CPUOffloadPolicy" else OffloadPolicy()
+    kind = kinds[type(policy).__name__]
+    return kind(**_fields_of(policy, kind))
+
+
+def _fields_of(policy: Any, kind: type[Any]) -> dict[str, Any]:
+    """Return the values of torch's policy for the fields of our class `kind`.
+
+    Raises ValueError for a further field that is not at its default: a newer torch has options that nobody here honours.
+    """
+    known = {one.name for one in fields(kind)}
+    values: dict[str, Any] = {}
+    for one in fields(policy):
+        value = getattr(policy, one.name)
+        if one.name in known:
+            values[one.name] = value
+            continue
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        if value is not default and value != default:
+            raise ValueError(
+                f"torch's {type(policy).__name__} has {one.name}={value!r}, which fullshard does not know: expected its "
+                f"default, {default!r}. Leave it out, or use a fullshard that knows it"
+            )
+    return values
 
 
 def _is_of_torch(value: Any) -> bool:

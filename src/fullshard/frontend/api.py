@@ -170,7 +170,9 @@ def _shard_at_once(
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
     _move(refs, found.managed, home, axis.device)
     with torch.no_grad():
-        new = [ShardedParameter(ref, how) for ref, how in zip(refs, found.shardings)]
+        new = [
+            ShardedParameter(ref, how, keeps_dtype=keeps) for ref, how, keeps in zip(refs, found.shardings, found.keep_dtype)
+        ]
         taken, merged = found.ties.take(plain_class)
         unit = make_unit(roots_of([*merged, *modules]), [*taken, *new], axis, options)
         for parameter, ref in zip(new, refs):
@@ -193,6 +195,7 @@ class _ResolvedArguments:
     axis: ShardAxis
     options: UnitOptions
     placement_fn: PlacementFn | None
+    mp_policy: MixedPrecisionPolicy  # with the function that is asked about each parameter, which the unit does not keep
 
     @classmethod
     def of(
@@ -226,14 +229,14 @@ class _ResolvedArguments:
         options = UnitOptions(
             reshard_policy=keep,
             subgroup_size=retain,
-            mp=mp_policy,
+            mp=mp_policy.without_override(),
             offload=offload_policy,
             comm=comm_policy,
             checks=check_policy,
             sync=sync,
             buffers=buffers,
         )
-        return cls(axis, options, shard_placement_fn)
+        return cls(axis, options, shard_placement_fn, mp_policy)
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,7 @@ class _Inspection:
     ties: Ties
     refs: list[ParamRef]
     shardings: list[ParamSharding]
+    keep_dtype: list[bool]  # of each parameter: whether it is gathered in its own dtype whatever the policy
 
 
 def _inspect(
@@ -260,7 +264,8 @@ def _inspect(
     _check_parameters(refs, axis)
     _check_buffers(managed, axis)
     Runtime.of(axis.device, options.comm).communicator.collectives.of_axis(axis, options)
-    return _Inspection(managed, ties, refs, [_cut(ref, axis, shaped.placement_fn) for ref in refs])
+    keep_dtype = [shaped.mp_policy.keeps_dtype_of(ref.parameter, name=ref.name) for ref in refs]
+    return _Inspection(managed, ties, refs, [_cut(ref, axis, shaped.placement_fn) for ref in refs], keep_dtype)
 
 
 class PreparedShard:
@@ -299,7 +304,12 @@ def _setup(modules: list[nn.Module], shaped: _ResolvedArguments) -> SetupCollect
 
 def _synchronise(found: _Inspection, setup: SetupCollectives, how: str) -> None:
     """Raises ValueError on every rank if the ranks hold different parameters or values, or have all hold those of the first."""
-    wrong = check_structure([(f"'{ref.name}'", ref.parameter) for ref in found.refs], setup)
+    named: list[tuple[str, torch.Tensor]] = []
+    for ref, keeps in zip(found.refs, found.keep_dtype):
+        explicit, grad_dtype = _torch.grad_dtype_of(ref.parameter)
+        name = f"'{ref.name}'{' not cast' if keeps else ''}{f' with grad_dtype {grad_dtype}' if explicit else ''}"
+        named.append((name, ref.parameter))
+    wrong = check_structure(named, setup)
     if wrong is not None:
         raise ValueError(f"the ranks call fully_shard for different parameters. {wrong}. Build the same model on all ranks")
     if how == "off" or not (found.refs or found.managed.buffers):

@@ -17,6 +17,7 @@ from fullshard.frontend import hooks
 from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.params.shard_values import clone_shard, unshard_permanently
 from fullshard.params.sharded_param import ShardedParameter, is_ours
+from fullshard.policies import GradDtype
 from fullshard.runtime import lint
 from fullshard.runtime.options import UnitOptions
 from fullshard.runtime.runtime import make_unit, runtime_of
@@ -68,6 +69,8 @@ class ParameterSnapshot:
     cut: ParamSharding
     shard: nn.Parameter
     attributes: dict[str, Any]
+    keeps_dtype: bool
+    grad_dtype: GradDtype
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
                 parameter.sharding,
                 memo[id(parameter.sharded)],
                 {key: copy.deepcopy(v, memo) for key, v in vars(parameter.sharded).items() if not is_ours(key)},
+                parameter.keeps_dtype,
+                parameter.grad_dtype,
             )
             for parameter in unit.parameters
         ]
@@ -144,7 +149,13 @@ def put_together(parts: ShardedSnapshot, dress: Dress) -> nn.Module:
         with torch.no_grad():
             for snapshot in part.parameters:
                 ref = ParamRef(snapshot.name, snapshot.shard, [Slot(module, name) for module, name in snapshot.slots])
-                parameter = ShardedParameter(ref, snapshot.cut, sharded=snapshot.shard)
+                parameter = ShardedParameter(
+                    ref,
+                    snapshot.cut,
+                    snapshot.shard,
+                    keeps_dtype=snapshot.keeps_dtype,
+                    grad_dtype=snapshot.grad_dtype,
+                )
                 parameter.sharded.__dict__.update(snapshot.attributes)
                 rebuilt.append(parameter)
             unit = make_unit(part.modules, rebuilt, part.axis, part.options, global_id=part.global_id)

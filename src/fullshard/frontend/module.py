@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.collectives.custom import AllGather, ReduceScatter
@@ -18,8 +19,10 @@ from fullshard.errors import StateError, warn_once
 from fullshard.frontend import class_swap, forward_methods
 from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.params.shard_values import discard_gradient
+from fullshard.params.sharded_param import ShardedParameter
 from fullshard.runtime import lint
-from fullshard.runtime.runtime import runtime_of
+from fullshard.runtime.finalization import PendingReduction
+from fullshard.runtime.runtime import Runtime, runtime_of
 from fullshard.runtime.unit import Unit, unit_of
 from fullshard.runtime.unwritten import mark_unwritten, on_meta
 from fullshard.schedule.prefetch import Stats
@@ -49,6 +52,29 @@ class UnshardHandle:
         if self._unit is not None:
             runtime_of(self._unit).requests.ensure_gathered(self._unit)
             self._unit = None
+
+
+class GradientReductionHandle(_torch.GradientReductionHandle):  # type: ignore[misc]
+    """Gradients that are reduced, as `FSDPModule.finalize_backward(async_op=True)` returns it; `wait()` sets `.grad`.
+
+    Args:
+        pending: the reductions under way. A bare handle waits for nothing.
+
+    Source: `torch.distributed.fsdp.GradientReductionHandle` (torch 2.15), whose subclass it is where that exists.
+    """
+
+    def __init__(self, pending: PendingReduction | None = None) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Order the current stream behind the reductions and set `.grad`. Sends nothing. Later calls do nothing.
+
+        Raises:
+            StateError: if `zero_grad()` or `reset_iter_state()` dropped the reductions, or the ranks diverged.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            runtime_of(pending.units[0]).finalization.finish(pending)
 
 
 _SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -180,6 +206,77 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         last = _flag("is_last_backward", is_last_backward)
         for unit in units_of(self, True):
             unit.configure(last_backward=last)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Have `finalize_backward()` end the backwards of the units at and below, instead of autograd.
+
+        Backwards then reduce gradients, or keep them without gradient sync, and set no `.grad`. The mode goes before
+        `set_is_last_backward`. It suits schedules in which reducing is a step of its own, as pipelines have it.
+
+        Args:
+            enabled: False lets autograd's backward end the step again.
+
+        Raises:
+            ValueError: if it is neither True nor False.
+            StateError: inside a backward, or while there are gradients that no parameter has yet, if the mode changes.
+
+        Example:
+            >>> model.set_manual_backward_finalization(True)                                      # doctest: +SKIP
+            >>> model.set_requires_gradient_sync(False)                                           # doctest: +SKIP
+            >>> for batch in batches:                                                             # doctest: +SKIP
+            ...     model(batch).mean().backward()
+            >>> model.set_requires_gradient_sync(True)                                            # doctest: +SKIP
+            >>> model.finalize_backward()                                                         # doctest: +SKIP
+        """
+        manual = _flag("enabled", enabled)
+        for runtime, units in _units_by_runtime(self):
+            runtime.finalization.set_manual(units, manual)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards since the last call: reduce what none of them reduced, and set `.grad`. Collective.
+
+        Every trainable parameter of a unit with gradient sync is in one reduction, with zeros on a rank that has no gradient.
+        Full parameters are freed as `set_reshard_after_backward` says now. Before the first forward it does nothing.
+
+        Args:
+            async_op: whether to start the reductions only.
+
+        Returns:
+            With `async_op=True` the handle whose `wait()` sets `.grad`, else None. Until then the units run no forward.
+
+        Raises:
+            ValueError: if `async_op` is neither True nor False.
+            StateError: without `set_manual_backward_finalization(True)`, inside a forward or backward, before the `wait()` of
+                the last call, while sums over replicas are put off, or if the ranks diverged.
+        """
+        pending: list[PendingReduction] = []
+        start_only = _flag("async_op", async_op)
+        for runtime, units in _units_by_runtime(self):
+            if any(unit.record.last is not None for unit in units):
+                pending.append(runtime.finalization.start(units))
+        handle = _CombinedHandle(pending) if len(pending) > 1 else GradientReductionHandle(*pending)
+        if start_only:
+            return handle
+        handle.wait()
+        return None
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of full parameters and messages where it is, so that addresses are the same in every step.
+
+        `reshard()` then gives no memory back: it costs that of all full parameters, and the largest message of a reduction
+        once more. Parameters are gathered as often as before. From the third step on no address changes, but for memory of
+        the caller's own collectives and tensor subclasses. Reductions run one at a time.
+
+        Args:
+            keep: False gives memory back at the next reshard.
+            recurse: whether the units below are meant as well.
+
+        Raises:
+            ValueError: if an argument is neither True nor False.
+        """
+        kept = _flag("keep", keep)
+        for unit in units_of(self, _flag("recurse", recurse)):
+            unit.keep_memory(kept)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether backward reduces gradients.
@@ -559,6 +656,27 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return f"{own}, {said}" if own else said
 
 
+class _CombinedHandle(GradientReductionHandle):
+    """The reductions of a model whose units are on several devices or lanes of their own."""
+
+    def __init__(self, pending: Sequence[PendingReduction]) -> None:
+        self._parts = [GradientReductionHandle(one) for one in pending]
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+
+def _units_by_runtime(module: Any) -> Iterator[tuple[Runtime, list[Unit]]]:
+    """The units at and below `module`, by what runs them: one runtime, unless a policy brings lanes of its own."""
+    any_unit(module)
+    found: dict[int, list[Unit]] = {}
+    for unit in units_of(module, True):
+        found.setdefault(id(unit.runtime), []).append(unit)
+    for units in found.values():
+        yield runtime_of(units[0]), units
+
+
 def _beyond(module: FSDPModule) -> Any:
     """The class a sharded module had before; torch's FSDPModule, which comes first, is there for `isinstance` alone."""
     return super(_torch.TorchFSDPModule, module)
@@ -597,6 +715,7 @@ def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     fresh = on_meta(unit) if _torch.allocates(fn) else None
     attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
     ignored = list(lint.ignored_slots(unit))
+    gradients = _taken_gradients(unit)
     yield
     for parameter, had in zip(unit.parameters, attributes):  # torch swaps the insides of a DTensor, attributes included
         for key, value in had.items():
@@ -605,8 +724,26 @@ def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
         if (again := held[name]) is not None:
             lint.mark_ignored(again)
     runtime_of(unit).requests.refresh(unit, () if fresh is None else fresh.parameter_ids)
+    for parameter, gradient in gradients:
+        local = _torch.local_tensor(gradient).to(parameter.local.device)
+        _torch.set_grad_dtype(parameter.sharded, parameter.grad_dtype.dtype)
+        parameter.sharded.grad = parameter.dtensor_like_shard(local)
     if fresh is not None:
         mark_unwritten(unit, fresh)
+
+
+def _taken_gradients(unit: Unit) -> list[tuple[ShardedParameter, Any]]:
+    """Take the gradients away that have a dtype of their own: a cast of the module would cast them, too."""
+    taken: list[tuple[ShardedParameter, Any]] = []
+    for parameter in unit.parameters:
+        if parameter.has_new_grad_dtype(parameter.sharded):
+            parameter.adopt_grad_dtype(parameter.sharded)
+            unit.checks.gathers = True
+        gradient = parameter.sharded.grad
+        if parameter.grad_dtype.explicit and isinstance(gradient, DTensor):
+            taken.append((parameter, gradient))
+            parameter.sharded.grad = None
+    return taken
 
 
 def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
@@ -835,6 +972,7 @@ def any_unit(module: nn.Module) -> Unit:
 
 __all__ = [
     "FSDPModule",
+    "GradientReductionHandle",
     "UnshardHandle",
     "accumulate",
     "any_unit",

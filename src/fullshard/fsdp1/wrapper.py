@@ -1011,7 +1011,8 @@ def _options(given: FSDP1Arguments) -> dict[str, Any]:
 
 
 def _precision(mixed: MixedPrecision) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
+    # FSDP1 reduces in the dtype that it computes in, also where FSDP2 reduces in that of the gradients (torch 2.15).
+    return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype or mixed.param_dtype, cast_forward_inputs=False)
 
 
 def _has_no_forward(module: nn.Module) -> bool:

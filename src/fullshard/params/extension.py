@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -16,9 +16,11 @@ from fullshard.collectives.base import Collectives
 from fullshard.errors import StateError
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.params.unsharded import Gather, Storage, over
+from fullshard.policies import Dtypes
 from fullshard.sharding.param_sharding import ParamSharding
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def extends(tensor: Tensor) -> bool:
@@ -89,6 +91,23 @@ def _take_attributes(source: Tensor, target: Tensor) -> None:
             setattr(target, key, MethodType(kept.__func__, target) if bound else kept)
 
 
+def _asks_for_release(parameter: ShardedParameter) -> bool:
+    """Return True if the full parameter does not lie in the all-gather outputs, which are to be freed behind it.
+
+    Raises StateError, naming the parameter, for an answer that is neither True nor False.
+    """
+    ask: Callable[[], Any] | None = getattr(parameter.local, _RELEASE, None)
+    if ask is None:
+        return False
+    answer = ask()
+    if not isinstance(answer, bool):
+        raise StateError(
+            f"{_RELEASE} of parameter '{parameter.name}' of unit '{parameter.unit_name.name}': expected True or False, got "
+            f"{answer!r}"
+        )
+    return answer
+
+
 @dataclass(frozen=True, slots=True)
 class _Inputs:
     """The tensors that are gathered of a shard, and what fsdp_pre_all_gather said beside them."""
@@ -106,10 +125,12 @@ class ExtensionBuffer:
     `free`. A shard with fewer rows than others is padded before it is asked.
     """
 
-    def __init__(self, parameter: ShardedParameter, collectives: Collectives, dtype: torch.dtype, storage: Storage) -> None:
-        """`dtype`: that is computed in."""
-        self._parameter, self._collectives, self._dtype, self._storage = parameter, collectives, dtype, storage
+    def __init__(self, parameter: ShardedParameter, collectives: Collectives, dtypes: Dtypes, storage: Storage) -> None:
+        self._parameter, self._collectives, self._storage = parameter, collectives, storage
+        self._dtypes, self._dtype = dtypes, dtypes.compute
+        self._releases_outs = _asks_for_release(parameter)
         self.versions: list[int] = []
+        self.keep = False  # whether memory stays where it is when it is freed
         self._full: Tensor | None = None  # made by the first fsdp_post_all_gather, padding rows included
         self._padded: Tensor | None = None
         self._inputs: _Inputs | None = None  # gathered, and not yet handed to fsdp_post_all_gather
@@ -157,13 +178,19 @@ class ExtensionBuffer:
                 outs = {out.untyped_storage().data_ptr() for out in self._outs}
                 self._inner = [(t, t.untyped_storage().size()) for t in inner if t.untyped_storage().data_ptr() not in outs]
                 even = self._full.shape[0] == rows
-                self._parameter.make_unsharded(self._full if even else self._full.narrow(0, 0, rows))
+                view = self._full if even else self._full.narrow(0, 0, rows)
+                self._parameter.make_unsharded(view, any_grad_dtype=self._dtypes.casts_gradients)
             else:
                 even = self._full.shape[0] == rows
                 after(outputs, inputs.metadata, self._dtype, out=self._parameter.full if even else self._full)
+        if self._releases_outs and not self.keep:
+            for out in self._outs:
+                out.untyped_storage().resize_(0)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, unless it is kept."""
+        if self.keep:
+            return
         for tensor in (*self._outs, *(inner for inner, _ in self._inner)):
             tensor.untyped_storage().resize_(0)
 
@@ -196,7 +223,10 @@ class ExtensionBuffer:
                 return before(mesh)
             if arguments == 5:
                 strides = _torch.contiguous_strides(sharding.local_shape)
-                return before(mesh, sharding.local_shape, strides, self._parameter.module, self._storage.mp)
+                policy = self._storage.mp
+                if self._parameter.keeps_dtype:  # as the parameter sees it
+                    policy = replace(policy, param_dtype=self._dtype)
+                return before(mesh, sharding.local_shape, strides, self._parameter.module, policy)
         raise StateError(
             f"{_BEFORE} of parameter '{self._parameter.name}' takes {arguments} arguments: expected (mesh) or "
             "(mesh, outer_size, outer_stride, module, mp_policy)"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GradCommit:
-    """The gradients of one group, (shard_numel,) in the storage dtype, for the parameters that are `used`.
+    """The gradients of one group, (shard_numel,) in the dtype of `.grad`, for the parameters that are `used`.
 
     Python may be interrupted (Ctrl-C) between any two calls, so `commit` can be begun again: the mark on a gradient that is set
     says that it was, and the version of a tensor that is added to says whether that was done. A gradient bears its mark, the
@@ -45,7 +45,7 @@ class GradCommit:
             ]
             for parameter, gradient in zip(group.parameters, self.gradients):
                 if gradient is not None:
-                    _check(parameter, gradient, "is what a hook on it made of its gradient,", parameter.local.dtype)
+                    _check(parameter, gradient, "is what a hook on it made of its gradient,", group.dtypes.grad)
         for parameter, key, is_used in zip(group.parameters, plan.keys, used):
             grad = parameter.sharded.grad
             mark = None if grad is None else grad.__dict__.get(key)
@@ -66,7 +66,10 @@ class GradCommit:
         for index, (parameter, key, view) in enumerate(zip(group.parameters, plan.keys, plan.views)):
             grad = parameter.sharded.grad
             if grad is None:
-                first.append((parameter.sharded, parameter.local, flat.as_strided(*view), parameter.spec, key))
+                local = flat.as_strided(*view)
+                alike = flat.dtype == parameter.local.dtype
+                origin, spec = (parameter.local, parameter.spec) if alike else (local, parameter.sharding.spec(flat.dtype))
+                first.append((parameter.sharded, origin, local, spec, key))
             elif grad.__dict__.get(key) is not self._mark:
                 self._add(index, grad, parameter.dtensor_like_shard(flat.as_strided(*view)))
         _torch.set_gradients(first, self._mark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,17 +57,35 @@ class ParamGroup:
             direct=storage.direct,
         )
         self.shard = self._bind(values, unwritten)
-        self.reduction = ReductionPlan.of(
-            self.layout,
-            [p.sharding.shard_shape for p in parameters],
-            dtypes=dtypes,
-            in_order=collectives.reduce.in_order,
-            device=storage.device,
-        )
+        self.reduction = self._plan_reduction()
         self.grads = GroupGradients(parameters, dtypes.reduce, fingerprints.log)
         self.installed = False
         self._full: FlatBuffer | ExtensionBuffer | None = None
+        self._keeps = False  # memory when full parameters are freed
+        self._sums: list[Tensor] = []  # memory that reductions have again and again, if it is kept
         self._copying: LaneWork | None = None  # the last gather from the host's memory
+
+    def _plan_reduction(self) -> ReductionPlan:
+        return ReductionPlan.of(
+            self.layout,
+            [p.sharding.shard_shape for p in self.parameters],
+            dtypes=self.dtypes,
+            in_order=self.collectives.reduce.in_order,
+            device=self.storage.device,
+        )
+
+    def follow_gradients(self, grads: Sequence[Tensor | None]) -> None:
+        """Reduce in the dtype of these gradients from now on, where it is wider and the policy sets none (`grad_dtype=None`).
+
+        A rank that has no gradient follows later than the others: the fingerprint of the reduction tells them apart.
+        """
+        widest = self.dtypes.reduce
+        for grad in grads:
+            widest = widest if grad is None else torch.promote_types(widest, grad.dtype)
+        if widest != self.dtypes.reduce:
+            self.dtypes = replace(self.dtypes, reduce=widest)
+            self.reduction = self._plan_reduction()
+            self.grads.widen(widest)
 
     def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
         """Put the values in one flat shard, in which the sharded parameters live from now on; its gaps are zeros."""
@@ -186,6 +205,7 @@ class ParamGroup:
             self._check_device()
             with torch.inference_mode(False), torch.no_grad():
                 full = self._full = self._make_unsharded()
+            full.keep = self._keeps
         versions = self._versions()
         if full.versions and versions != full.versions:  # let autograd find graphs that saved the old values
             changed = [p.full for p, old, new in zip(self.parameters, full.versions, versions) if old != new]
@@ -196,7 +216,7 @@ class ParamGroup:
         """The buffer, and the full parameters over it."""
         full = FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
         for parameter, view in zip(self.parameters, full.views):
-            parameter.make_unsharded(view)
+            parameter.make_unsharded(view, any_grad_dtype=self.dtypes.casts_gradients)
         return full
 
     def gather_copy(self) -> tuple[FlatBuffer, Gather]:
@@ -253,8 +273,24 @@ class ParamGroup:
         if self._full is not None:
             torch.autograd.graph.increment_version([p.full for p in self.parameters if p.full is not None])
 
+    def keep_memory(self, keep: bool) -> None:
+        """Keep the memory of full parameters, and of what is gathered and reduced, from now on."""
+        self._keeps = keep
+        if self._full is not None:
+            self._full.keep = keep
+        if not keep:
+            self._sums.clear()
+
+    def sum_memory(self, dtype: torch.dtype, taken: Tensor | None) -> Tensor:
+        """Return kept memory for the sum of this rank's gradients, (shard_numel,), other than that of the last sum."""
+        for memory in self._sums:
+            if memory is not taken and memory.dtype == dtype:
+                return memory
+        self._sums.append(torch.empty(self.layout.shard_numel, dtype=dtype, device=self.storage.device))
+        return self._sums[-1]
+
     def free_unsharded(self) -> None:
-        """Give the memory of the full parameters back; they stay."""
+        """Give the memory of the full parameters back, unless it is kept; they stay."""
         if self._full is not None:
             self._full.free()
 
@@ -293,7 +329,7 @@ class ExtensionGroup(ParamGroup):
         return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device)
 
     def _make_unsharded(self) -> ExtensionBuffer:
-        return ExtensionBuffer(self.parameters[0], self.collectives.gather, self.dtypes.compute, self.storage)
+        return ExtensionBuffer(self.parameters[0], self.collectives.gather, self.dtypes, self.storage)
 
     def gather_copy(self) -> tuple[FlatBuffer, Gather]:
         """Raises StateError: it has one memory only."""

@@ -69,6 +69,11 @@ class DeferredSum(Protocol):
 
     used: list[bool]
 
+    @property
+    def total(self) -> Tensor:
+        """The sum over shards."""
+        ...
+
     def add_to(self, total: Tensor) -> None:
         """Become part of that reduction, whose sum over shards is `total`."""
         ...
@@ -97,6 +102,13 @@ class GroupGradients:
             if grad is not None:
                 kept = parameter.local_grad
                 parameter.local_grad = grad.to(self._dtype) if kept is None else kept.add_(grad)
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Keep gradients in `dtype` from now on, also those that are kept already."""
+        self._dtype = dtype
+        for parameter in self._parameters:
+            if parameter.local_grad is not None:
+                parameter.local_grad = parameter.local_grad.to(dtype)
 
     def merge(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """`grads` and what earlier backwards kept, which is kept no longer."""

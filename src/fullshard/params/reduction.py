@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil, log2
+from math import ceil, log2, prod
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from fullshard import _torch
 from fullshard.collectives.base import Allocate, Collectives, StartedWork, together
 from fullshard.collectives.streams import LaneWork
 from fullshard.errors import InternalError
+from fullshard.params.arena import MessageArena
 from fullshard.params.grad_commit import GradCommit
 from fullshard.params.group import ParamGroup
 from fullshard.params.unsharded import dim_permutation
@@ -109,14 +110,23 @@ class Reduction:
         of few rows --(slice by slice)--> sums that all ranks get
         the others --(chunk_cat: cut, pad, cast)--> one packed message (ranks, numel)
         PACKED ------reduce-scatter------> SUMMED ---all-reduce over replicas, the caller's hook---> REDUCED ---> COMMITTED
-                                              |         (storage dtype; on the host, if shards are)       in `.grad`
+                                              |         (grad dtype; on the host, if shards are)          in `.grad`
                                               +--> ABSORBED by a later reduction (all_reduce=False)
 
     The message is fixed when the group is made: every parameter is in it, with zeros where this rank has no gradient.
     """
 
-    def __init__(self, group: ParamGroup, grads: Sequence[Tensor | None], options: ReduceOptions) -> None:
-        """`grads`: of each parameter, (sharding.local_shape), None if this rank did not use it."""
+    def __init__(
+        self,
+        group: ParamGroup,
+        grads: Sequence[Tensor | None],
+        options: ReduceOptions,
+        arena: MessageArena | None = None,
+    ) -> None:
+        """`grads`: of each parameter, (sharding.local_shape), None if this rank did not use it.
+
+        arena: memory that messages are in, where their addresses are to be the same in each step.
+        """
         self.group, self.steps = group, SumSteps.of(group, options)
         self.stage = Stage.PACKED
         self.has_hooks = group.has_hooks
@@ -133,19 +143,26 @@ class Reduction:
         self._earlier = group.grads.deferred
         if self._earlier is not None:
             self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
-        memory = group.collectives.reduce.reduce_memory or torch.empty
-        self._sum = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
-        self._messages = _pack(group, grads, dtypes.compute if alike else dtypes.reduce, self._sum, memory)
+        fresh: Allocate = torch.empty if arena is None else arena.allocate
+        memory = group.collectives.reduce.reduce_memory or fresh
+        self._memory = fresh
+        if arena is not None and memory is fresh:  # it stays longer than the messages if the sum over replicas is put off
+            self._sum = group.sum_memory(dtypes.reduce, None if self._earlier is None else self._earlier.total)
+        else:
+            self._sum = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
+        kept = None if arena is None else memory
+        self._messages = _pack(group, grads, dtypes.compute if alike else dtypes.reduce, self._sum, memory, kept)
         self._sliced = _flat_gradients(group, grads) if group.reduction.has_slices else {}
         if self.steps.first != 1.0 and self._messages:
             torch._foreach_mul_([full for full, _ in self._messages], self.steps.first)
         self._flat = self._sum
-        if (dtypes.storage != dtypes.reduce or memory is not torch.empty) and not self.steps.deferred:
-            # Gradients do not stay in memory that is for messages.
-            self._flat = torch.empty(layout.shard_numel, dtype=dtypes.storage, device=device)
+        if (dtypes.reduced != dtypes.reduce or memory is not torch.empty) and not self.steps.deferred:
+            # Gradients do not stay in memory that is for messages, unless they only pass through it to the host.
+            passing = fresh if group.storage.host else torch.empty
+            self._flat = passing((layout.shard_numel,), dtype=dtypes.reduced, device=device)
         self._host: Tensor | None = None
         if group.storage.host and not self.steps.deferred:
-            self._host = torch.empty(layout.shard_numel, dtype=dtypes.storage, pin_memory=group.storage.pinned)
+            self._host = torch.empty(layout.shard_numel, dtype=dtypes.reduced, pin_memory=group.storage.pinned)
 
     def _move(self, to: Stage) -> None:
         if (self.stage, to) not in MOVES:
@@ -174,7 +191,7 @@ class Reduction:
         group, plan, messages = self.group, self.group.reduction, self._messages
         ranks, collectives = group.layout.ranks, group.collectives.reduce
         most = max((ranks * sum(part.size for part in parts) for parts in plan.slices), default=0)
-        buffer = torch.empty(most, dtype=self._sum.dtype, device=self._sum.device)
+        buffer = self._memory((most,), dtype=self._sum.dtype, device=self._sum.device)
         started = StartedWork()
         for parts in plan.slices or ((),):
             _end(started)  # the buffer is used again
@@ -196,7 +213,7 @@ class Reduction:
         """Begin the sums that all ranks get."""
         plan = self.group.reduction
         most = max(sum(part.size for part in parts) for parts in plan.sums)
-        buffer = torch.empty(most, dtype=self._sum.dtype, device=self._sum.device)
+        buffer = self._memory((most,), dtype=self._sum.dtype, device=self._sum.device)
         self._sum[self.group.layout.summed_offset :].zero_()  # what is padding, between them and in them
         started = StartedWork()
         for parts in plan.sums:
@@ -230,6 +247,11 @@ class Reduction:
             self._earlier.add_to(self._sum)
         if not (self.steps.replicated or self.steps.deferred):
             self._end()
+
+    @property
+    def total(self) -> Tensor:
+        """The sum over shards, (shard_numel,)."""
+        return self._sum
 
     def add_to(self, total: Tensor) -> None:
         """Become part of a later sum over shards, whose lane comes to its end behind this one."""
@@ -344,11 +366,17 @@ def _copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> Non
 
 
 def _pack(
-    group: ParamGroup, grads: Sequence[Tensor | None], dtype: torch.dtype, total: Tensor, memory: Allocate
+    group: ParamGroup,
+    grads: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    total: Tensor,
+    memory: Allocate,
+    kept: Allocate | None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Messages: (chunks for all ranks (ranks * size,), where in `total` the sum of this rank's chunks goes (size,)).
 
     `dtype`: of the gradients; where it is not the reduce dtype, all are packed, which casts them.
+    kept: allocates the memory that gradients are copied to which are messages as they are, if that is asked for.
     """
     layout, plan, device = group.layout, group.reduction, group.storage.device
     messages: list[tuple[Tensor, Tensor]] = []
@@ -372,6 +400,10 @@ def _pack(
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))
     for index in plan.direct:
         place, grad = layout.places[index], grads[index]
-        full = torch.zeros(place.shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
+        if kept is not None:
+            full = kept((prod(place.shape),), dtype=dtype, device=device).view(place.shape)
+            full.zero_() if grad is None else full.copy_(grad)
+        else:
+            full = torch.zeros(place.shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
         messages.append((full.view(-1), total[place.offset : place.offset + place.size]))
     return messages

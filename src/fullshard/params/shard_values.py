@@ -41,6 +41,8 @@ def replace_original(parameter: ShardedParameter, original: nn.Parameter) -> Non
     for key, value in original.__dict__.items():
         sharded.__dict__.setdefault(key, value)
     _torch.carry_hooks(original, sharded)
+    if parameter.grad_dtype.explicit:
+        _torch.set_grad_dtype(sharded, parameter.grad_dtype.dtype)
     if original.grad is not None:
         rows = sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name))
         sharded.grad = parameter.dtensor_like_shard(rows.contiguous().clone())
@@ -57,6 +59,8 @@ def unshard_permanently(parameter: ShardedParameter, gather: Callable[[ParamShar
     plain = nn.Parameter(sharding.to_module(gather(sharding, sharded)), requires_grad=sharded.requires_grad)
     plain.__dict__.update({key: value for key, value in sharded.__dict__.items() if not is_ours(key)})
     _torch.carry_hooks(sharded, plain)
+    if parameter.grad_dtype.explicit:
+        _torch.set_grad_dtype(plain, parameter.grad_dtype.dtype)
     if sharded.grad is not None:
         plain.grad = sharding.to_module(gather(sharding, sharded.grad))
     redirect_to(sharded, plain)

@@ -15,6 +15,7 @@ from fullshard.consistency.collective_log import UnitName
 from fullshard.errors import StateError
 from fullshard.params.sharded_tensor import LOGICAL, as_parameter
 from fullshard.params.stale_params import redirect_to
+from fullshard.policies import GradDtype
 from fullshard.sharding.module_tree import ParamRef, Slot
 from fullshard.sharding.param_sharding import ParamSharding
 
@@ -110,6 +111,7 @@ class ShardedParameter:
     write_count: how often an optimizer wrote the shard.
     unit_name: of the unit that gathers it.
     local_grad: the full gradient of backwards that did not communicate, in the reduce dtype.
+    grad_dtype: of its `.grad`, as the caller set it. keeps_dtype: whether it is gathered in its own dtype whatever the policy.
     before_step: asked before an optimizer writes the shard, and told of other writes.
     """
 
@@ -118,6 +120,8 @@ class ShardedParameter:
         "_exposed",
         "before_step",
         "full",
+        "grad_dtype",
+        "keeps_dtype",
         "local",
         "local_grad",
         "name",
@@ -129,9 +133,19 @@ class ShardedParameter:
         "write_count",
     )
 
-    def __init__(self, reference: ParamRef, sharding: ParamSharding, sharded: nn.Parameter | None = None) -> None:
+    def __init__(
+        self,
+        reference: ParamRef,
+        sharding: ParamSharding,
+        sharded: nn.Parameter | None = None,
+        *,
+        keeps_dtype: bool = False,
+        grad_dtype: GradDtype | None = None,
+    ) -> None:
         """`sharded`: the DTensor Parameter, where it exists already and the referenced one is not the full one."""
         original = reference.parameter
+        self.keeps_dtype = keeps_dtype
+        self.grad_dtype = GradDtype(*_torch.grad_dtype_of(original)) if grad_dtype is None else grad_dtype
         self.name, self.sharding = reference.name, sharding
         self.slots = [ParamSlot(slot) for slot in reference.slots]
         self.spec = sharding.spec(original.dtype)
@@ -184,7 +198,18 @@ class ShardedParameter:
             torch.utils.swap_tensors(self.sharded, fresh)
             self.sharded.__dict__.update(extras)
         _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
+        if self.grad_dtype.explicit:  # a cast made another tensor of it, whose dtype is unset
+            _torch.set_grad_dtype(self.sharded, self.grad_dtype.dtype)
         self.sharded.__dict__[LOGICAL] = WeakBackReference(self)
+
+    def has_new_grad_dtype(self, source: Tensor) -> bool:
+        """Return True if the caller set another `grad_dtype` on the sharded parameter, or on one that replaces it."""
+        found = GradDtype(*_torch.grad_dtype_of(source))
+        return found.explicit and found != self.grad_dtype
+
+    def adopt_grad_dtype(self, source: Tensor) -> None:
+        """Take over the `grad_dtype` that the caller set; the groups of the unit are to be made anew."""
+        self.grad_dtype = GradDtype(*_torch.grad_dtype_of(source))
 
     def wait_for_readers(self) -> None:
         """Before the host writes the shard: have it wait until no copy to the device reads it."""
@@ -225,9 +250,14 @@ class ShardedParameter:
 
     # --- the full parameter ---
 
-    def make_unsharded(self, view: Tensor) -> None:
-        """Have the full parameter be one over `view` (sharding.local_shape), a part of the unsharded buffer."""
+    def make_unsharded(self, view: Tensor, *, any_grad_dtype: bool) -> None:
+        """Make the full parameter over `view` (sharding.local_shape), a part of the unsharded buffer.
+
+        any_grad_dtype: whether autograd leaves gradients in the dtype in which they were computed. Reductions cast them.
+        """
         self.full = nn.Parameter(self.sharding.to_module(view), requires_grad=self.sharded.requires_grad)
+        if any_grad_dtype:
+            _torch.set_grad_dtype(self.full, None)
         redirect_to(self.full, self.sharded)
 
     def match_trainability(self) -> None:

@@ -174,13 +174,14 @@ class Gather:
 class CallerMemoryGather(Gather):
     """One gather of one packed message, in memory that the caller's all-gather allocates."""
 
-    __slots__ = ("_collectives", "_flat", "_layout", "_shard")
+    __slots__ = ("_collectives", "_flat", "_layout", "_shard", "_staging")
 
     def __init__(
         self, layout: GroupLayout, collectives: CountedCollectives, flat: Tensor, shard: Tensor, before: Sequence[Step]
     ) -> None:
         super().__init__(StartedWork, before)
         self._layout, self._collectives, self._flat, self._shard = layout, collectives, flat, shard
+        self._staging: Tensor | None = None  # from the first gather on, of one that is used again
 
     def start(self) -> StartedWork:
         """As `Gather.start`."""
@@ -191,7 +192,10 @@ class CallerMemoryGather(Gather):
         """As `Gather.begin`."""
         allocate, size = self._collectives.gather_memory, self._shard.numel()
         assert allocate is not None
-        staging = allocate((self._layout.ranks * size,), dtype=self._flat.dtype, device=self._flat.device)
+        staging = self._staging
+        if staging is None:
+            staging = allocate((self._layout.ranks * size,), dtype=self._flat.dtype, device=self._flat.device)
+            self._staging = staging
         chunk = staging[self._collectives.rank * size :][:size]
         chunk.copy_(self._shard)
         self._after = copies_out(self._layout, self._flat, staging)
@@ -208,20 +212,24 @@ class FlatBuffer:
     counters move only when the weights behind them did.
 
     versions: of the shards that it shows; empty until it was gathered into.
+    keep: whether memory stays where it is when it is freed.
     """
 
     def __init__(
         self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
     ) -> None:
         self._flat = torch.empty(layout.full_numel, dtype=dtypes.compute, device=storage.device)
+        self.keep = False
         self._staging: list[Tensor] = []  # memory that only a gather needs
         self._poison = storage.poison
         self.views = [over(self._flat, place.full_offset, place.shape) for place in layout.places]
         self.versions: list[int] = []
         self._anew: Callable[[], Gather] | None = None  # if each gather is planned by itself
+        self._again: Gather | None = None  # the last of those, which holds memory of the caller's all-gather
         self._gather = self._plan(layout, dtypes, collectives, storage, shard)
         self._subgroup = collectives.subgroup
         self._once: Gather | None = None  # a gather for one time, which holds memory of its own: of the smaller group, or anew
+        self._part: Tensor | None = None  # this rank's part of the smaller group's copy
         self._memory = [(tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in (self._flat, *self._staging)]
         self.free()
 
@@ -264,27 +272,34 @@ class FlatBuffer:
     def allocate(self, versions: list[int]) -> Gather:
         """Memory for shards of these versions, on the compute lane, and what gathers them."""
         if versions != self.versions:
-            self.versions, self._once = versions, None
+            self.versions = versions
+            self.drop_subgroup_shard()
         for storage, nbytes in self._memory if self._once is None else self._memory[:1]:
             storage.resize_(nbytes)
         if self._poison:
             self._fill_with_nan()
-        if self._anew is not None and self._once is None:
-            self._once = self._anew()
-        return self._once or self._gather
+        if self._once is not None or self._anew is None:
+            return self._once or self._gather
+        if self._again is None:
+            self._again = self._anew()
+        return self._again
 
     def release_staging(self) -> None:
         """The compute lane is ordered behind the gather: memory that only the gather needed can go."""
-        self._once = None
+        self.drop_subgroup_shard()
+        if self.keep:
+            return
+        self._again = self._part = None
         for storage, _ in self._memory[1:]:
             storage.resize_(0)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, unless it is kept."""
         if self._poison:
             self._fill_with_nan()
-        for storage, _ in self._memory:
-            storage.resize_(0)
+        if not self.keep:
+            for storage, _ in self._memory:
+                storage.resize_(0)
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in this memory."""
@@ -294,8 +309,11 @@ class FlatBuffer:
         """Keep this rank's part of the smaller group's copy: one stretch of the buffer, whatever is in it."""
         subgroup = self._subgroup
         if subgroup is not None and self._flat.untyped_storage().size():
-            part = self._flat.view(subgroup.ranks, -1)[subgroup.rank].clone()
-            self._once = Gather(subgroup.gatherer([self._flat], [part]))
+            mine = self._flat.view(subgroup.ranks, -1)[subgroup.rank]
+            if self._part is None or not self.keep:
+                self._part = torch.empty_like(mine)
+            self._part.copy_(mine)
+            self._once = Gather(subgroup.gatherer([self._flat], [self._part]))
 
     def drop_subgroup_shard(self) -> None:
         """Keep that part no longer."""

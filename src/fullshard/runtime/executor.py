@@ -213,6 +213,13 @@ class Executor:
             value.dtype == parameter.local.dtype and value.device == parameter.local.device
             for parameter, value in zip(unit.parameters, values)
         )
+        assigned = [(parameter, slot.content) for parameter in unit.parameters for slot in parameter.slots]
+        changed = [
+            (parameter, value)
+            for parameter, value in assigned
+            if value is not None and value is not parameter.full and parameter.has_new_grad_dtype(value)
+        ]
+        fits = fits and not changed
         if not fits and (_torch.current_graph_task() != -1 or self.planner.awaits_backward(unit.number)):
             raise StateError(
                 f"the parameters of unit '{unit.name}' changed dtype or device between its forward and its backward: "
@@ -222,6 +229,8 @@ class Executor:
             self.reducer.check_delivered(unit, doing="a change of dtype or device")
         for parameter in unit.parameters:
             parameter.restore_sharded()
+        for parameter, value in changed:
+            parameter.adopt_grad_dtype(value)
         if not fits:
             self.invalidate_unsharded(unit)
             return unit.rebuild_groups(values, unwritten)

@@ -189,7 +189,8 @@ class Heartbeats:
         fingerprints = self._fingerprints.get(log)
         if fingerprints is None:
             fingerprints = self._fingerprints[log] = GroupFingerprints(log, _NOBODY, "")
-        beat = Heartbeat(log, reductions, communicator.away, self._pages.pop() if self._pages else None, slots)
+        page = self._page_for(sum(len(reduction.used) for reduction in reductions))
+        beat = Heartbeat(log, reductions, communicator.away, page, slots)
         over = reductions[0].group.collectives.replicate is not None
         finish = nothing if over else beat.finish
         work = communicator.send(communicator.reduce_lane, fingerprints, "heartbeat", beat.start, finish)
@@ -197,6 +198,14 @@ class Heartbeats:
             lane, start = communicator.replicate_lane, beat.start_over_replicas
             work = communicator.send(lane, fingerprints, "heartbeat", start, beat.finish, work.work, part=True)
         return beat, work
+
+    def _page_for(self, parameters: int) -> Page | None:
+        """Take a page of the length that so many parameters need, the one used last; None if there is none."""
+        length = message_length(parameters)
+        for at in range(len(self._pages) - 1, -1, -1):
+            if len(self._pages[at].bytes) == length:
+                return self._pages.pop(at)
+        return None
 
     def read_now(self, sent: Sequence[Sent]) -> None:
         """Wait for these, and all before them. Raises StateError if the ranks did not run the same."""

@@ -33,7 +33,14 @@ class UnitOptions:
     in_backward: bool = True
     sync_gradients: bool = True
     last_backward: bool = True
+    manual: bool = False  # the caller ends backwards (`finalize_backward`)
     keep_after_backward: bool = False
+    keep_memory: bool = False  # that of full parameters and messages stays where it is
+
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether the end of autograd's backward hands out the gradients."""
+        return self.last_backward and not self.manual
 
 
 __all__ = ["UnitOptions"]

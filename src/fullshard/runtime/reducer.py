@@ -10,13 +10,14 @@ from torch import Tensor
 from fullshard.collectives.streams import InFlight, LaneWork
 from fullshard.consistency.collective_log import CollectiveLog
 from fullshard.errors import StateError
+from fullshard.params.arena import MessageArena
 from fullshard.params.grad_commit import GradCommit, commit_all
 from fullshard.params.group import ParamGroup
 from fullshard.params.reduction import Reduction
 from fullshard.runtime.communicator import Communicator
 from fullshard.runtime.heartbeat import SLOTS, Heartbeats, Sent
 from fullshard.runtime.kept_grads import Kept, KeptGradients
-from fullshard.runtime.unit import Unit
+from fullshard.runtime.unit import PendingReduction, Unit
 
 
 class GradientReducer:
@@ -31,6 +32,7 @@ class GradientReducer:
         self._replicating = InFlight()
         self._heartbeats = Heartbeats(communicator)
         self._kept = KeptGradients()
+        self._arena = MessageArena()
         self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
         # Those whose parameters have hooks land early, but never by polling: a hook may talk to other ranks.
         self._hooked: deque[Reduction] = deque()
@@ -48,17 +50,22 @@ class GradientReducer:
 
     def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None]) -> None:
         """Send the gradients of a group on their way, or keep them on this rank. Takes them out of `grads`."""
+        if group.dtypes.grad is None and unit.options.mp.reduce_dtype is None:
+            group.follow_gradients(grads)
         if not unit.options.sync_gradients:
             group.grads.accumulate(grads)
             self._kept.add(unit)
             return
-        limit = unit.options.comm.reductions_in_flight
+        arena, limit = None, unit.options.comm.reductions_in_flight
+        if unit.options.keep_memory:  # all messages lie in the same memory, so the last one must have left it
+            self.drain()
+            arena = self._arena.begin(group.storage.device)
         self._in_flight.make_room(limit)
         while len(self._hooked) >= limit:
             self._land_early(self._hooked.popleft())
         merged = group.grads.merge(grads)
         self.merged = self.merged or merged is not grads
-        reduction = Reduction(group, merged, unit.options.reduce)
+        reduction = Reduction(group, merged, unit.options.reduce, arena)
         grads.clear()
         frozen = [p.name for p in group.parameters if not p.sharded.requires_grad]
         # Ranks must agree on it. Those that step in hooks may have their gradients in different orders.
@@ -69,6 +76,8 @@ class GradientReducer:
         )
         if frozen:
             action = f"{action}, without {', '.join(frozen)}"
+        if group.dtypes.grad is None:
+            action = f"{action}, in {group.dtypes.reduce}"
         communicator = self._communicator
         work = communicator.send(communicator.reduce_lane, group.fingerprints, action, reduction.start, reduction.finish)
         # Polling differs from rank to rank. Not polled is what a sum over replicas follows, since on the CPU that begins when
@@ -93,6 +102,11 @@ class GradientReducer:
         self._reduced.append((unit, reduction))
         if reduction.has_hooks:
             self._hooked.append(reduction)
+
+    def release_arena(self) -> None:
+        """Give the memory back that messages of units with `set_keep_unsharded_storage(True)` lay in."""
+        self.drain()
+        self._arena = MessageArena()
 
     def poll(self) -> None:
         """Let go of what is finished already."""
@@ -121,6 +135,8 @@ class GradientReducer:
 
     def discard(self, unit: Unit) -> None:
         """Forget the gradients of the unit that are not delivered: kept on this rank, deferred, or on their way."""
+        if unit.pending is not None:
+            self._drop(unit.pending, "zero_grad(), reset_iter_state() or an error, before they were waited for")
         if any(held is unit for held, _ in self._reduced) or any(group.grads.deferred is not None for group in unit.groups):
             self._in_flight.drain_quietly()
             self._replicating.drain_quietly()
@@ -130,6 +146,13 @@ class GradientReducer:
         for group in unit.groups:
             group.grads.discard()
         self._kept.discard(unit)
+
+    def _drop(self, pending: PendingReduction, why: str) -> None:
+        """Forget reductions that the caller was to wait for: of all their units, since gradients are all or none."""
+        units = pending.units
+        pending.drop(why)
+        for unit in units:
+            self.discard(unit)
 
     def abort(self) -> None:
         """Wait for what is in flight, whatever it comes to, and look at no heartbeat of before."""
@@ -141,6 +164,9 @@ class GradientReducer:
 
     def forget(self, units: Container[int]) -> None:
         """Hand out nothing to these units (by number) of what they have sent."""
+        for unit, _ in self._reduced:
+            if unit.number in units and unit.pending is not None:
+                self._drop(unit.pending, "a backward that raised, before they were waited for")
         self._reduced = [entry for entry in self._reduced if entry[0].number not in units]
 
     def check_arrived(self, unit: Unit, group: ParamGroup) -> None:
@@ -150,7 +176,7 @@ class GradientReducer:
                 raise StateError(
                     f"optimizer.step() was called while the gradient of '{parameter.name}' in unit '{unit.name}' is only kept "
                     "on each rank: run the last backward of the step outside of accumulate(), or after "
-                    "set_requires_gradient_sync(True)"
+                    f"set_requires_gradient_sync(True){', and call finalize_backward()' if unit.options.manual else ''}"
                 )
         if group.grads.deferred is not None:
             raise StateError(
@@ -158,10 +184,12 @@ class GradientReducer:
                 "replicas: call set_requires_all_reduce(True) before the last backward of the step"
             )
         if any(reduction.group is group and not reduction.committed for _, reduction in self._reduced):
-            raise StateError(
-                f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived: "
-                "call set_is_last_backward(True) before the last backward of the step"
+            remedy = (
+                "call finalize_backward(), and wait() of its handle"
+                if unit.options.manual
+                else "call set_is_last_backward(True) before the last backward of the step"
             )
+            raise StateError(f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived: {remedy}")
 
     def _land_early(self, reduction: Reduction) -> None:
         """Its hooks do not wait for the end of the backward."""
@@ -205,9 +233,9 @@ class GradientReducer:
 
     def _take_due(self) -> list[tuple[Unit, Reduction]]:
         """Take what is reduced since the last heartbeat, of units whose step the backward ends."""
-        due = [entry for entry in self._reduced if entry[0].options.last_backward]
+        due = [entry for entry in self._reduced if entry[0].options.ends_by_itself]
         if due:
-            self._reduced = [entry for entry in self._reduced if not entry[0].options.last_backward]
+            self._reduced = [entry for entry in self._reduced if not entry[0].options.ends_by_itself]
         return due
 
     def _send_heartbeats(
@@ -229,12 +257,15 @@ class GradientReducer:
         sent = self._heartbeats.send(beating, slots, again)
         self.drain()
         self._hooked.clear()
-        # Of ranks that parted none has a gradient.
+        self._read(sent)
+        return sent
+
+    def _read(self, sent: Sequence[Sent]) -> None:
+        """Look at heartbeats: of ranks that diverged none has a gradient."""
         if self._communicator.away is None or self._kept.since_last_step or len(self._kept):
             self._heartbeats.read_now(sent)
         else:
             self._heartbeats.read_later(sent)
-        return sent
 
     def _decide(self, reductions: Sequence[Reduction], sent: Sequence[Sent]) -> None:
         """These gradients are handed out, whatever comes: those of parameters that any rank used."""
@@ -258,6 +289,40 @@ class GradientReducer:
         self._heartbeats.handed_out(sent)
         self.decided, self.merged = commits, False
 
+    # --- the end of a backward, when the caller asks for it ---
+
+    def is_unreduced(self, group: ParamGroup) -> bool:
+        """Return True if no reduction since `.grad` was last set has the gradients of the group, kept ones included."""
+        kept = group.grads.has_local or group.grads.deferred is not None
+        return kept or not any(reduction.group is group for _, reduction in self._reduced)
+
+    def begin_to_end(self, units: Sequence[Unit]) -> tuple[list[Reduction], list[Sent]]:
+        """Send the heartbeats of these units' reductions: those, and the heartbeats, for `end`."""
+        mine = set(map(id, units))
+        due = [(unit, reduction) for unit, reduction in self._reduced if id(unit) in mine]
+        if len(self._replicating):  # sums over replicas begin before the heartbeat on every rank
+            self._in_flight.drain()
+        beating = [(unit.options.checks.every, reduction) for unit, reduction in due if unit.options.checks.heartbeat]
+        sent = self._heartbeats.send(beating, (), None)
+        if self._communicator.away is None and any(_has_stages(reduction) for _, reduction in due):
+            self.drain()
+            for _, work in sent:
+                work.block()
+        return [reduction for _, reduction in due], sent
+
+    def end(self, reductions: Sequence[Reduction], sent: Sequence[Sent]) -> None:
+        """Wait for these reductions and their heartbeats, and set `.grad`. Sends nothing."""
+        gone = set(map(id, reductions))
+        self._reduced = [entry for entry in self._reduced if id(entry[1]) not in gone]
+        self._hooked = deque(reduction for reduction in self._hooked if id(reduction) not in gone)
+        self._read(sent)
+        self._kept.end_step()
+        self._decide(reductions, sent)
+        self.assign_grads()
+        self.poll()
+
+    # --- `.grad` ---
+
     def assign_grads(self) -> None:
         """Give the parameters what `collect` decided on. Until that is done no interrupt is raised."""
         decided = self.decided
@@ -270,6 +335,12 @@ class GradientReducer:
     def read_heartbeats(self) -> None:
         """On an accelerator: look at those that have arrived. Raises StateError if the ranks did not run the same."""
         self._heartbeats.read()
+
+
+def _has_stages(reduction: Reduction) -> bool:
+    """Return True if the host sends more when it waits for the first messages: sums over replicas, or over many ranks."""
+    group = reduction.group
+    return reduction.steps.replicated or group.layout.ranks > 2
 
 
 __all__ = ["GradientReducer"]

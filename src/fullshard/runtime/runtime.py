@@ -15,6 +15,7 @@ from fullshard.params.sharded_param import ShardedParameter
 from fullshard.policies import CommPolicy
 from fullshard.runtime.communicator import Communicator
 from fullshard.runtime.executor import Executor
+from fullshard.runtime.finalization import Finalization
 from fullshard.runtime.join import Join
 from fullshard.runtime.options import UnitOptions
 from fullshard.runtime.recovery import Recovery
@@ -58,6 +59,7 @@ class Runtime:
         self.recovery = Recovery(self.executor, joined)
         self.steps = Steps(self.executor, self.recovery, joined)
         self.requests = Requests(self.executor, self.recovery)
+        self.finalization = Finalization(self.executor, self.recovery, self.requests)
         self.join = Join(self.executor, self.recovery, self.steps, joined).join
         self.enter_backward = self.steps.enter_backward
 

@@ -60,6 +60,11 @@ class Steps:
                 f"unit '{unit.name}' was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev), which cannot "
                 "gather: use torch.autograd.grad or fullshard.grad, or compute with the tensors of fullshard.gathered()"
             )
+        if unit.pending is not None:
+            raise StateError(
+                f"the forward of unit '{unit.name}' was called while its gradients are reduced: call wait() of the handle of "
+                "finalize_backward(async_op=True) first"
+            )
         if unit.exposure.plain:
             raise StateError(
                 f"the forward of unit '{unit.name}' was called inside full_params(), which shows its parameters to read and "
@@ -108,7 +113,9 @@ class Steps:
         if executor.communicator.away is not None and _torch.is_capturing(executor.communicator.away):
             raise StateError(
                 f"the forward of unit '{unit.name}' was called while a graph of the device is captured, which cannot hold "
-                "gathers: the host decides anew in each step what is gathered, freed and reduced. Capture modules inside of "
+                "gathers: the host decides anew in each step what is gathered, freed and reduced. For the capture of a whole "
+                "step, addresses can be kept (set_keep_unsharded_storage) and the end of backward can be called "
+                "(finalize_backward); what is missing is a fixed plan of a step, proved on a GPU. Capture modules inside of "
                 "units, or use torch.compile without mode='reduce-overhead'"
             )
         executor.communicator.wait_for_next_event()

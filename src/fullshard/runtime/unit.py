@@ -38,6 +38,15 @@ class InterruptMark(Protocol):
     interrupted: bool
 
 
+class PendingReduction(Protocol):
+    """Reductions that the caller waits for later, of all these units."""
+
+    units: list[Unit]
+
+    def drop(self, why: str) -> None:
+        """Forget them; waiting raises and says why."""
+
+
 class UnitRuntime(Protocol):
     """What a unit, its parameters and its hooks ask of the runtime."""
 
@@ -119,6 +128,7 @@ class Unit:
         self.progress = ForwardProgress()
         self.exposure = Exposure()
         self.checks = PendingChecks()
+        self.pending: PendingReduction | None = None  # from `finalize_backward(async_op=True)` to `wait()`
         self.record = runtime.register(self)
         self.rebuild_groups([parameter.local for parameter in parameters])
 
@@ -177,7 +187,10 @@ class Unit:
 
         unwritten: ids of parameters whose values are fresh memory.
         """
-        dtypes = [self.options.mp.resolve(value.dtype) for value in values]
+        dtypes = [
+            self.options.mp.resolve(value.dtype, parameter.grad_dtype, keeps_dtype=parameter.keeps_dtype)
+            for parameter, value in zip(self.parameters, values)
+        ]
         groups: list[ParamGroup] = []
         with torch.inference_mode(False), torch.no_grad():
             for shared, members in group_parameters(self.parameters, values, dtypes):
@@ -200,6 +213,8 @@ class Unit:
                         unwritten=unwritten,
                     )
                 )
+        for group in groups:
+            group.keep_memory(self.options.keep_memory)
         self.groups, self.checks.gathers = groups, True
         self.runtime.update_timeouts()
         for group in groups:
@@ -207,6 +222,14 @@ class Unit:
             for parameter in group.parameters:
                 parameter.before_step, parameter.unit_name = check, self.unit_name
         self._update_record()
+
+    def keep_memory(self, keep: bool) -> None:
+        """Keep the memory of full parameters and messages when they are freed, or give it back: at once if they are."""
+        self.configure(keep_memory=keep)
+        for group in self.groups:
+            group.keep_memory(keep)
+            if not keep and self.residency is Residency.SHARDED:
+                group.free_unsharded()
 
     def _storage(self, packed: float) -> Storage:
         """Where a group's memory is. `packed`: the size in bytes below which its collectives want parameters packed."""
@@ -233,7 +256,10 @@ class Unit:
         """
         for parameter in self.parameters:
             check_extension(parameter)
-        if any(
+        changed = [parameter for parameter in self.parameters if parameter.has_new_grad_dtype(parameter.sharded)]
+        for parameter in changed:
+            parameter.adopt_grad_dtype(parameter.sharded)
+        if changed or any(
             travels_alone(parameter.local) is not group.extension for group in self.groups for parameter in group.parameters
         ):
             self.rebuild_groups([parameter.local for parameter in self.parameters])
@@ -380,6 +406,7 @@ __all__ = [
     "Exposure",
     "InterruptMark",
     "PendingChecks",
+    "PendingReduction",
     "StepCheck",
     "Unit",
     "UnitRuntime",

@@ -11,7 +11,13 @@ from typing import Any
 from fullshard.collectives.custom import AllGather, Comm, ReduceScatter
 from fullshard.errors import StateError
 from fullshard.frontend.api import fully_shard
-from fullshard.frontend.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from fullshard.frontend.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharding.mesh import DataParallelMeshDims
 
@@ -21,6 +27,7 @@ _OURS: dict[str, Any] = {
     "Comm": Comm,
     "DataParallelMeshDims": DataParallelMeshDims,
     "FSDPModule": FSDPModule,
+    "GradientReductionHandle": GradientReductionHandle,
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
     "OffloadPolicy": OffloadPolicy,
     "ReduceScatter": ReduceScatter,
