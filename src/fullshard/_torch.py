@@ -151,6 +151,7 @@ __all__ = [
     "spec_of",
     "specs_of",
     "split_copy",
+    "spmd_types_of",
     "storage_key",
     "store_host",
     "strided_shard",
@@ -495,6 +496,12 @@ def parameter_hooks(parameter: Tensor) -> tuple[list[Callable[..., Any]], list[C
     before = list((parameter._backward_hooks or {}).values())
     after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
     return before, after
+
+
+def spmd_types_of(parameter: Tensor) -> Any:
+    """Return the annotations of the package spmd_types on a parameter; empty without that package."""
+    spmd = sys.modules.get("spmd_types")
+    return None if spmd is None else spmd.get_local_type(parameter)
 
 
 def is_non_composable(module: nn.Module) -> bool:

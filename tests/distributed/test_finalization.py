@@ -38,7 +38,7 @@ def manual_model(world: World, model: nn.Module, **options: object) -> nn.Module
 def test_the_caller_ends_the_backwards_of_a_step(world: World, sync: bool) -> None:
     model = Stack()
     sharded = manual_model(world, model)
-    for step in range(3):
+    for _ in range(3):
         sharded.set_requires_gradient_sync(sync)
         for index in range(3):
             square(sharded(microbatch(world, index))).backward()

@@ -413,6 +413,11 @@ def _unsupported_reason(parameter: nn.Parameter) -> str | None:
     """Why a parameter cannot be sharded, and what to do; None if it can."""
     if successor(parameter) is not None:
         return "it was sharded before, by a unit that does not exist any more: build the model anew, or undo() before"
+    if annotations := _torch.spmd_types_of(parameter):
+        return (
+            f"it is annotated by spmd_types ({annotations}), which fullshard does not honour: make it a DTensor on the full "
+            "mesh and pass dp_mesh_dims"
+        )
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "it is not initialized yet: run one forward of the lazy module, then fully_shard"
     tensor = inside(parameter.data)

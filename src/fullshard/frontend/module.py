@@ -584,10 +584,13 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Forget a step that was interrupted by an exception, with all gradients that only this rank holds.
 
         The next forward forgets the interrupted part by itself; this also discards what earlier backwards without
-        communication kept, as `zero_grad()` does.
+        communication kept, as `zero_grad()` does, every `.grad`, and reductions whose handle was not waited for: its `wait()`
+        raises.
         """
         for unit in units_of(self, True):
             runtime_of(unit).recovery.forget_step(unit)
+            for parameter in unit.parameters:
+                parameter.sharded.grad = None
 
     def _get_fsdp_state(self) -> UnitView:
         """The state that FSDP2's programs look at: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""

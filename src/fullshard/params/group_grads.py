@@ -91,6 +91,7 @@ class GroupGradients:
         self._parameters, self._dtype, self._log = parameters, dtype, log
         # Whether a backward without communication ended since the last reduction, whatever it left here.
         self.has_local = any(parameter.local_grad is not None for parameter in parameters)
+        self.shown = False  # whether full parameters have kept gradients as `.grad`
         self.deferred: DeferredSum | None = None
         self._epoch = -1  # of the log, when the first parameter was last given a gradient
         self._version = 0  # of that gradient, when the group was last reduced
@@ -122,11 +123,40 @@ class GroupGradients:
         self.has_local = False
         return grads
 
+    def show(self) -> None:
+        """Show kept gradients as `.grad` of the full parameters, which the caller has installed and may read.
+
+        Autograd must not add to them: of a backward that raises nothing may stay. They are hidden before one begins.
+        """
+        if not self.has_local:
+            return
+        for parameter in self._parameters:
+            kept, full = parameter.local_grad, parameter.full
+            if kept is not None and full is not None and full.grad is None:
+                parameter.shown_grad = full.grad = parameter.sharding.to_module(kept)
+                self.shown = True
+
+    def hide(self) -> None:
+        """Show them no longer. A gradient that the caller put in their place, or took away, is kept instead."""
+        if not self.shown:
+            return
+        self.shown = False
+        for parameter in self._parameters:
+            shown, full = parameter.shown_grad, parameter.full
+            parameter.shown_grad = None
+            if shown is None or full is None:
+                continue
+            found, full.grad = full.grad, None
+            if found is None:
+                parameter.local_grad = None
+            elif found is not shown:
+                parameter.local_grad = parameter.sharding.grad_to_local(found, name=parameter.name).to(self._dtype)
+
     def discard(self) -> None:
         """Forget what only this rank holds: kept gradients, those reduced over shards only, and those of full parameters."""
-        self.has_local, self.deferred = False, None
+        self.has_local, self.deferred, self.shown = False, None, False
         for parameter in self._parameters:
-            parameter.local_grad = None
+            parameter.local_grad = parameter.shown_grad = None
             if parameter.full is not None:
                 parameter.full.grad = None
 

@@ -111,6 +111,7 @@ class ShardedParameter:
     write_count: how often an optimizer wrote the shard.
     unit_name: of the unit that gathers it.
     local_grad: the full gradient of backwards that did not communicate, in the reduce dtype.
+    shown_grad: the same, where the caller may see it, as `.grad` of the full parameter while that is installed by hand.
     grad_dtype: of its `.grad`, as the caller set it. keeps_dtype: whether it is gathered in its own dtype whatever the policy.
     before_step: asked before an optimizer writes the shard, and told of other writes.
     """
@@ -127,6 +128,7 @@ class ShardedParameter:
         "name",
         "sharded",
         "sharding",
+        "shown_grad",
         "slots",
         "spec",
         "unit_name",
@@ -151,6 +153,7 @@ class ShardedParameter:
         self.spec = sharding.spec(original.dtype)
         self.full: nn.Parameter | None = None
         self.local_grad: Tensor | None = None
+        self.shown_grad: Tensor | None = None
         self.write_count = 0
         self.before_step: WriteGuard | None = None
         self.unit_name = UnitName("")

@@ -44,6 +44,7 @@ class Requests:
         for group in unit.groups:
             group.install()
         unit.expose()
+        unit.show_kept_gradients()
 
     @recovers_first
     def set_resident(self, unit: Unit, resident: bool) -> None:

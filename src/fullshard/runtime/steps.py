@@ -188,6 +188,8 @@ class Steps:
             self.recovery.recover()
         first = self._begin_backward()
         executor.backward.units[record.number] = unit
+        for group in unit.groups:
+            group.grads.hide()
         if self._joined.waiting:
             self._joined.backward_reached(call)
             self.join_backward(beyond=call.end)

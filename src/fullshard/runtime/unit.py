@@ -303,6 +303,12 @@ class Unit:
         """Whether slots hold full parameters, so that walking the modules does not find the sharded ones."""
         return self.exposure.plain or any(group.installed for group in self.groups)
 
+    def show_kept_gradients(self) -> None:
+        """Show the gradients that backwards kept as `.grad` of full parameters that are installed."""
+        for group in self.groups:
+            if group.installed:
+                group.grads.show()
+
     def expose(self) -> None:
         """The caller may write to the full parameters from now on."""
         self.exposure.writable = True
