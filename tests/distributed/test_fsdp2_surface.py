@@ -157,7 +157,9 @@ def test_a_field_of_torchs_policies_that_nobody_here_knows_is_refused_unless_it_
     from fullshard.policies import resolve_mp, resolve_offload
 
     def newer(kind: type, **values: Any) -> Any:
-        made = dataclasses.make_dataclass(kind.__name__, [("rounding", str, "nearest")], bases=(kind,), frozen=kind.__dataclass_params__.frozen)
+        made = dataclasses.make_dataclass(
+            kind.__name__, [("rounding", str, "nearest")], bases=(kind,), frozen=kind.__dataclass_params__.frozen
+        )
         made.__module__ = kind.__module__
         return made(**values)
 

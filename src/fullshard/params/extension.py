@@ -15,7 +15,7 @@ from fullshard import _torch
 from fullshard.collectives.base import Collectives
 from fullshard.errors import StateError
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.params.unsharded import Gather, Storage, over
+from fullshard.params.unsharded import Gather, Storage, over, resize
 from fullshard.policies import Dtypes
 from fullshard.sharding.param_sharding import ParamSharding
 
@@ -156,9 +156,9 @@ class ExtensionBuffer:
                 "the sizes of what is gathered must not change"
             )
         for out in self._outs:
-            out.untyped_storage().resize_(out.numel() * out.itemsize)
+            resize(out.untyped_storage(), out.numel() * out.itemsize)
         for inner, nbytes in self._inner:
-            inner.untyped_storage().resize_(nbytes)
+            resize(inner.untyped_storage(), nbytes)
         # as_strided: of one element, `view(-1)` may keep a stride that `view(dtype)` refuses.
         flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
         # No views of the outputs: the gather of one rank is a copy, which would move the version of the full tensor, too.

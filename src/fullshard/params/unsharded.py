@@ -69,6 +69,12 @@ def over(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     return empty.set_(flat.untyped_storage(), offset, tuple(shape))  # type: ignore[call-overload]
 
 
+def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Give a storage this many bytes. On the CPU, memory moves whenever it is resized, also to the size that it has."""
+    if storage.size() != nbytes:
+        storage.resize_(nbytes)
+
+
 Step = Callable[[], object]
 
 
@@ -275,7 +281,7 @@ class FlatBuffer:
             self.versions = versions
             self.drop_subgroup_shard()
         for storage, nbytes in self._memory if self._once is None else self._memory[:1]:
-            storage.resize_(nbytes)
+            resize(storage, nbytes)
         if self._poison:
             self._fill_with_nan()
         if self._once is not None or self._anew is None:
