@@ -27,8 +27,8 @@ def main() -> None:
     mine = sum(parameter.to_local().numel() for parameter in model.parameters())
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(dist.get_rank())  # each rank has data of its own
-    batch, losses = torch.randn(4, 16, 64), []
+    data = torch.Generator(device).manual_seed(dist.get_rank())  # each rank has data of its own; the global seed stays alike
+    batch, losses = torch.randn(4, 16, 64, generator=data), []
     with counting(model) as messages:
         for _ in range(5):
             loss = (model(batch) - batch.roll(1, dims=1)).square().mean()

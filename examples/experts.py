@@ -40,15 +40,15 @@ def main() -> None:
     dist.init_process_group()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_default_device(device)
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # all ranks alike: they build the same model
     model = Experts(16, 4)
     for expert in model.experts:
         fully_shard(expert)
     fully_shard(model)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(dist.get_rank())
-    tokens, losses = torch.randn(3, 16), []
+    data = torch.Generator(device).manual_seed(dist.get_rank())  # each rank has data of its own
+    tokens, losses = torch.randn(3, 16, generator=data), []
     for _ in range(10):
         output, ran = model(tokens)
         loss = (output - tokens).square().mean()

@@ -17,7 +17,7 @@ def main() -> None:
     dist.init_process_group()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_default_device(device)
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # all ranks alike: they build the same model
     mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)])
@@ -26,8 +26,8 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(dist.get_rank())
-    batch = torch.randn(8, 64)
+    data = torch.Generator(device).manual_seed(dist.get_rank())  # each rank has data of its own
+    batch = torch.randn(8, 64, generator=data)
     with counting(model) as messages:
         loss = (model(batch) - 1).square().mean()
         loss.backward()

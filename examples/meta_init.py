@@ -28,7 +28,8 @@ def main() -> None:
 
     with fullshard.full_params(model):
         total = model[0].weight.double().sum().item()
-    tokens = torch.randint(1000, (2, 8), device=device)
+    data = torch.Generator(device).manual_seed(dist.get_rank())  # each rank has data of its own
+    tokens = torch.randint(1000, (2, 8), device=device, generator=data)
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     loss.backward()
     if dist.get_rank() == 0:

@@ -6,8 +6,9 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --foresight            # and hold it against a prediction
 
 The text is what every machine has: the source files of the standard library. The model is built on meta, sharded block
-by block, and only then given memory. Batches depend on the step alone, and each rank takes its rows of them, so a run
-gives the same losses on any number of ranks that divides the batch. `--out` receives checkpoints
+by block, and only then materialized, from one seed on all ranks: the first weights are the same on any number of ranks.
+Batches depend on the step alone, drawn by a generator of their own, and each rank takes its rows of them by its number. So
+a run gives the same losses on any number of ranks that divides the batch. `--out` receives checkpoints
 (torch.distributed.checkpoint), a picture of the curves and a JSON of figures. With GPUs, the same command uses nccl and
 one process per GPU.
 """
@@ -22,7 +23,6 @@ import resource
 import sys
 import sysconfig
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -108,15 +108,11 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def initialise(model: nn.Module) -> None:
-    """Each module's own initialisation; embeddings small, so that the first loss is that of guessing."""
-    # DTensor warns that on the CPU ranks draw independently: that is what is wanted here, each rank from its own seed.
-    warnings.filterwarnings("ignore", message="DTensor random operators")
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    with torch.no_grad():
-        model.embed.weight.mul_(0.02)
+def initialise(module: nn.Module) -> None:
+    """A module's own initialisation; embeddings small, so that the first loss is that of guessing."""
+    module.reset_parameters()
+    if isinstance(module, nn.Embedding):
+        module.weight.mul_(0.02)
 
 
 # --- the data ----------------------------------------------------------------------------------------------------------
@@ -144,7 +140,10 @@ def entropy(text: Tensor) -> float:
 
 
 def rows(text: Tensor, *, seed: int, count: int, length: int, mine: slice) -> tuple[Tensor, Tensor]:
-    """This rank's rows of the global batch `seed`: inputs and targets (rows, length)."""
+    """This rank's rows of the global batch `seed`: inputs and targets (rows, length).
+
+    A generator of their own, not the global seed, decides which rows: that one stays alike on all ranks.
+    """
     starts = torch.randint(0, len(text) - length - 1, (count,), generator=torch.Generator().manual_seed(seed))[mine]
     windows = torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
     return windows[:, :-1], windows[:, 1:]
@@ -196,8 +195,9 @@ def start() -> tuple[torch.device, int, int]:
     return device, rank, ranks
 
 
-def build(o: argparse.Namespace, device: torch.device, ranks: int, rank: int) -> nn.Module:
+def build(o: argparse.Namespace, device: torch.device, ranks: int) -> nn.Module:
     """On meta, sharded, then materialized: no rank ever holds the whole model."""
+    torch.manual_seed(o.seed)  # all ranks alike, before the model is built: with other seeds each would have another model
     with torch.device("meta"):
         model = Decoder(o.dim, o.depth, o.heads, o.length, o.recompute)
     mesh = init_device_mesh(device.type, (ranks,))
@@ -207,10 +207,7 @@ def build(o: argparse.Namespace, device: torch.device, ranks: int, rank: int) ->
     for block in model.blocks:
         fullshard.fully_shard(block, mesh=mesh, mp_policy=mp)
     fullshard.fully_shard(model, mesh=mesh, mp_policy=mp)
-    model.to_empty(device=device)
-    torch.manual_seed(o.seed * 1000 + rank)  # each rank draws its own shard
-    initialise(model)
-    return model
+    return fullshard.materialize(model, device, init=initialise, seed=o.seed)
 
 
 def learning_rate(step: int, o: argparse.Namespace) -> float:
@@ -382,7 +379,7 @@ def main() -> None:
     mine = slice(rank * share, (rank + 1) * share)
     train, valid = corpus(o.corpus)
     floor = entropy(valid)
-    model = build(o, device, ranks, rank)
+    model = build(o, device, ranks)
     optimizer = adamw(model, o)
     checkpoints = Checkpoints(o.out)
     first = checkpoints.load(model, optimizer) if o.resume else 0

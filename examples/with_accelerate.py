@@ -30,12 +30,12 @@ def main() -> None:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["TransformerEncoderLayer"]
     )
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=not torch.cuda.is_available())
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # all ranks alike: they build the same model
     model = Model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
-    torch.manual_seed(accelerator.process_index)
-    batch, losses = torch.randn(4, 8, 32, device=accelerator.device), []
+    data = torch.Generator(accelerator.device).manual_seed(accelerator.process_index)  # each rank has data of its own
+    batch, losses = torch.randn(4, 8, 32, device=accelerator.device, generator=data), []
     for _ in range(5):
         loss = (model(batch) - 1).square().mean()
         accelerator.backward(loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -33,6 +34,15 @@ def printed(name: str, ranks: int) -> list[str]:
     job = run_job(example, ranks, limit=120.0, name=name)
     assert [one.code for one in job] == [0] * ranks, str(job)
     return [one.out for one in job]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_the_global_seed_of_an_example_is_alike_on_all_ranks(path: Path) -> None:
+    """As docs/never-silent.md asks: what differs by rank is drawn by a generator of its own."""
+    tree = ast.parse(path.read_text())
+    seeds = [call for call in ast.walk(tree) if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.manual_seed"]
+    said = [ast.unparse(argument) for call in seeds for argument in call.args]
+    assert not [text for text in said if re.search(r"rank|process_index", text)], said
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("bottom_up", 2), ("tensor_parallel", 4), ("mixed_precision", 2), ("experts", 2)])

@@ -81,6 +81,15 @@ def test_it_resumes_to_the_same_losses_on_another_number_of_ranks(
     assert resumed["validation_loss"] == pytest.approx(figures["validation_loss"], abs=2e-5)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_its_first_weights_and_losses_are_the_same_on_any_number_of_ranks(
+    uninterrupted: tuple[Path, dict[str, Any], str], tmp_path: Path, ranks: int
+) -> None:
+    _, figures, _ = uninterrupted
+    begun, _ = run(ranks, tmp_path, "--steps", "3", "--schedule", "10", "--sample", "0")
+    assert begun["losses"] == pytest.approx(figures["losses"][:3], abs=2e-5)
+
+
 def test_every_flag_at_once(tmp_path: Path) -> None:
     figures, _ = run(2, tmp_path, "--steps", "6", "--bf16", "--recompute", "--accumulate", "2", "--sample", "0")
     assert figures["losses"][-1] < figures["losses"][0]
