@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from models import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -36,6 +38,7 @@ from fullshard import (
     ShardPlacementResult,
     fully_shard,
 )
+from fullshard.compat import FullyShardedDataParallel
 
 
 def kinds(messages: list[fullshard.Message]) -> Counter[Any]:
@@ -63,6 +66,99 @@ def test_a_hybrid_mesh_needs_no_names(world: World) -> None:
     sharded, _ = train_both(world, Stack(), lambda m: shard_stack(m, mesh), steps=2)
     weight = sharded.inp.weight
     assert weight.placements == (Replicate(), Shard(0)) and weight.grad is None
+
+
+SHARDING_FIRST = (
+    "mesh must have the axes (replicate, shard), got ('{0}', '{1}') of sizes (2, 2), of which the first is named as one to "
+    "shard over: each shard would be held on all its ranks, and parameters sharded over '{1}' alone. To shard over both, pass "
+    "mesh._flatten('{0}_{1}'){2}; to replicate over '{0}', give it a name that says so, init_device_mesh(..., "
+    "mesh_dim_names=('replicate', '{1}'))"
+)
+REPLICATING_LAST = (
+    "mesh must have the axes (replicate, shard), got ('{0}', '{1}') of sizes (2, 2), of which the second, that parameters would "
+    "be sharded over, is named as one to replicate over. Put it first, init_device_mesh(..., mesh_dim_names=('{1}', '{0}')); or "
+    "to shard over both, pass mesh._flatten('{0}_{1}'){2}"
+)
+
+
+def named(*names: str, sizes: tuple[int, ...] = (2, 2)) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+@ranks(4)
+def test_an_axis_to_shard_over_is_not_replicated_over_without_a_word(world: World) -> None:
+    """("dp_shard", "cp") as it is holds each shard on all ranks of "dp_shard": sharded over the context-parallel ranks alone."""
+    firsts = ("dp_shard", "shard", "fsdp", "DP-Shard", "dp_shard_cp", "cp", "sp", "context", "context_parallel", "sequence")
+    for names in [(first, "inner") for first in firsts] + [("dp_shard", "cp"), ("dp_shard", "tp")]:
+        model = nn.Linear(5, 3)
+        with pytest.raises(ValueError, match=f"^{re.escape(SHARDING_FIRST.format(*names, ''))}$"):
+            fully_shard(model, mesh=named(*names))
+        assert type(model) is nn.Linear and type(model.weight) is nn.Parameter, "nothing has changed"
+    for names in (("dp", "dp_replicate"), ("dp_shard", "dp_replicate"), ("cp", "ddp"), ("dp", "replicas")):
+        model = nn.Linear(5, 3)
+        with pytest.raises(ValueError, match=f"^{re.escape(REPLICATING_LAST.format(*names, ''))}$"):
+            fully_shard(model, mesh=named(*names))
+        assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
+    experts = nn.Linear(5, 3)
+    with pytest.raises(ValueError, match="'dp_shard', 'cp'"):
+        fully_shard(experts, mesh=world.mesh, shard_placement_fn=lambda p: ShardPlacementResult(None, named("dp_shard", "cp")))
+    assert type(experts) is nn.Linear
+
+
+@ranks(4)
+def test_names_that_fit_or_say_nothing_pass(world: World) -> None:
+    firsts = (
+        "dp_replicate",
+        "replicate",
+        "ddp",
+        "dp",
+        "outer",
+        "data",
+        "rep",
+        "replicate_shards",
+        "unsharded",
+        "no_shard",
+        "hsdp",
+    )
+    for names in [(first, "dp_shard_cp") for first in firsts] + [("dp", "cp"), ("dp", "pd"), ("outer", "inner")]:
+        fully_shard(nn.Linear(5, 3), mesh=named(*names))
+    fully_shard(nn.Linear(5, 3), mesh=named("dp_shard", "cp", sizes=(1, 4)))  # one replica: sharded over both, as was meant
+    fullshard.any_failed(named("dp_shard", "cp"))  # neither sharded nor replicated over
+
+
+@ranks(4)
+def test_what_the_error_of_misnamed_axes_advises_works(world: World) -> None:
+    for mesh in (named("dp_shard", "cp"), named("dp_shard", "cp", "tp", sizes=(2, 2, 1))["dp_shard", "cp"]):
+        flat = mesh._flatten("dp_shard_cp")
+        sharded, _ = train_both(world, Stack(), lambda m: shard_stack(m, flat), steps=2)
+        assert sharded.inp.weight.placements == (Shard(0),) and sharded.inp.weight.device_mesh.size() == 4
+    sharded, _ = train_both(world, Stack(), lambda m: shard_stack(m, named("replicate", "cp")), steps=2)
+    assert sharded.inp.weight.placements == (Replicate(), Shard(0))
+    sharded, _ = train_both(world, Stack(), lambda m: shard_stack(m, named("dp_replicate", "dp_shard")), steps=2)
+    assert sharded.inp.weight.placements == (Replicate(), Shard(0))
+    # On a full mesh that parameters are DTensors on already, the words are those of the caller: names of axes are not looked at.
+    mesh = named("dp_shard", "cp")
+    for dims in (DataParallelMeshDims(shard=("dp_shard", "cp")), DataParallelMeshDims(shard="cp", replicate="dp_shard")):
+        model = nn.Linear(8, 7)
+        whole = copy.deepcopy(model)
+        for name, parameter in list(model.named_parameters()):
+            setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()] * 2)))
+        assert_same_parameters(fully_shard(model, mesh=mesh, dp_mesh_dims=dims), whole)
+
+
+@ranks(4)
+def test_misnamed_axes_are_refused_of_whole_models_and_of_fsdp1_too(world: World) -> None:
+    mesh = named("dp_shard", "cp")
+    model = Stack()
+    with pytest.raises(ValueError, match="of which the first is named as one to shard over"):
+        fullshard.shard_model(model, mesh)
+    with pytest.raises(
+        ValueError, match=re.escape(SHARDING_FIRST.format("dp_shard", "cp", " and a strategy that is not hybrid"))
+    ):
+        FullyShardedDataParallel(model, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    assert not any(isinstance(module, fullshard.FSDPModule) for module in model.modules())
+    flat = FullyShardedDataParallel(model, device_mesh=mesh._flatten("dp_shard_cp"))
+    square(flat(world.mine(batch(0)))).backward()
 
 
 @pytest.mark.parametrize("mp", ["fp32", "bf16", "fp16"])

@@ -79,7 +79,8 @@ def fully_shard(  # type: ignore[misc]
         module: a module with a forward, or a list of modules that form one unit (their parameters are gathered when the
             first of them runs, freed when the last has).
         mesh: DeviceMesh of one axis, to shard over, or of two: hybrid sharding, which replicates over the first and shards
-            over the second. None takes all ranks of the default process group.
+            over the second; names of its axes that say otherwise, ("dp_shard", "cp") say, are refused. None takes all ranks
+            of the default process group.
         reshard_after_forward: True frees the parameters after forward and gathers them again for backward; False keeps
             them (more memory, one gather less); None is True, but False for the outermost unit of a forward. An int k,
             which must divide the ranks of the shard axis, has each k neighbours keep one copy together (a k-th each),

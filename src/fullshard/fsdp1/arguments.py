@@ -24,7 +24,7 @@ from fullshard.policies import CommPolicy
 from fullshard.runtime.runtime import Runtime
 from fullshard.runtime.setup_collectives import SetupCollectives
 from fullshard.runtime.unit import unit_of
-from fullshard.sharding.mesh import beside, resolve_mesh
+from fullshard.sharding.mesh import beside, check_names, resolve_mesh
 from fullshard.sharding.module_tree import ManagedTensors, ParamRef, clean_name, collect
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, _torch.HYBRID_ZERO2)
@@ -183,6 +183,8 @@ def _check(
             f"{strategy.name} takes a {'2' if strategy in HYBRID else '1'}-D device_mesh"
             f"{' (replicate, shard)' if strategy in HYBRID else ''}, got one of {mesh.ndim} axes"
         )
+    if mesh is not None:
+        check_names(mesh, whole=" and a strategy that is not hybrid")
 
 
 def _ignored(

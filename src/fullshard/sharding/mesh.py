@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,7 +185,8 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
 
     One axis: shard. Two: replicate, then shard. With `dims`, the named axes of a mesh of any size.
 
-    Raises ValueError if `mesh` is no such DeviceMesh, lies on meta, or this rank is not on it.
+    Raises ValueError if `mesh` is no such DeviceMesh, lies on meta, or this rank is not on it, or if the names of two axes
+    say that they are the other way round.
     """
     if mesh is None:
         if dims is not None:
@@ -208,7 +210,49 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
             f"mesh must have one axis (shard) or two (replicate, shard), got {mesh.ndim} axes of sizes "
             f"{tuple(mesh.mesh.shape)}: take axes of it with mesh['name'], or name them with dp_mesh_dims="
         )
+    check_names(mesh)
     return _axes(mesh, shard=mesh.ndim - 1, replicate=0 if mesh.ndim == 2 else None)
+
+
+_SHARDS = re.compile(r".*(shard|fsdp).*|(cp|sp|context|seq|sequence|ulysses)(parallel)?")
+_REPLICATES = re.compile(r".*replic.*|ddp")
+_NEITHER = re.compile(r".*(no|non|un)shard.*")
+
+
+def check_names(mesh: DeviceMesh, *, whole: str = "") -> None:
+    """Raises ValueError if the axes of a (replicate, shard) mesh are named the other way round, or both as ones to shard over.
+
+    An axis to shard over has "shard" or "fsdp" in its name, or is one of context or sequence parallelism, whose ranks share the
+    parameters with those of data parallelism in most programs. Names that say neither ("dp", "outer", "data") pass, "cp" behind
+    one of those too: sharding over context-parallel ranks and replicating over the others is right, and may be meant.
+
+    whole: what sharding over both axes takes besides a flat mesh, for the text.
+    """
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None or mesh.size() == 1:
+        return
+    first, second = mesh.mesh_dim_names
+    kinds = [_said_by(first), _said_by(second)]
+    got = f"mesh must have the axes (replicate, shard), got {(first, second)} of sizes {tuple(mesh.mesh.shape)}"
+    both = f"pass mesh._flatten('{first}_{second}'){whole}"
+    if kinds[1] == "replicate":
+        raise ValueError(
+            f"{got}, of which the second, that parameters would be sharded over, is named as one to replicate over. Put it "
+            f"first, init_device_mesh(..., mesh_dim_names={(second, first)}); or to shard over both, {both}"
+        )
+    if kinds[0] == "shard" and mesh.size(0) > 1:  # replicating over one rank is sharding over both
+        raise ValueError(
+            f"{got}, of which the first is named as one to shard over: each shard would be held on all its ranks, and "
+            f"parameters sharded over '{second}' alone. To shard over both, {both}; to replicate over '{first}', give it a "
+            f"name that says so, init_device_mesh(..., mesh_dim_names={('replicate', second)})"
+        )
+
+
+def _said_by(name: str) -> str | None:
+    """What the name of an axis says of it: "shard", "replicate", or None."""
+    bare = re.sub(r"[^a-z0-9]", "", name.lower())
+    if _REPLICATES.fullmatch(bare):
+        return "replicate"
+    return "shard" if _SHARDS.fullmatch(bare) and not _NEITHER.fullmatch(bare) else None
 
 
 def _default_mesh() -> DeviceMesh:
