@@ -7,6 +7,7 @@ init.py             materialize(): memory and first values for a model built on 
 optim.py            optimizers built before sharding; what precedes and follows each step
 local_steps.py      element-wise optimizers compute with local shards
 local_view.py       local_view(): the same for those of other libraries
+empty_shards.py     empty shards as optimizers of other libraries see them
 step_entries.py     the entries of optimizer steps in the logs
 clipping.py         clip_grad_norm_, and torch's over several meshes
 autograd.py         grad(): gradients as values

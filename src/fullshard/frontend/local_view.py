@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fullshard import _torch
 from fullshard.errors import StateError
+from fullshard.frontend.empty_shards import stand_in
 from fullshard.frontend.local_steps import is_element_wise
 from fullshard.params.sharded_param import ShardedParameter, logical_parameters
 
@@ -32,7 +33,8 @@ def local_view(optimizer: OptimizerT) -> OptimizerT:
 
     Within `step()`, `param_groups` and `state` hold plain Parameters over this rank's rows; outside of it, in closures and
     in hooks they hold the sharded parameters and DTensors, as before. So clipping, GradScaler, schedulers, `state_dict()`
-    and checkpoints see no difference. Parameters that the optimizer remembers elsewhere are not replaced.
+    and checkpoints see no difference. Parameters that the optimizer remembers elsewhere are not replaced. For parameters of
+    which this rank has no rows it steps over some zeros, since fused kernels may skip or refuse empty tensors.
 
     Args:
         optimizer: a `torch.optim.Optimizer` whose class says itself how it steps; call this before others wrap its `step`, so
@@ -103,7 +105,7 @@ class _LocalView:
             listed[:] = plain_ones
 
     def leave(self, optimizer: Optimizer) -> None:
-        """The opposite: states become DTensors, where they have an element for each of the shard."""
+        """The opposite: states become DTensors, where they have an element for each of the shard or of its stand-in."""
         inside, outside = optimizer.state, self._outside
         if outside is None:  # it could not be entered
             return
@@ -140,15 +142,20 @@ class _LocalView:
         """Make plain Parameters for the sharded ones of these groups."""
         sharded = [found for listed in members for found in logical_parameters(listed)]
         self._stand_in = [
-            (one, one.local, nn.Parameter(one.local.detach(), requires_grad=one.requires_grad)) for one in sharded
+            (one, one.local, nn.Parameter(_filled(one.local.detach()), requires_grad=one.requires_grad)) for one in sharded
         ]
         plain_of = {id(parameter.sharded): plain for parameter, _, plain in self._stand_in}
         self._groups = [list(listed) for listed in members]
         self._plain_groups = [[plain_of.get(id(tensor), tensor) for tensor in listed] for listed in members]
 
 
+def is_viewed(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps over plain local shards by `local_view`."""
+    return _VIEW in optimizer.__dict__
+
+
 def _local_of(tensor: Any, parameter: ShardedParameter, what: str) -> Any:
-    """The local tensor of a DTensor that is cut like the parameter; anything else is as it was."""
+    """The local tensor of a DTensor that is cut like the parameter, filled up if it is empty; anything else is as it was."""
     if not isinstance(tensor, DTensor):
         return tensor
     spec, theirs = parameter.spec, _torch.spec_of(tensor)
@@ -157,13 +164,22 @@ def _local_of(tensor: Any, parameter: ShardedParameter, what: str) -> Any:
             f"a {what} of parameter '{parameter.name}' is a DTensor on {tensor.device_mesh} with {tensor.placements}; expected "
             f"{spec.mesh} with {spec.placements}: redistribute() it, or let this optimizer do without fullshard.local_view()"
         )
-    return _torch.local_tensor(tensor)
+    return _filled(_torch.local_tensor(tensor))
+
+
+def _filled(local: Tensor) -> Tensor:
+    """What the optimizer computes with: the tensor, or what stands in for an empty one."""
+    return local if local.numel() else stand_in(local)
 
 
 def _as_before(value: Any, parameter: ShardedParameter) -> Any:
-    """A state as it is outside of steps: a DTensor if it has an element for each of the shard."""
-    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim and value.shape == parameter.local.shape:
-        return parameter.dtensor_like_shard(value)
+    """A state as it is outside of steps: a DTensor if it has an element for each of the shard, or of its stand-in."""
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
+        local = parameter.local
+        if local.numel():
+            return parameter.dtensor_like_shard(value) if value.shape == local.shape else value
+        if value.shape == _filled(local).shape:
+            return parameter.dtensor_like_shard(torch.empty(local.shape, dtype=value.dtype, device=value.device))
     return value
 
 

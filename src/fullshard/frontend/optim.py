@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.frontend.empty_shards import StepOrder, is_foreign
 from fullshard.frontend.local_steps import LocalStep, is_element_wise
+from fullshard.frontend.local_view import is_viewed
 from fullshard.frontend.step_entries import StepEntries
 from fullshard.params.shard_values import shard_of
 from fullshard.params.sharded_param import ShardedParameter, logical_parameters
@@ -85,9 +87,10 @@ class _Stepper:
     """An optimizer of sharded parameters: what its steps know of it, for as long as it has the same parameters.
 
     entries: of its steps, in the logs.     local: how it computes with local shards; None if it must not.
+    order: of its parameters in steps that it makes itself; None if torch makes them.
     """
 
-    __slots__ = ("_backs", "_parameters", "_sharded", "_successions", "entries", "local")
+    __slots__ = ("_backs", "_parameters", "_sharded", "_successions", "entries", "local", "order")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._successions = Successions.count
@@ -97,6 +100,8 @@ class _Stepper:
         self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
         self.entries = StepEntries(optimizer, sharded)
         self.local = LocalStep(optimizer) if self._sharded and is_element_wise(optimizer) else None
+        foreign = self.local is None and is_foreign(optimizer)
+        self.order = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the optimizer makes its own
@@ -105,6 +110,8 @@ class _Stepper:
     def of(cls, optimizer: torch.optim.Optimizer) -> _Stepper:
         """That of `optimizer`, made anew if its parameters are others than in the step before, or belong to other units."""
         stepper: _Stepper | None = optimizer.__dict__.get(_STEPPER)
+        if stepper is not None and stepper.order is not None:
+            stepper.order.leave()  # that of a step that raised
         if stepper is None or not stepper.holds(optimizer.param_groups):
             rebind(optimizer)
             stepper = optimizer.__dict__[_STEPPER] = cls(optimizer)
@@ -138,6 +145,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             check()
     if stepper.local is None:
         sleep([parameter.sharded for parameter in sharded])
+        if stepper.order is not None and not is_viewed(optimizer):
+            stepper.order.enter(optimizer)
     else:
         stepper.local.keeps_dtensors = False
         _torch.have_listed_by(optimizer, stepper.local, stepper.local.settle)
@@ -147,6 +156,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     wake()
     _torch.have_listed_by_itself(optimizer)
     stepper = optimizer.__dict__.get(_STEPPER) or _Stepper.of(optimizer)
+    if stepper.order is not None:
+        stepper.order.leave()
     if stepper.local is None or stepper.local.keeps_dtensors:
         for parameter in stepper.sharded:  # DTensor's foreach and fused operations move no version counter
             if parameter.sharded.grad is not None:
