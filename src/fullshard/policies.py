@@ -148,6 +148,19 @@ class MixedPrecisionPolicy:
             return self
         return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, self.output_dtype, self.cast_forward_inputs)
 
+    def for_planning(self) -> MixedPrecisionPolicy:
+        """Return the policy for a plan, which has no parameters to ask about.
+
+        Raises:
+            ValueError: with a `param_dtype_override_fn`.
+        """
+        if self.param_dtype_override_fn is not None:
+            raise ValueError(
+                "a plan knows names and sizes of parameters, which param_dtype_override_fn cannot be asked about: expected "
+                "mp_policy without it. Give units of such parameters a policy of their own (PlannedUnit(options=...))"
+            )
+        return self
+
     @property
     def input_dtype(self) -> torch.dtype | None:
         """The dtype that floating-point inputs are cast to; None casts none."""

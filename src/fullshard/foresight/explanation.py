@@ -163,6 +163,7 @@ def explain(
     footprints: Mapping[str, Footprint] = MappingProxyType({}),
     engine: Engine = "fullshard",
     expandable_segments: bool = False,
+    keep_unsharded_storage: bool = False,
     price: float | None = None,
 ) -> Explanation:
     """Say whether a model fits, what a step costs, and where memory and time go. No GPU and no process group is needed.
@@ -193,6 +194,8 @@ def explain(
         footprints: what operators return where that depends on values, by names as "aten::nonzero"; `routed` for experts.
         engine: "fullshard", or "fsdp2": with the copies and buffers of torch's FSDP2.
         expandable_segments: whether the allocator runs with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+        keep_unsharded_storage: as `FSDPModule.set_keep_unsharded_storage` of the whole model: full parameters and messages
+            stay in memory.
         price: of an hour of one GPU, in any currency.
 
     Returns:
@@ -237,6 +240,7 @@ def _answer(question: Question, known: Traced | None) -> Explanation:
         accelerator=accelerator,
         gloo=not accelerator,
         optimizer=traced.step_of(factory, ranks),
+        keep_unsharded_storage=question.keep_unsharded_storage,
         engine=question.engine,
     )
     return Explanation(traced, setting, gpu, network, simulate(traced.trace, traced.plan, setting))

@@ -55,7 +55,8 @@ class Fsdp2Group(SimulatedGroup):
         nbytes = self.plan.layout.ranks * _chunk(self) * self.plan.dtypes.compute.itemsize
         for block in program.retained_gather:
             self.ledger.give(block)
-        self._flat = self.take(nbytes, "gathered")
+        if self._flat < 0:
+            self._flat = self.take(nbytes, "gathered")
         self.copy(2 * nbytes)
         program.retained_gather = []
         if program.places[-1].phase == "forward":
@@ -81,8 +82,8 @@ class Fsdp2Reduction(SimulatedReduction):
         self.packed_grads = [block for block in merged.blocks if block is not None]
         self._sum = group.take(self._numel * size, "gradients", "reduce")
         self._flat = self._sum
-        if plan.dtypes.storage != plan.dtypes.reduce:
-            self._flat = group.take(self._numel * plan.dtypes.storage.itemsize, "gradients", "reduce")
+        if plan.dtypes.reduced != plan.dtypes.reduce:
+            self._flat = group.take(self._numel * plan.dtypes.reduced.itemsize, "gradients", "reduce")
         self._host = group.take(plan.shard_nbytes, "pinned host") if plan.host else -1
 
     def start(self) -> StartedWork:

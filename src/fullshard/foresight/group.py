@@ -25,6 +25,7 @@ class GroupPlan:
     host: whether shards are kept in the host's memory.      accelerator: whether kernels are those of one, or of the CPU.
     gloo: whether messages travel by gloo, which sums in memory of its own.
     in_flight: how many groups' gradients may be on their way.
+    keep: whether the memory of full parameters and messages stays where it is.
     """
 
     unit: str
@@ -41,6 +42,7 @@ class GroupPlan:
     accelerator: bool
     gloo: bool
     in_flight: int
+    keep: bool = False
 
     @property
     def full_nbytes(self) -> int:
@@ -83,6 +85,8 @@ class SimulatedGroup:
         self._flat = -1
         self._staging: list[int] = []
         self._part = -1  # that a smaller group's copy is gathered from
+        self._kept_part = -1  # its memory, if that stays
+        self.kept_sum = -1  # memory of the sum of each reduction, likewise
         self.shard = self.take(plan.shard_nbytes, "pinned host" if plan.host else "shards")
 
     def take(self, nbytes: int, category: Category, pool: str = "compute") -> int:
@@ -106,16 +110,20 @@ class SimulatedGroup:
         """Allocate what a gather needs, and send it."""
         plan, layout = self.plan, self.plan.layout
         compute = plan.dtypes.compute
-        self._flat = self.take(plan.full_nbytes, "gathered")
+        resident = plan.keep and self._flat >= 0
+        if not resident:
+            self._flat = self.take(plan.full_nbytes, "gathered")
         if self._part >= 0:
             assert plan.subgroup is not None
             self.send(Message("all_gather", compute, plan.full_nbytes, 1, plan.subgroup))
             return StartedWork()
         if plan.host:
-            self._staging.append(self.take(plan.shard_nbytes, "staging"))
+            if not resident:
+                self._staging.append(self.take(plan.shard_nbytes, "staging"))
             if plan.shard_nbytes:
                 self.send(Message("to_device", plan.dtypes.storage, plan.shard_nbytes, 1))
-        self._staging.append(self.take(plan.staging_nbytes, "staging"))
+        if not resident:
+            self._staging.append(self.take(plan.staging_nbytes, "staging"))
         if plan.dtypes.storage != compute:
             self.copy(plan.shard_nbytes + layout.shard_numel * compute.itemsize)
         self.copy(2 * plan.staging_nbytes)
@@ -130,6 +138,8 @@ class SimulatedGroup:
     def finish_gather(self) -> None:
         """Free what only the gather needed."""
         self._give_part()
+        if self.plan.keep:
+            return
         for block in self._staging:
             self.ledger.give(block)
         self._staging.clear()
@@ -137,7 +147,9 @@ class SimulatedGroup:
     def save_subgroup_shard(self) -> None:
         """Keep this rank's part of the smaller group's copy."""
         if self.plan.subgroup is not None:
-            self._part = self.take(self.plan.full_nbytes // self.plan.subgroup, "gathered")
+            if self._kept_part < 0:
+                self._kept_part = self.take(self.plan.full_nbytes // self.plan.subgroup, "gathered")
+            self._part = self._kept_part
 
     def write(self) -> None:
         """The shards are written: what was kept of them is out of date."""
@@ -145,12 +157,15 @@ class SimulatedGroup:
 
     def free(self) -> None:
         """Free the full parameters."""
-        self.ledger.give(self._flat)
-        self._flat = -1
+        if not self.plan.keep:
+            self.ledger.give(self._flat)
+            self._flat = -1
 
     def _give_part(self) -> None:
-        self.ledger.give(self._part)
         self._part = -1
+        if not self.plan.keep:
+            self.ledger.give(self._kept_part)
+            self._kept_part = -1
 
     # --- gradients between backwards ---
 
@@ -195,10 +210,14 @@ class SimulatedReduction:
         plan = self.plan = group.plan
         self.replicated = plan.replicated
         itemsize, shard = plan.dtypes.reduce.itemsize, plan.layout.shard_numel
-        self._sum = group.take(shard * itemsize, "gradients")
+        if plan.keep and group.kept_sum < 0:
+            group.kept_sum = group.take(shard * itemsize, "staging")
+        self._sum = group.kept_sum if plan.keep else group.take(shard * itemsize, "gradients")
         packed = plan.reduction.packed
         self._held: list[int] = []  # until the messages are sent
-        if packed is not None:
+        if plan.keep:
+            self._use_arena(dtype)
+        elif packed is not None:
             self._held.append(group.take(plan.layout.ranks * packed.size * itemsize, "staging"))
         zeros = [] if packed is None else self._zeros(grads, dtype)
         if packed is not None and not plan.accelerator:
@@ -208,17 +227,28 @@ class SimulatedReduction:
         self._sizes = [] if packed is None else [plan.layout.ranks * packed.size]
         for index in plan.reduction.direct:
             grad = grads[index]
-            self._held.append(group.take(group.numel(index) * dtype.itemsize, "staging") if grad is None else grad)
             self._sizes.append(group.numel(index))
+            if not plan.keep:
+                self._held.append(group.take(group.numel(index) * dtype.itemsize, "staging") if grad is None else grad)
         group.ledger.give_all(zeros)
         sliced = {part.parameter for message in (*plan.reduction.slices, *plan.reduction.sums) for part in message}
         self._sliced = [block for index, block in enumerate(grads) if index in sliced and block is not None]
-        sent = {*plan.reduction.direct, *sliced}
+        sent = sliced if plan.keep else {*plan.reduction.direct, *sliced}  # what is direct is copied there
         self.packed_grads = [block for index, block in enumerate(grads) if block is not None and index not in sent]
         self._flat = self._sum
-        if plan.dtypes.storage != plan.dtypes.reduce:
-            self._flat = group.take(shard * plan.dtypes.storage.itemsize, "gradients")
-        self._host = group.take(shard * plan.dtypes.storage.itemsize, "pinned host") if plan.host else -1
+        if plan.dtypes.reduced != plan.dtypes.reduce or plan.keep:
+            self._flat = group.take(shard * plan.dtypes.reduced.itemsize, "gradients")
+        self._host = group.take(shard * plan.dtypes.reduced.itemsize, "pinned host") if plan.host else -1
+
+    def _use_arena(self, dtype: torch.dtype) -> None:
+        """Have memory for all messages of the reduction, which the largest one of the model sizes."""
+        plan, itemsize, ranks = self.plan, self.plan.dtypes.reduce.itemsize, self.plan.layout.ranks
+        packed, most = plan.reduction.packed, [0, 0]
+        most[0] = max((ranks * sum(part.size for part in parts) for parts in plan.reduction.slices), default=0)
+        most[1] = max((sum(part.size for part in parts) for parts in plan.reduction.sums), default=0)
+        sizes = [0 if packed is None else ranks * packed.size * itemsize, *(numel * itemsize for numel in most)]
+        sizes += [self.group.numel(index) * dtype.itemsize for index in plan.reduction.direct]
+        self.group.ledger.reserve(sum(-(-size // 512) * 512 for size in sizes), plan.unit)
 
     def _zeros(self, grads: Sequence[int | None], dtype: torch.dtype) -> list[int]:
         """Zeros that stand in the packed message for gaps and missing gradients, and copies of what is permuted."""
@@ -252,7 +282,7 @@ class SimulatedReduction:
         if not slices and not sums:
             return self._scatter(sizes)
         most = max((ranks * sum(part.size for part in parts) for parts in slices), default=0)
-        buffer = group.take(most * itemsize, "staging", "reduce")
+        buffer = -1 if plan.keep else group.take(most * itemsize, "staging", "reduce")
         group.copy(ranks * sum(part.size for parts in slices for part in parts) * (plan.dtypes.compute.itemsize + itemsize))
         started = StartedWork()
         for parts in slices or ((),):
@@ -266,7 +296,8 @@ class SimulatedReduction:
 
     def _start_sums(self, sums: Sequence[Sequence[Slice]]) -> StartedWork:
         plan, group, itemsize = self.plan, self.group, self.plan.dtypes.reduce.itemsize
-        buffer = group.take(max(sum(part.size for part in parts) for parts in sums) * itemsize, "staging", "reduce")
+        most = max(sum(part.size for part in parts) for parts in sums)
+        buffer = -1 if plan.keep else group.take(most * itemsize, "staging", "reduce")
         started = StartedWork()
         for parts in sums:
             nbytes = sum(part.size for part in parts) * itemsize
@@ -293,12 +324,11 @@ class SimulatedReduction:
         return self.group.exchange(Message("all_reduce", plan.dtypes.reduce, nbytes, 1, plan.replicas))
 
     def _end(self) -> None:
-        if self.plan.dtypes.storage != self.plan.dtypes.reduce:
-            self.group.copy(
-                self.plan.layout.shard_numel * (self.plan.dtypes.storage.itemsize + self.plan.dtypes.reduce.itemsize)
-            )
-        if self.plan.host and self.plan.shard_nbytes:
-            self.group.send(Message("to_host", self.plan.dtypes.storage, self.plan.shard_nbytes, 1))
+        dtypes, numel = self.plan.dtypes, self.plan.layout.shard_numel
+        if self._flat != self._sum:
+            self.group.copy(numel * (dtypes.reduced.itemsize + dtypes.reduce.itemsize))
+        if self.plan.host and numel:
+            self.group.send(Message("to_host", dtypes.reduced, numel * dtypes.reduced.itemsize, 1))
 
     def finish_replicated(self) -> None:
         """The sum over replicas is there."""
@@ -316,7 +346,8 @@ class SimulatedReduction:
     def release_sum(self) -> None:
         """Only the gradients stay."""
         if self._sum != self._flat:
-            self.group.ledger.give(self._sum)
+            if not self.plan.keep:
+                self.group.ledger.give(self._sum)
             self._sum = self._flat
 
     def deliver(self) -> tuple[int, int]:

@@ -39,6 +39,7 @@ class Ledger:
         self.changes: list[Change] = []
         self.level = self.peak = 0
         self.peak_after = 0  # how many changes lead to the peak
+        self._reserved = -1, 0  # the block for messages, and its bytes
         self._shared: Counter[int] = Counter()  # how many more times a block is to be freed before it is
 
     def take(self, nbytes: int, category: Category, unit: str, pool: str = "compute") -> int:
@@ -52,6 +53,12 @@ class Ledger:
             if self.level > self.peak:
                 self.peak, self.peak_after = self.level, block + 1
         return block
+
+    def reserve(self, nbytes: int, unit: str) -> None:
+        """Have at least so many bytes for messages, in one block that stays and is used again."""
+        if nbytes > self._reserved[1]:
+            self.give(self._reserved[0])
+            self._reserved = self.take(nbytes, "staging", unit), nbytes
 
     def share(self, block: int) -> int:
         """Have one more call of `give` before this block is free. Returns it."""

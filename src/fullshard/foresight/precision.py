@@ -32,7 +32,7 @@ class Precision:
         outputs: dict[str, torch.dtype] = {}
         for unit, entries in plan.held():
             policy = policy_of(unit, default)
-            parameters |= {entry.name: policy.resolve(entry.dtype).compute for entry in entries}
+            parameters |= {entry.name: policy.for_planning().resolve(entry.dtype).compute for entry in entries}
             if policy.input_dtype is not None:
                 inputs |= dict.fromkeys(unit.modules, policy.input_dtype)
             if policy.output_dtype is not None:

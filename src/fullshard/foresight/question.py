@@ -44,6 +44,7 @@ class Question:
     footprints: Mapping[str, Footprint]
     engine: Engine
     expandable_segments: bool
+    keep_unsharded_storage: bool
     price: float | None
 
     @property

@@ -268,7 +268,7 @@ class _Tries:
         if self.world > gpu.per_node and self.world % gpu.per_node == 0 and asked.mesh is None:
             yield {"mesh": (self.world // gpu.per_node, gpu.per_node)}
         policy = base.explanation.setting.mp_policy
-        if policy.param_dtype is not None and policy.reduce_dtype not in (None, policy.param_dtype):
+        if policy.param_dtype is not None and policy.resolve(torch.float32).reduce != policy.param_dtype:
             yield {"mp_policy": replace(policy, reduce_dtype=policy.param_dtype)}
         comm = base.explanation.setting.comm_policy
         yield {"comm_policy": replace(comm, reductions_in_flight=comm.reductions_in_flight + 1)}

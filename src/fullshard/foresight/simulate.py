@@ -64,6 +64,7 @@ class Setting:
         gloo: whether messages travel by gloo, as they do on the CPU.
         optimizer: its step over the local shards; None steps nothing.
         engine: "fullshard", or "fsdp2": as torch's FSDP2 uses memory and messages, to compare.
+        keep_unsharded_storage: whether the memory of full parameters and messages stays where it is.
 
     Raises:
         ValueError: if ranks, replicas or microbatches are not at least 1.
@@ -82,6 +83,7 @@ class Setting:
     gloo: bool = False
     optimizer: OptimizerStep | None = None
     engine: Engine = "fullshard"
+    keep_unsharded_storage: bool = False
 
     @property
     def mesh(self) -> tuple[int, int]:
@@ -216,6 +218,7 @@ class _Machine:
             offload=resolve_offload(told["offload_policy"]),
             comm=told["comm_policy"],
             checks=CheckPolicy(),
+            keep_memory=setting.keep_unsharded_storage,
         )
         keys: dict[str, object] = {name: object() for name in planned.modules}
         unit = _Unit(planned.name, keys, self.planner.register(number, options))
@@ -437,6 +440,9 @@ class _Machine:
         """As `GradientReducer.reduce`."""
         if not self._sync:
             return self._give(group.accumulate(grads))
+        if group.plan.keep:
+            self._in_flight.drain()
+            self._replicating.drain()
         self._in_flight.make_room(group.plan.in_flight)
         merged = group.merge(grads)
         reduction = (Fsdp2Reduction if self._rival else SimulatedReduction)(group, merged)
@@ -466,7 +472,8 @@ def group_plans(name: str, entries: Sequence[PlanEntry], options: UnitOptions, s
     """The groups of a unit, as `group_parameters` makes them."""
     kinds: dict[tuple[Dtypes, bool, bool], list[PlanEntry]] = {}
     for entry in entries:
-        kinds.setdefault((options.mp.resolve(entry.dtype), entry.trainable, not entry.shape), []).append(entry)
+        dtypes = options.mp.for_planning().resolve(entry.dtype, entry.grad_dtype)
+        kinds.setdefault((dtypes, entry.trainable, not entry.shape), []).append(entry)
     return [_group_plan(name, members, *kind, options, setting) for kind, members in kinds.items()]
 
 
@@ -506,6 +513,7 @@ def _group_plan(
         accelerator=setting.accelerator,
         gloo=setting.gloo,
         in_flight=options.comm.reductions_in_flight,
+        keep=options.keep_memory,
     )
 
 

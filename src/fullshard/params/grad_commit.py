@@ -51,8 +51,8 @@ class GradCommit:
             if is_used and grad is None and parameter.sharded.grad_dtype not in (flat.dtype, None):
                 raise StateError(
                     f"parameter '{parameter.name}' of unit '{parameter.unit_name.name}' takes a .grad of "
-                    f"{parameter.sharded.grad_dtype}, but its gradients were planned in {flat.dtype}: set grad_dtype before the "
-                    "first forward, or cast the module with .to() behind it"
+                    f"{parameter.sharded.grad_dtype}, but its gradients are reduced to {flat.dtype}: set grad_dtype before the "
+                    "first forward, or call model.to() behind it"
                 )
             mark = None if grad is None else grad.__dict__.get(key)
             if is_used and grad is not None and (mark is None or mark[0] is not plan.views):

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.policies import CommPolicy, MixedPrecisionPolicy
+from fullshard import _torch
+from fullshard.policies import CommPolicy, GradDtype, MixedPrecisionPolicy
 from fullshard.sharding.module_tree import children_first
 from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, messages_of, thresholds
 from fullshard.wrap.tables import aligned, bytes_text, span
@@ -52,8 +53,17 @@ class ModelSummary:
                     index[id(parameter)] = len(entries)
                     nbytes = parameter.numel() * parameter.element_size()
                     full_name = f"{name}.{key}" if name else key
-                    shape, dtype = tuple(parameter.shape), parameter.dtype
-                    entries.append(PlanEntry(full_name, parameter.numel(), nbytes, parameter.requires_grad, shape, dtype))
+                    entries.append(
+                        PlanEntry(
+                            full_name,
+                            parameter.numel(),
+                            nbytes,
+                            parameter.requires_grad,
+                            tuple(parameter.shape),
+                            parameter.dtype,
+                            GradDtype(*_torch.grad_dtype_of(parameter)),
+                        )
+                    )
                 held.append(index[id(parameter)])
             own[name] = tuple(dict.fromkeys(held))
             if type(module).forward is nn.Module.forward and "forward" not in vars(module):

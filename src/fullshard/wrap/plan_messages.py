@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.policies import DIRECT_MIN_BYTES, CommPolicy, Dtypes, MixedPrecisionPolicy
+from fullshard.policies import (
+    DIRECT_MIN_BYTES,
+    UNSET_GRAD_DTYPE,
+    CommPolicy,
+    Dtypes,
+    GradDtype,
+    MixedPrecisionPolicy,
+)
 from fullshard.sharding.layout import (
     LEAST_CHUNK,
     LEAST_MESSAGE,
@@ -31,6 +38,7 @@ class PlanEntry:
     trainable: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
+    grad_dtype: GradDtype = UNSET_GRAD_DTYPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +70,11 @@ def messages_of(
     entries: Sequence[PlanEntry], ranks: int, mp: MixedPrecisionPolicy, direct_min_bytes: float | None
 ) -> UnitMessages:
     """Those of a unit that holds `entries`, cut along dim 0."""
-    groups: dict[tuple[torch.dtype, bool], list[PlanEntry]] = {}
+    groups: dict[tuple[Dtypes, bool], list[PlanEntry]] = {}
     for entry in entries:
-        groups.setdefault((entry.dtype, entry.trainable), []).append(entry)
+        groups.setdefault((mp.for_planning().resolve(entry.dtype, entry.grad_dtype), entry.trainable), []).append(entry)
     rule = DirectRule.by_default(DIRECT_MIN_BYTES) if direct_min_bytes is None else DirectRule(direct_min_bytes)
-    parts = [_of_group(members, ranks, mp.resolve(dtype), trainable, rule) for (dtype, trainable), members in groups.items()]
+    parts = [_of_group(members, ranks, dtypes, trainable, rule) for (dtypes, trainable), members in groups.items()]
     return UnitMessages(*(sum(column) for column in zip(*parts))) if parts else UnitMessages(0, 0, 0, 0, 0, 0, 0, 0)
 
 
