@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from harness import SEED
 from torch import Tensor, nn
 
 import fullshard
@@ -52,7 +53,7 @@ def shard_stack(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
 
 def batch(step: int, *shape: int) -> Tensor:
     """The same global batch on every rank."""
-    return torch.randn(ROWS, *(shape or (5,)), generator=torch.Generator().manual_seed(100 + step))
+    return torch.randn(ROWS, *(shape or (5,)), generator=torch.Generator().manual_seed(100 + step + 1000 * SEED))
 
 
 def full(tensor: Tensor) -> Tensor:
