@@ -15,7 +15,7 @@ from delays import late_lanes
 from harness import World, ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Stack, assert_same_grads, assert_same_parameters, batch, shard_stack, square
+from models import Stack, assert_same_grads, assert_same_parameters, batch, rounding, shard_stack, square
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -97,7 +97,7 @@ def train(
         **options,
     )
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, model)]
-    tolerance = 1e-5 if mp.param_dtype is None else 5e-2
+    tolerance = rounding(mp.param_dtype or torch.float32)
     for step in range(steps):
         for m, x in ((sharded, world.mine(batch(step))), (model, batch(step))):
             if kind == "accumulate" and m is sharded:

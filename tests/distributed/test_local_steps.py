@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import World, ranks
-from models import Stack, assert_same_parameters, batch, shard_stack, square
+from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, shard_stack, share_grads, square
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -330,6 +330,8 @@ def test_writes_are_seen_by_the_next_gather(world: World) -> None:
         for step in range(2):
             square(model(batch(step))).backward()
             square(sharded(world.mine(batch(step)))).backward()
+            assert_same_grads(sharded, model)
+            share_grads(sharded, model)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -338,7 +340,7 @@ def test_writes_are_seen_by_the_next_gather(world: World) -> None:
         before = [parameter._version for parameter in sharded.parameters()]
         assert before
         with torch.no_grad():
-            torch.testing.assert_close(sharded(batch(9)), model(batch(9)), rtol=1e-3, atol=1e-3, msg=name)
+            assert_near(sharded(batch(9)), model(batch(9)), name)
 
 
 @ranks(2)

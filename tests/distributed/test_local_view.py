@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import World, ranks
-from models import Stack, assert_same_parameters, batch, full, shard_stack, square
+from models import Stack, assert_same_grads, assert_same_parameters, batch, full, shard_stack, share_grads, square
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -113,9 +113,11 @@ def test_closures_hooks_and_new_groups_see_sharded_parameters(world: World) -> N
         assert loss.requires_grad
         plain.zero_grad()
         square(reference(batch(step))).backward()
+        assert_same_grads(model, reference)
+        share_grads(model, reference)
         plain.step()
     assert seen == [True] * 9
-    assert_same_parameters(model, reference, tolerance=1e-4)
+    assert_same_parameters(model, reference)
     assert_outside(model, optimizer)
 
 

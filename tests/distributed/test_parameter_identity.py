@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import World, ranks
-from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, full, shard_stack, square
+from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, full, shard_stack, share_grads, square
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -110,11 +110,12 @@ def test_an_optimizer_built_at_any_time_trains_the_shards(world: World, when: st
         if not ours:
             ours.append(build(sharded))
         loss.backward()
-        ours[0].step()
-        ours[0].zero_grad()
         square(model(batch(step))).backward()
-        theirs.step()
-        theirs.zero_grad()
+        assert_same_grads(sharded, model)
+        share_grads(sharded, model)
+        for optimizer in (ours[0], theirs):
+            optimizer.step()
+            optimizer.zero_grad()
     assert_same_parameters(sharded, model)
     assert all(isinstance(p, DTensor) for p in ours[0].param_groups[0]["params"])
 

@@ -196,7 +196,7 @@ class TestAsForFSDP2(fsdp.FSDPTestMultiThread):
         for layer in (*model, model):
             dist.fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
         assert isinstance(model, dist.fsdp.FSDPModule)
-        optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (replicated, model)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9) for m in (replicated, model)]
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(self.rank))
         for step in range(3):
             losses = []

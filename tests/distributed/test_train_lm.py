@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import launched
+from models import rounding
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
+NEAR = rounding(torch.float32)  # of losses; AdamW magnifies roundings of gradients near zero, which move a loss by nothing
 SMALL = [
     "--dim",
     "32",
@@ -63,7 +66,7 @@ def test_it_learns_and_equals_the_unsharded_run(uninterrupted: tuple[Path, dict[
     out, figures, said = uninterrupted
     losses = figures["losses"]
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.2
-    assert figures["largest_difference"] < 1e-4
+    assert figures["largest_difference"] <= NEAR * losses[0]
     assert "largest difference between the sharded and the unsharded loss over 10 steps" in said
     assert (out / "curves.png").stat().st_size > 5000 and "--- a sample ---" in said
     assert set(figures["validation"]) == {"5", "10"}
@@ -77,8 +80,8 @@ def test_it_resumes_to_the_same_losses_on_another_number_of_ranks(
     shutil.copytree(whole / "step-000005", tmp_path / "step-000005")
     resumed, _ = run(ranks, tmp_path, "--steps", "10", "--resume")
     assert resumed["first_step"] == 5 and resumed["ranks"] == ranks
-    assert resumed["losses"] == pytest.approx(figures["losses"][5:], abs=2e-5)
-    assert resumed["validation_loss"] == pytest.approx(figures["validation_loss"], abs=2e-5)
+    assert resumed["losses"] == pytest.approx(figures["losses"][5:], rel=NEAR)
+    assert resumed["validation_loss"] == pytest.approx(figures["validation_loss"], rel=NEAR)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from models import (
     batch,
     full,
     shard_stack,
+    share_grads,
     square,
     train_both,
 )
@@ -143,24 +145,23 @@ def test_optimizers_follow_a_copy_and_an_undone_model(world: World) -> None:
     sharded = shard_stack(copy.deepcopy(model), world.mesh)
     ours, theirs = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (sharded, model))
 
-    def step(m: nn.Module, o: torch.optim.Optimizer, x: Tensor) -> None:
-        square(m(x)).backward()
-        o.step()
-        o.zero_grad()
-        m.zero_grad()
+    def step(which: int, *followers: tuple[nn.Module, torch.optim.Optimizer], part: Any = world.mine) -> None:
+        square(model(batch(which))).backward()
+        for m, _ in followers:
+            square(m(part(batch(which)))).backward()
+            assert_same_grads(m, model)
+        share_grads(followers[0][0], model)
+        for m, o in (*followers, (model, theirs)):
+            o.step()
+            o.zero_grad()
+            m.zero_grad()
+        for m, _ in followers:
+            assert_same_parameters(m, model)
 
-    step(sharded, ours, world.mine(batch(0)))
-    step(model, theirs, batch(0))
-    twin, twin_optimizer = copy.deepcopy((sharded, ours))
-    step(twin, twin_optimizer, world.mine(batch(1)))
-    step(sharded, ours, world.mine(batch(1)))
-    step(model, theirs, batch(1))
-    assert_same_parameters(twin, model)
-    assert_same_parameters(sharded, model)
+    step(0, (sharded, ours))
+    step(1, copy.deepcopy((sharded, ours)), (sharded, ours))
     fullshard.undo(sharded)
-    step(sharded, ours, batch(2))
-    step(model, theirs, batch(2))
-    assert_same_parameters(sharded, model)
+    step(2, (sharded, ours), part=lambda x: x)
 
 
 @ranks(2)

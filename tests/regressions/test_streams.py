@@ -199,4 +199,4 @@ def test_an_extension_over_one_rank_trains(world: World) -> None:
         x = batch(step).bfloat16().requires_grad_()
         square(model(x)).backward()
         square(plain(x)).backward()
-    assert_near(model[0].weight.grad, plain.weight.grad, "weight.grad", 1e-2)
+    assert_near(model[0].weight.grad, plain.weight.grad, "weight.grad")
