@@ -342,6 +342,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def differs(what: str, got: Tensor, expected: Tensor) -> list[str]:
+    # In float64: what is wrong is off by far more, roundings by far less.
     if got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-7, atol=1e-9):
         return []
     return [f"{what} is {got.tolist()}, expected {expected.tolist()}"]

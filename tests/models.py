@@ -60,19 +60,23 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def rounding(*dtypes: torch.dtype) -> float:
+def rounding(*of: torch.dtype) -> float:
     """How far two right computations of one value may be apart, relative to the largest value beside it.
 
     Parts of a batch take other kernels than all of it, and each processor has its own: they add in another order. A sum of n terms
     in random order is off by about sqrt(n) roundings, and none here has more than 4096 terms. What is narrower than float32
     is summed in float32, so that only values on the way are rounded: a few layers, and the sum over the ranks.
     """
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    eps = max((torch.finfo(dtype).eps for dtype in of if dtype.is_floating_point or dtype.is_complex), default=0.0)
     return (64 if eps <= torch.finfo(torch.float32).eps else 8) * eps
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
     return max((tensor.detach().abs().max().item() for tensor in tensors if tensor.numel()), default=0.0)
+
+
+def dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in model.parameters()}
 
 
 def assert_near(
@@ -88,9 +92,13 @@ def assert_near(
 
 
 def assert_same_grads(model: nn.Module, reference: nn.Module, tolerance: float | None = None) -> None:
-    """Compare with the largest gradient of the model: one that is small or nothing may be the sum of large ones, with their errors."""
+    """Compare with the largest gradient of the model: one that is small or nothing may be the sum of large ones, with their errors.
+
+    Tolerance: None for that of all dtypes of its parameters, for each gradient has been through the others' computation.
+    """
     expected = dict(reference.named_parameters())
     scale = largest(parameter.grad for parameter in expected.values() if parameter.grad is not None)
+    tolerance = rounding(*dtypes(model), *dtypes(reference)) if tolerance is None else tolerance
     for name, parameter in model.named_parameters():
         want = expected[name].grad
         assert (parameter.grad is None) == (want is None), f"{name}.grad is {parameter.grad}, expected {want}"
@@ -99,11 +107,13 @@ def assert_same_grads(model: nn.Module, reference: nn.Module, tolerance: float |
 
 
 def assert_same_parameters(model: nn.Module, reference: nn.Module, tolerance: float | None = None) -> None:
+    """Compare with the largest weight of the model: one that began at nothing is a sum of gradients, with their errors."""
     expected = dict(reference.named_parameters())
     found = dict(model.named_parameters())
     assert list(found) == list(expected)
+    scale = largest(expected.values())
     for name, parameter in found.items():
-        assert_near(parameter, expected[name], name, tolerance)
+        assert_near(parameter, expected[name], name, tolerance, scale=scale)
 
 
 def share_grads(model: nn.Module, reference: nn.Module) -> None:
@@ -133,7 +143,10 @@ def train_both(
     tolerance: float | None = None,
     between: Callable[[int, nn.Module], None] = lambda step, model: None,
 ) -> tuple[nn.Module, nn.Module]:
-    """Train a sharded copy on parts of the batches and `model` itself on all of them; gradients and weights must agree."""
+    """Train a sharded copy on parts of the batches and `model` itself on all of them; gradients and weights must agree.
+
+    Tolerance: of gradients. Weights are those that an optimizer made of the same gradients, whatever these were computed in.
+    """
     sharded = copy.deepcopy(model)
     shard(sharded)
     ours, theirs = (optimizer(m.parameters(), lr=1e-2) for m in (sharded, model))
@@ -146,5 +159,5 @@ def train_both(
             o.step()
             o.zero_grad()
             between(step, m)
-    assert_same_parameters(sharded, model, tolerance)
+    assert_same_parameters(sharded, model)
     return sharded, model

@@ -16,7 +16,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
 from harness import World, ranks
-from models import Block, Stack, assert_near, assert_same_grads, batch, full, rounding, share_grads, square
+from models import (
+    Block,
+    Stack,
+    assert_near,
+    assert_same_grads,
+    assert_same_parameters,
+    batch,
+    full,
+    rounding,
+    share_grads,
+    square,
+)
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
@@ -73,10 +84,7 @@ def train(world: World, model: nn.Module, sharded: FSDP, steps: int = 3, toleran
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    expected_names = dict(model.named_parameters())
-    assert [name for name, _ in sharded.named_parameters()] == list(expected_names)
-    for name, parameter in sharded.named_parameters():
-        assert_near(parameter, expected_names[name], name, tolerance)
+    assert_same_parameters(sharded, model)
     return ours, theirs
 
 
