@@ -331,7 +331,7 @@ def test_what_accumulate_kept_survives_regrouping_and_goes_with_zero_grad(world:
     if between == "freeze":  # what it had before it was frozen
         model.head.bias.grad = None
         sharded.head.bias.grad = None
-    assert_same_grads(sharded, model)
+    assert_same_grads(sharded, model, rounding(torch.float32))  # in which those of the first backward were computed
 
 
 @ranks(2)

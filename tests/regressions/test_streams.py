@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, ranks
-from models import Stack, assert_near, assert_same_parameters, batch, shard_stack, square
+from models import Stack, assert_near, assert_same_parameters, batch, rounding, shard_stack, square
 from torch import Tensor, nn
 
 from fullshard import CommPolicy, StateError, _torch, errors, fully_shard
@@ -55,7 +55,7 @@ def test_optimizers_in_hooks_of_a_unit_of_several_groups(world: World) -> None:
                 sharded.set_is_last_backward(micro == microbatches - 1)
                 square(sharded(world.mine(batch(step + micro)))).backward()
                 square(model(batch(step + micro))).backward()
-        assert_same_parameters(sharded, model)
+        assert_same_parameters(sharded, model, rounding(torch.float32))  # gradients in float64 came through float32
 
 
 @ranks(2)
