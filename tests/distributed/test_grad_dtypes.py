@@ -235,10 +235,13 @@ def test_bits_and_dtypes_are_those_of_fsdp2(
     for block in peer.blocks:
         theirs.fully_shard(block, mesh=world.mesh, mp_policy=theirs.MixedPrecisionPolicy(**policy))
     theirs.fully_shard(peer, mesh=world.mesh, mp_policy=theirs.MixedPrecisionPolicy(**policy))
+    dtypes = ours._fullshard_unit.groups[0].dtypes
+    # FSDP2 rounds each gradient to a narrower dtype before it adds it to what it kept, fullshard only the sum.
+    widens = dtypes.reduce.itemsize >= dtypes.compute.itemsize
     for index in range(3):
         mine, _ = inputs(world, storage, index)
         for each in (ours, peer):
-            each.set_requires_gradient_sync(index != 0)
+            each.set_requires_gradient_sync(index != 0 or not widens)
             square(each(mine).float()).backward()
     for (name, one), other in zip(ours.named_parameters(), peer.parameters()):
         assert one.grad.dtype is other.grad.dtype, name

@@ -74,12 +74,12 @@ class ShardedDTensor(DTensor):
         try:
             made = func(*bare, **(kwargs or {}))
         except RuntimeError as error:  # NotImplementedError among them
-            text = str(error)
-            names = _names(sharded) if any(known in text for known in (_MIXED, _MESHES, _UNKNOWN)) else ""
-            if not names:
+            text, names = str(error), _names(sharded)
+            if not names or isinstance(error, StateError):
                 raise
-            if _UNKNOWN in text:
-                raise StateError(f"{func} cannot be computed on sharded {names} {_WHOLE}") from error
+            if _MIXED not in text and _MESHES not in text:
+                why = "" if _UNKNOWN in text else f" ({text.splitlines()[0] if text else type(error).__name__}),"
+                raise StateError(f"{func} cannot be computed on sharded {names}{why} {_WHOLE}") from error
             other = "DTensors of another mesh" if _MESHES in text else "a plain tensor"
             raise StateError(
                 f"{func} was given sharded {names} together with {other}: outside of that forward a rank holds only its "
