@@ -217,6 +217,7 @@ def test_ranks_whose_gradients_come_in_different_dtypes_all_raise(world: World) 
     x = torch.ones(2, 4, dtype=BF16)
     with pytest.raises(StateError, match=r"in torch\.(float32|bfloat16)(?s:.*)in torch\.(float32|bfloat16)"):
         sharded(x, fused=world.rank == 1).sum().backward()
+    assert fullshard.any_failed(world.mesh, True), "they agree, and go on"
 
 
 @pytest.mark.skipif(not _torch.REDUCES_IN_GRAD_DTYPE, reason="FSDP2 has it from torch 2.15 on")
