@@ -1,17 +1,20 @@
 # Two commands on a fresh machine: `make train` runs the main job, `make test` the tests. Both set everything up first.
-VENV := .venv
+# TORCH=2.15.0 behind any of them takes that torch, in an environment of its own.
+TORCH ?=
+VENV := .venv$(TORCH:%=-torch-%)
 CLIENTS := .venv-clients
+NEWEST := 2.15.0
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs-ready
-PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet $(if $(TORCH),'torch==$(TORCH)',--constraint constraints.txt)
 TRAIN ?=
 FINETUNE ?=
 CHAOS ?=
 REPEAT ?= 20
 LANES ?= --numprocesses 2 --dist loadfile
 
-.PHONY: help setup train finetune test test-all repeat chaos test-clients check format bench gpu-check pictures docs docs-links clean
+.PHONY: help setup train finetune test test-all test-newest repeat chaos test-clients check format bench gpu-check pictures docs docs-links clean
 
 help:  ## show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -20,7 +23,7 @@ setup: $(READY)  ## make .venv with everything
 
 $(READY): pyproject.toml constraints.txt
 	@echo "== setting up $(VENV) (once; a minute or two, most of it torch)"
-	@if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	@if [ -z '$(TORCH)' ] && python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 		echo "== using the CUDA build of torch that is installed"; \
 		python3 -m venv --system-site-packages $(VENV) && \
 		$(PYTHON) -m pip --disable-pip-version-check install --quiet --editable '.[test,examples,dev]'; \
@@ -46,6 +49,13 @@ test: $(READY)  ## run the tests, in two lanes; of those that repeat themselves 
 test-all: $(READY)  ## run the tests, with every case of those that repeat themselves
 	@echo "== running the tests in two lanes, every case"
 	@FULLSHARD_TESTS=all $(PYTHON) -m pytest $(LANES)
+
+# What a new torch breaks first: names, parity, schedules, and what went wrong before.
+ON_NEWEST := $(addprefix tests/,$(addprefix distributed/test_,fsdp2_surface.py finalization.py grad_dtypes.py addresses.py \
+	parity.py sharded_tensor.py docs.py) regressions clients/test_pipelining.py)
+
+test-newest:  ## run a fixed part of the tests on the newest torch that was tried, or on TORCH=
+	@$(MAKE) --no-print-directory TORCH=$(or $(TORCH),$(NEWEST)) LANES='$(LANES) $(ON_NEWEST)' test
 
 repeat: $(READY)  ## run the tests of several processes 20 times, or REPEAT times, and count those that fail
 	@failed=0; for run in $$(seq $(REPEAT)); do \

@@ -143,13 +143,20 @@ class MixedPrecisionPolicy:
         return chosen is not None and chosen == parameter.dtype and chosen != self.param_dtype
 
     def without_override(self) -> MixedPrecisionPolicy:
-        """The policy for parameters that were asked about already."""
+        """Return the policy for parameters that were asked about already.
+
+        Returns:
+            The same dtypes without `param_dtype_override_fn`.
+        """
         if self.param_dtype_override_fn is None:
             return self
         return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, self.output_dtype, self.cast_forward_inputs)
 
     def for_planning(self) -> MixedPrecisionPolicy:
         """Return the policy for a plan, which has no parameters to ask about.
+
+        Returns:
+            The policy itself.
 
         Raises:
             ValueError: with a `param_dtype_override_fn`.

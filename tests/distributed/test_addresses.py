@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -106,11 +107,8 @@ def train(
 
 
 def changes(steps: list[list[tuple[str, int]]]) -> list[int]:
-    """Of the third step and each that follows: how many addresses are others than in the step before."""
-    return [
-        sum(one != other for one, other in zip(before, after)) + abs(len(before) - len(after))
-        for before, after in pairwise(steps[1:])
-    ]
+    """Of the third step and each that follows: how many addresses are others than in the step before, in whatever order."""
+    return [(Counter(after) - Counter(before)).total() for before, after in pairwise(steps[1:])]
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -571,6 +571,71 @@ def test_a_subclass_of_two_inner_tensors_travels_in_parts(world: World, legacy: 
             )
             model.weight.copy_(fresh.dense())
         sharded.reshard()
+
+
+class Releasing(TwoPart):
+    """Its full tensor is dense: what was gathered is not needed behind fsdp_post_all_gather."""
+
+    answer: Any = True
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        data, scale = outputs
+        dense = data.to(param_dtype) * scale
+        if out is None:
+            return dense, (dense,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(dense)
+        return None
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [True, False])
+@ranks(1, 2)
+def test_gathered_outputs_that_a_subclass_lets_go_have_no_memory_while_it_computes(world: World, answer: bool) -> None:
+    Releasing.answer = answer
+    model = nn.Linear(5, 7)
+    quantized = Releasing.of(model.weight.detach())
+    with torch.no_grad():
+        model.weight.copy_(quantized.dense())
+    sharded = copy.deepcopy(model)
+    sharded.weight = nn.Parameter(quantized)
+    fully_shard(sharded, mesh=world.mesh)
+    group = next(group for group in sharded._fullshard_unit.groups if group.extension)
+    held: list[int] = []
+    sharded.register_forward_pre_hook(lambda *_: held.append(sum(out.untyped_storage().size() for out in group._full._outs)))
+    for step in range(3):
+        assert_near(sharded(world.mine(batch(step))), model(batch(step)).chunk(world.size)[world.rank], "output")
+        sharded.reshard()
+    assert all((nbytes == 0) is answer for nbytes in held), held
+
+
+@ranks(2)
+def test_an_answer_about_gathered_outputs_that_is_neither_true_nor_false_is_refused(world: World) -> None:
+    Releasing.answer = "yes"
+    sharded = nn.Linear(5, 7)
+    sharded.weight = nn.Parameter(Releasing.of(sharded.weight.detach()))
+    fully_shard(sharded, mesh=world.mesh)
+    with pytest.raises(StateError, match=r"after_post_all_gather of parameter 'weight' .* expected True or False, got 'yes'"):
+        sharded(world.mine(batch(0)))
+    Releasing.answer = True
+
+
+@ranks(2)
+def test_parameters_annotated_by_spmd_types_are_refused_by_name(world: World) -> None:
+    """The package tells a parameter's layout on other mesh axes, over which nothing would be summed."""
+    package: Any = ModuleType("spmd_types")
+    model = nn.Linear(5, 3)
+    package.get_local_type = lambda parameter: {"tp": "R"} if parameter is model.bias else {}
+    sys.modules["spmd_types"] = package
+    try:
+        with pytest.raises(ValueError, match=r"parameter 'bias' cannot be sharded: it is annotated by spmd_types"):
+            fully_shard(model, mesh=world.mesh)
+    finally:
+        del sys.modules["spmd_types"]
+    assert type(model) is nn.Linear
+    fully_shard(model, mesh=world.mesh)
 
 
 def halved(self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:

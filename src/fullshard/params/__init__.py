@@ -6,6 +6,7 @@ sharded_tensor.py  ShardedDTensor: its class, which names the parameter when it 
 stale_params.py    parameters from before sharding, which stand for the sharded ones
 group.py           ParamGroup: parameters that move together, their flat shard and their unsharded buffer
 group_grads.py     GroupGradients: gradients that no parameter has yet; ReductionPlan: how they are laid out in messages
+arena.py           MessageArena: memory for messages that stays where it is
 unsharded.py       UnshardedBuffer: memory of full parameters, and the ways to gather into it
 extension.py       tensor subclasses that say themselves what is gathered of them
 reduction.py       Reduction: gradients of one group on their way to the shards

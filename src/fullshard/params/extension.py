@@ -15,7 +15,7 @@ from fullshard import _torch
 from fullshard.collectives.base import Collectives
 from fullshard.errors import StateError
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.params.unsharded import Gather, Storage, over, resize
+from fullshard.params.unsharded import Gather, Storage, over
 from fullshard.policies import Dtypes
 from fullshard.sharding.param_sharding import ParamSharding
 
@@ -155,10 +155,10 @@ class ExtensionBuffer:
                 f"{_BEFORE} of parameter '{self._parameter.name}' gave tensors of shapes {shapes}, other than the first time: "
                 "the sizes of what is gathered must not change"
             )
-        for out in self._outs:
-            resize(out.untyped_storage(), out.numel() * out.itemsize)
-        for inner, nbytes in self._inner:
-            resize(inner.untyped_storage(), nbytes)
+        for tensor, nbytes in (*((out, out.numel() * out.itemsize) for out in self._outs), *self._inner):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() != nbytes:  # on the CPU, memory moves whenever it is resized
+                storage.resize_(nbytes)
         # as_strided: of one element, `view(-1)` may keep a stride that `view(dtype)` refuses.
         flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
         # No views of the outputs: the gather of one rank is a copy, which would move the version of the full tensor, too.

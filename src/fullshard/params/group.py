@@ -172,7 +172,8 @@ class ParamGroup:
         """Have the slots hold the sharded parameters; a Parameter assigned meanwhile stays and is seen at the next gather."""
         if not self.installed:
             return
-        self.grads.hide()
+        if self.grads.shown:
+            self.grads.hide()
         for parameter in self.parameters:
             full, sharded = parameter.full, parameter.sharded
             for slot in parameter.slots if full is not None else ():
@@ -304,7 +305,8 @@ class ParamGroup:
         """The gradients that autograd left at the full parameters; None if it left none."""
         grads: list[Tensor | None] = []
         found = False
-        self.grads.hide()
+        if self.grads.shown:
+            self.grads.hide()
         for parameter in self.parameters:
             full = parameter.full
             grad = None if full is None else full.grad

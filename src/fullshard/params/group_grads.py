@@ -30,6 +30,7 @@ class ReductionPlan:
     views: of each parameter's gradient in the flat one: shape, strides, offset. The list itself, put on a gradient together
         with the flat gradient, says that the flat one is laid out like this group.
     keys: under which attribute a gradient has that.
+    dtype: of a `.grad`.
     """
 
     numel: int
@@ -41,6 +42,7 @@ class ReductionPlan:
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     keys: list[str]
     has_slices: bool
+    dtype: torch.dtype
 
     @classmethod
     def of(
@@ -61,6 +63,7 @@ class ReductionPlan:
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, layout.places)],
             keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
             has_slices=bool(found.slices or found.sums),
+            dtype=dtypes.reduced,
         )
 
 
@@ -138,8 +141,6 @@ class GroupGradients:
 
     def hide(self) -> None:
         """Show them no longer. A gradient that the caller put in their place, or took away, is kept instead."""
-        if not self.shown:
-            return
         self.shown = False
         for parameter in self._parameters:
             shown, full = parameter.shown_grad, parameter.full

@@ -156,13 +156,14 @@ class Reduction:
         if self.steps.first != 1.0 and self._messages:
             torch._foreach_mul_([full for full, _ in self._messages], self.steps.first)
         self._flat = self._sum
-        if (dtypes.reduced != dtypes.reduce or memory is not torch.empty) and not self.steps.deferred:
+        arrives = group.reduction.dtype
+        if (arrives != dtypes.reduce or memory is not torch.empty) and not self.steps.deferred:
             # Gradients do not stay in memory that is for messages, unless they only pass through it to the host.
             passing = fresh if group.storage.host else torch.empty
-            self._flat = passing((layout.shard_numel,), dtype=dtypes.reduced, device=device)
+            self._flat = passing((layout.shard_numel,), dtype=arrives, device=device)
         self._host: Tensor | None = None
         if group.storage.host and not self.steps.deferred:
-            self._host = torch.empty(layout.shard_numel, dtype=dtypes.reduced, pin_memory=group.storage.pinned)
+            self._host = torch.empty(layout.shard_numel, dtype=arrives, pin_memory=group.storage.pinned)
 
     def _move(self, to: Stage) -> None:
         if (self.stage, to) not in MOVES:

@@ -69,12 +69,6 @@ def over(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     return empty.set_(flat.untyped_storage(), offset, tuple(shape))  # type: ignore[call-overload]
 
 
-def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Give a storage this many bytes. On the CPU, memory moves whenever it is resized, also to the size that it has."""
-    if storage.size() != nbytes:
-        storage.resize_(nbytes)
-
-
 Step = Callable[[], object]
 
 
@@ -278,10 +272,10 @@ class FlatBuffer:
     def allocate(self, versions: list[int]) -> Gather:
         """Memory for shards of these versions, on the compute lane, and what gathers them."""
         if versions != self.versions:
-            self.versions = versions
-            self.drop_subgroup_shard()
+            self.versions, self._once = versions, None
         for storage, nbytes in self._memory if self._once is None else self._memory[:1]:
-            resize(storage, nbytes)
+            if storage.nbytes() != nbytes:  # on the CPU, memory moves whenever it is resized
+                storage.resize_(nbytes)
         if self._poison:
             self._fill_with_nan()
         if self._once is not None or self._anew is None:
@@ -292,7 +286,7 @@ class FlatBuffer:
 
     def release_staging(self) -> None:
         """The compute lane is ordered behind the gather: memory that only the gather needed can go."""
-        self.drop_subgroup_shard()
+        self._once = None
         if self.keep:
             return
         self._again = self._part = None

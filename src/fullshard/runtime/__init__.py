@@ -14,6 +14,7 @@ join.py               join(): taking part without computing
 backward.py           hooks on graphs, and the backward that is under way
 late_grads.py         gradients that no output announced
 reducer.py            GradientReducer: reductions under way, and when their gradients are handed out
+finalization.py       backwards that the caller ends, and reductions that are waited for later
 kept_grads.py         gradients that backwards kept without communication
 heartbeat.py          the message that ends a synchronised backward
 collectives_pool.py   the collectives of process groups, one object per group and role

@@ -254,8 +254,9 @@ class Executor:
     def end_backward(self) -> None:
         """Nothing can undo the backward any more: hand out its gradients."""
         self.backward.stop()
-        for unit in self.backward.units.values():
-            unit.show_kept_gradients()
+        if self.reducer.keeps:
+            for unit in self.backward.units.values():
+                unit.show_kept_gradients()
         self.backward.units.clear()
         self.reducer.assign_grads()
 

@@ -189,7 +189,7 @@ class Heartbeats:
         fingerprints = self._fingerprints.get(log)
         if fingerprints is None:
             fingerprints = self._fingerprints[log] = GroupFingerprints(log, _NOBODY, "")
-        page = self._page_for(sum(len(reduction.used) for reduction in reductions))
+        page = self._page_for(sum([len(reduction.used) for reduction in reductions]))
         beat = Heartbeat(log, reductions, communicator.away, page, slots)
         over = reductions[0].group.collectives.replicate is not None
         finish = nothing if over else beat.finish

@@ -103,7 +103,8 @@ def _groups_in(slots: Container[int], beat: Heartbeat, trees: Container[nn.Modul
 
 def _ends_here(unit: Unit, trees: Container[nn.Module | None]) -> bool:
     """Whether a synchronised backward in these models ends the step of the unit, whether or not it entered it."""
-    return unit.options.sync_gradients and unit.options.ends_by_itself and unit.place.tree in trees
+    options = unit.options
+    return options.sync_gradients and options.last_backward and not options.manual and unit.place.tree in trees
 
 
 __all__ = ["Kept", "KeptGradients", "trees_of"]

@@ -37,10 +37,5 @@ class UnitOptions:
     keep_after_backward: bool = False
     keep_memory: bool = False  # that of full parameters and messages stays where it is
 
-    @property
-    def ends_by_itself(self) -> bool:
-        """Whether the end of autograd's backward hands out the gradients."""
-        return self.last_backward and not self.manual
-
 
 __all__ = ["UnitOptions"]

@@ -44,6 +44,11 @@ class GradientReducer:
         """Messages in flight."""
         return len(self._in_flight) + len(self._replicating)
 
+    @property
+    def keeps(self) -> bool:
+        """True if backwards kept gradients of some unit on this rank."""
+        return len(self._kept) > 0
+
     def track(self, work: LaneWork, landed: Callable[[], None]) -> None:
         """Call `landed` once the work of `work` is waited for, in its turn."""
         self._in_flight.push(work, landed, polled=False)
@@ -233,9 +238,12 @@ class GradientReducer:
 
     def _take_due(self) -> list[tuple[Unit, Reduction]]:
         """Take what is reduced since the last heartbeat, of units whose step the backward ends."""
-        due = [entry for entry in self._reduced if entry[0].options.ends_by_itself]
-        if due:
-            self._reduced = [entry for entry in self._reduced if not entry[0].options.ends_by_itself]
+        due: list[tuple[Unit, Reduction]] = []
+        left: list[tuple[Unit, Reduction]] = []
+        for entry in self._reduced:
+            options = entry[0].options
+            (due if options.last_backward and not options.manual else left).append(entry)
+        self._reduced = left
         return due
 
     def _send_heartbeats(

@@ -189,7 +189,8 @@ class Steps:
         first = self._begin_backward()
         executor.backward.units[record.number] = unit
         for group in unit.groups:
-            group.grads.hide()
+            if group.grads.shown:
+                group.grads.hide()
         if self._joined.waiting:
             self._joined.backward_reached(call)
             self.join_backward(beyond=call.end)

@@ -1,0 +1,80 @@
+"""What differs between the versions of torch that fullshard runs on, where it does not need one of them to be seen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard import _torch
+from fullshard.collectives import backends
+from fullshard.collectives.coalesced import CoalescedCollectives
+
+KNOWS_THE_FORMULA = """
+import torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+if kernel not in flop_registry:
+    register_flop_formula(kernel)(lambda *args, **kwargs: 0)
+import fullshard
+"""
+
+
+def test_it_imports_where_torch_has_flop_formulas_of_its_own() -> None:
+    """torch 2.15 counts attention on the CPU, and refuses a second formula for it."""
+    done = subprocess.run([sys.executable, "-c", KNOWS_THE_FORMULA], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_groups_of_our_own_are_made_whatever_torch_asks_of_a_split_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 also passes the backend; other threads make their groups meanwhile, and get torch's answer."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(_torch._NAMING, "given_source", lambda *args: asked.append(args))
+    _torch._NAMING.split_source("group")
+    _torch._NAMING.split_source("group", "nccl")
+    assert asked == [("group",), ("group", "nccl")]
+    monkeypatch.setattr(_torch._NAMING.of_thread, "name", "ours", raising=False)
+    assert _torch._NAMING.split_source("group", "nccl") is None and len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "averages"), [("nccl", True), ("nccl2", True), ("nccl-legacy", True), ("nccl-lazy", True), ("xccl", False)]
+)
+def test_every_implementation_of_nccl_averages_by_itself(monkeypatch: pytest.MonkeyPatch, name: str, averages: bool) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        monkeypatch.setattr(_torch, "backend_name", lambda group, device: name)
+        made = backends.collectives_for(dist.group.WORLD, torch.device("cpu"))
+        assert isinstance(made, CoalescedCollectives) and made._averages is averages
+    finally:
+        dist.destroy_process_group()
+
+
+BOUND = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+import fullshard
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, device_id=torch.device("cpu:0"))
+torch.manual_seed(0)
+layer = fullshard.fully_shard(nn.Linear(5, 3), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+layer.set_separate_reduce_scatter_group()
+layer(torch.ones(2, 5)).sum().backward()
+assert layer.weight.grad.full_tensor().sum() == 30
+"""
+
+
+@pytest.mark.skipif(_torch.VERSION < (2, 15), reason="before torch 2.15 gloo takes no device_id")
+def test_a_default_group_that_is_bound_to_a_device_trains(tmp_path: Any) -> None:
+    commands = [[sys.executable, "-c", BOUND, str(rank), str(tmp_path / "store")] for rank in range(2)]
+    jobs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    for job in jobs:
+        _, err = job.communicate(timeout=120)
+        assert job.returncode == 0, err
