@@ -26,9 +26,11 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -136,9 +138,12 @@ def launched(command: list[str], environment: dict[str, str], seconds: float) ->
 
 
 def forks() -> multiprocessing.context.ForkServerContext:
-    """Makes processes that have torch already."""
+    """Makes processes that have torch already, and what else is in `preloaded`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "fullshard", "torch.distributed.checkpoint"])
+    context.set_forkserver_preload(["preloaded"])
+    path = os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))
+    with mock.patch.dict(os.environ, PYTHONPATH=path):  # of the server, which is not told the path of this process
+        forkserver.ensure_running()
     return context
 
 
