@@ -24,7 +24,9 @@ import itertools
 import json
 import os
 import queue
+import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -113,6 +115,19 @@ def host(rank: Rank) -> None:
 
 
 _KEPT: list[Any] = []
+
+
+def _command(rank: Rank, cwd: str, arguments: list[str]) -> None:
+    """What `python -m fullshard` does, in a process that knows no tests."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(rank.folder / name, os.O_WRONLY | os.O_CREAT), number)
+    for name, module in list(sys.modules.items()):
+        if name != "__main__" and str(getattr(module, "__file__", None)).startswith(TESTS):
+            del sys.modules[name]
+    os.chdir(cwd)
+    sys.path[:] = [cwd, *(path for path in sys.path if path not in ROOMS)]
+    sys.argv = ["fullshard", *arguments]
+    runpy.run_module("fullshard", run_name="__main__", alter_sys=True)
 
 
 def _serve() -> dict[str, Any]:
@@ -280,6 +295,16 @@ class Job(list[Outcome]):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
+
+
+def command_line(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `python -m fullshard` with these arguments in a folder, without the seconds in which Python imports torch."""
+    folder = Path(tempfile.mkdtemp(prefix="fullshard-command"))
+    (job,) = run_job(_command, 1, module="exits", folder=folder, cwd=str(cwd), arguments=list(arguments))
+    out, err = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    shutil.rmtree(folder)
+    assert job.code is not None, f"it did not end\n{out}\n{err}"
+    return subprocess.CompletedProcess(arguments, job.code, out, err)
 
 
 def _said(folder: Path, rank: int) -> list[dict[str, Any]]:

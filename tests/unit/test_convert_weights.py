@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from exits import command_line
 from torch import Tensor
 
 from fullshard.weights.converting import convert_weights
@@ -159,9 +158,7 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "fullshard", "weights", *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = command_line("weights", *arguments, cwd=Path.cwd())
     return done.returncode, done.stdout, done.stderr
 
 

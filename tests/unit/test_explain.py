@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from exits import command_line
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -534,8 +535,7 @@ number = 3
 )  # fmt: skip
 def test_the_command_line_says_it_in_its_exit_status(arguments: str, status: int, told: str, tmp_path: Path) -> None:
     (tmp_path / "models.py").write_text(FACTORY)
-    command = [sys.executable, "-m", "fullshard", "explain", *arguments.split()]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = command_line("explain", *arguments.split(), cwd=tmp_path)
     assert found.returncode == status, found.stderr
     lines = (found.stdout if status < 2 else found.stderr).splitlines()
     assert told in lines[0] and (status < 2 or len(lines) == 1)
