@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from exits import Rank, run_job
 from harness import launched
 from models import rounding
 
@@ -37,7 +39,24 @@ SMALL = [
 ]
 
 
+def example(rank: Rank, arguments: list[str]) -> None:
+    """What torchrun starts."""
+    rank.event()
+    where = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": rank.size, "MASTER_PORT": rank.port}
+    os.environ.update({key: str(value) for key, value in where.items()}, MASTER_ADDR="127.0.0.1")
+    sys.argv = ["train_lm.py", *arguments]
+    sys.path.insert(0, str(ROOT / "examples"))
+    runpy.run_path(str(ROOT / "examples" / "train_lm.py"), run_name="__main__")
+
+
 def run(ranks: int, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The figures, and what all ranks printed."""
+    job = run_job(example, ranks, limit=300.0, arguments=[*SMALL, "--out", str(out), *arguments])
+    assert [one.code for one in job] == [0] * ranks, str(job)
+    return json.loads((out / "figures.json").read_text()), "".join(one.out for one in job)
+
+
+def run_by_torchrun(ranks: int, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     environment["OMP_NUM_THREADS"] = "1"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -50,7 +69,7 @@ def run(ranks: int, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     out = tmp_path_factory.mktemp("lm") / "whole"
-    figures, said = run(2, out, "--steps", "10", "--compare")
+    figures, said = run_by_torchrun(2, out, "--steps", "10", "--compare")
     return out, figures, said
 
 

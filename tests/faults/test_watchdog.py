@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -17,10 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from exits import Rank, run_job
 from harness import TESTS, World, ranks, until
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Stack, batch, shard_stack, square
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,11 +35,11 @@ from fullshard.consistency.watchdog import Watchdog
 from fullshard.frontend.module import units_of
 
 PROGRAM = """
-import os, sys, time
-import torch, torch.distributed as dist
+import sys
 sys.path.insert(0, {tests!r})
-from harness import until
+import torch, torch.distributed as dist
 from models import Stack, batch, shard_stack, square
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
@@ -44,55 +47,76 @@ dist.init_process_group("gloo", init_method="file://" + folder + "/store", rank=
 torch.manual_seed(0)
 model = shard_stack(Stack(), init_device_mesh("cpu", (2,)))
 square(model(batch(0))).backward()
-{body}
 """
 
 
-def start(folder: Path, body: str) -> list[subprocess.Popen[str]]:
-    text = PROGRAM.format(tests=TESTS, body=body)
-    return [
-        subprocess.Popen([sys.executable, "-c", text, str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+def begun(rank: Rank) -> nn.Module:
+    """A sharded model that has trained one step."""
+    rank.begin()
+    torch.manual_seed(0)
+    model = shard_stack(Stack(), rank.mesh())
+    square(model(batch(0))).backward()
+    return model
+
+
+def asked(rank: Rank) -> None:
+    """Rank 0 waits in backward for rank 1, which is somewhere else, and sends it a signal."""
+    model, out = begun(rank), rank.folder / "rank0.out"
+    loss = square(model(batch(0)))
+    if rank.rank == 0:
+        rank.say("pid", pid=os.getpid())
+    else:
+        until(lambda: '"pid"' in (rank.folder / "rank0.jsonl").read_text())
+        time.sleep(1.0)
+        pid = next(line["pid"] for line in map(json.loads, (rank.folder / "rank0.jsonl").open()) if line["what"] == "pid")
+        os.kill(pid, signal.SIGUSR1)
+        until(lambda: "fullshard: " in out.read_text() and out.read_text().endswith("\n"))
+    loss.backward()
 
 
 @pytest.mark.processes
-def test_a_signal_has_all_ranks_say_where_they_are(tmp_path: Path) -> None:
-    """Rank 0 waits in backward for rank 1, which is somewhere else; a thread that waits in C++ runs no Python handlers."""
-    processes = start(
-        tmp_path,
-        "loss = square(model(batch(0)))\n"
-        "open(f'{folder}/ready{rank}', 'w').close()\n"
-        "until(lambda: rank == 0 or os.path.exists(f'{folder}/asked'))\n"
-        "loss.backward()\n",
-    )
-    while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
-        time.sleep(0.1)
-    time.sleep(1.0)
-    os.kill(processes[0].pid, signal.SIGUSR1)
-    assert processes[0].stderr is not None
-    line = next((line for line in processes[0].stderr if line.startswith("fullshard: ")), "").strip()
-    (tmp_path / "asked").touch()
-    said = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert "fullshard: " not in said[0], "once"
+def test_a_signal_has_all_ranks_say_where_they_are() -> None:
+    """A thread that waits in C++ runs no Python handlers."""
+    job = run_job(asked, 2, store="file")
+    assert [one.code for one in job] == [0, 0], job
+    assert job[0].out.count("fullshard: ") == 1 and "fullshard: " not in job[1].out, job
     expected = (
         r"fullshard: rank 0: waiting in call \d+, 'blocks\.2' backward gather; "
         r"rank 1: computing, or elsewhere, after call \d+, 'blocks\.2' forward gather"
     )
+    line = next(line for line in job[0].out.splitlines() if line.startswith("fullshard: "))
     assert re.fullmatch(expected, line), line
 
 
+def ends(rank: Rank, ending: str) -> None:
+    begun(rank)
+    if ending == "destroys":
+        dist.destroy_process_group()
+    elif ending == f"rank {rank.rank} is late":
+        time.sleep(0.5)
+
+
+def check_quiet(said: str) -> None:
+    assert "fullshard" not in said and "Traceback" not in said and "store" not in said.lower().replace("/store", ""), said
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "ending", ["", "dist.destroy_process_group()", "time.sleep(0.5 * rank)", "time.sleep(0.5 * (1 - rank))"]
-)
-def test_programs_end_quietly(tmp_path: Path, ending: str) -> None:
-    processes = start(tmp_path, ending)
+@pytest.mark.parametrize("ending", ["", "destroys", "rank 0 is late", "rank 1 is late"])
+def test_jobs_end_quietly(ending: str) -> None:
+    for one in run_job(ends, 2, store="file", ending=ending):
+        assert one.code == 0, one
+        check_quiet(one.out)
+
+
+@pytest.mark.processes
+def test_programs_end_quietly(tmp_path: Path) -> None:
+    """Two that a shell starts."""
+    command = [sys.executable, "-c", PROGRAM.format(tests=TESTS)]
+    processes = [subprocess.Popen([*command, str(r), str(tmp_path)], stderr=subprocess.PIPE, text=True) for r in range(2)]
     for process in processes:
-        said = process.communicate(timeout=60)[1]
-        assert process.returncode == 0
-        assert "fullshard" not in said and "Traceback" not in said and "store" not in said.lower().replace("/store", ""), said
+        said = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, said
+        check_quiet(said)
 
 
 @ranks(2)
