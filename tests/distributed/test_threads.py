@@ -65,7 +65,7 @@ class TestTwoThreads(common.MultiThreadedTestCase):
 
     def test_training_equals_the_unsharded_model(self) -> None:
         world = self.world
-        for options in ({}, {"reshard_after_forward": False}, {"offload_policy": fullshard.CPUOffloadPolicy()}):
+        for options in ({}, {"reshard_after_forward": False}, {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)}):
             train_both(world, built(Stack), lambda model: shard_stack(model, world.mesh, **options))
 
     def test_models_that_threads_draw_from_one_generator_are_taken_as_they_are(self) -> None:

@@ -261,6 +261,7 @@ SETTINGS = st.builds(
 )
 
 
+@pytest.mark.filterwarnings("ignore:unit .* mixes parameters", "ignore:reshard_after_forward=1 keeps")  # what is drawn
 @given(parts=st.lists(PARTS, min_size=1, max_size=3).map(tuple), told=SETTINGS)
 @random_cases(200)
 def test_a_simulated_step_allocates_and_sends_what_a_run_does(parts: tuple[Part, ...], told: dict[str, Any]) -> None:
