@@ -1,7 +1,9 @@
-"""Makes `harness`, `models` and the files of benchmarks/ importable and keeps the parent process out of the ranks' way."""
+"""Makes `harness`, `models` and the files of benchmarks/ importable, keeps the parent process out of the ranks' way, and
+deals tests to lanes."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,18 +14,65 @@ torch.set_num_threads(1)
 settings.register_profile("fullshard", deadline=None)  # a busy machine is no failure
 settings.load_profile("fullshard")
 
-LONG = (
+# Files of which most is waiting: for what a failure brings about, for a disk. By seconds that they take, most first.
+WAITING = (
+    "test_killed_saves.py",
+    "test_exits.py",
+    "test_weights_memory.py",
+    "test_never_silent.py",
     "test_random_faults.py",
+    "test_killed.py",
+    "test_background_save.py",
+    "test_wrapping_failures.py",
+    "test_threads.py",
+)
+# Other files that take long, which begin first, so that no lane ends with one.
+LONG = (
     "test_races.py",
     "test_planted.py",
-    "test_exits.py",
     "test_train_lm.py",
-)  # files that begin first, so that no lane ends with one
+    "test_compile.py",
+    "test_parity.py",
+    "test_fsdp1_wrapper.py",
+    "test_lanes.py",
+    "test_meshes.py",
+    "test_join.py",
+)
+# Files whose tests go to lanes one by one: with all cases each of these takes minutes.
+APART = ("test_killed_saves.py", "test_exits.py", "test_random_faults.py", "test_races.py", "test_planted.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest: each file runs in one lane."""
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    """Begin with the files that take longest."""
+    order = {name: index for index, name in enumerate((*WAITING, *LONG))}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal files to lanes, in the order of above: half of the lanes begin with those that wait, the others with those that work.
+
+    While a test waits its lane takes no processor, so there are more lanes than processors; and since waiting tests are not all
+    at the same time, the processors are never idle.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    if config.getvalue("dist") != "loadfile":
+        return None  # xdist's own
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file.endswith(APART) else file
+
+        def _assign_work_unit(self, node: Any) -> None:
+            waits = self.nodes.index(node) < self.numnodes // 2
+            fitting = (unit for unit in self.workqueue if unit.partition("::")[0].endswith(WAITING) is waits)
+            self.workqueue.move_to_end(next(fitting, next(iter(self.workqueue))), last=False)
+            super()._assign_work_unit(node)
+
+    config.option.loadscopereorder = False  # which begins with the files that have most tests
+    return Lanes(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
