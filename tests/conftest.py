@@ -14,13 +14,14 @@ torch.set_num_threads(1)
 settings.register_profile("fullshard", deadline=None)  # a busy machine is no failure
 settings.load_profile("fullshard")
 
-# Files of which most is waiting: for what a failure brings about, for a disk. By seconds that they take, most first.
+# Files of which most is waiting: for what a failure brings about, for a disk. By seconds that one of
+# their tests takes with all cases, most first.
 WAITING = (
+    "test_random_faults.py",
     "test_killed_saves.py",
     "test_exits.py",
     "test_weights_memory.py",
     "test_never_silent.py",
-    "test_random_faults.py",
     "test_killed.py",
     "test_background_save.py",
     "test_wrapping_failures.py",

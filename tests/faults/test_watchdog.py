@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from exits import Rank, run_job
+from exits import Rank, run_job, soon
 from harness import TESTS, World, ranks, until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,7 +67,7 @@ def asked(rank: Rank) -> None:
         rank.say("pid", pid=os.getpid())
     else:
         until(lambda: '"pid"' in (rank.folder / "rank0.jsonl").read_text())
-        time.sleep(1.0)
+        time.sleep(soon(1.0))
         pid = next(line["pid"] for line in map(json.loads, (rank.folder / "rank0.jsonl").open()) if line["what"] == "pid")
         os.kill(pid, signal.SIGUSR1)
         until(lambda: "fullshard: " in out.read_text() and out.read_text().endswith("\n"))
