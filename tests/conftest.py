@@ -43,10 +43,13 @@ LONG = (
 APART = ("test_killed_saves.py", "test_exits.py", "test_random_faults.py", "test_races.py", "test_planted.py")
 
 
+LONGEST = ("test_a_part_of_the_matrix_of_endings_and_places",)  # tests that take longest of all
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest."""
+    """Begin with what takes longest."""
     order = {name: index for index, name in enumerate((*WAITING, *LONG))}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    items.sort(key=lambda item: (item.name not in LONGEST, order.get(item.path.name, len(order))))
 
 
 @pytest.hookimpl(optionalhook=True)
