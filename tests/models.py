@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from harness import SEED
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import fullshard
 
@@ -60,6 +64,26 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+@lru_cache(256)
+def place(
+    shape: torch.Size, mesh: DeviceMesh, coordinate: tuple[int, ...], placements: tuple[Placement, ...]
+) -> list[tuple[int, int]]:
+    """(size, offset) of what a rank has, by dim. coordinate: its place in the mesh; ranks may be threads of one process."""
+    return list(zip(*compute_local_shape_and_global_offset(shape, mesh, placements)))
+
+
+def beside(got: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """What this rank has of a tensor, and as much of the other: together the ranks compare all, and nothing is sent."""
+    if not hasattr(got, "full_tensor"):
+        return got, expected
+    if not all(type(placement) in (Shard, Replicate) for placement in got.placements):
+        return got.full_tensor(), expected
+    coordinate = tuple(got.device_mesh.get_coordinate())
+    for dim, (size, offset) in enumerate(place(got.shape, got.device_mesh, coordinate, got.placements)):
+        expected = expected.narrow(dim, offset if size else 0, size)
+    return got.to_local(), expected
+
+
 def rounding(*of: torch.dtype) -> float:
     """How far two right computations of one value may be apart, relative to the largest value beside it.
 
@@ -83,10 +107,12 @@ def assert_near(
     got: Tensor, expected: Tensor, what: str, tolerance: float | None = None, *, scale: float | None = None
 ) -> None:
     """Compare the largest difference with `tolerance` (None: of the dtypes) times `scale` (None: the largest value)."""
-    got, expected = full(got.detach()), expected.detach()
+    got, expected = got.detach(), expected.detach()
     assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
     tolerance = rounding(got.dtype, expected.dtype) if tolerance is None else tolerance
     scale = largest([expected]) if scale is None else scale
+    got, expected = beside(got, expected)
+    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)} on this rank"
     worst = largest([got.double() - expected.double()])
     assert worst <= tolerance * scale, f"{what}: off by {worst:.3g}, largest value {scale:.3g}"
 
