@@ -168,3 +168,62 @@ def test_evaluating_between_training_steps_sees_the_new_weights_and_no_gradients
 def test_stages_that_the_schedule_evicts_between_forward_and_backward_keep_their_gradients():
     """A rank has at most three of its stages gathered: the fourth pushes out one that waits for its backward."""
     launch(_pipeline, size=4, name="ScheduleInterleaved1F1B", per_rank=4)
+
+
+def _gradients(rank: int, size: int, fully_shard: Any, *, name: str, per_rank: int, **options: Any) -> list[Tensor]:
+    """The gradients of three steps of a schedule over stages that `fully_shard` sharded."""
+    mesh = dist.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "dp"))
+    pp, dp = mesh["pp"], mesh["dp"]
+    count = 2 * per_rank
+    indices = _owned(name, pp.get_local_rank(), 2, per_rank)
+    parts = [_stages(count)[index] for index in indices]
+    for part in parts:
+        for block in part.blocks:
+            fully_shard(block, mesh=dp, reshard_after_forward=False)
+        fully_shard(part, mesh=dp, reshard_after_forward=False)
+    stages = [
+        pipelining.PipelineStage(part, index, count, torch.device("cpu"), group=pp.get_group())
+        for part, index in zip(parts, indices)
+    ]
+    schedule_class = getattr(pipelining.schedules, name)
+    schedule = schedule_class(stages if per_rank > 1 else stages[0], MICROBATCHES, loss_fn=_loss, **options)
+    found: list[Tensor] = []
+    for step in range(STEPS):
+        batch, target = (t.chunk(dp.size())[dp.get_local_rank()] for t in _batch(step))
+        schedule.step(*((batch,) if 0 in indices else ()), **({"target": target} if count - 1 in indices else {}))
+        for part in parts:
+            found += [full(parameter.grad).clone() for parameter in part.parameters()]
+            part.zero_grad()
+    return found
+
+
+def _both(rank: int, size: int, **options: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as theirs
+
+    assert fully_shard is not theirs, "ours is installed"
+    ours, wanted = _gradients(rank, size, fully_shard, **options), _gradients(rank, size, theirs, **options)
+    assert len(ours) == len(wanted) > 0
+    for index, (one, other) in enumerate(zip(ours, wanted)):
+        assert torch.equal(one, other), f"gradient {index} is off by {(one - other).abs().max().item()}"
+
+
+MANUAL = hasattr(torch.distributed.fsdp, "GradientReductionHandle")  # torch 2.15 ends backwards by calls
+
+
+@pytest.mark.skipif(not MANUAL, reason="before torch 2.15 schedules look into FSDP2's state, which cannot be theirs and ours")
+@pytest.mark.parametrize("size", [2, 4], ids=["pp2_dp1", "pp2_dp2"])
+@pytest.mark.parametrize(
+    ("name", "per_rank", "options"),
+    [
+        ("ScheduleGPipe", 1, {}),
+        ("Schedule1F1B", 1, {}),
+        ("ScheduleInterleaved1F1B", 2, {}),
+        ("ScheduleInterleaved1F1B", 2, {"defer_reduce_grad_wait": True}),
+        ("ScheduleInterleavedZeroBubble", 2, {}),
+        ("ScheduleZBVZeroBubble", 2, {"defer_reduce_grad_wait": True}),
+    ],
+    ids=lambda value: "".join(value) if isinstance(value, (str, dict)) else None,
+)
+def test_schedules_that_end_backwards_by_calls_give_the_bits_of_torchs(size, name, per_rank, options):
+    launch(_both, size=size, name=name, per_rank=per_rank, **options)

@@ -1174,3 +1174,24 @@ def test_an_ignored_parameter_built_on_meta_stays_ignored(world: World) -> None:
         for parameter in model.parameters():
             parameter.fill_(1)
     assert torch.equal(model(torch.ones(2, 3)), torch.full((2, 3), 4.0))
+
+
+@ranks(2)
+def test_a_forward_that_raised_leaves_nothing_gathered_for_the_next_one(world: World) -> None:
+    """The outermost unit keeps its parameters for backward. Its forward raised on all ranks, so none came, and they stayed: when
+    one rank then loaded other weights and another did not, the latter computed its next forward with the old ones of both.
+    """
+    model = shard_stack(Stack(), world.mesh)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("inside")
+
+    hook = model.head.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        model(world.mine(batch(0)))
+    hook.remove()
+    units = [module._fullshard_unit for module in (model, *model.blocks)]
+    assert [unit.residency.value for unit in units] == ["sharded"] * 4
+    with fullshard.counting(model) as messages:
+        square(model(world.mine(batch(0)))).backward()
+    assert [message.kind for message in messages].count("all_gather") == 7, "as a first step"

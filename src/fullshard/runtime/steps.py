@@ -131,7 +131,8 @@ class Steps:
         if failed:
             self._report_exception(unit)
         executor, planner, record = self._executor, self._planner, unit.record
-        number, grad = record.number, torch.is_grad_enabled()
+        # A forward that raised has no backward: what is gathered goes, or the next forward would compute with it.
+        number, grad = record.number, torch.is_grad_enabled() and not failed
         if _torch.current_graph_task() != -1:  # it stays full and installed until its own gradients are done
             unit.progress.end(module)
             call = planner.after_recompute(number, grad=grad)
