@@ -47,8 +47,12 @@ class Dtypes:
 
     @property
     def casts_gradients(self) -> bool:
-        """Whether gradients are cast between backward and `.grad`, so that autograd need not."""
-        return self.reduce != self.compute or self.grad != self.compute
+        """Whether gradients are cast between backward and `.grad`, so that autograd need not.
+
+        Before torch 2.15 it does for FSDP2, unless the caller set a `grad_dtype`.
+        """
+        asked = _torch.REDUCES_IN_GRAD_DTYPE or self.grad != self.storage
+        return asked and (self.reduce != self.compute or self.grad != self.compute)
 
     @property
     def reduced(self) -> torch.dtype:

@@ -134,12 +134,8 @@ class Reduction:
         self._given: list[bool] | None = None  # of each parameter: whether it has its gradient
         self._work: LaneWork | None = None  # the last of it
         dtypes, layout, device = group.dtypes, group.layout, group.storage.device
-        alike = True
         for grad in grads:
             self.used.append(grad is not None)
-            alike = alike and (grad is None or grad.dtype == dtypes.compute)
-        if not alike:
-            grads = [None if grad is None else grad.to(dtypes.reduce) for grad in grads]
         self._earlier = group.grads.deferred
         if self._earlier is not None:
             self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
@@ -151,7 +147,7 @@ class Reduction:
         else:
             self._sum = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         kept = None if arena is None else memory
-        self._messages = _pack(group, grads, dtypes.compute if alike else dtypes.reduce, self._sum, memory, kept)
+        self._messages = _pack(group, grads, self._sum, memory, kept)
         self._sliced = _flat_gradients(group, grads) if group.reduction.has_slices else {}
         if self.steps.first != 1.0 and self._messages:
             torch._foreach_mul_([full for full, _ in self._messages], self.steps.first)
@@ -366,23 +362,35 @@ def _copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> Non
         out[whole, : rest.numel()].copy_(rest)
 
 
+def _common_dtype(group: ParamGroup, grads: Sequence[Tensor | None]) -> torch.dtype:
+    """Return the dtype of all gradients in the packed message, the reduce dtype if they have several."""
+    found: torch.dtype | None = None
+    for segment in group.reduction.packed:
+        grad = grads[segment.parameter] if segment.parameter >= 0 else None
+        if grad is not None and grad.dtype != found:
+            if found is not None:
+                return group.dtypes.reduce
+            found = grad.dtype
+    return found or group.dtypes.compute
+
+
 def _pack(
     group: ParamGroup,
     grads: Sequence[Tensor | None],
-    dtype: torch.dtype,
     total: Tensor,
     memory: Allocate,
     kept: Allocate | None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Messages: (chunks for all ranks (ranks * size,), where in `total` the sum of this rank's chunks goes (size,)).
 
-    `dtype`: of the gradients; where it is not the reduce dtype, all are packed, which casts them.
+    Packing casts. Gradients of several dtypes (some kernels give those of norms in float32) are cast one by one before it.
     kept: allocates the memory that gradients are copied to which are messages as they are, if that is asked for.
     """
     layout, plan, device = group.layout, group.reduction, group.storage.device
     messages: list[tuple[Tensor, Tensor]] = []
     if plan.numel:
         message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
+        dtype = _common_dtype(group, grads)
         parts: list[Tensor] = []
         for segment in plan.packed:
             if segment.parameter < 0:
@@ -390,7 +398,7 @@ def _pack(
                 continue
             grad, place = grads[segment.parameter], layout.places[segment.parameter]
             if grad is not None and place.dim == 0:
-                parts.append(grad.contiguous())
+                parts.append(grad.contiguous() if grad.dtype == dtype else grad.to(dtype).contiguous())
                 continue
             shape = place.shape if place.dim == 0 else (layout.ranks, place.size)
             parts.append(torch.zeros(shape, dtype=dtype, device=device))
@@ -402,9 +410,11 @@ def _pack(
     for index in plan.direct:
         place, grad = layout.places[index], grads[index]
         if kept is not None:
-            full = kept((prod(place.shape),), dtype=dtype, device=device).view(place.shape)
+            full = kept((prod(place.shape),), dtype=total.dtype, device=device).view(place.shape)
             full.zero_() if grad is None else full.copy_(grad)
+        elif grad is None:
+            full = torch.zeros(place.shape, dtype=total.dtype, device=device)
         else:
-            full = torch.zeros(place.shape, dtype=dtype, device=device) if grad is None else grad.contiguous()
+            full = grad.contiguous() if grad.dtype == total.dtype else grad.to(total.dtype).contiguous()
         messages.append((full.view(-1), total[place.offset : place.offset + place.size]))
     return messages
