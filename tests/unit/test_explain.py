@@ -76,6 +76,29 @@ def test_more_ranks_recomputation_and_offloading_need_less_memory_each_for_its_p
     assert offloaded.pinned > 0 == r.pinned and not any(kind == "optimizer" for kind, _ in offloaded.at_peak)
 
 
+@pytest.mark.parametrize("engine", ["fullshard", "fsdp2"])
+@pytest.mark.parametrize("reshard", [None, 2])
+def test_kept_storage_is_all_full_parameters_and_one_message_more(engine: Any, reshard: int | None) -> None:
+    """What is gathered, at the end of a step: of every unit, once. The number of gathers is as before."""
+    r, kept = (explain(engine=engine, reshard_after_forward=reshard, keep_unsharded_storage=keep) for keep in (False, True))
+
+    def gathered(found: fullshard.Explanation) -> int:
+        ledger = found.simulation.ledger
+        return sum(n for (kind, _), n in ledger.at(len(ledger.changes)).items() if kind == "gathered")
+
+    full = sum(parameter.numel() for parameter in build().parameters()) * 2  # in bf16
+    parts = 0 if reshard is None or engine == "fsdp2" else full // reshard
+    assert gathered(r) == 0 and full <= gathered(kept) <= 1.05 * (full + parts)
+    assert len(kept.simulation.messages) == len(r.simulation.messages) and kept.peak > r.peak
+
+
+def test_plans_ask_no_parameter_for_its_dtype() -> None:
+    policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: None)
+    for ask in (lambda: explain(mp_policy=policy), lambda: fullshard.plan_model(build()).messages(8, mp_policy=policy)):
+        with pytest.raises(ValueError, match="param_dtype_override_fn cannot be asked about: expected mp_policy without it"):
+            ask()
+
+
 def test_fsdp2_gathers_from_a_smaller_group_too_and_frees_its_part() -> None:
     for engine in ("fullshard", "fsdp2"):
         one, four = (explain(2048, rows=16, engine=engine, reshard_after_forward=4, microbatches=n) for n in (1, 4))

@@ -24,6 +24,8 @@ def _chunk(group: SimulatedGroup) -> int:
 class Fsdp2Group(SimulatedGroup):
     """The memory and messages of an FSDPParamGroup that is gathered."""
 
+    keeps_part = False
+
     def gather(self) -> StartedWork:
         """Cast, copy in, send."""
         plan = self.plan

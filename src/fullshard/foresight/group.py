@@ -77,6 +77,8 @@ class SimulatedGroup:
     used: whether a gradient was reduced since the optimizer last stepped.
     """
 
+    keeps_part = True  # of a smaller group, with `GroupPlan.keep`
+
     def __init__(self, plan: GroupPlan, ledger: Ledger, program: Program) -> None:
         self.plan, self.ledger, self.program = plan, ledger, program
         self.send, self.copy = program.send, program.copy
@@ -163,7 +165,7 @@ class SimulatedGroup:
 
     def _give_part(self) -> None:
         self._part = -1
-        if not self.plan.keep:
+        if not (self.plan.keep and self.keeps_part):
             self.ledger.give(self._kept_part)
             self._kept_part = -1
 
