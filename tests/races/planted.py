@@ -16,6 +16,7 @@ from fullshard.params.group import ParamGroup
 from fullshard.params.reduction import Reduction
 from fullshard.runtime.executor import Executor
 from fullshard.runtime.heartbeat import Heartbeats
+from fullshard.runtime.reducer import GradientReducer
 
 Patch = tuple[Any, str, Any]
 
@@ -114,6 +115,7 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
         (network.Work, "wait", lambda work, timeout=None: True),
     ),
     "writes of the caller's do not wait for copies": ((ParamGroup, "synchronize_host", in_forward_only()),),
+    "memory that stays has the next message before the last one is sent": ((GradientReducer, "drain", lambda reducer: None),),
     "nothing waits for copies of the host's memory": ((ParamGroup, "synchronize_host", lambda group: None),),
 }
 

@@ -40,6 +40,8 @@ class Program:
     memory: messages in memory of the group.                                            a stream of its own with an event.
     offload: none, pageable, pinned.
     small: staging is so small that gradients go in slices, and parameters of few rows are summed.
+    keep: memory of full parameters and messages stays.
+    finalize: none, by the caller, or "later": its handle is waited for behind a forward of another model.
     """
 
     steps: int = 2
@@ -64,6 +66,8 @@ class Program:
     every: int = 1
     wide: bool = False
     small: bool = False
+    keep: bool = False
+    finalize: str = "none"
 
     @property
     def mp(self) -> MixedPrecisionPolicy:
@@ -102,6 +106,12 @@ NAMED = {
     "slices": Program(dtypes="low", direct=0, in_flight=2, small=True, wide=True),
     "sums": Program(dtypes="low", small=True, wide=True, microbatches=2),
     "sums, offload": Program(offload="pinned", small=True),
+    "kept memory": Program(keep=True, microbatches=2, in_flight=2, steps=3, direct=0),
+    "kept memory, hybrid": Program(keep=True, microbatches=2, replicas=2, defer_replicas=True, dtypes="low", hook="stream"),
+    "kept memory, slices": Program(keep=True, dtypes="low", direct=0, small=True, wide=True, reshard=2),
+    "kept memory, offload": Program(keep=True, offload="pinned", dtypes="low"),
+    "ended by the caller": Program(finalize="now", microbatches=2, replicas=2, in_flight=2),
+    "ended by the caller, waited for later": Program(finalize="later", microbatches=2, dtypes="low", steps=3),
 }
 
 
@@ -119,6 +129,8 @@ def legal(program: Program) -> Program:
         change["offload"] = "none"
     if program.optimizer == "stream" and program.offload != "none":
         change["optimizer"] = "end"
+    if program.finalize != "none":
+        change["defer_replicas"] = False
     return dataclasses.replace(program, **change)
 
 
@@ -146,6 +158,8 @@ PROGRAMS = st.builds(
     every=st.sampled_from((1, 1, 2)),
     wide=st.booleans(),
     small=st.booleans(),
+    keep=often(False, True),
+    finalize=often("none", "now", "later"),
 ).map(legal)
 
 
@@ -229,6 +243,10 @@ class Training:
         for block in model.blocks:
             fullshard.fully_shard(block, **options)
         fullshard.fully_shard(model, **options)
+        model.set_keep_unsharded_storage(program.keep)
+        model.set_manual_backward_finalization(program.finalize != "none")
+        if program.finalize == "later":
+            self.other = fullshard.fully_shard(nn.Linear(5, 4), **options)
         for unit in fullshard_units(model):
             if program.hook != "none":
                 unit.set_all_reduce_hook(lambda flat: flat.mul_(0.5), stream=self.side if program.hook == "stream" else None)
@@ -292,6 +310,13 @@ class Training:
                 model.set_requires_gradient_sync(last)
             # Not Tensor.backward: a function of torch's, inside of which function modes are off.
             torch.autograd.backward(square(self.forward(batch(step + micro))))
+        if program.finalize == "later":
+            handle = model.finalize_backward(async_op=True)
+            torch.autograd.backward(square(self.other(batch(step))))
+            self.other.zero_grad()
+            handle.wait()
+        elif program.finalize == "now":
+            model.finalize_backward()
         if self.optimizer is None:
             return
         if program.optimizer == "stream":
