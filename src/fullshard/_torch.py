@@ -38,6 +38,7 @@ __all__ = [
     "BATCH_NORM",
     "HONOURS_SUBCLASSES",
     "HYBRID_ZERO2",
+    "NEWEST_TRIED",
     "REDUCES_IN_GRAD_DTYPE",
     "THREADED",
     "TRACKS_GRAD_DTYPE",
@@ -182,6 +183,9 @@ _TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard.__wrapped__  # type: ignore[att
 
 VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 """Major and minor version of the installed torch."""
+
+NEWEST_TRIED: tuple[int, int] = (2, 15)
+"""The newest version that the tests have passed on."""
 
 HONOURS_SUBCLASSES: bool = VERSION >= (2, 12)
 """Whether the `__torch_dispatch__` of a subclass of DTensor is called; torch 2.11 takes it for DTensor's own."""

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import MethodType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -609,6 +609,29 @@ def test_gathered_outputs_that_a_subclass_lets_go_have_no_memory_while_it_comput
         assert_near(sharded(world.mine(batch(step))), model(batch(step)).chunk(world.size)[world.rank], "output")
         sharded.reshard()
     assert all((nbytes == 0) is answer for nbytes in held), held
+
+
+class Asking(TwoPart):
+    """Notes the policy that it is asked with."""
+
+    policies: ClassVar[list[MixedPrecisionPolicy]] = []
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        self.policies.append(mp_policy)
+        return (self._data, self._scale), None
+
+
+@ranks(2)
+def test_a_subclass_is_asked_with_the_policy_of_its_parameter(world: World) -> None:
+    for keeps, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        sharded = nn.Linear(5, 7)
+        sharded.weight = nn.Parameter(Asking.of(sharded.weight.detach()))
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p, keeps=keeps: p.dtype if keeps else None
+        )
+        fully_shard(sharded, mesh=world.mesh, mp_policy=policy)
+        sharded.unshard()
+        assert Asking.policies.pop() == MixedPrecisionPolicy(param_dtype=dtype), "resolved, without the function"
 
 
 @ranks(2)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard import _torch
+from fullshard import _torch, errors
 from fullshard.collectives import backends
 from fullshard.collectives.coalesced import CoalescedCollectives
 
@@ -78,3 +79,42 @@ def test_a_default_group_that_is_bound_to_a_device_trains(tmp_path: Any) -> None
     for job in jobs:
         _, err = job.communicate(timeout=120)
         assert job.returncode == 0, err
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl-legacy", "nccl2"])
+def test_every_implementation_of_nccl_is_asked_for_memory_of_messages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where its device has none for lack of multicast, ordinary memory is taken, and that is said."""
+
+    class Backend:
+        def supports_tensor_alloc(self, device: torch.device) -> bool:
+            return False
+
+    class Group:
+        def _get_backend(self, device: torch.device) -> Backend:
+            return Backend()
+
+    monkeypatch.setattr(errors, "_SAID", set())
+    monkeypatch.setattr(_torch, "backend_name", lambda group, device: name)
+    with pytest.warns(UserWarning, match="allocates no memory for messages on cpu"):
+        assert _torch.process_group_memory(Group(), torch.device("cpu")) is torch.empty  # type: ignore[arg-type]
+    monkeypatch.setattr(_torch, "backend_name", lambda group, device: "gloo")
+    with pytest.raises(ValueError, match="the gloo backend allocates no memory for messages"):
+        _torch.process_group_memory(Group(), torch.device("cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("version", "said"), [((2, 15), False), ((2, 16), True), ((3, 0), True)])
+def test_a_torch_that_nobody_tried_is_said_once(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], said: bool) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from fullshard import fully_shard
+
+    monkeypatch.setattr(_torch, "VERSION", version)
+    monkeypatch.setattr(errors, "_SAID", set())
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fully_shard(torch.nn.Linear(4, 4), sync="off")
+        assert any("is newer than what this version of fullshard was tested with" in str(w.message) for w in caught) is said
+    finally:
+        dist.destroy_process_group()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
 from fullshard.consistency.collective_log import UnitName
+from fullshard.errors import warn_once
 from fullshard.frontend import class_swap, optim  # noqa: F401  optim: what precedes and follows steps
 from fullshard.frontend.fsdp2_state import view_of
 from fullshard.frontend.module import keep_of, plain_class, sharded_class
@@ -124,6 +125,11 @@ def fully_shard(  # type: ignore[misc]
     Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277).
     """
     modules, ignored = _check_modules(module), _check_ignored(ignored_params)
+    if _torch.VERSION > _torch.NEWEST_TRIED:
+        warn_once(
+            f"torch {torch.__version__} is newer than what this version of fullshard was tested with "
+            f"({'.'.join(map(str, _torch.NEWEST_TRIED))}): look for a newer one if something is off"
+        )
     shaped = _ResolvedArguments.of(
         mesh,
         reshard_after_forward,
