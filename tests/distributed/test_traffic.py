@@ -12,7 +12,7 @@ from models import Stack, assert_same_grads, batch, full, shard_stack, square
 from torch import nn
 
 import fullshard
-from fullshard import CommPolicy, MixedPrecisionPolicy
+from fullshard import CommPolicy, MixedPrecisionPolicy, _torch
 
 
 def kinds(messages: list[fullshard.Message]) -> Counter[str]:
@@ -50,7 +50,11 @@ def test_bytes_equal_the_layout(world: World) -> None:
     for mp, gather, reduce in (
         (MixedPrecisionPolicy(), torch.float32, torch.float32),
         (MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), torch.bfloat16, torch.float32),
-        (MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.bfloat16, torch.bfloat16),
+        (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            torch.bfloat16,
+            torch.float32 if _torch.REDUCES_IN_GRAD_DTYPE else torch.bfloat16,
+        ),
     ):
         for comm in (CommPolicy(direct_min_bytes=0), CommPolicy(direct_min_bytes=float("inf"))):
             model = shard_stack(Stack(2, 8, 24), world.mesh, mp_policy=mp, comm_policy=comm)

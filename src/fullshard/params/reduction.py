@@ -362,16 +362,33 @@ def _copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> Non
         out[whole, : rest.numel()].copy_(rest)
 
 
-def _common_dtype(group: ParamGroup, grads: Sequence[Tensor | None]) -> torch.dtype:
-    """Return the dtype of all gradients in the packed message, the reduce dtype if they have several."""
+def _packed_dtype(group: ParamGroup, grads: Sequence[Tensor | None]) -> torch.dtype | None:
+    """Return the dtype of all gradients in the packed message, None if they have several."""
     found: torch.dtype | None = None
     for segment in group.reduction.packed:
         grad = grads[segment.parameter] if segment.parameter >= 0 else None
         if grad is not None and grad.dtype != found:
             if found is not None:
-                return group.dtypes.reduce
+                return None
             found = grad.dtype
     return found or group.dtypes.compute
+
+
+def _pack_one_by_one(group: ParamGroup, grads: Sequence[Tensor | None], message: Tensor) -> None:
+    """Copy gradients of several dtypes into a packed message (ranks, numel) without a cast of all of them before."""
+    column = 0
+    for segment in group.reduction.packed:
+        out = message[:, column : column + segment.size]
+        column += segment.size
+        grad = grads[segment.parameter] if segment.parameter >= 0 else None
+        place = group.layout.places[segment.parameter]
+        if grad is None or place.dim == 0:
+            flat = None if grad is None else grad.contiguous().view(-1)
+            _copy_slice(flat, segment.size, Slice(segment.parameter, 0, segment.size), out)
+        else:
+            out.zero_()
+            of_grad, of_blocks = dim_permutation(grad, out, place)
+            torch._foreach_copy_(of_blocks, of_grad)
 
 
 def _pack(
@@ -383,29 +400,32 @@ def _pack(
 ) -> list[tuple[Tensor, Tensor]]:
     """Messages: (chunks for all ranks (ranks * size,), where in `total` the sum of this rank's chunks goes (size,)).
 
-    Packing casts. Gradients of several dtypes (some kernels give those of norms in float32) are cast one by one before it.
+    Packing casts. Gradients of several dtypes (some kernels give those of norms in float32) are packed one by one.
     kept: allocates the memory that gradients are copied to which are messages as they are, if that is asked for.
     """
     layout, plan, device = group.layout, group.reduction, group.storage.device
     messages: list[tuple[Tensor, Tensor]] = []
     if plan.numel:
         message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
-        dtype = _common_dtype(group, grads)
+        dtype = _packed_dtype(group, grads)
+        if dtype is None:
+            _pack_one_by_one(group, grads, message.view(layout.ranks, -1))
         parts: list[Tensor] = []
-        for segment in plan.packed:
+        for segment in plan.packed if dtype is not None else ():
             if segment.parameter < 0:
                 parts.append(plan.zeros[segment.size].to(dtype))
                 continue
             grad, place = grads[segment.parameter], layout.places[segment.parameter]
             if grad is not None and place.dim == 0:
-                parts.append(grad.contiguous() if grad.dtype == dtype else grad.to(dtype).contiguous())
+                parts.append(grad.contiguous())
                 continue
             shape = place.shape if place.dim == 0 else (layout.ranks, place.size)
             parts.append(torch.zeros(shape, dtype=dtype, device=device))
             if grad is not None:
                 of_grad, of_blocks = dim_permutation(grad, parts[-1], place)
                 torch._foreach_copy_(of_blocks, of_grad)
-        _torch.chunk_cat(parts, message.view(layout.ranks, -1))
+        if parts:
+            _torch.chunk_cat(parts, message.view(layout.ranks, -1))
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))
     for index in plan.direct:
         place, grad = layout.places[index], grads[index]
