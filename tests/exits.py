@@ -20,6 +20,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -132,11 +133,12 @@ def _command(rank: Rank, cwd: str, arguments: list[str]) -> None:
 
 def _serve() -> dict[str, Any]:
     """Fork a process for each line of stdin, and say on stdout how each ended. Returns in those processes, with the line."""
-    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "fullshard", "exits", "models"):
-        importlib.import_module(name)  # _dynamo: DTensor does when first used, which takes half a second
-    import torch
+    for name in ("torch.distributed.tensor", "torch.distributed.checkpoint", "fullshard", "exits", "models"):
+        importlib.import_module(name)
+    if importlib.util.find_spec("triton") is None:  # torch._dynamo imports it, and what it leaks it prints when a process ends
+        import torch._dynamo  # DTensor imports it when it is first used, which takes half a second
 
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # the first one of a process takes 0.1 s
+        torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # the first one of a process takes 0.1 s
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # what is imported here no process need look at, nor copy, when it collects garbage
     running: set[int] = set()
