@@ -20,7 +20,6 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import importlib.util
 import itertools
 import json
 import os
@@ -135,12 +134,13 @@ def _serve() -> dict[str, Any]:
     """Fork a process for each line of stdin, and say on stdout how each ended. Returns in those processes, with the line."""
     for name in ("torch.distributed.tensor", "torch.distributed.checkpoint", "fullshard", "exits", "models"):
         importlib.import_module(name)
-    if importlib.util.find_spec("triton") is None:  # torch._dynamo imports it, and what it leaks it prints when a process ends
-        import torch._dynamo  # DTensor imports it when it is first used, which takes half a second
+    import torch
+    import torch._dynamo  # DTensor imports it when it is first used, which takes half a second
 
-        torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # the first one of a process takes 0.1 s
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()  # the first one of a process takes 0.1 s
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.freeze()  # what is imported here no process need look at, nor copy, when it collects garbage
+    if "triton" not in sys.modules:  # which prints what of it is not collected when a process ends
+        gc.freeze()  # what is imported here no process need look at, nor copy, when it collects garbage
     running: set[int] = set()
     pending = b""
 

@@ -6,18 +6,15 @@ rank of each pool. What is imported here need nobody look at, nor copy, when it 
 
 import gc
 import importlib
-import importlib.util
+import sys
 
 import torch
-
-# Builds of torch for accelerators bring triton, which torch._dynamo imports; what it leaks it prints when a process ends.
-without_triton = importlib.util.find_spec("triton") is None
 
 for name in (
     "hypothesis",
     "numpy",
     "pytest",
-    *["torch._dynamo"] * without_triton,
+    "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -26,7 +23,7 @@ for name in (
 ):
     importlib.import_module(name)
 
-if without_triton:  # the first step imports torch._dynamo, too
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
+torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
 gc.collect()
-gc.freeze()
+if "triton" not in sys.modules:  # which prints what of it is not collected when a process ends
+    gc.freeze()
