@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.compat import FSDP
 from fullshard.wrap import ModuleWrapPolicy
 
-BACKEND = "inductor" if shutil.which("g++") else "aot_eager"  # inductor builds C++ for the CPU
+# inductor builds C++ for the CPU, of vectors that torch is told here to do without.
+BACKEND = "inductor" if shutil.which("g++") and os.environ.get("ATEN_CPU_CAPABILITY") != "default" else "aot_eager"
 
 
 @contextmanager
