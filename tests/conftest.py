@@ -29,6 +29,7 @@ WAITING = (
 )
 # Other files that take long, which begin first, so that no lane ends with one.
 LONG = (
+    "test_pipelining.py",
     "test_races.py",
     "test_planted.py",
     "test_train_lm.py",
@@ -40,7 +41,10 @@ LONG = (
     "test_join.py",
 )
 # Files whose tests go to lanes one by one: with all cases each of these takes minutes.
-APART = ("test_killed_saves.py", "test_exits.py", "test_random_faults.py", "test_races.py", "test_planted.py")
+APART = (
+    *("test_killed_saves.py", "test_exits.py", "test_random_faults.py", "test_races.py", "test_planted.py"),
+    "test_pipelining.py",
+)
 
 
 LONGEST = ("test_a_part_of_the_matrix_of_endings_and_places",)  # tests that take longest of all
