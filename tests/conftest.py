@@ -54,6 +54,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest."""
     order = {name: index for index, name in enumerate((*WAITING, *LONG))}
     items.sort(key=lambda item: (item.name not in LONGEST, order.get(item.path.name, len(order))))
+    if torch.version.cuda and not torch.cuda.is_available() and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+        crash = pytest.mark.skip(
+            reason="without a GPU, CUDA builds of torch 2.11 crash in the detector's streams (FakeTensorMode)"
+        )
+        for item in items:
+            if item.path.parent.name == "races":
+                item.add_marker(crash)
 
 
 @pytest.hookimpl(optionalhook=True)
