@@ -47,9 +47,9 @@ class Dtypes:
 
     @property
     def casts_gradients(self) -> bool:
-        """Whether gradients are cast between backward and `.grad`, so that autograd need not.
+        """True if the reduction casts gradients, so that autograd leaves them in the dtype in which they were computed.
 
-        Before torch 2.15 it does for FSDP2, unless the caller set a `grad_dtype`.
+        Before torch 2.15 autograd casts them to the compute dtype first, as under FSDP2, unless `grad_dtype` was set.
         """
         asked = _torch.REDUCES_IN_GRAD_DTYPE or self.grad != self.storage
         return asked and (self.reduce != self.compute or self.grad != self.compute)

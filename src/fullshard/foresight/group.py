@@ -243,7 +243,7 @@ class SimulatedReduction:
         self._host = group.take(shard * plan.dtypes.reduced.itemsize, "pinned host") if plan.host else -1
 
     def _use_arena(self, dtype: torch.dtype) -> None:
-        """Have memory for all messages of the reduction, which the largest one of the model sizes."""
+        """Reserve memory for all messages of the reduction. The largest reduction of the model sizes it."""
         plan, itemsize, ranks = self.plan, self.plan.dtypes.reduce.itemsize, self.plan.layout.ranks
         packed, most = plan.reduction.packed, [0, 0]
         most[0] = max((ranks * sum(part.size for part in parts) for parts in plan.reduction.slices), default=0)

@@ -55,7 +55,7 @@ class Ledger:
         return block
 
     def reserve(self, nbytes: int, unit: str) -> None:
-        """Have at least so many bytes for messages, in one block that stays and is used again."""
+        """Reserve at least `nbytes` for messages, in one block that stays and is used again."""
         if nbytes > self._reserved[1]:
             self.give(self._reserved[0])
             self._reserved = self.take(nbytes, "staging", unit), nbytes

@@ -36,7 +36,7 @@ def stand_in(empty: Tensor) -> Tensor:
 
 
 def is_foreign(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps by code that is not torch's, whose kernels pass over empty tensors."""
+    """Return True if an optimizer does not step by torch's own code, whose kernels accept empty tensors."""
     step = inspect.unwrap(type(optimizer).step)
     return not getattr(step, "__module__", "").startswith("torch.optim")
 

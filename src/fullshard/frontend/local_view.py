@@ -150,7 +150,7 @@ class _LocalView:
 
 
 def is_viewed(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps over plain local shards by `local_view`."""
+    """Return True if `local_view` was called on the optimizer."""
     return _VIEW in optimizer.__dict__
 
 
@@ -168,7 +168,7 @@ def _local_of(tensor: Any, parameter: ShardedParameter, what: str) -> Any:
 
 
 def _filled(local: Tensor) -> Tensor:
-    """What the optimizer computes with: the tensor, or what stands in for an empty one."""
+    """Return the tensor, or the stand-in of an empty one, for the optimizer to compute with."""
     return local if local.numel() else stand_in(local)
 
 

@@ -32,7 +32,7 @@ class MessageArena:
         return self
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a tensor (prod(size),) behind those that the reduction has already."""
+        """Allocate a tensor (prod(size),) behind the earlier ones of this reduction."""
         numel = prod(size)
         start, nbytes = self._used, numel * dtype.itemsize
         self._used += -(-nbytes // _ALIGNED) * _ALIGNED
