@@ -12,7 +12,6 @@ harder order. FULLSHARD_CLIENTS_PEER=1 leaves torch's own FSDP2 in place, to see
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import socket
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import forks
 
 PEER = os.environ.get("FULLSHARD_CLIENTS_PEER") == "1"
 LIMIT = 240.0
@@ -33,7 +33,7 @@ LIMIT = 240.0
 
 def launch(body: Callable[..., None], *, size: int = 2, limit: float = LIMIT, **arguments: Any) -> None:
     """Call `body(rank, size, **arguments)` on every rank, and fail with the traceback of each that raised."""
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     with tempfile.TemporaryDirectory(prefix="fullshard-clients") as folder:
         environment = {
             "MASTER_ADDR": "localhost",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import expecttest
 import pytest
 import torch
+from exits import command_line
 from harness import World, ranks
 from models import batch
 from torch import Tensor, nn
@@ -96,7 +95,6 @@ def test_the_command_says_so_and_exits_with_it(tmp_path: Path) -> None:
         "def wrong(): return {'build': build, 'batch': torch.ones(3, 4), 'shard': shard}\n"
     )
     for name, code, said in (("right", 0, "same: losses"), ("wrong", 1, "gradient of 'weight' differs by")):
-        command = [sys.executable, "-m", "fullshard", "verify", f"mine:{name}"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = command_line("verify", f"mine:{name}", cwd=tmp_path)
         assert done.returncode == code, done.stderr
         assert said in done.stdout

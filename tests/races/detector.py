@@ -28,6 +28,9 @@ SYNCHRONIZE = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "ate
 NEW = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}  # no values
 
 
+expired = torch._C.StorageBase._expired  # of StorageWeakRef.cdata; its own method gets here through two more
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Of an argument or result of an operation."""
     if isinstance(value, Tensor):
@@ -77,7 +80,7 @@ class Detector:
         """The memory of a tensor's storage, and where in it that storage begins."""
         storage = tensor if isinstance(tensor, torch.UntypedStorage) else tensor.untyped_storage()
         known = self._memories.get(storage._cdata)
-        if known is not None and not known[0].expired():
+        if known is not None and not expired(known[0].cdata):
             return known[1], known[2]
         self.reap()
         first, last = storage.data_ptr(), storage.data_ptr() + storage.size()
@@ -93,7 +96,7 @@ class Detector:
 
     def is_known(self, tensor: Tensor) -> bool:
         known = self._memories.get(tensor.untyped_storage()._cdata)
-        return known is not None and not known[0].expired()
+        return known is not None and not expired(known[0].cdata)
 
     def _know(self, storage: torch.UntypedStorage, memory: Memory) -> None:
         self.reap()
@@ -102,11 +105,10 @@ class Detector:
 
     def reap(self) -> None:
         """Memory of which no storage is left goes back to its pool."""
-        for key, (storage, memory, _) in list(self._memories.items()):
-            if storage.expired():
-                if memory.storage == key:
-                    self._free(memory)
-                del self._memories[key]
+        for key in [key for key, known in self._memories.items() if expired(known[0].cdata)]:
+            memory = self._memories.pop(key)[1]
+            if memory.storage == key:
+                self._free(memory)
         freed, self._freed = sorted(self._freed), []
         for group, nbytes in freed:
             self._log("free", group, nbytes)

@@ -68,6 +68,7 @@ class Program:
     small: bool = False
     keep: bool = False
     finalize: str = "none"
+    sync: str = "off"
 
     @property
     def mp(self) -> MixedPrecisionPolicy:
@@ -83,7 +84,8 @@ class Program:
 
 
 NAMED = {
-    "plain": Program(steps=3),
+    "plain": Program(steps=3, sync="check"),
+    "values of the first rank": Program(sync="broadcast", offload="pinned"),
     "mixed precision": Program(dtypes="low"),
     "cast before reduction": Program(dtypes="high", direct=0),
     "accumulation": Program(microbatches=3),
@@ -228,6 +230,7 @@ class Training:
         offload = None if program.offload == "none" else CPUOffloadPolicy(pin_memory=program.offload == "pinned")
         options: dict[str, Any] = {
             "mesh": mesh_of(program.replicas),
+            "sync": program.sync,
             "mp_policy": program.mp,
             "reshard_after_forward": program.reshard,
             "comm_policy": CommPolicy(

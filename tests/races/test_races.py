@@ -26,7 +26,7 @@ def one_world() -> Iterator[None]:
 def test_no_program_has_a_race(name: str) -> None:
     """Whatever the device answers to queries, all ranks send the same messages and allocate the same of the group's memory."""
     sequences = []
-    for seed in range(4):
+    for seed in (0, *(1 + other for other in rotation.share(range(3)))):
         detector = run(NAMED[name], Detector(seed))
         assert not detector.races, first_race(detector)
         sequences.append(detector.sequence)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -566,8 +565,7 @@ def test_the_command_line_says_it_in_its_exit_status(arguments: str, status: int
 
 def test_a_factory_that_raises_is_shown_and_is_no_verdict(tmp_path: Path) -> None:
     (tmp_path / "models.py").write_text(FACTORY)
-    command = [sys.executable, "-m", "fullshard", "explain", "models:fails", "--world", "4"]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = command_line("explain", "models:fails", "--world", "4", cwd=tmp_path)
     assert found.returncode == 2 and found.stderr.splitlines()[-1] == "RuntimeError: no data" and not found.stdout
 
 
