@@ -13,6 +13,7 @@ FINETUNE ?=
 CHAOS ?=
 REPEAT ?= 20
 LANES ?= --numprocesses 3 --dist loadfile
+unexport PYTHONDONTWRITEBYTECODE  # every rank of the tests would compile the same files
 
 .PHONY: help setup train finetune test test-all test-newest repeat chaos test-clients check format bench gpu-check pictures docs docs-links clean
 

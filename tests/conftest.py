@@ -34,6 +34,7 @@ WAITING = (
     "test_background_save.py",
     "test_wrapping_failures.py",
     "test_threads.py",
+    "test_interrupts.py",
 )
 # Other files that take long, which begin first, so that no lane ends with one.
 LONG = (
