@@ -35,6 +35,7 @@ class Program:
 
     dtypes: none, low (bfloat16, reduced in float32), high (reduced in float64).        recompute: of each block.
     evaluate: a forward without graph before each step.         write: weights are written behind it, and loaded.
+    look: a unit's parameters are gathered by hand, before such a write.
     by_hand: prefetch by hand, and unshard(async_op=True) of the first block.           towers: blocks on two streams.
     hook: set_all_reduce_hook, on a stream of its own if "stream".                      optimizer: at the end, in hooks, or on
     memory: messages in memory of the group.                                            a stream of its own with an event.
@@ -69,6 +70,7 @@ class Program:
     keep: bool = False
     finalize: str = "none"
     sync: str = "off"
+    look: bool = False
 
     @property
     def mp(self) -> MixedPrecisionPolicy:
@@ -95,6 +97,7 @@ NAMED = {
     "kept full": Program(reshard=False),
     "offload": Program(offload="pinned", dtypes="low", replicas=2),
     "offload, written": Program(offload="pinned", evaluate=True, write=True),
+    "offload, gathered and written": Program(offload="pinned", look=True, write=True),
     "offload to pageable memory, written": Program(offload="pageable", evaluate=True, write=True),
     "prefetch by hand": Program(by_hand=True, ahead=10**6),
     "two streams": Program(towers=True, recompute=True, in_flight=2),
@@ -162,6 +165,7 @@ PROGRAMS = st.builds(
     small=st.booleans(),
     keep=often(False, True),
     finalize=often("none", "now", "later"),
+    look=often(False, True),
 ).map(legal)
 
 
@@ -293,6 +297,9 @@ class Training:
         if program.evaluate:
             with torch.no_grad():
                 self.forward(batch(step))
+        if program.look:
+            with fullshard.gathered(model, grad=False, recurse=True) as full:
+                full["inp.weight"].square().mean()
         if program.write:
             self.module.current_stream().wait_stream(self.side)  # an optimizer may be at work there
             with torch.no_grad():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import rotation
@@ -14,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from network import watching, world
 from programs import NAMED, PROGRAMS, Program, first_race, run
+
+from fullshard.runtime.heartbeat import Heartbeats
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,6 +142,20 @@ def test_a_heartbeat_that_nobody_read_keeps_no_gradients() -> None:
     alive: list[str] = []
     run(Program(steps=1, dtypes="high"), detector, at_end=lambda: alive.extend(detector.labels()))
     assert alive and not [label for label in alive if "params/reduction.py" in label]
+
+
+def test_a_heartbeat_that_is_over_as_it_is_sent_is_read_in_its_turn() -> None:
+    """Behind an unread one it was read at once, so that its page was given out twice: the ranks "ran different units"."""
+
+    def never_between(heartbeats: Heartbeats, *, keep: int | None = None, read: Any = Heartbeats.read) -> None:
+        if keep is not None:  # whenever an optimizer asks, the device has not got there yet
+            read(heartbeats, keep=keep)
+
+    detector = Detector()
+    detector.machine.eager = 1.0
+    with mock.patch.object(Heartbeats, "read", never_between):
+        run(Program(steps=6), detector)
+    assert not detector.races, first_race(detector)
 
 
 def test_messages_run_on_their_lane_and_not_on_the_streams_of_the_backend() -> None:

@@ -251,8 +251,12 @@ class ParamGroup:
         """The compute lane is ordered behind the gather: memory that only the gather needed can go."""
         if self._full is not None:
             self._full.release_staging()
+        self.note_copy_to_device(work)
+
+    def note_copy_to_device(self, work: LaneWork) -> None:
+        """Remember that shards in host memory are read until `work` ends: writes of the host wait for it."""
         if self.storage.host:
-            self._copying = work
+            self._copying = work  # lanes run in order: whoever waits for it has waited for those before
 
     def synchronize_host(self) -> None:
         """Have the host wait until shards in its memory are no longer read by a copy to the device, so that it may write."""

@@ -221,9 +221,13 @@ class Heartbeats:
             self.read(keep=len(sent))
 
     def read(self, *, keep: int | None = None) -> None:
-        """Look at what has arrived, and wait for all but the last `keep`, if that is given."""
+        """Look at what has arrived; or, if `keep` is given, at all but the last `keep`, for which it waits.
+
+        The last `keep` are left unread even if they have arrived: their pages belong to the backward that sent them until it has
+        handed out its gradients.
+        """
         unread = self._unread
-        while unread and ((keep is not None and len(unread) > keep) or unread[0][1].done()):
+        while len(unread) > (keep or 0) and (keep is not None or unread[0][1].done()):
             beat, work = unread.popleft()
             work.block()
             self._check(beat)

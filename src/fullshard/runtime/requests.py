@@ -76,10 +76,12 @@ class Requests:
         communicator = self._executor.communicator
         with torch.no_grad():
             copy, gather = group.gather_copy()
-            communicator.send(
+            sent = communicator.send(
                 communicator.gather_lane, group.fingerprints, "gather by hand", gather.start, gather.finish
-            ).wait()
+            )
+            sent.wait()
             copy.release_staging()
+            group.note_copy_to_device(sent.work)
         return group.values_in(copy)
 
     def register_copied_use(self, unit: Unit) -> BackwardHook:
