@@ -223,8 +223,8 @@ class Heartbeats:
     def read(self, *, keep: int | None = None) -> None:
         """Look at what has arrived; or, if `keep` is given, at all but the last `keep`, for which it waits.
 
-        The last `keep` are left unread even if they have arrived: their pages belong to the backward that sent them until it has
-        handed out its gradients.
+        The last `keep` are left unread even if they have arrived: their pages belong to the backward that sent them until it
+        has handed out its gradients.
         """
         unread = self._unread
         while len(unread) > (keep or 0) and (keep is not None or unread[0][1].done()):
