@@ -251,7 +251,8 @@ class ParamGroup:
         """The compute lane is ordered behind the gather: memory that only the gather needed can go."""
         if self._full is not None:
             self._full.release_staging()
-        self.note_copy_to_device(work)
+        if self.storage.host:
+            self._copying = work
 
     def note_copy_to_device(self, work: LaneWork) -> None:
         """Remember that shards in host memory are read until `work` ends: writes of the host wait for it."""
