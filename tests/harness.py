@@ -44,13 +44,13 @@ ROOMS = [TESTS, *sorted(str(path) for path in Path(TESTS).iterdir() if path.is_d
 
 
 class World:
-    """What a body gets: its rank, and the mesh of all of them."""
+    """What a body gets: its rank, and the mesh of all of them. On the asynchronous device also what tells of that device."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, device: Any = None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self.rank, self.size = rank, size
-        self.mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+        self.rank, self.size, self.device = rank, size, device
+        self.mesh = init_device_mesh("cpu" if device is None else "sim", (size,), mesh_dim_names=("shard",))
 
     def mine(self, batch: Any) -> Any:
         """This rank's part of a global batch."""
@@ -66,7 +66,7 @@ class World:
         return Path(path[0])
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, store: str, connection: Connection, kind: str) -> None:
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.path[:0] = ROOMS
@@ -74,8 +74,13 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30))
-    world = World(rank, size)
+    device, backend = None, "gloo"
+    if kind == "sim":
+        import simulated
+
+        device, backend = simulated.load(), "cpu:gloo,sim:sccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    world = World(rank, size, device)
     connection.send("ready")
     while True:
         try:
@@ -148,9 +153,9 @@ def forks() -> multiprocessing.context.ForkServerContext:
 
 
 class Pool:
-    """The processes of one world size."""
+    """The processes of one world size. kind: "cpu", or "sim" for those that have the asynchronous device, too."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, kind: str = "cpu") -> None:
         context = forks()
         descriptor, self._store = tempfile.mkstemp(prefix="fullshard-store")
         os.close(descriptor)
@@ -158,7 +163,7 @@ class Pool:
         self._connections, self._processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self._store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, self._store, there, kind), daemon=True)
             process.start()
             there.close()
             self._connections.append(here)
@@ -210,13 +215,14 @@ class Pool:
             os.unlink(self._store)
 
 
-_POOLS: dict[int, Pool] = {}
+_POOLS: dict[tuple[int, str], Pool] = {}
 
 
-def pool(size: int) -> Pool:
-    if size not in _POOLS or not _POOLS[size].alive:
-        _POOLS[size] = Pool(size)
-    return _POOLS[size]
+def pool(size: int, kind: str = "cpu") -> Pool:
+    key = size, kind
+    if key not in _POOLS or not _POOLS[key].alive:
+        _POOLS[key] = Pool(size, kind)
+    return _POOLS[key]
 
 
 @atexit.register
@@ -226,15 +232,15 @@ def _close_pools() -> None:
             running.close(stacks=False)
 
 
-def ranks(*sizes: int, limit: float = LIMIT) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def ranks(*sizes: int, limit: float = LIMIT, device: str = "cpu") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test body on every rank of a world of each of `sizes`. Its other arguments come from pytest.mark.parametrize.
 
-    limit: seconds until a body that did not come back has failed.
+    limit: seconds until a body that did not come back has failed. device: "sim" for ranks that have the asynchronous device.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(size: int, **arguments: Any) -> None:
-            pool(size).run(body.__module__, body.__name__, arguments, limit)
+            pool(size, device).run(body.__module__, body.__name__, arguments, limit)
 
         others = list(inspect.signature(body).parameters.values())[1:]
         size = inspect.Parameter("size", inspect.Parameter.POSITIONAL_OR_KEYWORD)

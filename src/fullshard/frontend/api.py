@@ -455,8 +455,7 @@ def _move(refs: Sequence[ParamRef], managed: ManagedTensors, home: torch.device,
     for ref in refs:
         move_data(ref.parameter, home)
     for _, _slot, buffer in managed.buffers:
-        if buffer.device.type not in ("meta", device.type):
-            buffer.data = buffer.data.to(device)
+        move_data(buffer, device)
 
 
 fully_shard.state = view_of  # type: ignore[attr-defined]

@@ -19,20 +19,35 @@ from fullshard.sharding.param_sharding import ParamSharding
 # --- before and after sharding ---
 
 
-def move_data(parameter: nn.Parameter, device: torch.device) -> None:
-    """Move a parameter that is not sharded yet, and its gradient, in place; what is on meta stays there."""
-    if parameter.device.type in ("meta", device.type):
+def move_data(tensor: Tensor, device: torch.device) -> None:
+    """Move a parameter that is not sharded yet and its gradient, or a buffer, in place; what is on meta stays there."""
+    if tensor.device.type in ("meta", device.type):
         return
-    if isinstance(parameter, DTensor):
-        for tensor in (parameter, parameter.grad):
-            if isinstance(tensor, DTensor):
-                _torch.point_at(tensor, _torch.local_tensor(tensor).to(device))
-    elif type(parameter.data) is Tensor:
-        parameter.data = parameter.data.to(device)
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.to(device)
-    else:  # `.data` of a wrapper subclass cannot go to another device
-        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(device), parameter.requires_grad))
+    if isinstance(tensor, DTensor):
+        for one in (tensor, tensor.grad):
+            if isinstance(one, DTensor):
+                _torch.point_at(one, _torch.local_tensor(one).to(device))
+        return
+    moved = tensor.detach().to(device)
+    if type(tensor.data) is Tensor and torch._has_compatible_shallow_copy_type(tensor, moved):
+        tensor.data = moved
+        if tensor.grad is not None:
+            tensor.grad = tensor.grad.to(device)
+    else:  # `.data` of a wrapper subclass cannot go to another device, nor that of any tensor to one that torch does not build for
+        _exchange(tensor, moved)
+
+
+def _exchange(tensor: Tensor, moved: Tensor) -> None:
+    """Make `tensor`, which stays the same object with its attributes, hooks and gradient, hold what `moved` holds."""
+    kind, grad, plain = type(tensor), tensor.grad, type(tensor.data) is Tensor
+    other = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    torch.utils.swap_tensors(tensor, other)
+    tensor.__dict__.update(other.__dict__)
+    _torch.carry_hooks(other, tensor)
+    if plain:
+        tensor.__class__ = kind  # a class of the caller's, of Parameters
+    if grad is not None:
+        tensor.grad = grad.to(moved.device)
 
 
 def replace_original(parameter: ShardedParameter, original: nn.Parameter) -> None:

@@ -1,0 +1,159 @@
+"""An accelerator that is as asynchronous as a GPU, without one: device "sim", `torch.sim`, and the backend "sccl" of its messages.
+
+device.cpp is a backend of torch: each operator is queued on the current stream and computed later, by that stream's thread, with
+the kernels of the CPU. What a program must order on CUDA it must order here, or its numbers are wrong:
+
+- Kernels hold no reference to their memory. The allocator has a pool per stream, gives what is freed out again at once, and
+  overwrites it with NaN first, in the order of its stream.
+- Code of the host that reads or writes device memory faults: tensors hold addresses of a mapping that nobody may use.
+- Pinned memory is read and written when the stream gets there. Copies from pageable memory are staged, copies to it wait.
+- A collective that is not asynchronous runs on the current stream and returns no work, others on a stream of the group's.
+- An error of a stream is raised at the next wait of the host.
+
+It has one device, no graphs, no priorities and no triton. Shapes of results come from the meta device; what that does not know, and
+random numbers, are computed by the host behind a wait, which `launches()` counts. LayerNorm and attention are taken apart into
+other operators, so their last bits differ from those of the CPU.
+
+Environment, read when it is loaded: SIM_POISON=0 hands memory out as it is, 2 overwrites it as soon as it is freed, which is
+stricter than CUDA. SIM_PROTECT=0 lets the host use device memory. SIM_MEMORY_MB is how much there is (8192).
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SOURCE = Path(__file__).with_name("device.cpp")
+NEEDS = "the asynchronous device is built from tests/device/device.cpp, which takes Linux and g++"
+
+
+def compiler() -> str | None:
+    """The compiler that builds it; None where there is none, or no Linux."""
+    return shutil.which("g++") if os.uname().sysname == "Linux" else None
+
+
+def build() -> Path:
+    """Build it for the installed torch, unless that was done; half a minute. Raises CalledProcessError with what g++ said."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"fullshard-device-{os.getuid()}"
+    built = folder / f"{torch.__version__}-{sysconfig.get_python_version()}-{digest}.so"
+    if built.exists():
+        return built
+    folder.mkdir(mode=0o700, exist_ok=True)
+    mine = built.with_suffix(f".{os.getpid()}")  # whoever is first, the file is whole
+    command = [compiler() or "g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=device"]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-I{sysconfig.get_paths()['include']}"]
+    command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+    command += [str(SOURCE), "-o", str(mine), "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"g++ could not build {SOURCE}\n{done.stderr[-4000:]}")
+    mine.rename(built)
+    return built
+
+
+class _Device:
+    """As `torch.cuda.device`, of which there is one."""
+
+    def __init__(self, device: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _StreamContext:
+    """As `torch.cuda.stream`."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> torch.Stream | None:
+        self._before = torch.accelerator.current_stream()
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
+        return self._stream
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_stream(self._before)
+
+
+def load() -> Any:
+    """Make the device known to torch, in this process and for good; returns the extension, which tells of it.
+
+    delay(microseconds, percent, seed): streams sleep up to so long before so many tasks. slow(stream, microseconds): one always.
+    waits(), launches(), reset(): what held the host, and what ran, counted. on_wait(function): called for each wait of the host.
+    failure(): of a stream, or "".
+    """
+    spec = importlib.util.spec_from_file_location("device", build())
+    assert spec is not None and spec.loader is not None
+    torch.utils.rename_privateuse1_backend("sim")
+    extension: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    torch._register_device_module("sim", _module(extension))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+    def backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return extension.backend(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size, "sccl")
+
+    dist.Backend.register_backend("sccl", backend, devices=["sim"])
+    atexit.register(_settle, extension)
+    return extension
+
+
+def _module(extension: Any) -> types.ModuleType:
+    """What other devices have as `torch.cuda`."""
+    accelerator: Any = torch.accelerator
+    module: Any = types.ModuleType("torch.sim")
+    module.device = _Device
+    module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = module.StreamContext = _StreamContext
+    module.current_stream = lambda device=None: accelerator.current_stream()
+    module.default_stream = lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=20)
+    module.set_stream = accelerator.set_stream
+    module.synchronize = lambda device=None: accelerator.synchronize()
+    module.current_device = lambda: 0
+    module.set_device = lambda device: None
+    module.device_count = lambda: 1
+    module.is_available = module.is_initialized = lambda: True
+    module.init = module._lazy_init = lambda: None
+    module._is_in_bad_fork = lambda: False
+    module._lazy_call = lambda call, **_: call()
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16, torch.float32]
+
+    def seed(number: int) -> None:
+        extension.default_generator().manual_seed(int(number))
+
+    module.manual_seed = module.manual_seed_all = seed
+    module.get_rng_state = lambda device=None: extension.default_generator().get_state()
+    module.set_rng_state = lambda state, device=None: extension.default_generator().set_state(state) and None
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(module, name, getattr(accelerator, name))
+    for name in ("reset_peak_memory_stats", "memory_stats", "empty_cache"):
+        setattr(module, name, getattr(accelerator, name))
+    return module
+
+
+def _settle(extension: Any) -> None:
+    """Give streams a moment to end what they do."""
+    until = time.monotonic() + 2
+    while not extension.idle() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+__all__ = ["NEEDS", "build", "compiler", "load"]

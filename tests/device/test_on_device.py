@@ -1,0 +1,189 @@
+"""The stream path, run: on the asynchronous device training is that of the CPU, bit for bit, however late its streams are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import rotation
+import simulated
+import torch
+from harness import World, ranks
+from models import batch, square
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fullshard.collectives.streams import _StreamWork
+from fullshard.runtime.heartbeat import Heartbeats
+
+pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)
+
+COMPUTE = 0  # the stream that the device begins with
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Build it once, before ranks look for it."""
+    simulated.build()
+
+
+class Block(nn.Module):
+    """Of operators that are the same on the device, uneven on purpose."""
+
+    def __init__(self, dim: int = 7, hidden: int = 13) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=False)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x * self.scale)))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def sharded(mesh: Any, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+@contextmanager
+def late(world: World, how: str, microseconds: int = 300) -> Iterator[None]:
+    """Streams that lag behind in this block: none, compute, all others, or any at random."""
+    count = world.device.streams()
+    slow = {"none": [], "compute": [COMPUTE], "others": list(range(1, count)), "random": []}[how]
+    for stream in slow:
+        world.device.slow(stream, microseconds)
+    world.device.delay(400 if how == "random" else 0, 30, world.rank + 1)
+    try:
+        yield
+    finally:
+        torch.accelerator.synchronize()
+        world.device.delay(0, 0, 1)
+        for stream in slow:
+            world.device.slow(stream, 0)
+        assert not world.device.failure()
+
+
+def train(
+    world: World, model: nn.Module, home: str, *, steps: int = 3, microbatches: int = 1, clip: bool = False
+) -> list[Tensor]:
+    """Losses and gradient norms."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    told = []
+    for step in range(steps):
+        for micro in range(microbatches):
+            model.set_requires_gradient_sync(micro == microbatches - 1)
+            loss = square(model(world.mine(batch(step + 10 * micro)).to(home)))
+            loss.backward()
+            told.append(loss.detach())
+        if clip:
+            told.append(fullshard.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.to("cpu") for value in told]
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.to_local().cpu() for name, parameter in model.named_parameters()}
+
+
+def mesh_like(world: World, device: str, shape: tuple[int, ...]) -> Any:
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+LATE = ("none", "compute", "others", "random")
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "kept full": ({"reshard_after_forward": False}, {}),
+    "mixed precision": ({"mp_policy": LOW}, {}),
+    "accumulation": ({}, {"microbatches": 3}),
+    "accumulation, mixed precision": ({"mp_policy": LOW}, {"microbatches": 2}),
+    "packed": ({"comm_policy": CommPolicy(direct_min_bytes=10**9)}, {}),
+    "many in flight": ({"comm_policy": CommPolicy(reductions_in_flight=3, prefetch_bytes=10**6)}, {}),
+    "offload": ({"offload_policy": CPUOffloadPolicy()}, {}),
+    "offload to pageable memory": ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"microbatches": 2}),
+    "clipping": ({}, {"clip": True}),
+    "clipping, offload": ({"offload_policy": CPUOffloadPolicy()}, {"clip": True}),
+}
+
+
+@pytest.mark.parametrize(("name", "how"), rotation.share([(name, how) for name in PROGRAMS for how in LATE]))
+@ranks(1, 2, device="sim")
+def test_training_is_that_of_the_cpu_bit_for_bit(world: World, name: str, how: str) -> None:
+    """Of two ranks: sums of more are in another order there."""
+    options, program = PROGRAMS[name]
+    ours = sharded(world.mesh, **options)
+    expected = sharded(mesh_like(world, "cpu", (world.size,)), **options)
+    told = train(world, expected, "cpu", **program)
+    train(world, copy.deepcopy(ours), "sim", steps=1)  # so that its streams are there
+    with late(world, how):
+        mine = train(world, ours, "sim", **program)
+    assert [torch.equal(one, other) for one, other in zip(mine, told)] == [True] * len(told)
+    for parameter, value in values(expected).items():
+        assert torch.equal(values(ours)[parameter], value), parameter
+
+
+# --- what the device found ---
+
+
+@ranks(2, device="sim")
+def test_a_heartbeat_that_is_over_as_it_is_sent_is_read_in_its_turn(world: World) -> None:
+    """Behind an unread one it was read at once, so that its page was given out twice: the ranks "ran different units"."""
+
+    def never_between(heartbeats: Heartbeats, *, keep: int | None = None, read: Any = Heartbeats.read) -> None:
+        if keep is not None:  # whenever an optimizer asks, the device has not got there yet
+            read(heartbeats, keep=keep)
+
+    def over(heartbeats: Heartbeats, sent: Any, read: Any = Heartbeats.read_later) -> None:
+        torch.accelerator.synchronize()  # the host was late
+        read(heartbeats, sent)
+
+    with mock.patch.object(Heartbeats, "read", never_between), mock.patch.object(Heartbeats, "read_later", over):
+        train(world, sharded(world.mesh), "sim", steps=6)
+
+
+@ranks(2, device="sim")
+def test_a_write_behind_gathered_does_not_overtake_its_copy(world: World) -> None:
+    model = sharded(world.mesh, offload_policy=CPUOffloadPolicy())
+    train(world, model, "sim", steps=1)
+    before = model.state_dict()["inp.weight"].full_tensor().clone()
+    torch.accelerator.synchronize()
+    with late(world, "others", 20_000):
+        with fullshard.gathered(model, grad=False) as full:
+            with torch.no_grad():
+                model.inp.weight.mul_(2.0)
+            assert torch.equal(full["inp.weight"].cpu(), before)
+
+
+# --- that it would find something ---
+
+
+@ranks(2, device="sim")
+def test_a_wait_that_is_left_out_shows(world: World) -> None:
+    """Compute that does not wait for gathers, which are late."""
+    told = train(world, sharded(world.mesh), "sim", steps=1)
+    model = sharded(world.mesh)
+    with late(world, "others", 5_000), mock.patch.object(_StreamWork, "wait", lambda work: None):
+        wrong = train(world, model, "sim", steps=1)
+    assert not torch.equal(wrong[0], told[0])
