@@ -33,7 +33,7 @@ def move_data(tensor: Tensor, device: torch.device) -> None:
         tensor.data = moved
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(device)
-    else:  # `.data` of a wrapper subclass cannot go to another device, nor that of any tensor to one that torch does not build for
+    else:  # `.data` of a wrapper subclass, and that of any tensor for a device of another kind, cannot be assigned
         _exchange(tensor, moved)
 
 
