@@ -21,6 +21,7 @@ import fullshard
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fullshard.collectives.streams import _StreamWork
 from fullshard.runtime.heartbeat import Heartbeats
+from fullshard.weights import load_weights, save_weights
 
 pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)
 
@@ -174,6 +175,66 @@ def test_a_write_behind_gathered_does_not_overtake_its_copy(world: World) -> Non
             with torch.no_grad():
                 model.inp.weight.mul_(2.0)
             assert torch.equal(full["inp.weight"].cpu(), before)
+
+
+class Shifted(Stack):
+    """With a buffer, and values that do not depend on where it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.offset.fill_(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.offset
+
+
+def offloaded(world: World, device: str) -> nn.Module:
+    with torch.device(device):
+        torch.manual_seed(0)
+        model = Shifted()
+    options: dict[str, Any] = {"mesh": world.mesh, "offload_policy": CPUOffloadPolicy()}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def check_homes(world: World, model: nn.Module) -> None:
+    assert {parameter.to_local().device.type for parameter in model.parameters()} == {"cpu"}
+    assert model.offset.device.type == "sim"
+    train(world, model, "sim", steps=1)
+
+
+@ranks(2, device="sim")
+def test_materialize_leaves_offloaded_shards_with_the_host(world: World) -> None:
+    """They were left on the device, and the first forward raised."""
+
+    def init(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter)
+        if isinstance(module, Shifted):
+            module.reset_parameters()
+
+    model = offloaded(world, "meta")
+    fullshard.materialize(model, init=init)
+    check_homes(world, model)
+
+
+@ranks(2, device="sim")
+def test_load_weights_leaves_buffers_on_the_device(world: World) -> None:
+    """With offloaded shards all that was on meta went to the host, and the first forward raised."""
+    folder = world.folder("weights")
+    saved = offloaded(world, "cpu")
+    save_weights(saved, folder)
+    model = offloaded(world, "meta")
+    load_weights(model, folder)
+    for name, value in values(saved).items():
+        assert torch.equal(values(model)[name], value), name
+    assert model.offset.tolist() == [0.25] * 3
+    check_homes(world, model)
 
 
 # --- that it would find something ---

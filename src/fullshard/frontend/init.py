@@ -20,6 +20,9 @@ from fullshard.runtime.setup_collectives import SetupCollectives
 
 Init = Callable[[nn.Module], object]
 
+Owner = tuple[ShardedParameter, torch.device]
+"""A sharded parameter, and where its shard is kept."""
+
 
 def materialize(
     model: nn.Module, device: torch.device | str | None = None, *, init: Init | None = None, seed: int | None = None
@@ -59,7 +62,8 @@ def materialize(
         runtime_of(unit).requests.reshard(unit, doing="materialize()")
     where = torch.device(device) if device is not None else units[0].axis.device
     number = common_seed(units[0].setup_collectives("materialize()")) if seed is None else seed
-    owners = {id(parameter.sharded): parameter for unit in units for parameter in unit.parameters}
+    groups = [group for unit in units for group in unit.groups]
+    owners = {id(parameter.sharded): (parameter, group.storage.home) for group in groups for parameter in group.parameters}
     filled: dict[int, Tensor] = {}
     done: set[int] = set()
     leaving = units[0].runtime.communicator.leaving(f"'{units[0].name}' materialize()")
@@ -84,12 +88,12 @@ def _fill(
     name: str,
     device: torch.device,
     init: Init | None,
-    owners: dict[int, ShardedParameter],
+    owners: dict[int, Owner],
     filled: dict[int, Tensor],
 ) -> None:
     """Give one module's own meta tensors memory and values.
 
-    owners: the sharded parameters of the model, by the id of their DTensor.
+    owners: the sharded parameters of the model and where their shards are kept, by the id of their DTensor.
     filled: the tensors that have values already, by the id of the meta tensor; tied ones are found there.
     """
     held, kept = _torch.parameters_of(module), _torch.buffers_of(module)
@@ -147,15 +151,16 @@ def _allocate(
         kept[key] = filled[id(buffer)]
 
 
-def _keep_value(parameter: nn.Parameter, value: Tensor, owner: ShardedParameter | None) -> Tensor:
+def _keep_value(original: nn.Parameter, value: Tensor, owner: Owner | None) -> Tensor:
     """The parameter with its value: a sharded one (of `owner`) keeps this rank's rows, another one is made anew."""
     if owner is None:  # ignored, or of no unit
         made = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
-        made.__dict__.update(parameter.__dict__)
+        made.__dict__.update(original.__dict__)
         return made
-    owner.sharded.requires_grad_(value.requires_grad)
-    replace_rows(owner, owner.slice(value.detach()))
-    return parameter
+    parameter, home = owner
+    parameter.sharded.requires_grad_(value.requires_grad)
+    replace_rows(parameter, parameter.slice(value.detach()).to(home))
+    return original
 
 
 def _initialise(module: nn.Module, name: str, init: Init | None) -> None:

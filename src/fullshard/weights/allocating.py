@@ -49,13 +49,12 @@ class Fresh:
 
 
 def allocate(model: nn.Module, tensors: ModelTensors) -> Fresh:
-    """Give what is on meta memory, on the device of its mesh, or the host's if shards are offloaded."""
+    """Give what is on meta memory: shards where their units keep them, all else on the device of the mesh."""
     fresh = Fresh(model, tensors.units)
     device = tensors.units[0].axis.device if tensors.units else torch.device("cpu")
-    if any(isinstance(unit.options.offload, CPUOffloadPolicy) for unit in tensors.units):
-        device = torch.device("cpu")
     for unit in tensors.units:
-        runtime_of(unit).requests.allocate(unit, device)
+        offloaded = isinstance(unit.options.offload, CPUOffloadPolicy)
+        runtime_of(unit).requests.allocate(unit, torch.device("cpu") if offloaded else unit.axis.device)
     made: dict[int, tuple[Tensor, Tensor]] = {}  # by what was on meta, which is tied in several places
     for module in model.modules():
         slots: tuple[dict[str, Any], ...] = _torch.parameters_of(module), _torch.buffers_of(module)
