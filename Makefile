@@ -53,7 +53,7 @@ test-all: $(READY)  ## run the tests, with every case of those that repeat thems
 
 # What a new torch breaks first: names, parity, schedules, and what went wrong before.
 ON_NEWEST := $(addprefix tests/,$(addprefix distributed/test_,fsdp2_surface.py finalization.py grad_dtypes.py addresses.py \
-	parity.py sharded_tensor.py docs.py) regressions clients/test_pipelining.py)
+	parity.py sharded_tensor.py docs.py) device regressions clients/test_pipelining.py)
 
 test-newest:  ## run a fixed part of the tests on the newest torch that was tried, or on TORCH=
 	@$(MAKE) --no-print-directory TORCH=$(or $(TORCH),$(NEWEST)) LANES='$(LANES) $(ON_NEWEST)' test

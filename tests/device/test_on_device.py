@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from fullshard.collectives.streams import _StreamWork
 from fullshard.runtime.heartbeat import Heartbeats
 from fullshard.weights import load_weights, save_weights
@@ -145,6 +145,22 @@ def test_training_is_that_of_the_cpu_bit_for_bit(world: World, name: str, how: s
         assert torch.equal(values(ours)[parameter], value), parameter
 
 
+@pytest.mark.parametrize("how", rotation.share(LATE))
+@pytest.mark.parametrize("name", ["plain", "mixed precision", "accumulation", "offload", "clipping"])
+@ranks(4, device="sim")
+def test_hybrid_training_is_that_of_the_cpu_bit_for_bit(world: World, name: str, how: str) -> None:
+    """Two shards, two replicas: each sum is of two."""
+    options, program = PROGRAMS[name]
+    ours = sharded(mesh_like(world, "sim", (2, 2)), **options)
+    expected = sharded(mesh_like(world, "cpu", (2, 2)), **options)
+    told = train(world, expected, "cpu", **program)
+    with late(world, how):
+        mine = train(world, ours, "sim", **program)
+    assert [torch.equal(one, other) for one, other in zip(mine, told)] == [True] * len(told)
+    for parameter, value in values(expected).items():
+        assert torch.equal(values(ours)[parameter], value), parameter
+
+
 # --- what the device found ---
 
 
@@ -164,6 +180,7 @@ def test_a_heartbeat_that_is_over_as_it_is_sent_is_read_in_its_turn(world: World
         train(world, sharded(world.mesh), "sim", steps=6)
 
 
+@pytest.mark.skipif(not _torch.HONOURS_SUBCLASSES, reason="this torch tells of no write in place")
 @ranks(2, device="sim")
 def test_a_write_behind_gathered_does_not_overtake_its_copy(world: World) -> None:
     model = sharded(world.mesh, offload_policy=CPUOffloadPolicy())

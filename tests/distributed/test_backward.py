@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import grad as early_grad
 
 import fullshard
-from fullshard import StateError, errors, fully_shard
+from fullshard import StateError, _torch, errors, fully_shard
 
 
 class Texts(expecttest.TestCase):
@@ -206,10 +206,11 @@ def test_torchs_own_differentiation_by_sharded_parameters_is_refused_by_name_at_
     loss = square(sharded(x))
     penalty = sum(p.square().sum() for p in parameters).full_tensor()
     weight = sharded.head.weight
+    named: Any = dict(sharded.named_parameters()) if _torch.VERSION >= (2, 12) else parameters
     for call in (
         lambda: torch.autograd.grad(loss, parameters),
         lambda: torch.autograd.grad(loss, parameters, allow_unused=True),
-        lambda: torch.autograd.grad(loss, dict(sharded.named_parameters()), materialize_grads=True),
+        lambda: torch.autograd.grad(loss, named, materialize_grads=True),
         lambda: torch.autograd.grad([penalty, loss], parameters),  # else only that of the penalty
         lambda: torch.autograd.grad(loss + penalty, parameters),
         lambda: torch.autograd.grad(loss, [x, *parameters], create_graph=True),
