@@ -65,12 +65,14 @@ __all__ = [
     "axis_of",
     "backend_name",
     "buffers_of",
+    "can_assign_data",
     "carry_hooks",
     "children_of",
     "chunk_cat",
     "contiguous_strides",
     "counts_collectives",
     "current_graph_task",
+    "current_stream",
     "default_store",
     "detach_state",
     "disable_tracing",
@@ -157,6 +159,7 @@ __all__ = [
     "store_host",
     "strided_shard",
     "symmetric_memory",
+    "then_order",
     "threads_are_ranks",
     "tree_leaves",
     "tree_map_only",
@@ -476,6 +479,11 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The dict that a buffer's `module.name` reads."""
     return module._buffers
+
+
+def can_assign_data(tensor: Tensor, value: Tensor) -> bool:
+    """Return True if `tensor.data = value` is allowed, which depends on their devices."""
+    return torch._has_compatible_shallow_copy_type(tensor, value)
 
 
 def carry_hooks(source: Tensor, target: Tensor) -> None:
@@ -849,6 +857,21 @@ def on_stream(stream: Any, fn: Callable[..., Any], *args: Any) -> None:
         current.wait_stream(stream)
 
 
+def current_stream(device: torch.device) -> Any:
+    """Return the current stream of an accelerator."""
+    return torch.get_device_module(device).current_stream(device)
+
+
+def then_order(stream: Any, fn: Callable[[], None]) -> None:
+    """Call `fn`, and order `stream` behind the current stream, also if it raises."""
+    try:
+        fn()
+    finally:
+        current = torch.get_device_module(stream.device).current_stream(stream.device)
+        if current != stream:
+            stream.wait_stream(current)
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream is captured in a graph."""
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
@@ -857,7 +880,7 @@ def is_capturing(device: torch.device) -> bool:
 
 def wait_for_event(device: torch.device, event: Any) -> None:
     """Order the current stream behind `event`."""
-    torch.get_device_module(device).current_stream(device).wait_event(event)
+    current_stream(device).wait_event(event)
 
 
 def axis_of(mesh: DeviceMesh, axis: int) -> DeviceMesh:

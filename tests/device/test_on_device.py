@@ -254,6 +254,34 @@ def test_load_weights_leaves_buffers_on_the_device(world: World) -> None:
     check_homes(world, model)
 
 
+@pytest.mark.parametrize("how", rotation.share(LATE))
+@pytest.mark.parametrize("name", ["plain", "many in flight", "mixed precision", "packed"])
+@ranks(2, device="sim")
+def test_backward_may_run_on_another_stream_than_forward(world: World, name: str, how: str) -> None:
+    """What was freed at its end was used again before the caller's stream had read it: wrong weights, silently."""
+    options, _ = PROGRAMS[name]
+    models = [sharded(world.mesh, **options), sharded(mesh_like(world, "cpu", (world.size,)), **options)]
+    train(world, models[1], "cpu")
+    module: Any = torch.get_device_module("sim")
+    main, side = module.current_stream(), module.Stream()
+    optimizer = torch.optim.AdamW(models[0].parameters(), lr=0.01)
+    with late(world, how, 1000):
+        for step in range(3):
+            loss = square(models[0](world.mine(batch(step)).to("sim")))
+            side.wait_stream(main)
+            with module.stream(side):
+                loss.backward()
+            kept = [
+                torch.full((128 * size,), 3.0, device="sim") for size in range(1, 9) for _ in range(4)
+            ]  # in memory that is free
+            main.wait_stream(side)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(bool((one == 3.0).all()) for one in kept)
+    for parameter, value in values(models[1]).items():
+        assert torch.equal(values(models[0])[parameter], value), parameter
+
+
 # --- that it would find something ---
 
 

@@ -131,7 +131,7 @@ def legal(program: Program) -> Program:
     if program.reshard == 2 and program.replicas > 1:  # shards of two ranks have no smaller group
         change["reshard"] = None
     if program.extension:  # its copy from the host is torch's own `.to(device)`, which does nothing here
-        change["offload"] = "none"
+        change |= {"offload": "none", "look": False}
     if program.optimizer == "stream" and program.offload != "none":
         change["optimizer"] = "end"
     if program.finalize != "none":
@@ -298,6 +298,7 @@ class Training:
             with torch.no_grad():
                 self.forward(batch(step))
         if program.look:
+            self.module.current_stream().wait_stream(self.side)  # an optimizer may be at work there
             with fullshard.gathered(model, grad=False, recurse=True) as full:
                 full["inp.weight"].square().mean()
         if program.write:

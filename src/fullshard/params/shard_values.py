@@ -29,7 +29,7 @@ def move_data(tensor: Tensor, device: torch.device) -> None:
                 _torch.point_at(one, _torch.local_tensor(one).to(device))
         return
     moved = tensor.detach().to(device)
-    if type(tensor.data) is Tensor and torch._has_compatible_shallow_copy_type(tensor, moved):
+    if type(tensor.data) is Tensor and _torch.can_assign_data(tensor, moved):
         tensor.data = moved
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(device)

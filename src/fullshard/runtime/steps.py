@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -266,7 +268,13 @@ class Steps:
         """True for the first event of a backward."""
         if self._executor.backward.underway:
             return False
-        self._executor.backward.begin(self.leave_backward)
+        leave: Callable[[], None] = self.leave_backward
+        away = self._executor.communicator.away
+        if away is not None:
+            # Messages lie in memory of the stream that forward ran on, the current one. The end of the backward reads them on
+            # the stream of its caller and frees them: what that memory is used for next must come behind it.
+            leave = partial(_torch.then_order, _torch.current_stream(away), leave)
+        self._executor.backward.begin(leave)
         return True
 
     def _is_stale_in_backward(self, unit: Unit, first: bool) -> bool:
