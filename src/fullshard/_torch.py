@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from fullshard.errors import warn_once
 
@@ -70,6 +70,7 @@ __all__ = [
     "children_of",
     "chunk_cat",
     "contiguous_strides",
+    "count_flops",
     "counts_collectives",
     "current_graph_task",
     "current_stream",
@@ -698,20 +699,43 @@ attention_taken_apart = torch.ops.aten._scaled_dot_product_attention_math
 """Kernels of attention; the first of what each returns is what `scaled_dot_product_attention` returns."""
 
 
-def _flops_of_attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    return sdpa_flop_count(query, key, value)
+def _flops_of_attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    """Count both products of a forward: scores, and what they weigh."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def _flops_of_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    return sdpa_backward_flop_count(grad, query, key, value)
+def _flops_of_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    """Count the five products of a backward: scores anew, and the gradients of weights, values, queries and keys."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-for _operation, _formula in (
-    (flash_attention_on_cpu, _flops_of_attention),
-    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, _flops_of_attention_backward),
-):
-    if _operation not in flop_registry:  # torch 2.15 counts them itself, and refuses a second formula
-        register_flop_formula(_operation)(_formula)
+# torch 2.11 refuses fewer heads of keys than of queries, and before 2.15 nobody counts the kernel of the CPU.
+_FLOPS_OF_ATTENTION: dict[Any, Callable[..., int]] = {
+    flash_attention: _flops_of_attention,
+    efficient_attention: _flops_of_attention,
+    flash_attention_on_cpu: _flops_of_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward: _flops_of_attention_backward,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward: _flops_of_attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _flops_of_attention_backward,
+}
+
+
+def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Count the floating-point operations of matrix products and attention, two for a multiply-add.
+
+    Args:
+        operation: an overload of an operator of aten.
+        args, kwargs: what it was called with.
+        out: what it returned.
+
+    Returns:
+        The number; 0 of all other operators.
+    """
+    attention = _FLOPS_OF_ATTENTION.get(operation.overloadpacket)
+    if attention is not None:
+        return attention(*args, **kwargs)
+    count = flop_registry.get(operation.overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
 unsafe_view = torch.ops.aten._unsafe_view

@@ -1,5 +1,5 @@
 // A simulated accelerator for torch, as asynchronous as a GPU: every operator is queued on the current stream and computed later
-// by that stream's thread with the CPU's kernels. Written for checking fullshard; it takes nothing from other projects.
+// by that stream's thread with the CPU's kernels.
 //
 // - Device memory is mapped twice: tensors hold addresses of a mapping that nobody may read (host code that touches it faults),
 //   the streams' threads use the other one.
@@ -35,7 +35,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
 #include <torch/library.h>
 
 namespace sim {

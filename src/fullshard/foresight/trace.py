@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from fullshard import _torch
 from fullshard.foresight.kernels import fused_kernels, host_kernels
@@ -163,8 +162,7 @@ def _op_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, given: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> Op:
     """What an operator computes, reads and writes."""
-    count = flop_registry.get(func.overloadpacket)
-    flops = 0 if count is None else int(count(*args, **kwargs, out_val=out))
+    flops = _torch.count_flops(func, args, kwargs, out)
     nbytes = 0 if func.overloadpacket in _NO_KERNEL else sum(t.numel() * t.itemsize for t in (*given, *outs))
     if func.overloadpacket is torch.ops.aten.embedding:  # of the table it reads some rows
         nbytes -= args[0].numel() * args[0].itemsize
