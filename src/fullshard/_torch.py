@@ -51,6 +51,7 @@ __all__ = [
     "StoreError",
     "TorchDispatchMode",
     "TorchFSDPModule",
+    "accelerator",
     "all_gather_base",
     "all_gather_coalesced",
     "all_reduce_max",
@@ -76,6 +77,7 @@ __all__ = [
     "current_stream",
     "default_store",
     "detach_state",
+    "device_of",
     "disable_tracing",
     "dispatch_modes",
     "drop_groups",
@@ -859,6 +861,12 @@ def has_backend(device: torch.device) -> bool:
         return False
 
 
+def accelerator() -> torch.device | None:
+    """Return the accelerator of this machine, without an index; None if the default process group carries no tensors of it."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found if found is not None and has_backend(found) else None
+
+
 def is_over(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a plain tensor lies in `storage`."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.untyped_storage()._cdata == storage._cdata
@@ -871,19 +879,23 @@ def same_memory(one: Tensor, other: Tensor) -> bool:
 
 def on_stream(stream: Any, fn: Callable[..., Any], *args: Any) -> None:
     """Call `fn` on `stream`, ordered behind the current stream, which is ordered behind it, also if it raises."""
-    module = torch.get_device_module(stream.device)
-    current = module.current_stream(stream.device)
+    current = current_stream(stream.device)
     stream.wait_stream(current)
     try:
-        with module.stream(stream):
+        with stream:
             fn(*args)
     finally:
         current.wait_stream(stream)
 
 
-def current_stream(device: torch.device) -> Any:
+def device_of(kind: str) -> torch.device:
+    """Return the device of a type that this rank computes on: of an accelerator the current one."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def current_stream(device: torch.device) -> torch.Stream:
     """Return the current stream of an accelerator."""
-    return torch.get_device_module(device).current_stream(device)
+    return torch.accelerator.current_stream(device.index)
 
 
 def then_order(stream: Any, fn: Callable[[], None]) -> None:
@@ -891,7 +903,7 @@ def then_order(stream: Any, fn: Callable[[], None]) -> None:
     try:
         fn()
     finally:
-        current = torch.get_device_module(stream.device).current_stream(stream.device)
+        current = current_stream(stream.device)
         if current != stream:
             stream.wait_stream(current)
 

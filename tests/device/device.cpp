@@ -363,6 +363,11 @@ struct SimAllocator final : c10::DeviceAllocator {
     s.allocation[0].allocated = count;
     return s;
   }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+    map_memory();
+    std::lock_guard<std::mutex> lock(m);
+    return {total_bytes - top, total_bytes};
+  }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex) override {
     std::lock_guard<std::mutex> lock(m);

@@ -67,32 +67,6 @@ def build() -> Path:
     return built
 
 
-class _Device:
-    """As `torch.cuda.device`, of which there is one."""
-
-    def __init__(self, device: Any) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class _StreamContext:
-    """As `torch.cuda.stream`."""
-
-    def __init__(self, stream: torch.Stream | None) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> torch.Stream | None:
-        self._before = torch.accelerator.current_stream()
-        if self._stream is not None:
-            torch.accelerator.set_stream(self._stream)
-        return self._stream
-
-    def __exit__(self, *_: object) -> None:
-        torch.accelerator.set_stream(self._before)
-
-
 def load() -> Any:
     """Make the device known to torch, in this process and for good; returns the extension, which tells of it.
 
@@ -117,16 +91,8 @@ def load() -> Any:
 
 
 def _module(extension: Any) -> types.ModuleType:
-    """What other devices have as `torch.cuda`."""
-    accelerator: Any = torch.accelerator
+    """What torch asks of `torch.sim`. No more: streams, events and memory are those of `torch.Stream` and `torch.accelerator`."""
     module: Any = types.ModuleType("torch.sim")
-    module.device = _Device
-    module.Stream, module.Event = torch.Stream, torch.Event
-    module.stream = module.StreamContext = _StreamContext
-    module.current_stream = lambda device=None: accelerator.current_stream()
-    module.default_stream = lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=20)
-    module.set_stream = accelerator.set_stream
-    module.synchronize = lambda device=None: accelerator.synchronize()
     module.current_device = lambda: 0
     module.set_device = lambda device: None
     module.device_count = lambda: 1
@@ -142,10 +108,6 @@ def _module(extension: Any) -> types.ModuleType:
     module.manual_seed = module.manual_seed_all = seed
     module.get_rng_state = lambda device=None: extension.default_generator().get_state()
     module.set_rng_state = lambda state, device=None: extension.default_generator().set_state(state) and None
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(module, name, getattr(accelerator, name))
-    for name in ("reset_peak_memory_stats", "memory_stats", "empty_cache"):
-        setattr(module, name, getattr(accelerator, name))
     return module
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import rotation
 import simulated
 import torch
-from harness import World, ranks
+from harness import ROOMS, World, ranks
 from models import batch, square
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from fullshard.collectives.streams import _StreamWork
+from fullshard.foresight.calibrate import _Bench
 from fullshard.runtime.heartbeat import Heartbeats
 from fullshard.weights import load_weights, save_weights
 
@@ -262,14 +266,13 @@ def test_backward_may_run_on_another_stream_than_forward(world: World, name: str
     options, _ = PROGRAMS[name]
     models = [sharded(world.mesh, **options), sharded(mesh_like(world, "cpu", (world.size,)), **options)]
     train(world, models[1], "cpu")
-    module: Any = torch.get_device_module("sim")
-    main, side = module.current_stream(), module.Stream()
+    main, side = torch.accelerator.current_stream(), torch.Stream(device="sim")
     optimizer = torch.optim.AdamW(models[0].parameters(), lr=0.01)
     with late(world, how, 1000):
         for step in range(3):
             loss = square(models[0](world.mine(batch(step)).to("sim")))
             side.wait_stream(main)
-            with module.stream(side):
+            with side:
                 loss.backward()
             kept = [
                 torch.full((128 * size,), 3.0, device="sim") for size in range(1, 9) for _ in range(4)
@@ -280,6 +283,42 @@ def test_backward_may_run_on_another_stream_than_forward(world: World, name: str
             assert all(bool((one == 3.0).all()) for one in kept)
     for parameter, value in values(models[1]).items():
         assert torch.equal(values(models[0])[parameter], value), parameter
+
+
+# --- what took every accelerator for CUDA, or for none ---
+
+
+@ranks(2, device="sim")
+def test_calibrate_measures_an_accelerator_of_any_kind(world: World) -> None:
+    """It measured the CPU, wherever there was no CUDA."""
+    seen: list[torch.device] = []
+
+    def measure(bench: Any) -> dict[str, float]:
+        seen.append(bench.device)
+        return dict.fromkeys(
+            ("fp32", "bf16", "bandwidth", "launch", "attention", "attention_fp32", "link", "latency", "overlap"), 2.0
+        )
+
+    with mock.patch.object(_Bench, "measure", measure):
+        gpu, _ = fullshard.calibrate(world.folder("calibrate") / "machine.json")
+    assert seen == [torch.device("sim", 0)]
+    assert gpu.memory == 8192 << 20 and gpu.per_node == 1
+
+
+VERIFY = """
+import simulated
+simulated.load()
+import fullshard, torch
+torch.distributed.Backend.backend_capability["gloo"].append("sim")  # as of CUDA
+print(fullshard.verify(lambda: torch.nn.Linear(4, 2), torch.ones(3, 4), steps=1))
+"""
+
+
+def test_verify_starts_processes_for_the_cpu_where_there_is_an_accelerator() -> None:
+    """They took the accelerator, which forked processes cannot use."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOMS, *sys.path])}
+    done = subprocess.run([sys.executable, "-c", VERIFY], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.startswith("same: losses, gradients and weights of 2 parameters over 1 steps on 2 ranks"), done.stderr
 
 
 # --- that it would find something ---

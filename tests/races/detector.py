@@ -294,11 +294,12 @@ class Detector:
     @contextmanager
     def watching(self) -> Iterator[Detector]:
         module = self.machine.module
-        inner, frombuffer = torch.get_device_module, torch.frombuffer
-        given = lambda device=None: module if getattr(device, "type", device) == "cpu" else inner(device)
+        frombuffer = torch.frombuffer
         with ExitStack() as entered:
             for target, name, value in (
-                (torch, "get_device_module", given),
+                (torch, "Stream", module.Stream),
+                (torch.accelerator, "current_stream", module.current_stream),
+                (torch.accelerator, "synchronize", module.synchronize),
                 (torch.UntypedStorage, "resize_", lambda storage, nbytes: self.resize(storage, nbytes)),
                 (torch, "frombuffer", lambda *args, **kwargs: self.mark(frombuffer(*args, **kwargs), Home.HOST)),
                 (torch.Tensor, "tolist", lambda tensor: self.host_reads(tensor)),

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import network
-import torch
 
 from fullshard import _torch
 from fullshard.collectives.streams import InFlight, StreamLane, _StreamWork
@@ -49,15 +48,14 @@ def lane(order: str) -> Callable[..., Any]:
     """`StreamLane.run` with two of its lines swapped, or one missing."""
 
     def run(self: Any, start: Any, finish: Any, after: Any = None) -> Any:
-        module, stream = self._module, self._stream
-        compute = module.current_stream(self._device)
+        stream, compute = self._stream, _torch.current_stream(self._device)
 
         def wait() -> None:
             stream.wait_stream(compute) if after is None else stream.wait_event(after.event)
 
         if order != "start before the wait":
             wait()
-        with module.stream(stream):
+        with stream:
             pending = start()
             if order == "start before the wait":
                 wait()
@@ -72,7 +70,7 @@ def lane(order: str) -> Callable[..., Any]:
                 finish()
             if order != "event before finish":
                 event = stream.record_event()
-            return _StreamWork(event, module, self._device)
+            return _StreamWork(event, self._device)
 
     return run
 
@@ -93,11 +91,10 @@ def dropped(heartbeats: Any) -> None:
 
 
 def on_stream(stream: Any, fn: Any, *args: Any) -> None:
-    module = torch.get_device_module(stream.device)
-    stream.wait_stream(module.current_stream())
-    with module.stream(stream):
+    stream.wait_stream(_torch.current_stream(stream.device))
+    with stream:
         fn(*args)
-    module.current_stream().wait_stream(stream)
+    _torch.current_stream(stream.device).wait_stream(stream)
 
 
 FAULTS: dict[str, tuple[Patch, ...]] = {

@@ -332,7 +332,7 @@ class Training:
             return
         if program.optimizer == "stream":
             self.side.wait_stream(self.module.current_stream())
-            with self.module.stream(self.side):
+            with self.side:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             model.set_post_optim_event(self.side.record_event())
@@ -359,7 +359,7 @@ class Model(Stack):
             call = partial(checkpoint, block, use_reentrant=False) if program.recompute else block
             if program.towers and index % 2:
                 side.wait_stream(module.current_stream())
-                with module.stream(side):
+                with side:
                     x = call(x)
                 module.current_stream().wait_stream(side)
             else:

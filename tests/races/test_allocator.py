@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -58,7 +59,7 @@ def traced(direct: float | None, tokens: int, *, own_pool: bool) -> Detector:
     lanes: list[StreamLane] = []
 
     def on_lane(buffer: FlatBuffer, versions: list[int]) -> Gather:
-        with detector.machine.module.stream(lanes[0]._stream if own_pool else None):
+        with lanes[0]._stream if own_pool else nullcontext():
             return allocate(buffer, versions)
 
     def work() -> None:

@@ -55,7 +55,7 @@ def test_two_streams_that_write_the_same_bytes_race_unless_an_event_orders_them(
         with watching(Detector()) as detector:
             module = detector.machine.module
             side, tensor = module.Stream(), torch.zeros(8)
-            with module.stream(side):
+            with side:
                 if wait:
                     side.wait_stream(detector.machine.main)
                 tensor[2:6].add_(1)
@@ -72,7 +72,7 @@ def test_two_streams_that_write_the_same_bytes_race_unless_an_event_orders_them(
 def run_of_two_writers() -> Detector:
     with watching(Detector()) as detector:
         tensor = torch.zeros(8)
-        with detector.machine.module.stream(detector.machine.module.Stream()):
+        with detector.machine.module.Stream():
             tensor[2:6].add_(1)
     return detector
 
@@ -83,7 +83,7 @@ def test_freed_memory_is_reused_at_once_by_the_pool_of_the_stream_that_allocated
             module, main = detector.machine.module, detector.machine.main
             side, tensor = module.Stream(), torch.zeros(8)
             side.wait_stream(main)
-            with module.stream(side):
+            with side:
                 tensor.add_(1)
             if wait:
                 main.wait_stream(side)

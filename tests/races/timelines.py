@@ -1,4 +1,4 @@
-"""Streams, events and the host as timelines with vector clocks, behind the interface that `torch.cuda` has.
+"""Streams, events and the host as timelines with vector clocks, behind the interface of `torch.Stream`.
 
 Nothing runs here: tensors are the CPU's and are computed at once, in the order of the host. What is kept is the order that a device
 would have to keep: an operation comes behind what its stream was given before, behind what the host knew when it was queued, and
@@ -9,8 +9,7 @@ answers yes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -153,6 +152,7 @@ class Stream:
         self._machine = machine
         self.timeline = machine.timeline(name or f"stream {len(machine.timelines)}")
         self.device = torch.device("cpu")
+        self._before: list[Stream] = []
 
     def wait_stream(self, other: Stream) -> None:
         self._machine.order(self.timeline, other.timeline.clock, "wait_stream")
@@ -168,9 +168,17 @@ class Stream:
     def synchronize(self) -> None:
         self._machine.order(self._machine.host, self.timeline.clock, "synchronize")
 
+    def __enter__(self) -> Stream:
+        self._before.append(self._machine.current)
+        self._machine.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._machine.current = self._before.pop()
+
 
 class DeviceModule:
-    """What `torch.get_device_module` gives."""
+    """What makes streams, and tells of the current one."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -178,27 +186,9 @@ class DeviceModule:
     def Stream(self, device: object = None, priority: int = 0) -> Stream:
         return Stream(self._machine)
 
-    def Event(self, *args: object, **kwargs: object) -> Event:
-        return Event(self._machine)
-
     def current_stream(self, device: object = None) -> Stream:
         return self._machine.current
-
-    def current_device(self) -> int:
-        return 0
-
-    @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
-        before = self._machine.current
-        self._machine.current = stream or before
-        try:
-            yield
-        finally:
-            self._machine.current = before
 
     def synchronize(self, device: object = None) -> None:
         for timeline in self._machine.timelines[1:]:
             self._machine.order(self._machine.host, timeline.clock, "synchronize")
-
-    def is_current_stream_capturing(self) -> bool:
-        return False

@@ -40,9 +40,10 @@ def test_groups_of_our_own_are_made_whatever_torch_asks_of_a_split_source(monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "averages"), [("nccl", True), ("nccl2", True), ("nccl-legacy", True), ("nccl-lazy", True), ("xccl", False)]
+    ("name", "averages"),
+    [("nccl", True), ("nccl2", True), ("nccl-legacy", True), ("nccl-lazy", True), ("xccl", True), ("mpi", False)],
 )
-def test_every_implementation_of_nccl_averages_by_itself(monkeypatch: pytest.MonkeyPatch, name: str, averages: bool) -> None:
+def test_backends_that_can_average_do_it_themselves(monkeypatch: pytest.MonkeyPatch, name: str, averages: bool) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)

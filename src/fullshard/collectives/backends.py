@@ -10,6 +10,9 @@ from fullshard.collectives.base import Collectives, SingleRank
 from fullshard.collectives.coalesced import CoalescedCollectives
 from fullshard.collectives.gloo import GlooCollectives, MessageTag
 
+_SUM_ONLY = ("gloo", "mpi", "ucc", _torch.THREADED)
+"""Backends that cannot average by themselves; those of accelerators can, but for that of MTIA. As in FSDP2."""
+
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:
     """The collectives on `group` (None: this rank alone), in the form that suits its backend."""
@@ -18,5 +21,4 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: 
     backend = _torch.backend_name(group, device)
     if device.type == "cpu" and backend == "gloo":
         return GlooCollectives(group, tag)
-    # Backends that have ReduceOp.AVG; that of torch's tests has everything.
-    return CoalescedCollectives(group, averages=_torch.is_nccl(backend) or backend == "fake")
+    return CoalescedCollectives(group, averages=backend not in _SUM_ONLY and device.type != "mtia")

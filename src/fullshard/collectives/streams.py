@@ -145,46 +145,41 @@ class HostLane:
 
 
 class _StreamWork:
-    __slots__ = ("_device", "_event", "_module")
+    __slots__ = ("_device", "event")
 
-    def __init__(self, event: Any, module: Any, device: torch.device) -> None:
-        self._event, self._module, self._device = event, module, device
-
-    @property
-    def event(self) -> Any:
-        return self._event
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
+        self.event, self._device = event, device
 
     def done(self) -> bool:
-        return self._event.query()
+        return self.event.query()
 
     def wait(self) -> None:
-        self._module.current_stream(self._device).wait_event(self._event)
+        _torch.current_stream(self._device).wait_event(self.event)
 
     def block(self) -> None:
         self.wait()
-        self._event.synchronize()
+        self.event.synchronize()
 
 
 class StreamLane:
     """A stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
-        self._stream = self._module.Stream(device=device, priority=-1)
+        self._device, self._stream = device, torch.Stream(device=device, priority=-1)
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
         """As `Lane.run`: all of it is queued at once, and ordered by events.
 
         Of work that raises, a part may be queued, in memory that the caller gives back then: the compute lane is behind it.
         """
-        compute, lane = self._module.current_stream(self._device), self._stream
+        compute, lane = _torch.current_stream(self._device), self._stream
         if after is None:
             lane.wait_stream(compute)
         else:
             lane.wait_event(after.event)
         works: Sequence[Any] = ()
         try:
-            with self._module.stream(lane):
+            with lane:
                 pending = start()
                 works = pending.works
                 for work in works:
@@ -192,9 +187,9 @@ class StreamLane:
                 if pending.then is not None:
                     pending.then()
                 finish()
-                return _StreamWork(lane.record_event(), self._module, self._device)
+                return _StreamWork(lane.record_event(), self._device)
         except BaseException:
-            with self._module.stream(lane):
+            with lane:
                 for work in works:
                     with suppress(Exception):
                         work.wait()

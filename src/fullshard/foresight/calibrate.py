@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from fullshard import _torch
 from fullshard.collectives.backends import collectives_for
 from fullshard.collectives.base import StartedWork
 from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, Gpu, Network, write_machine
@@ -50,14 +51,14 @@ def calibrate(out: str | Path, *, ranks: int | None = None) -> tuple[Gpu, Networ
         >>> calibrate("machine.json")                                                         # doctest: +SKIP
     """
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(_backends())
         try:
             return _together(Path(out))
         finally:
             dist.destroy_process_group()
     if dist.is_initialized():
         return _together(Path(out))
-    started = ranks or torch.cuda.device_count() or 2
+    started = ranks or torch.accelerator.device_count() or 2
     if started < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks!r}")
     with tempfile.TemporaryDirectory() as folder:
@@ -67,20 +68,27 @@ def calibrate(out: str | Path, *, ranks: int | None = None) -> tuple[Gpu, Networ
 
 
 def _process(rank: int, ranks: int, store: str, out: str) -> None:
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(rank)
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(rank)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    dist.init_process_group(_backends(), init_method=f"file://{store}", rank=rank, world_size=ranks)
     _together(Path(out))
     dist.destroy_process_group()
 
 
+def _backends() -> str:
+    """Those of the CPU and of the accelerator, if there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "gloo"
+    return f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
+
+
 def _together(out: Path) -> tuple[Gpu, Network]:
     """All ranks measure; the first writes the median."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    accelerator = _torch.accelerator()
+    device = _torch.device_of("cpu" if accelerator is None else accelerator.type)
     mine = _Bench(device).measure()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
@@ -112,8 +120,8 @@ def _machine(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Networ
         gpu = replace(GPUS["cpu"], name="measured", memory=memory, **shared)  # type: ignore[arg-type]
         network = replace(NETWORKS["gloo"], base=found["latency"], step=0.0, hop=0.0, source=told)
         return gpu, replace(network, name="measured", per_gpu=found["link"])
-    memory = torch.cuda.get_device_properties(device).total_memory
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    _, memory = torch.accelerator.get_memory_info(device)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", torch.accelerator.device_count()))
     gpu = replace(GPUS["h100-sxm"], name="measured", memory=memory, per_node=per_node, context=2 * GIB, **shared)  # type: ignore[arg-type]
     several = dist.get_world_size() > per_node
     network = replace(NETWORKS["ib-400"], name="measured", source=told)
@@ -153,7 +161,7 @@ class _Bench:
 
     def _sync(self) -> None:
         if self.device.type != "cpu":
-            torch.cuda.synchronize(self.device)
+            torch.accelerator.synchronize(self.device)
 
     def _products(self, sizes: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> float:
         """Of products of these sizes, forward and both of backward, as a linear layer has them."""

@@ -58,7 +58,7 @@ class _Recorder:
 
     def __init__(self, model: nn.Module, device: torch.device, messages: list[Message], *, memory: bool) -> None:
         self._model, self._messages = model, messages
-        self._away = None if device.type == "cpu" else torch.get_device_module(device)
+        self._away = None if device.type == "cpu" else device
         self._steps: list[_Step] = []
         self._now = _Step()
         self._unit = ""
@@ -68,13 +68,13 @@ class _Recorder:
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._ended: Mark = None  # where an optimizer stepped last, until the next step begins
         if self._away is not None:
-            self._away.reset_peak_memory_stats()
+            torch.accelerator.reset_peak_memory_stats(self._away)
 
     def _mark(self) -> Mark:
         """This moment, on the stream that is current."""
         if self._away is None:
             return time.perf_counter()
-        event = self._away.Event(enable_timing=True)
+        event = torch.Event(self._away, enable_timing=True)
         event.record()
         return event
 
@@ -85,7 +85,7 @@ class _Recorder:
         if self._ended is not None:
             self._end_step()
         if self._away is not None and kind is Wait and unit.name not in self._now.levels:
-            self._now.levels[unit.name] = self._away.memory_allocated()
+            self._now.levels[unit.name] = torch.accelerator.memory_allocated(self._away)
         before, self._unit = self._unit, unit.name
         try:
             run(unit)
@@ -152,8 +152,8 @@ class _Recorder:
     def record(self, process_group: dist.ProcessGroup | None) -> Record:
         """All of it, with what the other ranks say. Collective."""
         if self._away is not None:
-            self._away.synchronize()
-            self._peaks = self._away.max_memory_allocated(), self._away.max_memory_reserved()
+            torch.accelerator.synchronize(self._away)
+            self._peaks = torch.accelerator.max_memory_allocated(self._away), torch.accelerator.max_memory_reserved(self._away)
         steps = tuple(self._in_seconds(step) for step in self._steps)
         waiting = tuple(sum(step.waiting.values()) for step in steps)
         mine = RankSummary(dist.get_rank(), tuple(step.seconds for step in steps), waiting)

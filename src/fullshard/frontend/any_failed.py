@@ -33,7 +33,7 @@ class FailureVote:
         self.ranks = tuple(mesh.mesh.flatten().tolist())
         name = f"{MEETING}{crc32(repr(self.ranks).encode()):08x} {tuple(mesh.mesh.shape)}"
         self._tag = MessageTag()
-        self.device = _device_of(mesh)
+        self.device = _torch.device_of(mesh.device_type)
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self._held = [held(group) for group in groups]
         self._collectives: list[Collectives] = [collectives_for(group, self.device, self._tag) for group in groups]
@@ -86,12 +86,6 @@ def _forget_votes() -> None:
             del _VOTES[key]
     if _WORLD and not _torch.is_alive(_WORLD[0][0]):
         _WORLD.clear()
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def _vote_of(mesh: DeviceMesh | None) -> FailureVote:

@@ -217,8 +217,8 @@ def device_type_of(module: nn.Module, given: FSDP1Arguments) -> str:
     first = next((p.device.type for p in module.parameters() if p.device.type not in ("cpu", "meta")), None)
     if first is not None:
         return first
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None and _torch.has_backend(accelerator) else "cpu"
+    accelerator = _torch.accelerator()
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def _device(device_id: int | str | torch.device | None, mesh: DeviceMesh | None) -> torch.device | None:
@@ -228,7 +228,7 @@ def _device(device_id: int | str | torch.device | None, mesh: DeviceMesh | None)
     if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
         raise ValueError(f"device_id={device_id!r}: expected a number, a string or a torch.device, or None")
     if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             raise ValueError(f"device_id={device_id}, but torch sees no accelerator: leave it out, or give torch.device('cpu')")
         device_id = torch.device(accelerator.type, device_id)
@@ -238,7 +238,7 @@ def _device(device_id: int | str | torch.device | None, mesh: DeviceMesh | None)
         except RuntimeError as wrong:
             raise ValueError(f"device_id={device_id!r} is no device of torch: give 'cpu', or 'cuda:0'") from wrong
     if device_id.type != "cpu":
-        current = torch.get_device_module(device_id.type).current_device()
+        current = _torch.device_of(device_id.type).index
         if device_id.index not in (None, current):
             raise ValueError(
                 f"device_id is {device_id}, but the current device is {current}: call "
@@ -296,7 +296,7 @@ def _new_mesh(how: str, groups: Groups, mesh: DeviceMesh | None, kind: str) -> D
 def _nodes(kind: str) -> tuple[int, int]:
     """(nodes, ranks per node) of the default process group."""
     known = os.environ.get("LOCAL_WORLD_SIZE")
-    here = int(known) if known else 0 if kind == "cpu" else torch.get_device_module(kind).device_count()
+    here = int(known) if known else 0 if kind == "cpu" else torch.accelerator.device_count()
     world = dist.get_world_size()
     if not here or world % here:
         raise ValueError(
@@ -318,9 +318,7 @@ def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh
         _install(ref, ref.parameter.__dict__.get(_MATERIALIZED))
     shared = _shared_buffers(managed)
     waiting = [module for module in managed.modules if _on_meta(module, given)]
-    device = torch.device(mesh.device_type)
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+    device = _torch.device_of(mesh.device_type)
     setup = _setup(managed, mesh, device)
     if not given.sync and len(_said(setup, bool(waiting))) > 1:
         raise ValueError(

@@ -166,7 +166,7 @@ def full_tensor(sharded: DTensor) -> Tensor:
     kind = sharded.device_mesh.device_type
     if local.device.type in (kind, "meta"):
         return sharded.detach().full_tensor()  # type: ignore[attr-defined]
-    moved = local.to(torch.device(kind, torch.get_device_module(kind).current_device()))
+    moved = local.to(_torch.device_of(kind))
     return _torch.dtensor(moved, _torch.spec_of(sharded)).full_tensor().to(local.device)
 
 

@@ -274,7 +274,7 @@ class Communicator:
             if lane is not None:
                 lane.run(StartedWork, nothing).wait()
         if self.away is not None:  # a lane may have been cut short before it was ordered behind the backend's own stream
-            torch.get_device_module(self.device).synchronize(self.device)
+            torch.accelerator.synchronize(self.device.index)
 
 
 __all__ = ["Communicator", "TrackedWork"]

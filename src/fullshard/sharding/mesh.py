@@ -265,9 +265,8 @@ def _default_mesh() -> DeviceMesh:
                 "program.py`, or call torch.distributed.init_process_group() before"
             )
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = "cpu" if accelerator is None or not _torch.has_backend(accelerator) else accelerator.type
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    accelerator = _torch.accelerator()
+    return init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
 
 
 _USED: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
@@ -281,9 +280,7 @@ def _drop_groups() -> None:
 
 def _axes(mesh: DeviceMesh, *, shard: int | None, replicate: int | None, **full: Any) -> ShardAxis:
     _USED[id(mesh)] = mesh
-    device = torch.device("cpu")
-    if mesh.device_type != "cpu":
-        device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    device = _torch.device_of(mesh.device_type)
     replicas = None
     if replicate is not None:
         replicas = ReplicateAxis(held(mesh.get_group(replicate)), mesh.size(replicate), mesh.get_local_rank(replicate))

@@ -232,7 +232,8 @@ def _first_of_all(mine: Difference | None) -> Difference | None:
 def _rank(rank: int, ranks: int, told: _Program, store: str, results: Any) -> None:
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        # For the CPU alone: with a backend for an accelerator that would be chosen, which forked processes cannot use.
+        dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
         results.put((rank, told.run(), None))
         dist.barrier()
         dist.destroy_process_group()
