@@ -65,10 +65,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.name not in LONGEST, order.get(item.path.name, len(order))))
     if torch.version.cuda and not torch.cuda.is_available() and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
         crash = pytest.mark.skip(
-            reason="without a GPU, CUDA builds of torch 2.11 crash in the detector's streams (FakeTensorMode)"
+            reason="without a GPU, CUDA builds of torch 2.11 crash in FakeTensorMode beside threads or streams"
         )
         for item in items:
-            if item.path.parent.name == "races":
+            if item.path.parent.name == "races" or item.path.name == "test_threads.py":
                 item.add_marker(crash)
 
 
