@@ -75,10 +75,12 @@ def _serve(rank: int, size: int, store: str, connection: Connection, kind: str) 
 
     torch.set_num_threads(1)
     device, backend = None, "gloo"
-    if kind == "sim":
+    if kind != "cpu":
         import simulated
 
         device, backend = simulated.load(), "cpu:gloo,sim:sccl"
+        if kind == "all sim":
+            simulated.settle_here()
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30))
     world = World(rank, size, device)
     connection.send("ready")
@@ -153,7 +155,7 @@ def forks() -> multiprocessing.context.ForkServerContext:
 
 
 class Pool:
-    """The processes of one world size. kind: "cpu", or "sim" for those that have the asynchronous device, too."""
+    """The processes of one world size. kind: "cpu"; "sim" for those that have the asynchronous device, too; "all sim" where all is there."""
 
     def __init__(self, size: int, kind: str = "cpu") -> None:
         context = forks()

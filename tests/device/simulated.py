@@ -21,6 +21,7 @@ stricter than CUDA. SIM_PROTECT=0 lets the host use device memory. SIM_MEMORY_MB
 from __future__ import annotations
 
 import atexit
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -35,6 +36,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.utils._device import DeviceContext, _device_constructors
 
 SOURCE = Path(__file__).with_name("device.cpp")
 NEEDS = "the asynchronous device is built from tests/device/device.cpp, which takes Linux and g++"
@@ -47,15 +50,23 @@ def compiler() -> str | None:
 
 def build() -> Path:
     """Build it for the installed torch, unless that was done; half a minute. Raises CalledProcessError with what g++ said."""
-    from torch.utils.cpp_extension import include_paths, library_paths
-
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
     folder = Path(tempfile.gettempdir()) / f"fullshard-device-{os.getuid()}"
     built = folder / f"{torch.__version__}-{sysconfig.get_python_version()}-{digest}.so"
     if built.exists():
         return built
     folder.mkdir(mode=0o700, exist_ok=True)
-    mine = built.with_suffix(f".{os.getpid()}")  # whoever is first, the file is whole
+    with open(folder / "building", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several lanes the first builds
+        if not built.exists():
+            _build(built)
+    return built
+
+
+def _build(built: Path) -> None:
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    mine = built.with_suffix(".part")
     command = [compiler() or "g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=device"]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-I{sysconfig.get_paths()['include']}"]
     command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
@@ -64,7 +75,37 @@ def build() -> Path:
     if done.returncode:
         raise RuntimeError(f"g++ could not build {SOURCE}\n{done.stderr[-4000:]}")
     mine.rename(built)
-    return built
+
+
+class _Here(DeviceContext):
+    """As `torch.set_default_device("sim")`; random numbers of a generator of the host's are drawn there, then moved."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None and kwargs.get("device") is None and func in _device_constructors():
+            return func(*args, **kwargs).to("sim")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def settle_here() -> None:
+    """Have programs that know the CPU only run on the device, in this thread and for good: their tensors, and their meshes."""
+    make = device_mesh.init_device_mesh
+
+    def init_device_mesh(kind: str, *args: Any, **kwargs: Any) -> Any:
+        return make("sim" if kind == "cpu" else kind, *args, **kwargs)
+
+    device_mesh.init_device_mesh = dist.init_device_mesh = init_device_mesh
+    _Here(torch.device("sim")).__enter__()
+
+
+class _Device:
+    """As `torch.cuda.device`, of which there is one."""
+
+    def __init__(self, device: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 def load() -> Any:
@@ -93,6 +134,7 @@ def load() -> Any:
 def _module(extension: Any) -> types.ModuleType:
     """What torch asks of `torch.sim`. No more: streams, events and memory are those of `torch.Stream` and `torch.accelerator`."""
     module: Any = types.ModuleType("torch.sim")
+    module.device = _Device  # in which torch moves storages
     module.current_device = lambda: 0
     module.set_device = lambda device: None
     module.device_count = lambda: 1
@@ -118,4 +160,4 @@ def _settle(extension: Any) -> None:
         time.sleep(0.01)
 
 
-__all__ = ["NEEDS", "build", "compiler", "load"]
+__all__ = ["NEEDS", "build", "compiler", "load", "settle_here"]

@@ -6,8 +6,10 @@ import copy
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -319,6 +321,46 @@ def test_verify_starts_processes_for_the_cpu_where_there_is_an_accelerator() -> 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOMS, *sys.path])}
     done = subprocess.run([sys.executable, "-c", VERIFY], capture_output=True, text=True, timeout=120, env=environment)
     assert done.stdout.startswith("same: losses, gradients and weights of 2 parameters over 1 steps on 2 ranks"), done.stderr
+
+
+# --- what holds the host ---
+
+
+def held(world: World, model: nn.Module) -> list[str]:
+    """What the host waits for in two steps of training that have no end yet, each with the functions that wait."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    inputs = [world.mine(batch(step)).to("sim") for step in range(5)]
+    found: list[str] = []
+
+    def note(kind: str) -> None:
+        frames = [f"{Path(frame.filename).name}:{frame.name}" for frame in traceback.extract_stack()[:-1]]
+        found.append(f"{kind}: {' < '.join(reversed(frames[-6:]))}")
+
+    for index, given in enumerate(inputs):
+        if index == 3:  # memory is kept, and states of the optimizer are there
+            torch.accelerator.synchronize()
+            world.device.on_wait(note)
+        square(model(given)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    world.device.on_wait(None)
+    torch.accelerator.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("how", LATE)
+@pytest.mark.parametrize("name", ["plain", "mixed precision", "offload"])
+@ranks(2, device="sim")
+def test_a_step_holds_the_host_only_for_what_the_host_reads(world: World, name: str, how: str) -> None:
+    """Gradients of offloaded shards, as the backward ends or the optimizer steps. Otherwise the host goes on, up to one step ahead:
+    of a device that is further behind it waits for the heartbeat of the step before.
+    """
+    with late(world, how):
+        waits = held(world, sharded(world.mesh, **PROGRAMS[name][0]))
+    longer = [one for one in waits if "over already" not in one]  # what is over was asked for before: it takes no time
+    allowed = ["heartbeat.py:read_later"] if how == "compute" else []
+    allowed += ["reducer.py:collect", "requests.py:check_step"] if name == "offload" else []
+    assert all(any(place in one for place in allowed) for one in longer), longer
 
 
 # --- that it would find something ---

@@ -113,6 +113,7 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
     ),
     "writes of the caller's do not wait for copies": ((ParamGroup, "synchronize_host", in_forward_only()),),
     "memory that stays has the next message before the last one is sent": ((GradientReducer, "drain", lambda reducer: None),),
+    "backward ends on a stream that forward's is not behind": ((_torch, "then_order", lambda stream, fn: fn()),),
     "nothing waits for copies of the host's memory": ((ParamGroup, "synchronize_host", lambda group: None),),
 }
 

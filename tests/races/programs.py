@@ -42,6 +42,7 @@ class Program:
     offload: none, pageable, pinned.
     small: staging is so small that gradients go in slices, and parameters of few rows are summed.
     keep: memory of full parameters and messages stays.
+    away: backward runs on another stream than forward.
     finalize: none, by the caller, or "later": its handle is waited for behind a forward of another model.
     """
 
@@ -71,6 +72,7 @@ class Program:
     finalize: str = "none"
     sync: str = "off"
     look: bool = False
+    away: bool = False
 
     @property
     def mp(self) -> MixedPrecisionPolicy:
@@ -103,6 +105,8 @@ NAMED = {
     "two streams": Program(towers=True, recompute=True, in_flight=2),
     "hook on a stream": Program(hook="stream", replicas=2, in_flight=2, microbatches=2),
     "optimizer on a stream": Program(optimizer="stream", by_hand=True, steps=3),
+    "backward on a stream": Program(away=True, steps=3),
+    "backward on a stream, offload": Program(away=True, offload="pinned", microbatches=2, replicas=2),
     "optimizers in hooks": Program(optimizer="hooks", in_flight=2, microbatches=2, replicas=2, ahead=10**6),
     "recomputation": Program(recompute=True, reshard=False),
     "extension": Program(extension=True, dtypes="low", optimizer="hooks"),
@@ -319,8 +323,7 @@ class Training:
                 model.set_requires_all_reduce(last)
             elif program.optimizer != "hooks":
                 model.set_requires_gradient_sync(last)
-            # Not Tensor.backward: a function of torch's, inside of which function modes are off.
-            torch.autograd.backward(square(self.forward(batch(step + micro))))
+            self.backward(square(self.forward(batch(step + micro))))
         if program.finalize == "later":
             handle = model.finalize_backward(async_op=True)
             torch.autograd.backward(square(self.other(batch(step))))
@@ -339,6 +342,18 @@ class Training:
         else:
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        # Not Tensor.backward: a function of torch's, inside of which function modes are off.
+        if not self.program.away:
+            torch.autograd.backward(loss)
+            return
+        current = self.module.current_stream()
+        self.side.wait_stream(current)
+        with self.side:
+            torch.autograd.backward(loss)
+        torch.zeros(8).add_(1.0)  # which may lie in memory that the backward freed
+        current.wait_stream(self.side)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.program.by_hand:

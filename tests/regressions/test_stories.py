@@ -26,6 +26,7 @@ from fullshard.consistency.watchdog import Watchdog
 from fullshard.params import reduction, unsharded
 from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import unit_of
+from fullshard.weights import load_weights, save_weights
 
 
 class Raises(torch.autograd.Function):
@@ -1195,3 +1196,28 @@ def test_a_forward_that_raised_leaves_nothing_gathered_for_the_next_one(world: W
     with fullshard.counting(model) as messages:
         square(model(world.mine(batch(0)))).backward()
     assert [message.kind for message in messages].count("all_gather") == 7, "as a first step"
+
+
+@ranks(3)
+def test_a_default_device_does_not_move_what_the_host_keeps(world: World) -> None:
+    """Under `torch.set_default_device("cuda")`, memory that the host keeps was made on the device: heartbeats and offloaded gradients
+    raised or lay there, and the bytes of a checkpoint went by way of it. Under "meta" nothing of it has values.
+    """
+    whole, mesh = Stack(), mesh_of_one_shard(world)
+    models = [shard_stack(copy.deepcopy(whole), mesh) for _ in range(2)]
+    inputs, folder = batch(0), world.folder("weights")
+    for one, device in zip(models, ("cpu", "meta")):
+        with torch.device(device):
+            square(one(inputs)).backward()
+            fullshard.clip_grad_norm_(one.parameters(), 0.1)
+            save_weights(one, folder / device)
+            load_weights(one, folder / "cpu")
+    for one, other in zip(*(model.parameters() for model in models)):
+        assert torch.equal(one.to_local(), other.to_local()) and torch.equal(one.grad.to_local(), other.grad.to_local())
+    files = [sorted((folder / device).iterdir()) for device in ("cpu", "meta")]
+    assert [one.read_bytes() for one in files[0]] == [one.read_bytes() for one in files[1]]
+
+
+def mesh_of_one_shard(world: World) -> DeviceMesh:
+    """Replicas only, whose sums over three ranks gloo's lanes make in two stages."""
+    return init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("replicate", "shard"))

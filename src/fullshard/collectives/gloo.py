@@ -191,7 +191,7 @@ class P2PChannel:
         too_long = max((size for theirs in missing for size in theirs.sizes if size > limit), default=0)
         missing = [theirs for theirs in missing if max(theirs.sizes, default=0) <= limit]
         longest = max((size for theirs in missing for size in theirs.sizes), default=0)
-        sent, received = torch.zeros(longest, dtype=torch.uint8), torch.empty(longest, dtype=torch.uint8)
+        sent, received = (torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(2))
         for theirs in missing:
             self._answered.add((peer, theirs.tag))
             for size in theirs.sizes:
@@ -333,7 +333,7 @@ class GlooCollectives:
         if self.ranks == 2 or tensor.numel() < self.ranks:
             return self._all_exchange(tensor, torch.add)
         numel, chunk = tensor.numel(), -(-tensor.numel() // self.ranks)
-        padded = torch.zeros(chunk * self.ranks, dtype=tensor.dtype)
+        padded = tensor.new_zeros(chunk * self.ranks)
         padded[:numel].copy_(tensor)
         messages, received, first = self._exchange([padded])
         gate = self.tag.gate

@@ -280,7 +280,7 @@ def _new_mesh(how: str, groups: Groups, mesh: DeviceMesh | None, kind: str) -> D
         shard, replicate = groups
         rows: list[Any] = [None] * replicate.size()
         dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-        return DeviceMesh.from_group([replicate, shard], kind, mesh=torch.tensor(rows), mesh_dim_names=names)
+        return DeviceMesh.from_group([replicate, shard], kind, mesh=torch.tensor(rows, device="cpu"), mesh_dim_names=names)
     if how == "shard":
         if mesh is not None:
             return mesh
@@ -290,7 +290,9 @@ def _new_mesh(how: str, groups: Groups, mesh: DeviceMesh | None, kind: str) -> D
     everybody: Any = mesh.get_group() if mesh is not None else groups if groups is not None else dist.group.WORLD
     ranks = dist.get_process_group_ranks(everybody)
     alone = beside(everybody, "alone", [dist.get_rank()])
-    return DeviceMesh.from_group([everybody, alone], kind, mesh=torch.tensor(ranks).view(-1, 1), mesh_dim_names=names)
+    return DeviceMesh.from_group(
+        [everybody, alone], kind, mesh=torch.tensor(ranks, device="cpu").view(-1, 1), mesh_dim_names=names
+    )
 
 
 def _nodes(kind: str) -> tuple[int, int]:

@@ -159,7 +159,7 @@ class Reduction:
             self._flat = passing((layout.shard_numel,), dtype=arrives, device=device)
         self._host: Tensor | None = None
         if group.storage.host and not self.steps.deferred:
-            self._host = torch.empty(layout.shard_numel, dtype=arrives, pin_memory=group.storage.pinned)
+            self._host = torch.empty(layout.shard_numel, dtype=arrives, device="cpu", pin_memory=group.storage.pinned)
 
     def _move(self, to: Stage) -> None:
         if (self.stage, to) not in MOVES:

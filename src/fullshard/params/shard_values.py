@@ -40,12 +40,15 @@ def move_data(tensor: Tensor, device: torch.device) -> None:
 def _exchange(tensor: Tensor, moved: Tensor) -> None:
     """Make `tensor`, which stays the same object with its attributes, hooks and gradient, hold what `moved` holds."""
     kind, grad, plain = type(tensor), tensor.grad, type(tensor.data) is Tensor
+    is_set, grad_dtype = _torch.grad_dtype_of(tensor)
     other = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
     torch.utils.swap_tensors(tensor, other)
     tensor.__dict__.update(other.__dict__)
     _torch.carry_hooks(other, tensor)
     if plain:
         tensor.__class__ = kind  # a class of the caller's, of Parameters
+    if is_set:
+        _torch.set_grad_dtype(tensor, grad_dtype)
     if grad is not None:
         tensor.grad = grad.to(moved.device)
 

@@ -45,9 +45,9 @@ class Page:
         self._away, self.bytes = away, bytearray(length)
         self._written = self._pinned = self.message = self.answer = torch.frombuffer(self.bytes, dtype=torch.uint8)
         if away is not None:
-            self._pinned = torch.empty(length, dtype=torch.uint8, pin_memory=True)
+            self._pinned = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
             self.message = torch.empty(length, dtype=torch.uint8, device=away)
-            self.answer = torch.empty(length, dtype=torch.uint8, pin_memory=True)
+            self.answer = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def write(self, body: bytes) -> None:
         """Put this on it, and zeros behind."""

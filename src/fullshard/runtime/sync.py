@@ -112,7 +112,9 @@ def broadcast(tensors: Sequence[Tensor], setup: SetupCollectives) -> None:
 
 def has_values_everywhere(named: Sequence[tuple[str, Tensor]], setup: SetupCollectives) -> str | None:
     """The first of `named` that is on meta on some ranks only, None if there is none; the same on all ranks (collective)."""
-    on_meta = torch.tensor([[t.device.type == "meta", t.device.type != "meta"] for _, t in named], dtype=torch.uint8)
+    on_meta = torch.tensor(
+        [[t.device.type == "meta", t.device.type != "meta"] for _, t in named], dtype=torch.uint8, device="cpu"
+    )
     votes = on_meta.to(setup.axis.device)
     if votes.numel():
         setup.maximum(votes)

@@ -41,14 +41,14 @@ class Calculator:
 
     def _whole(self, mapped: Mapped) -> Tensor:
         """All of a tensor, for a function of it."""
-        found = torch.empty(mapped.shape, dtype=mapped.dtype)
+        found = torch.empty(mapped.shape, dtype=mapped.dtype, device="cpu")
         for piece in mapped.pieces:
             box = piece.in_source(piece.at)
             if isinstance(piece.source, Computed):
                 value = self.value(piece.source)
             else:
                 assert isinstance(piece.source, FileTensor)
-                value = torch.empty(piece.source.shape, dtype=piece.source.dtype)
+                value = torch.empty(piece.source.shape, dtype=piece.source.dtype, device="cpu")
                 self._reader.run([Read(piece.source.file, piece.source.offset, value)])
                 self.useful += box.numel * value.itemsize
             found[piece.at.slices()] = piece.arranged(value[box.slices()])

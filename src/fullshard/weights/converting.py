@@ -169,7 +169,7 @@ class _Conversion:
             yield _Rows(output, mapped, whole.rows(first, min(output.shape[0], first + step)))
 
     def _made(self, batch: Sequence[_Rows]) -> list[Write]:
-        values = [torch.empty(part.rows.shape, dtype=part.output.dtype) for part in batch]
+        values = [torch.empty(part.rows.shape, dtype=part.output.dtype, device="cpu") for part in batch]
         straight: list[Read] = []
         others: list[tuple[Piece, Box, Tensor]] = []
         for part, value in zip(batch, values):
@@ -211,7 +211,7 @@ class _Conversion:
                 into[found.relative_to(at).slices()] = piece.arranged(value).to(into.dtype)
 
     def _read(self, source: FileTensor, rows: Box) -> Tensor:
-        found = torch.empty(rows.shape, dtype=source.dtype)
+        found = torch.empty(rows.shape, dtype=source.dtype, device="cpu")
         self._reader.run([Read(source.file, place_in_file(source, rows.start[0] if source.shape else 0), found)])
         return found
 

@@ -125,7 +125,7 @@ def _values(header: Header, *, threads: int, limit: int) -> list[str]:
             many = prod(tensor.shape)
             step = max(1, limit // tensor.dtype.itemsize)
             for first in range(0, many, step):
-                part = torch.empty(min(step, many - first), dtype=tensor.dtype)
+                part = torch.empty(min(step, many - first), dtype=tensor.dtype, device="cpu")
                 reader.run([Read(header.file, tensor.offset + first * tensor.dtype.itemsize, part)])
                 if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
                     part = part.float() if tensor.dtype.itemsize == 1 else part

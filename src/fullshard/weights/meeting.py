@@ -50,8 +50,8 @@ class Meeting:
 
     def _from(self, index: int, text: bytes) -> bytes:
         mine = text if self.index == index else b""
-        length = int(self.maximum(torch.tensor([len(mine)])).item())
-        message = torch.zeros(length, dtype=torch.uint8)
+        length = int(self.maximum(torch.tensor([len(mine)], device="cpu")).item())
+        message = torch.zeros(length, dtype=torch.uint8, device="cpu")
         if mine:
             bytes_of(message)[:] = mine
         found = self.maximum(message)
@@ -69,7 +69,7 @@ class Meeting:
         except Exception as caught:
             failure = caught
         last = len(self.ranks)
-        found = int(self.maximum(torch.tensor([0 if failure is None else last - self.index])).item())
+        found = int(self.maximum(torch.tensor([0 if failure is None else last - self.index], device="cpu")).item())
         if not found:
             return result
         kind, text = ("V" if isinstance(failure, ValueError) else "R"), "" if failure is None else str(failure)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -278,7 +278,8 @@ class _Save:
     def _rows(self, stage: Stage, parts: Sequence[Written]) -> list[Tensor]:
         """Memory for the rows of these parts: of their own if they are kept."""
         if self._keeps:
-            return [torch.empty(part.rows.shape, dtype=part.output.dtype, pin_memory=self._pinned) for part in parts]
+            options: dict[str, Any] = {"device": "cpu", "pin_memory": self._pinned}
+            return [torch.empty(part.rows.shape, dtype=part.output.dtype, **options) for part in parts]
         return stage.take([(part.rows.shape, part.output.dtype) for part in parts])
 
     def _begin(self, writes: Sequence[Write]) -> None:

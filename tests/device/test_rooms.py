@@ -1,0 +1,65 @@
+"""Tests of the CPU once more, with all there is on the asynchronous device: models, batches, references and meshes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import sys
+import types
+from typing import Any
+
+import pytest
+import rotation
+import simulated
+from harness import ROOMS as FOLDERS
+from harness import pool
+
+pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)
+
+ROOMS = (
+    "backward",
+    "finalization",
+    "forward_methods",
+    "full_params",
+    "join",
+    "local_steps",
+    "local_view",
+    "optimizers",
+    "parameter_identity",
+    "parity",
+    "recomputation",
+    "sharded_tensor",
+)
+"""Files of tests/distributed. The others look at gloo, or read what is on the device as memory of the host."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Build it once, before ranks look for it."""
+    simulated.build()
+
+
+def moved(test: Any) -> Any:
+    """The test, whose ranks have all there is on the device."""
+    body = test.body
+
+    def there(size: int, **arguments: Any) -> None:
+        pool(size, "all sim").run(body.__module__, body.__name__, arguments, 120.0)
+
+    there.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
+    there.__doc__, there.pytestmark = test.__doc__, copy.copy(test.pytestmark)  # type: ignore[attr-defined]
+    return there
+
+
+def tests_of(module: types.ModuleType) -> dict[str, Any]:
+    return {name: test for name, test in vars(module).items() if name.startswith("test_") and hasattr(test, "body")}
+
+
+sys.path += [folder for folder in FOLDERS if folder not in sys.path]
+MOVED = {
+    f"test_{room}_{name.removeprefix('test_')}": moved(test)
+    for room in ROOMS
+    for name, test in tests_of(importlib.import_module(f"test_{room}")).items()
+}
+globals().update((name, MOVED[name]) for name in rotation.share(list(MOVED)))
