@@ -358,7 +358,7 @@ def test_a_step_holds_the_host_only_for_what_the_host_reads(world: World, name: 
     with late(world, how):
         waits = held(world, sharded(world.mesh, **PROGRAMS[name][0]))
     longer = [one for one in waits if "over already" not in one]  # what is over was asked for before: it takes no time
-    allowed = ["heartbeat.py:read_later"] if how == "compute" else []
+    allowed = ["heartbeat.py:read_later"]
     allowed += ["reducer.py:collect", "requests.py:check_step"] if name == "offload" else []
     assert all(any(place in one for place in allowed) for one in longer), longer
 
