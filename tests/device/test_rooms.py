@@ -27,7 +27,6 @@ ROOMS = (
     "local_view",
     "optimizers",
     "parameter_identity",
-    "parity",
     "recomputation",
     "sharded_tensor",
 )
