@@ -51,7 +51,7 @@ def moved(test: Any) -> Any:
     return there
 
 
-def tests_of(module: types.ModuleType) -> dict[str, Any]:
+def bodies_of(module: types.ModuleType) -> dict[str, Any]:
     return {name: test for name, test in vars(module).items() if name.startswith("test_") and hasattr(test, "body")}
 
 
@@ -59,6 +59,9 @@ sys.path += [folder for folder in FOLDERS if folder not in sys.path]
 MOVED = {
     f"test_{room}_{name.removeprefix('test_')}": moved(test)
     for room in ROOMS
-    for name, test in tests_of(importlib.import_module(f"test_{room}")).items()
+    for name, test in bodies_of(importlib.import_module(f"test_{room}")).items()
 }
-globals().update((name, MOVED[name]) for name in rotation.share(list(MOVED)))
+NAMES = rotation.share(list(MOVED))
+if rotation.part() is not None:
+    NAMES = NAMES[::4]  # they take a second each
+globals().update((name, MOVED[name]) for name in NAMES)
