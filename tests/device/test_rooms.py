@@ -19,7 +19,6 @@ pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.N
 
 ROOMS = (
     "backward",
-    "finalization",
     "forward_methods",
     "full_params",
     "join",
