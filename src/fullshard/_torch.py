@@ -702,7 +702,7 @@ attention_taken_apart = torch.ops.aten._scaled_dot_product_attention_math
 
 
 def _flops_of_attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    """Count both products of a forward: scores, and what they weigh."""
+    """Count the two products of a forward: query with key, weights with value."""
     return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 

@@ -29,7 +29,8 @@ ROOMS = (
     "recomputation",
     "sharded_tensor",
 )
-"""Files of tests/distributed. The others look at gloo, or read what is on the device as memory of the host."""
+"""Files of tests/distributed that pass there. Of the others, many tests look at gloo, or read device memory as the host's; why the rest
+fail (one of test_finalization now and then, some of test_state_dicts, test_meshes and test_wrapping) is not known yet."""
 
 
 @pytest.fixture(scope="module", autouse=True)

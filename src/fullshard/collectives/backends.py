@@ -11,7 +11,7 @@ from fullshard.collectives.coalesced import CoalescedCollectives
 from fullshard.collectives.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc", _torch.THREADED)
-"""Backends that cannot average by themselves; those of accelerators can, but for that of MTIA. As in FSDP2."""
+"""Backends without ReduceOp.AVG. Those of accelerators have it, except for MTIA's, as FSDP2 assumes, too."""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:

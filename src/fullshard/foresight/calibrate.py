@@ -78,7 +78,7 @@ def _process(rank: int, ranks: int, store: str, out: str) -> None:
 
 
 def _backends() -> str:
-    """Those of the CPU and of the accelerator, if there is one."""
+    """Name the backend of the CPU, and that of the accelerator if there is one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "gloo"
