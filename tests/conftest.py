@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from fullshard import errors
+
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 torch.set_num_threads(1)
 # Ranks are woken by messages. With the usual scheduler of Linux one that is woken takes the processor from the one that woke it,
@@ -54,6 +56,12 @@ APART = (
     *("test_killed_saves.py", "test_exits.py", "test_random_faults.py", "test_races.py", "test_planted.py"),
     "test_pipelining.py",
 )
+
+
+@pytest.fixture(autouse=True)
+def _warned_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is warned of once per process is warned of once per test: none depends on those before it."""
+    monkeypatch.setattr(errors, "_SAID", set())
 
 
 LONGEST = ("test_a_part_of_the_matrix_of_endings_and_places",)  # tests that take longest of all

@@ -73,6 +73,8 @@ def _serve(rank: int, size: int, store: str, connection: Connection, kind: str) 
     import torch
     import torch.distributed as dist
 
+    from fullshard import errors
+
     torch.set_num_threads(1)
     device, backend = None, "gloo"
     if kind != "cpu":
@@ -91,6 +93,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection, kind: str) 
             os._exit(0)
         try:
             torch.manual_seed(SEED)
+            errors._SAID.clear()  # what one test was warned of another is warned of again
             getattr(importlib.import_module(module), name).body(world, **arguments)
             connection.send(None)
         except BaseException:

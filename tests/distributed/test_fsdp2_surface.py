@@ -868,9 +868,6 @@ def test_a_tie_has_one_owner_however_its_modules_are_sharded(world: World, how: 
 
 @ranks(2)
 def test_ties_are_said(world: World) -> None:
-    from fullshard import errors
-
-    errors._SAID.clear()
     model = Decoder()
     fully_shard(model.embed, mesh=world.mesh)
     with pytest.warns(UserWarning, match=r"'weight' is tied to 'weight' of unit 'Embedding': both units are one now"):

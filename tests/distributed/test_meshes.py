@@ -608,9 +608,6 @@ def test_offload_on_a_hybrid_mesh_accumulates_over_backwards(world: World) -> No
 
 @ranks(2)
 def test_pinning_is_skipped_and_said_where_there_is_nothing_to_copy_to(world: World) -> None:
-    from fullshard import errors
-
-    errors._SAID.clear()
     with pytest.warns(UserWarning, match="host memory is not pinned"):
         sharded = fully_shard(nn.Linear(5, 3), mesh=world.mesh, offload_policy=CPUOffloadPolicy())
     square(sharded(batch(0))).backward()

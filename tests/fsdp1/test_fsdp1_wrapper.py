@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
 import fullshard
-from fullshard import StateError, errors
+from fullshard import StateError
 from fullshard.compat import (
     BackwardPrefetch,
     CPUOffload,
@@ -813,7 +813,6 @@ def test_wrapping_what_is_wrapped_names_it(world: World) -> None:
 
 @ranks(1)
 def test_arguments_that_mean_nothing_here_are_said_once(world: World) -> None:
-    errors._SAID.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FSDP(nn.Linear(2, 2), limit_all_gathers=False), FSDP(nn.Linear(2, 2), limit_all_gathers=False)

@@ -14,7 +14,7 @@ from harness import World, ranks
 from models import Stack, assert_near, assert_same_parameters, batch, rounding, shard_stack, square
 from torch import Tensor, nn
 
-from fullshard import CommPolicy, StateError, _torch, errors, fully_shard
+from fullshard import CommPolicy, StateError, _torch, fully_shard
 from fullshard.collectives.base import SingleRank
 from fullshard.collectives.coalesced import CoalescedCollectives
 from fullshard.collectives.streams import HostLane
@@ -141,7 +141,6 @@ class Backend:
 def test_memory_of_the_group_falls_back_to_other_memory_where_nccl_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """As FSDP2's does; and the communicator is made before its memory, which a lazy one refused."""
     monkeypatch.setattr(dist, "barrier", lambda group: setattr(Backend, "barriers", Backend.barriers + 1))
-    monkeypatch.setattr(errors, "_SAID", set())
     device = torch.device("cpu")
     for able, filled in ((True, True), (False, False)):
         group: Any = SimpleNamespace(_get_backend=lambda device, able=able: Backend(able))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard import _torch, errors
+from fullshard import _torch
 from fullshard.collectives import backends
 from fullshard.collectives.coalesced import CoalescedCollectives
 
@@ -91,7 +91,6 @@ def test_every_implementation_of_nccl_is_asked_for_memory_of_messages(monkeypatc
         def _get_backend(self, device: torch.device) -> Backend:
             return Backend()
 
-    monkeypatch.setattr(errors, "_SAID", set())
     monkeypatch.setattr(_torch, "backend_name", lambda group, device: name)
     with pytest.warns(UserWarning, match="allocates no memory for messages on cpu"):
         assert _torch.process_group_memory(Group(), torch.device("cpu")) is torch.empty  # type: ignore[arg-type]
@@ -107,7 +106,6 @@ def test_a_torch_that_nobody_tried_is_said_once(monkeypatch: pytest.MonkeyPatch,
     from fullshard import fully_shard
 
     monkeypatch.setattr(_torch, "VERSION", version)
-    monkeypatch.setattr(errors, "_SAID", set())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with warnings.catch_warnings(record=True) as caught:
