@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -77,10 +78,8 @@ class Wide(Stack):
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @ranks(2, 3)
-def test_gradients_in_slices_are_bit_for_bit_those_in_one_message(
-    world: World, reduce_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layout, "slice_limit", lambda nbytes, kinds: 4096)
+@mock.patch.object(layout, "slice_limit", lambda nbytes, kinds: 4096)
+def test_gradients_in_slices_are_bit_for_bit_those_in_one_message(world: World, reduce_dtype: torch.dtype) -> None:
     mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     base = Wide()
     models = [copy.deepcopy(base) for _ in range(2)]
@@ -131,11 +130,9 @@ FEW_ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", [*FEW_ROWS, "hybrid"])
 @ranks(4)
-def test_parameters_with_few_rows_are_summed_instead_of_padded(
-    world: World, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layout, "LEAST_MESSAGE", 64)
-    monkeypatch.setattr(layout, "slice_limit", lambda nbytes, kinds: 128)
+@mock.patch.object(layout, "LEAST_MESSAGE", 64)
+@mock.patch.object(layout, "slice_limit", lambda nbytes, kinds: 128)
+def test_parameters_with_few_rows_are_summed_instead_of_padded(world: World, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if kind == "hybrid" else world.mesh
     model = FewRows()
     sharded = fully_shard(copy.deepcopy(model), mesh=mesh, **FEW_ROWS.get(kind, {}))

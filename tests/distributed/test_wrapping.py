@@ -7,6 +7,7 @@ import functools
 import itertools
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -712,8 +713,8 @@ class InOrder(GlooCollectives):
 
 @pytest.mark.parametrize("low", [False, True])
 @ranks(2)
-def test_a_plan_tells_the_messages_that_training_sends(world: World, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "LEAST_MESSAGE", 1024)
+@mock.patch.object(layout, "LEAST_MESSAGE", 1024)
+def test_a_plan_tells_the_messages_that_training_sends(world: World, low: bool) -> None:
     model = Wide()
     mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
     plan = plan_model(model)
