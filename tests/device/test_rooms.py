@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.N
 
 ROOMS = (
     "backward",
+    "finalization",
     "forward_methods",
     "full_params",
     "join",
@@ -29,8 +30,8 @@ ROOMS = (
     "recomputation",
     "sharded_tensor",
 )
-"""Files of tests/distributed that pass there. Of the others, many tests look at gloo, or read device memory as the host's; why the rest
-fail (one of test_finalization now and then, some of test_state_dicts, test_meshes and test_wrapping) is not known yet."""
+"""Files of tests/distributed that pass there. Of the others, many tests look at gloo, or read device memory as the host's; why the
+rest fail (some of test_state_dicts, test_meshes and test_wrapping) is not known yet."""
 
 
 @pytest.fixture(scope="module", autouse=True)

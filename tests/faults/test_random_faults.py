@@ -130,7 +130,8 @@ class Drive:
             if not is_absent(mine):
                 self.act(step, x, mine, number)
         except (Planted, StateError) as caught:
-            error = caught
+            # Without its frames: on torch 2.11 they keep the hooks of a checkpoint whose function raised.
+            error = caught.with_traceback(None)
         if apart and error is None:
             self.report.wrong.append(f"step {number}: ranks wrote {self.written} to their shards, and nobody noticed")
         if script.fired and error is None:
@@ -275,7 +276,7 @@ def drive(world: World, program: Program, tally: Path) -> None:
     if took > SOON:
         wrong.append(f"rank {world.rank}: it took {took:.1f} seconds")
     wrong += compare(program, reports)
-    assert not wrong, "\n".join([*wrong, *(f"rank {rank}: {each.steps}" for rank, each in enumerate(reports))])
+    assert not wrong, "\n".join([*wrong, *(f"rank {rank}: {each.steps}" for rank, each in enumerate(reports)), str(program)])
     if world.rank == 0:
         outcome = "error everywhere" if any(error for each in reports for error, _, _ in each.steps) else "parity"
         with tally.open("a") as file:

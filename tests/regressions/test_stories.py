@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -799,6 +800,40 @@ def test_gradients_not_delivered_are_never_lost_and_never_left_over(world: World
         square(sharded(world.mine(batch(0)))).backward()
         square(model(batch(0))).backward()
         assert_same_grads(sharded, model)
+
+
+@ranks(1, 2)
+def test_a_backward_that_raised_is_over_for_the_next_forward_though_the_engine_drops_it_late(world: World) -> None:
+    """A thread of the engine holds it after the caller has the exception, on accelerators always: the next forward took the unit for
+    gathered, and sent a message less than the other rank."""
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    running = runtime_of(unit_of(sharded)).executor.backward
+    held: list[Any] = []
+
+    def fail(*_: object) -> None:
+        held.append(running._end())
+        raise ZeroDivisionError
+
+    for seconds in (0.3 * (world.rank == world.size - 1), 60.0):
+        handle = sharded.blocks[0].down.register_full_backward_pre_hook(fail)
+        loss = square(sharded(world.mine(batch(1))))
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        threading.Timer(seconds, held.clear).start()
+        if seconds == 60.0:
+            with (
+                mock.patch("fullshard.runtime.backward.PATIENCE", 0.2),
+                pytest.raises(StateError, match=r"while a backward of another thread runs, which has reached .*'blocks\.0'"),
+            ):
+                sharded(world.mine(batch(0)))
+            held.clear()
+        with pytest.warns(UserWarning, match="the last backward raised after it had reached"):
+            square(sharded(world.mine(batch(0)))).backward()
+    square(model(batch(0))).backward()
+    square(model(batch(0))).backward()
+    assert_same_grads(sharded, model)
 
 
 @pytest.mark.parametrize("how", ["deferred", "kept"])

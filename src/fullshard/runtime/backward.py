@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from fullshard import _torch
+from fullshard.errors import StateError
 from fullshard.runtime.interrupts import marks_interrupts
 from fullshard.runtime.unit import InterruptMark, Unit
 from fullshard.schedule.records import ForwardCall
 
 _CHAIN = "fullshard"  # in the metadata of a node
+PATIENCE = 10.0  # seconds that a thread of the engine may take to drop a backward that raised
 
 
 class BackwardHook:
@@ -82,9 +85,12 @@ class RunningBackward:
 
     The engine holds the only reference to its `FinalCallback`. If that dies without having run, the backward raised.
 
+    On an accelerator the engine runs nodes on threads of its own, and one of them may hold that reference for a moment after
+    the caller has the exception: `has_raised` waits for it.
+
     Attributes:
         underway: whether a backward has begun that did not end, though it may have raised.
-        raised: whether it will never end.
+        raised: whether it is known that it will never end.
         units: the units that it entered.
     """
 
@@ -102,11 +108,30 @@ class RunningBackward:
         self.underway, self.raised = True, False
         _torch.on_backward_end(end)
 
+    def has_raised(self) -> bool:
+        """Return whether it will never end.
+
+        Raises StateError if it runs on another thread, and goes on.
+        """
+        if self.underway and not self.raised and _torch.current_graph_task() == -1:
+            limit = time.monotonic() + PATIENCE
+            while not self.raised:
+                if time.monotonic() > limit:
+                    names = ", ".join(f"'{unit.name}'" for unit in self.units.values())
+                    raise StateError(
+                        f"this thread came to a unit while a backward of another thread runs, which has reached {names}: call "
+                        "the modules of one model from one thread at a time"
+                    )
+                time.sleep(1e-4)  # which lets the thread that holds the callback run
+        return self.raised
+
     def mark_raised(self, _: object = None) -> None:
         """The backward, or its end, raised."""
         self._end = None  # an exception keeps the caller's frame alive, and with it the callback
-        self.raised = True
-        self._on_raised()
+        try:
+            self._on_raised()
+        finally:
+            self.raised = True  # last: another thread may wait for it
 
     def stop(self) -> None:
         """It is over; the units that it entered are still known."""

@@ -36,7 +36,7 @@ class Recovery:
         if self.interrupted:
             self.start_over()
         executor = self._executor
-        if not executor.backward.raised:
+        if not executor.backward.has_raised():
             return
         gone = self._warn_of_backward()
         self.abort_in_progress()

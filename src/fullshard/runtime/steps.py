@@ -42,7 +42,7 @@ class Steps:
 
     def enter_forward(self, unit: Unit, module: nn.Module) -> None:
         """A module of the unit begins its forward: have its parameters full and installed."""
-        if self.recovery.interrupted or self._executor.backward.raised:
+        if self.recovery.interrupted or self._executor.backward.underway:
             self.recovery.recover()
         self._refuse_illegal_call(unit, module)
         if _torch.current_graph_task() != -1:
