@@ -46,17 +46,24 @@ class GradCommit:
             for parameter, gradient in zip(group.parameters, self.gradients):
                 if gradient is not None:
                     _check(parameter, gradient, "is what a hook on it made of its gradient,", group.dtypes.grad)
+        dtype = flat.dtype
         for parameter, key, is_used in zip(group.parameters, plan.keys, used):
-            grad = parameter.sharded.grad
-            if is_used and grad is None and parameter.sharded.grad_dtype not in (flat.dtype, None):
-                raise StateError(
-                    f"parameter '{parameter.name}' of unit '{parameter.unit_name.name}' takes a .grad of "
-                    f"{parameter.sharded.grad_dtype}, but its gradients are reduced to {flat.dtype}: set grad_dtype before the "
-                    "first forward, or call model.to() behind it"
-                )
-            mark = None if grad is None else grad.__dict__.get(key)
-            if is_used and grad is not None and (mark is None or mark[0] is not plan.views):
-                _check(parameter, grad, "was put into its `.grad`, to which its gradient is to be added,")
+            if not is_used:
+                continue
+            sharded = parameter.sharded
+            grad = sharded.grad
+            if grad is None:
+                taken = sharded.grad_dtype
+                if taken is not dtype and taken is not None:
+                    raise StateError(
+                        f"parameter '{parameter.name}' of unit '{parameter.unit_name.name}' takes a .grad of {taken}, but its "
+                        f"gradients are reduced to {dtype}: set grad_dtype before the first forward, or call model.to() "
+                        "behind it"
+                    )
+            else:
+                mark = grad.__dict__.get(key)
+                if mark is None or mark[0] is not plan.views:
+                    _check(parameter, grad, "was put into its `.grad`, to which its gradient is to be added,")
 
     def commit(self) -> None:
         """Give the parameters their gradients, or add to those that are there."""
@@ -69,13 +76,16 @@ class GradCommit:
             return
         group, flat, plan = self._group, self._flat, self._group.reduction
         first: list[Any] = []  # gradients of a step
+        alike = flat.dtype == group.dtypes.storage
         for index, (parameter, key, view) in enumerate(zip(group.parameters, plan.keys, plan.views)):
-            grad = parameter.sharded.grad
+            sharded = parameter.sharded
+            grad = sharded.grad
             if grad is None:
                 local = flat.as_strided(*view)
-                alike = flat.dtype == parameter.local.dtype
-                origin, spec = (parameter.local, parameter.spec) if alike else (local, parameter.sharding.spec(flat.dtype))
-                first.append((parameter.sharded, origin, local, spec, key))
+                if alike:
+                    first.append((sharded, parameter.local, local, parameter.spec, key))
+                else:
+                    first.append((sharded, local, local, parameter.sharding.spec(flat.dtype), key))
             elif grad.__dict__.get(key) is not self._mark:
                 self._add(index, grad, parameter.dtensor_like_shard(flat.as_strided(*view)))
         _torch.set_gradients(first, self._mark)

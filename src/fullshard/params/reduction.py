@@ -364,14 +364,11 @@ def _copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> Non
 
 def _packed_dtype(group: ParamGroup, grads: Sequence[Tensor | None]) -> torch.dtype | None:
     """Return the dtype of all gradients in the packed message, None if they have several."""
-    found: torch.dtype | None = None
-    for segment in group.reduction.packed:
-        grad = grads[segment.parameter] if segment.parameter >= 0 else None
-        if grad is not None and grad.dtype != found:
-            if found is not None:
-                return None
-            found = grad.dtype
-    return found or group.dtypes.compute
+    packed = [grads[segment.parameter] for segment in group.reduction.packed if segment.parameter >= 0]
+    found = {grad.dtype for grad in packed if grad is not None}
+    if len(found) > 1:
+        return None
+    return found.pop() if found else group.dtypes.compute
 
 
 def _pack_one_by_one(group: ParamGroup, grads: Sequence[Tensor | None], message: Tensor) -> None:
@@ -407,7 +404,8 @@ def _pack(
     messages: list[tuple[Tensor, Tensor]] = []
     if plan.numel:
         message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
-        dtype = _packed_dtype(group, grads)
+        found = {grad.dtype for grad in grads if grad is not None}
+        dtype = found.pop() if len(found) == 1 else _packed_dtype(group, grads)
         if dtype is None:
             _pack_one_by_one(group, grads, message.view(layout.ranks, -1))
         parts: list[Tensor] = []

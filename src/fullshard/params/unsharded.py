@@ -274,7 +274,7 @@ class FlatBuffer:
         if versions != self.versions:
             self.versions, self._once = versions, None
         for storage, nbytes in self._memory if self._once is None else self._memory[:1]:
-            if storage.nbytes() != nbytes:  # on the CPU, memory moves whenever it is resized
+            if not self.keep or storage.nbytes() != nbytes:  # on the CPU, memory moves whenever it is resized
                 storage.resize_(nbytes)
         if self._poison:
             self._fill_with_nan()
