@@ -12,7 +12,7 @@ TRAIN ?=
 FINETUNE ?=
 CHAOS ?=
 REPEAT ?= 20
-LANES ?= --numprocesses 3 --dist loadfile
+LANES ?= --numprocesses 2 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE  # every rank of the tests would compile the same files
 
 .PHONY: help setup train finetune test test-all test-newest repeat chaos test-clients check format bench gpu-check pictures docs docs-links clean
@@ -43,12 +43,12 @@ finetune: $(CLIENTS)/.ready  ## fine-tune a tiny model of transformers on two pr
 	echo "== fine-tuning on $$ranks processes; half a minute on two cores"; \
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/finetune_hf.py $(FINETUNE)
 
-test: $(READY)  ## run the tests, in three lanes; of those that repeat themselves a part, another one each day
-	@echo "== running the tests in three lanes; make test-all runs every case"
+test: $(READY)  ## run the tests, in two lanes; of those that repeat themselves a part, another one each day
+	@echo "== running the tests in two lanes; make test-all runs every case"
 	@$(PYTHON) -m pytest $(LANES)
 
 test-all: $(READY)  ## run the tests, with every case of those that repeat themselves
-	@echo "== running the tests in three lanes, every case"
+	@echo "== running the tests in two lanes, every case"
 	@FULLSHARD_TESTS=all $(PYTHON) -m pytest $(LANES)
 
 # What a new torch breaks first: names, parity, schedules, and what went wrong before.

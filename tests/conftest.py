@@ -84,8 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Deal files to lanes, in the order of above: up to half of the lanes begin with those that wait, the others with those that work.
 
-    While a test waits its lane takes no processor, so there are more lanes than processors; and since waiting tests are not all
-    at the same time, the processors are never idle.
+    Two lanes keep two processors busy, for most tests have several ranks; with three, messages cost more than waiting did.
     """
     from xdist.scheduler import LoadScopeScheduling
 
