@@ -11,7 +11,7 @@ from fullshard.collectives.coalesced import CoalescedCollectives
 from fullshard.collectives.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc", _torch.THREADED)
-"""Backends without ReduceOp.AVG. Those of accelerators have it, except for MTIA's, as FSDP2 assumes, too."""
+"""Backends without ReduceOp.AVG. All of accelerators but MTIA's have it; FSDP2 assumes the same."""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:

@@ -109,9 +109,9 @@ class RunningBackward:
         _torch.on_backward_end(end)
 
     def has_raised(self) -> bool:
-        """Return whether it will never end.
+        """Return whether it raised, once the engine has dropped it.
 
-        Raises StateError if it runs on another thread, and goes on.
+        Raises StateError if it still runs after `PATIENCE` seconds, on another thread.
         """
         if self.underway and not self.raised and _torch.current_graph_task() == -1:
             limit = time.monotonic() + PATIENCE
@@ -119,8 +119,8 @@ class RunningBackward:
                 if time.monotonic() > limit:
                     names = ", ".join(f"'{unit.name}'" for unit in self.units.values())
                     raise StateError(
-                        f"this thread came to a unit while a backward of another thread runs, which has reached {names}: call "
-                        "the modules of one model from one thread at a time"
+                        f"a unit was used while a backward of another thread runs, which has reached {names}: use the units of "
+                        "a device from one thread at a time, and begin a forward when backward() has returned"
                     )
                 time.sleep(1e-4)  # which lets the thread that holds the callback run
         return self.raised
