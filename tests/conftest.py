@@ -14,6 +14,10 @@ from hypothesis import settings
 from fullshard import errors
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
+
+from harness import ROOMS  # noqa: E402
+
+sys.path += ROOMS  # some tests are built of what others have beside them
 torch.set_num_threads(1)
 # Ranks are woken by messages. With the usual scheduler of Linux one that is woken takes the processor from the one that woke it,
 # which holds a lock of gloo's at that moment, for which gloo's thread then spins: with more ranks than processors, steps of small

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import sys
 import types
 from typing import Any
 
 import pytest
 import rotation
 import simulated
-from harness import ROOMS as FOLDERS
 from harness import pool
 
 pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)
@@ -56,7 +54,6 @@ def bodies_of(module: types.ModuleType) -> dict[str, Any]:
     return {name: test for name, test in vars(module).items() if name.startswith("test_") and hasattr(test, "body")}
 
 
-sys.path += [folder for folder in FOLDERS if folder not in sys.path]
 MOVED = {
     f"test_{room}_{name.removeprefix('test_')}": moved(test)
     for room in ROOMS

@@ -19,14 +19,29 @@ from hypothesis import strategies as st
 from models import Stack, batch, square
 from network import host_memory, mesh_of, watching
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.collectives.streams import StreamLane
+from fullshard.collectives.streams import Lane, StreamLane
 from fullshard.sharding import layout
 
-RANKS = 4
+
+@dataclass(frozen=True)
+class Place:
+    """Where a program trains: in the detector, on a device, or on the CPU.
+
+    mesh_of: the mesh with so many replicas.        stream, current: make a stream, and tell the current one.
+    lanes: what messages are queued on, None for the device's own.      mine: this rank's part of a batch, on the device.
+    """
+
+    mesh_of: Callable[[int], DeviceMesh]
+    stream: Callable[[], Any]
+    current: Callable[[], Any]
+    device: str = "cpu"
+    lanes: Callable[[torch.device], Lane] | None = None
+    mine: Callable[[Tensor], Tensor] = lambda batch: batch
 
 
 @dataclass(frozen=True)
@@ -94,12 +109,12 @@ NAMED = {
     "cast before reduction": Program(dtypes="high", direct=0),
     "accumulation": Program(microbatches=3),
     "hybrid": Program(replicas=2, microbatches=2, defer_replicas=True),
-    "replicas alone": Program(replicas=RANKS),
+    "replicas alone": Program(replicas=4),
     "int reshard": Program(reshard=2, wide=True),
     "kept full": Program(reshard=False),
     "offload": Program(offload="pinned", dtypes="low", replicas=2),
     "offload, written": Program(offload="pinned", evaluate=True, write=True),
-    "offload, gathered and written": Program(offload="pinned", look=True, write=True),
+    "offload, gathered and written": Program(offload="pinned", look=True, write=True, evaluate=True),
     "offload to pageable memory, written": Program(offload="pageable", evaluate=True, write=True),
     "prefetch by hand": Program(by_hand=True, ahead=10**6),
     "two streams": Program(towers=True, recompute=True, in_flight=2),
@@ -190,7 +205,9 @@ def run(program: Program, detector: Detector, *, tolerant: bool = False, at_end:
                 limits(128 if program.small else None),
             ):
                 warnings.simplefilter("ignore")
-                training = Training(program, detector, tolerant)
+                module = detector.machine.module
+                place = Place(mesh_of, module.Stream, module.current_stream, lanes=StreamLane)
+                training = Training(program, place, tolerant)
                 detector.trains = True
                 training.run()
                 at_end()
@@ -217,15 +234,19 @@ def limits(nbytes: int | None) -> Iterator[None]:
 
 
 class Training:
-    def __init__(self, program: Program, detector: Detector, tolerant: bool) -> None:
-        self.program, self.detector, self.tolerant = program, detector, tolerant
-        self.module = detector.machine.module
-        self.side = self.module.Stream()
+    """seen: what forwards and looks gave, in order."""
+
+    def __init__(self, program: Program, place: Place, tolerant: bool = False) -> None:
+        self.program, self.place, self.tolerant = program, place, tolerant
+        self.side = place.stream()
+        self.seen: list[Tensor] = []
+        self.mesh = place.mesh_of(program.replicas)
         torch.manual_seed(0)
         self.model = Model(3, 8, 24) if program.wide else Model(2)
         self.model.training_of = self
         if program.small:  # half as many rows as ranks
-            self.model.head = nn.Linear(self.model.head.in_features, RANKS // 2)
+            self.model.head = nn.Linear(self.model.head.in_features, self.mesh.size() // 2)
+        self.model.to(place.device)
         self.shard()
         if program.extension:
             for block in self.model.blocks:
@@ -237,7 +258,7 @@ class Training:
         program, model = self.program, self.model
         offload = None if program.offload == "none" else CPUOffloadPolicy(pin_memory=program.offload == "pinned")
         options: dict[str, Any] = {
-            "mesh": mesh_of(program.replicas),
+            "mesh": self.mesh,
             "sync": program.sync,
             "mp_policy": program.mp,
             "reshard_after_forward": program.reshard,
@@ -245,7 +266,7 @@ class Training:
                 direct_min_bytes=program.direct,
                 reductions_in_flight=program.in_flight,
                 prefetch_bytes=program.ahead,
-                lanes=StreamLane,
+                lanes=self.place.lanes,
             ),
             "check_policy": CheckPolicy(every=program.every),
         }
@@ -257,7 +278,7 @@ class Training:
         model.set_keep_unsharded_storage(program.keep)
         model.set_manual_backward_finalization(program.finalize != "none")
         if program.finalize == "later":
-            self.other = fullshard.fully_shard(nn.Linear(5, 4), **options)
+            self.other = fullshard.fully_shard(nn.Linear(5, 4).to(self.place.device), **options)
         for unit in fullshard_units(model):
             if program.hook != "none":
                 unit.set_all_reduce_hook(lambda flat: flat.mul_(0.5), stream=self.side if program.hook == "stream" else None)
@@ -300,13 +321,14 @@ class Training:
         program, model = self.program, self.model
         if program.evaluate:
             with torch.no_grad():
-                self.forward(batch(step))
+                self.seen.append(self.forward(self.batch(step)))
         if program.look:
-            self.module.current_stream().wait_stream(self.side)  # an optimizer may be at work there
+            self.place.current().wait_stream(self.side)  # an optimizer may be at work there
             with fullshard.gathered(model, grad=False, recurse=True) as full:
-                full["inp.weight"].square().mean()
+                self.seen.append(full["inp.weight"].square().mean())
         if program.write:
-            self.module.current_stream().wait_stream(self.side)  # an optimizer may be at work there
+            self.place.current().wait_stream(self.side)  # an optimizer may be at work there
+            torch.manual_seed(step)  # of every device
             with torch.no_grad():
                 for index, parameter in enumerate(model.parameters()):
                     if index % 3 == 0:
@@ -323,10 +345,14 @@ class Training:
                 model.set_requires_all_reduce(last)
             elif program.optimizer != "hooks":
                 model.set_requires_gradient_sync(last)
-            self.backward(square(self.forward(batch(step + micro))))
+            loss = square(self.forward(self.batch(step + micro)))
+            self.seen.append(loss.detach())
+            if program.optimizer == "stream" and micro == 0:  # whose memory the optimizer reads until here
+                self.optimizer.zero_grad()
+            self.backward(loss)
         if program.finalize == "later":
             handle = model.finalize_backward(async_op=True)
-            torch.autograd.backward(square(self.other(batch(step))))
+            torch.autograd.backward(square(self.other(self.batch(step))))
             self.other.zero_grad()
             handle.wait()
         elif program.finalize == "now":
@@ -334,10 +360,9 @@ class Training:
         if self.optimizer is None:
             return
         if program.optimizer == "stream":
-            self.side.wait_stream(self.module.current_stream())
+            self.side.wait_stream(self.place.current())
             with self.side:
                 self.optimizer.step()
-                self.optimizer.zero_grad()
             model.set_post_optim_event(self.side.record_event())
         else:
             self.optimizer.step()
@@ -348,12 +373,15 @@ class Training:
         if not self.program.away:
             torch.autograd.backward(loss)
             return
-        current = self.module.current_stream()
+        current = self.place.current()
         self.side.wait_stream(current)
         with self.side:
             torch.autograd.backward(loss)
-        torch.zeros(8).add_(1.0)  # which may lie in memory that the backward freed
+        torch.zeros(8, device=self.place.device).add_(1.0)  # which may lie in memory that the backward freed
         current.wait_stream(self.side)
+
+    def batch(self, step: int) -> Tensor:
+        return self.place.mine(batch(step)).to(self.place.device)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.program.by_hand:
@@ -368,15 +396,15 @@ class Model(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         training = self.training_of
-        program, module, side = training.program, training.module, training.side
+        program, current, side = training.program, training.place.current, training.side
         x = self.inp(x)
         for index, block in enumerate(self.blocks):
             call = partial(checkpoint, block, use_reentrant=False) if program.recompute else block
             if program.towers and index % 2:
-                side.wait_stream(module.current_stream())
+                side.wait_stream(current())
                 with side:
                     x = call(x)
-                module.current_stream().wait_stream(side)
+                current().wait_stream(side)
             else:
                 x = call(x)
         return self.head(x)

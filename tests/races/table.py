@@ -1,19 +1,30 @@
-"""Prints what each planted fault, and each order that is left out, is found by: `python tests/races/table.py`, a few minutes."""
+"""Prints what each planted fault, and each order that is left out, is found by: the detector, and the asynchronous device.
+
+python tests/races/table.py        # half an hour, most of it for what the device does not show
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "device")]
 
-from detector import Detector
-from network import world
-from planted import BEHIND_EXCEPTIONS, FAULTS, planted
-from programs import NAMED, run
-from test_planted import COVERED, orders
+import pytest  # noqa: E402
+import simulated  # noqa: E402
+import test_programs  # noqa: E402
+from detector import Detector  # noqa: E402
+from harness import pool  # noqa: E402
+from network import world  # noqa: E402
+from planted import BEHIND_EXCEPTIONS, FAULTS, planted  # noqa: E402
+from programs import NAMED, run  # noqa: E402
+from test_planted import COVERED, orders  # noqa: E402
 
-import fullshard
+import fullshard  # noqa: E402
 
 
 def finding(detector: Detector) -> str:
@@ -38,18 +49,43 @@ def found_by(drops: object = None, raising: bool = False) -> str:
     return "not found"
 
 
+def shown_by_device(order: tuple[str, str] | None = None, fault: str = "") -> str:
+    """In ranks that are new."""
+    if simulated.compiler() is None:
+        return "not run"
+    handle, answer = tempfile.mkstemp()
+    os.close(handle)
+    ranks = pool(2, "sim")
+    try:
+        ranks.run("test_programs", "row", {"order": order, "fault": fault, "answer": answer}, 400.0)
+        return Path(answer).read_text() or "not found"
+    except pytest.fail.Exception as failed:
+        raised = re.findall(r"^(\S+(?:Error|Exception)): (.*)$", str(failed), re.MULTILINE)
+        return "raises {}: {:.120}".format(*raised[0]) if raised else "ranks do not come back"
+    finally:
+        if ranks.alive:
+            ranks.close(stacks=False)
+
+
+AS_ON_DEVICE = {
+    "wait_stream": test_programs.EVENT,
+    "wait_event": test_programs.EVENT,
+    "work.wait": test_programs.MESSAGE,
+    "synchronize": test_programs.HOST,
+}
+
+
 def main() -> None:
     with world():
-        print("| planted | found by |\n|---|---|")
-        for name, patches in FAULTS.items():
+        print("| planted | the detector | the device |\n|---|---|---|")
+        for name, patches in (FAULTS | BEHIND_EXCEPTIONS).items():
             with planted(patches):
-                print(f"| {name} | {found_by()} |", flush=True)
-        for name, patches in BEHIND_EXCEPTIONS.items():
-            with planted(patches):
-                print(f"| {name} | {found_by(raising=True)} |", flush=True)
-        for key in orders():
-            said = found_by(lambda site, kind, key=key: (site, kind) == key)
-            print(f"| left out: {' '.join(key)} | {COVERED.get(key, said) if said == 'not found' else said} |", flush=True)
+                found = found_by(raising=name in BEHIND_EXCEPTIONS)
+            print(f"| {name} | {found} | {shown_by_device(fault=name)} |", flush=True)
+        for site, kind in orders():
+            found = found_by(lambda *one, key=(site, kind): one == key)
+            found = COVERED.get((site, kind), found) if found == "not found" else found
+            print(f"| left out: {site} {kind} | {found} | {shown_by_device((site, AS_ON_DEVICE[kind]))} |", flush=True)
 
 
 if __name__ == "__main__":

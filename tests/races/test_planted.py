@@ -33,7 +33,10 @@ COVERED = {
     ("runtime/heartbeat.py read (wait)", "wait_event"): "the host waits as well, and nothing on the device reads the answer",
     ("params/group.py synchronize_host (wait)", "wait_event"): "the host waits as well, and the host alone writes such shards",
     ("runtime/reducer.py poll (wait)", "wait_event"): "the host was told that the lane is done",
-    ("runtime/reducer.py _send_heartbeats (wait)", "wait_event"): "the lanes are drained a moment later",
+    (
+        "runtime/reducer.py _send_heartbeats (wait)",
+        "wait_event",
+    ): "the lanes are drained a moment later; the device shows it, where a new page of heartbeats takes the memory",
     ("runtime/heartbeat.py clear (wait)", "wait_event"): "found behind exceptions",
 }
 

@@ -1,0 +1,179 @@
+"""The programs of the race detector, run: on the asynchronous device they train as on the CPU, however late its streams are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rotation
+import simulated
+import torch
+import torch.distributed as dist
+from harness import World, ranks
+from planted import BEHIND_EXCEPTIONS, FAULTS, planted
+from programs import NAMED, Place, Program, Training, limits
+from test_on_device import LATE, late
+from timelines import site
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Build it once, before ranks look for it."""
+    simulated.build()
+
+
+def mesh_of(world: World, device: str, replicas: int) -> DeviceMesh:
+    """Of so many replicas, as far as there are ranks."""
+    if replicas == 1:
+        return init_device_mesh(device, (world.size,), mesh_dim_names=("shard",))
+    replicas = min(replicas, world.size)
+    return init_device_mesh(device, (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def on_device(world: World) -> Place:
+    return Place(
+        partial(mesh_of, world, "sim"),
+        partial(torch.Stream, device="sim"),
+        torch.accelerator.current_stream,
+        "sim",
+        mine=world.mine,
+    )
+
+
+class NoStream:
+    """Of the CPU."""
+
+    def wait_stream(self, other: NoStream) -> None: ...
+
+
+def on_cpu(world: World) -> Place:
+    return Place(partial(mesh_of, world, "cpu"), NoStream, NoStream, mine=world.mine)
+
+
+def told(program: Program, place: Place) -> dict[str, Tensor]:
+    """What a program sees, and its weights in the end."""
+    with limits(128 if program.small else None):
+        training = Training(program, place)
+        training.run()
+    place.current().wait_stream(training.side)  # an optimizer may be at work there
+    values = {f"seen {index}": value.cpu() for index, value in enumerate(training.seen)}
+    return values | {name: parameter.to_local().detach().cpu() for name, parameter in training.model.named_parameters()}
+
+
+def expected(world: World, program: Program) -> dict[str, Tensor]:
+    """What it tells on the CPU, which has no streams, nor memory of a group."""
+    plain = replace(program, towers=False, away=False, memory=False)
+    plain = replace(plain, optimizer=program.optimizer.replace("stream", "end"), hook=program.hook.replace("stream", "lane"))
+    return told(plain, on_cpu(world))
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in other.items() if not torch.equal(one[name], value)]
+
+
+@pytest.mark.parametrize(("name", "how"), rotation.share([(name, how) for name in NAMED for how in LATE]))
+@ranks(2, device="sim")
+def test_a_program_trains_as_on_the_cpu_bit_for_bit(world: World, name: str, how: str) -> None:
+    right = expected(world, NAMED[name])
+    told(replace(NAMED[name], steps=1), on_device(world))  # so that its streams are there
+    with late(world, how):
+        found = told(NAMED[name], on_device(world))
+    different = differences(found, right)
+    assert not different, different
+
+
+# --- what shows if it is left out ---
+
+KINDS = ("stream behind an event", "stream behind a message", "Event.synchronize", "Stream.synchronize", "device synchronize")
+EVENT, MESSAGE, HOST = KINDS[:3]
+
+SHOWN = {  # each order that fullshard makes, by function and kind, and a program that goes wrong without it
+    ("runtime/executor.py _unshard (run)", EVENT): "plain",
+    ("runtime/executor.py _wait (wait)", EVENT): "plain",
+    ("runtime/reducer.py reduce (run)", EVENT): "plain",
+    ("runtime/reducer.py reduce (wait)", EVENT): "plain",
+    ("params/reduction.py wait_on_host (wait)", EVENT): "optimizers in hooks",
+    ("params/reduction.py wait_on_host (block)", HOST): "values of the first rank",
+    ("params/group.py synchronize_host (block)", HOST): "offload, written",
+    ("runtime/reducer.py drain (wait)", EVENT): "kept memory",
+    ("runtime/setup_collectives.py _send (run)", MESSAGE): "values of the first rank",
+    ("runtime/requests.py gather_copy (run)", EVENT): "offload, gathered and written",
+    ("runtime/requests.py gather_copy (wait)", EVENT): "offload, gathered and written",
+    ("_torch.py on_stream", EVENT): "hook on a stream",
+    ("_torch.py wait_for_event", EVENT): "optimizer on a stream",
+    ("_torch.py then_order", EVENT): "backward on a stream",
+}
+IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those that read something wrong raise, and are of no use then
+    ("runtime/heartbeat.py _send (run)", EVENT),
+    ("runtime/heartbeat.py read (block)", HOST),
+    ("runtime/heartbeat.py read_now (block)", HOST),
+    ("runtime/setup_collectives.py _send (run)", EVENT),
+    ("runtime/setup_collectives.py _send (wait)", EVENT),
+    ("runtime/reducer.py _send_heartbeats (wait)", EVENT),  # as long as pages of heartbeats are new
+}
+HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the last one the detector finds
+    ("runtime/heartbeat.py read (wait)", EVENT),
+    ("runtime/heartbeat.py read_now (wait)", EVENT),
+    ("params/group.py synchronize_host (wait)", EVENT),
+    ("runtime/reducer.py poll (wait)", EVENT),
+    ("runtime/reducer.py begin_to_end (wait)", EVENT),
+}
+
+
+@ranks(2, device="sim")
+def test_each_order_is_known_by_what_it_is_for(world: World) -> None:
+    """A new one is put where it belongs above, once it was left out."""
+    found: set[tuple[str, str]] = set()
+
+    def note(kind: str) -> bool:
+        if kind in KINDS and site():
+            found.add((site(), kind))
+        return False
+
+    world.device.on_order(note)
+    for program in NAMED.values():
+        told(program, on_device(world))
+    world.device.on_order(None)
+    polled = {("runtime/reducer.py poll (wait)", EVENT)}  # of reductions that happen to be over
+    assert found | polled == SHOWN.keys() | IN_TABLE | HIDDEN
+
+
+def goes_wrong(world: World, names: list[str], left_out: Any = None) -> str:
+    """The first of these programs that differs from the CPU, on any rank, and which streams were late."""
+    for name in names:
+        right = expected(world, NAMED[name])
+        for how, microseconds in (("others", 500), ("random 1", 500), ("compute", 2_000), ("others", 5_000)):
+            world.device.on_order(left_out)
+            try:
+                with late(world, how, microseconds):
+                    found = told(NAMED[name], on_device(world))
+            finally:
+                world.device.on_order(None)
+            wrong = torch.tensor(len(differences(found, right)))
+            dist.all_reduce(wrong)
+            if wrong:
+                return f"{name}, {how} late: {wrong} values"
+    return ""
+
+
+@pytest.mark.parametrize(("place", "kind"), rotation.share(list(SHOWN)))
+@ranks(2, device="sim")
+def test_an_order_that_is_left_out_shows(world: World, place: str, kind: str) -> None:
+    assert goes_wrong(world, [SHOWN[place, kind]], lambda one: one == kind and site() == place)
+
+
+@ranks(2, device="sim", limit=400.0)
+def row(world: World, order: tuple[str, str] | None, fault: str, answer: str) -> None:
+    """What shows of a fault, for a table: on rank 0 written to the file `answer`."""
+    left_out = None if order is None else lambda kind: (site(), kind) == order
+    with planted((FAULTS | BEHIND_EXCEPTIONS)[fault] if fault else ()):
+        found = goes_wrong(world, list(NAMED), left_out)
+    if world.rank == 0:
+        Path(answer).write_text(found)
