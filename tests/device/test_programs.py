@@ -13,7 +13,7 @@ import simulated
 import torch
 import torch.distributed as dist
 from harness import World, ranks
-from planted import BEHIND_EXCEPTIONS, FAULTS, planted
+from planted import FAULTS, planted
 from programs import NAMED, Place, Program, Training, limits
 from test_on_device import LATE, late
 from timelines import site
@@ -170,10 +170,10 @@ def test_an_order_that_is_left_out_shows(world: World, place: str, kind: str) ->
 
 
 @ranks(2, device="sim", limit=400.0)
-def row(world: World, order: tuple[str, str] | None, fault: str, answer: str) -> None:
+def row(world: World, names: list[str], order: tuple[str, str] | None, fault: str, answer: str) -> None:
     """What shows of a fault, for a table: on rank 0 written to the file `answer`."""
     left_out = None if order is None else lambda kind: (site(), kind) == order
-    with planted((FAULTS | BEHIND_EXCEPTIONS)[fault] if fault else ()):
-        found = goes_wrong(world, list(NAMED), left_out)
+    with planted(FAULTS[fault] if fault else ()):
+        found = goes_wrong(world, names, left_out)
     if world.rank == 0:
         Path(answer).write_text(found)

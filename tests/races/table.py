@@ -49,15 +49,15 @@ def found_by(drops: object = None, raising: bool = False) -> str:
     return "not found"
 
 
-def shown_by_device(order: tuple[str, str] | None = None, fault: str = "") -> str:
-    """In ranks that are new."""
+def shown_by_device(names: list[str], order: tuple[str, str] | None = None, fault: str = "") -> str:
+    """By the first of these programs, in ranks that are new."""
     if simulated.compiler() is None:
         return "not run"
     handle, answer = tempfile.mkstemp()
     os.close(handle)
     ranks = pool(2, "sim")
     try:
-        ranks.run("test_programs", "row", {"order": order, "fault": fault, "answer": answer}, 400.0)
+        ranks.run("test_programs", "row", {"names": names, "order": order, "fault": fault, "answer": answer}, 400.0)
         return Path(answer).read_text() or "not found"
     except pytest.fail.Exception as failed:
         raised = re.findall(r"^(\S+(?:Error|Exception)): (.*)$", str(failed), re.MULTILINE)
@@ -81,11 +81,13 @@ def main() -> None:
         for name, patches in (FAULTS | BEHIND_EXCEPTIONS).items():
             with planted(patches):
                 found = found_by(raising=name in BEHIND_EXCEPTIONS)
-            print(f"| {name} | {found} | {shown_by_device(fault=name)} |", flush=True)
-        for site, kind in orders():
+            device = "nothing raises there" if name in BEHIND_EXCEPTIONS else shown_by_device(list(NAMED), fault=name)
+            print(f"| {name} | {found} | {device} |", flush=True)
+        for (site, kind), names in orders().items():
             found = found_by(lambda *one, key=(site, kind): one == key)
             found = COVERED.get((site, kind), found) if found == "not found" else found
-            print(f"| left out: {site} {kind} | {found} | {shown_by_device((site, AS_ON_DEVICE[kind]))} |", flush=True)
+            device = shown_by_device(names, (site, AS_ON_DEVICE[kind]))
+            print(f"| left out: {site} {kind} | {found} | {device} |", flush=True)
 
 
 if __name__ == "__main__":
