@@ -80,7 +80,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection, kind: str) 
     if kind != "cpu":
         import simulated
 
-        device, backend = simulated.load(), "cpu:gloo,sim:sccl"
+        device, backend = simulated.load(bare=kind != "all sim"), "cpu:gloo,sim:sccl"
         if kind == "all sim":
             simulated.settle_here()
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30))

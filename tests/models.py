@@ -16,6 +16,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import fullshard
+from fullshard.collectives.backends import collectives_for
+from fullshard.collectives.base import Collectives
+from fullshard.collectives.gloo import GlooCollectives
 
 ROWS = 12  # of a global batch: divides by 1, 2, 3 and 4
 
@@ -54,6 +57,18 @@ def shard_stack(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     for block in model.blocks:
         fullshard.fully_shard(block, mesh=mesh, **options)
     return fullshard.fully_shard(model, mesh=mesh, **options)
+
+
+class InOrder(GlooCollectives):
+    """Has gradients that must be cast, or are cut unevenly, go in slices, as they do on an accelerator."""
+
+    in_order = True
+
+
+def in_order(group: Any) -> Collectives:
+    """Collectives that have gradients go in slices, of the CPU or of the device that tensors are made on."""
+    here = torch.empty(0).device
+    return InOrder(group) if here.type == "cpu" else collectives_for(group, here)
 
 
 def batch(step: int, *shape: int) -> Tensor:
@@ -144,7 +159,7 @@ def assert_near(
     scale = largest([expected]) if scale is None else scale
     got, expected = beside(got, expected)
     assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)} on this rank"
-    worst = largest([got.double() - expected.double()])
+    worst = largest([got.double() - expected.to(got.device).double()])  # offloaded shards are the host's
     assert worst <= tolerance * scale, f"{what}: off by {worst:.3g}, largest value {scale:.3g}"
 
 
@@ -181,7 +196,7 @@ def share_grads(model: nn.Module, reference: nn.Module) -> None:
     expected = dict(reference.named_parameters())
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     for name, grad in zip(grads, fulls(grads.values())):
-        expected[name].grad = grad.to(expected[name].dtype, copy=True)
+        expected[name].grad = grad.to(expected[name], copy=True)
 
 
 def square(output: Any) -> Tensor:

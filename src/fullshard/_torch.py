@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from itertools import chain, repeat
@@ -166,6 +166,7 @@ __all__ = [
     "threads_are_ranks",
     "tree_leaves",
     "tree_map_only",
+    "uncounted",
     "unsafe_view",
     "view_base",
     "wait_for_event",
@@ -793,6 +794,13 @@ def counts_collectives() -> bool:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return any(isinstance(mode, CommDebugMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def uncounted() -> AbstractContextManager[object]:
+    """A block in which no CommDebugMode of this thread sees what is sent."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes() if counts_collectives() else nullcontext()
 
 
 def show_collective(kind: str, rank: int, ranks: int, out: Tensor, given: Tensor) -> None:

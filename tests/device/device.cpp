@@ -926,6 +926,20 @@ static void launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (auto& r : results) stack->push_back(std::move(r));
 }
 
+// A device of its own has other operators for convolutions than the CPU: they become those of the CPU.
+static void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+  launch(op, stack);
+}
+
+static void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+  const auto at = stack->end() - 7;  // behind gradient, input and weight: the sizes of the bias, one for each channel of the output
+  const int64_t channels = (at - 3)->toTensor().size(1);
+  stack->insert(at, c10::IValue(std::vector<int64_t>{channels}));
+  launch(op, stack);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&launch>());
 }
@@ -948,6 +962,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", TORCH_FN(at::native::unfold));
   m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
   m.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   // Without a kernel of its own it is taken apart into other operators, whose last bits differ.
   m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&launch>());
 }

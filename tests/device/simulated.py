@@ -21,6 +21,7 @@ stricter than CUDA. SIM_PROTECT=0 lets the host use device memory. SIM_MEMORY_MB
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -31,6 +32,7 @@ import sysconfig
 import tempfile
 import time
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +110,10 @@ class _Device:
     def __exit__(self, *_: object) -> None: ...
 
 
-def load() -> Any:
+def load(*, bare: bool = True) -> Any:
     """Make the device known to torch, in this process and for good; returns the extension, which tells of it.
+
+    bare: whether `torch.sim` has no streams, as of some real devices; where torch itself looks for them, it must.
 
     delay(microseconds, percent, seed): streams sleep up to so long before so many tasks. slow(stream, microseconds): one always.
     waits(), launches(), reset(): what held the host, and what ran, counted. on_wait(function): called for each wait of the host.
@@ -120,7 +124,7 @@ def load() -> Any:
     torch.utils.rename_privateuse1_backend("sim")
     extension: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
-    torch._register_device_module("sim", _module(extension))
+    torch._register_device_module("sim", _module(extension, bare))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
     def backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
@@ -131,8 +135,8 @@ def load() -> Any:
     return extension
 
 
-def _module(extension: Any) -> types.ModuleType:
-    """What torch asks of `torch.sim`. No more: streams, events and memory are those of `torch.Stream` and `torch.accelerator`."""
+def _module(extension: Any, bare: bool) -> types.ModuleType:
+    """What torch asks of `torch.sim`. If `bare` no more: streams are those of `torch.Stream` and `torch.accelerator`."""
     module: Any = types.ModuleType("torch.sim")
     module.device = _Device  # in which torch moves storages
     module.current_device = lambda: 0
@@ -143,6 +147,12 @@ def _module(extension: Any) -> types.ModuleType:
     module._is_in_bad_fork = lambda: False
     module._lazy_call = lambda call, **_: call()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16, torch.float32]
+
+    if not bare:
+        module.Stream, module.Event = partial(torch.Stream, device="sim"), partial(torch.Event, device="sim")
+        module.current_stream = torch.accelerator.current_stream
+        module.stream = lambda stream: stream or contextlib.nullcontext()
+        module.synchronize = torch.accelerator.synchronize
 
     def seed(number: int) -> None:
         extension.default_generator().manual_seed(int(number))

@@ -115,7 +115,7 @@ def test_what_fully_shard_refuses(world: World) -> None:
     )
     sparse = nn.Module()
     sparse.forward = lambda x: x
-    sparse.table = nn.Parameter(torch.eye(3).to_sparse())
+    sparse.table = nn.Parameter(torch.eye(3, device="cpu").to_sparse())
     refused(
         "parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo",
         sparse,

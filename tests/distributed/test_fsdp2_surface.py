@@ -686,11 +686,11 @@ def test_methods_that_a_shard_is_given_after_wrapping_gather_it(world: World, ho
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
-    model = copy.deepcopy(plain).to("meta" if how == "meta" else "cpu")
+    model = copy.deepcopy(plain).to("meta" if how == "meta" else world.mesh.device_type)
     for module in (*model, model):
         fully_shard(module, mesh=world.mesh)
     if how == "meta":
-        model.to_empty(device="cpu")
+        model.to_empty(device=world.mesh.device_type)
         model.load_state_dict(plain.state_dict())
     held = []
     for layer in model:

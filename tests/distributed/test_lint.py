@@ -155,7 +155,7 @@ def test_prefetches_that_are_missed_are_counted_and_said(world: World) -> None:
 
     model = Shuffled()
     policy = fullshard.CommPolicy(
-        lanes=lambda device: fullshard.collectives.streams.HostLane()
+        lanes=lambda device: fullshard.collectives.streams.lane_for(device)
     )  # counted apart from other models
     for module in (*model.parts, model):
         fully_shard(module, mesh=world.mesh, comm_policy=policy)
@@ -166,7 +166,9 @@ def test_prefetches_that_are_missed_are_counted_and_said(world: World) -> None:
         square(model(torch.ones(2, 4), torch.randperm(6, generator=generator).tolist())).backward()
     assert fullshard.stats(model).missed >= 8
     in_order = shard_stack(
-        Stack(), world.mesh, comm_policy=fullshard.CommPolicy(lanes=lambda device: fullshard.collectives.streams.HostLane())
+        Stack(),
+        world.mesh,
+        comm_policy=fullshard.CommPolicy(lanes=lambda device: fullshard.collectives.streams.lane_for(device)),
     )
     for step in range(4):
         square(in_order(batch(step))).backward()

@@ -64,7 +64,7 @@ def test_hybrid_sharding_equals_the_unsharded_model(world: World, reshard: bool 
 
 @ranks(4)
 def test_a_hybrid_mesh_needs_no_names(world: World) -> None:
-    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    mesh = DeviceMesh(world.mesh.device_type, torch.arange(4).view(2, 2))
     sharded, _ = train_both(world, Stack(), lambda m: shard_stack(m, mesh), steps=2)
     weight = sharded.inp.weight
     assert weight.placements == (Replicate(), Shard(0)) and weight.grad is None

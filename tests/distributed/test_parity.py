@@ -19,6 +19,7 @@ from models import (
     assert_same_parameters,
     batch,
     full,
+    in_order,
     rounding,
     shard_stack,
     share_grads,
@@ -30,7 +31,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fullshard.collectives.gloo import GlooCollectives
 from fullshard.sharding import layout
 
 PACKED, DIRECT = CommPolicy(direct_min_bytes=float("inf")), CommPolicy(direct_min_bytes=0)
@@ -58,12 +58,6 @@ def test_direct_messages_give_bit_for_bit_what_packed_ones_give(world: World, si
         assert torch.equal(full(packed.grad), full(direct.grad))
 
 
-class InOrder(GlooCollectives):
-    """Has gradients that must be cast, or are cut unevenly, go in slices, as they do on an accelerator."""
-
-    in_order = True
-
-
 class Wide(Stack):
     """A stack, and a parameter that the second step leaves out on all ranks but one."""
 
@@ -84,7 +78,7 @@ def test_gradients_in_slices_are_bit_for_bit_those_in_one_message(world: World, 
     base = Wide()
     models = [copy.deepcopy(base) for _ in range(2)]
     counts = []
-    for model, comm in zip(models, (PACKED, CommPolicy(direct_min_bytes=0, collectives=InOrder))):
+    for model, comm in zip(models, (PACKED, CommPolicy(direct_min_bytes=0, collectives=in_order))):
         shard_stack(model, world.mesh, comm_policy=comm, mp_policy=mp)
         for step in range(2):
             with fullshard.counting(model) as messages:
@@ -115,7 +109,7 @@ class FewRows(nn.Module):
 
 FEW_ROWS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "in order": {"comm_policy": CommPolicy(collectives=InOrder)},
+    "in order": {"comm_policy": CommPolicy(collectives=in_order)},
     "kept": {"reshard_after_forward": False},
     "smaller group": {"reshard_after_forward": 2},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
@@ -123,7 +117,7 @@ FEW_ROWS: dict[str, dict[str, Any]] = {
     "float16 sums": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
     "bf16, in order": {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        "comm_policy": CommPolicy(collectives=InOrder),
+        "comm_policy": CommPolicy(collectives=in_order),
     },
 }
 

@@ -105,7 +105,7 @@ def test_a_model_built_on_meta_is_materialized_and_loaded(world: World, way: str
     with pytest.raises(StateError, match="still on the meta device: call model.to_empty"):
         model(batch(0))
     if way == "to_empty":
-        model.to_empty(device="cpu")
+        model.to_empty(device=world.mesh.device_type)
         model.load_state_dict(source.state_dict())
     else:
         model.load_state_dict(source.state_dict(), assign=True)
@@ -127,7 +127,7 @@ def test_reset_parameters_after_to_empty_initialises_every_shard(world: World) -
     with torch.device("meta"):
         model = Stack()
     shard_stack(model, world.mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=world.mesh.device_type)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.to_local().fill_(float("nan"))

@@ -77,7 +77,7 @@ def test_replicas_that_were_initialised_after_sharding_are_compared_at_the_first
         with torch.device("meta"):
             model = nn.Linear(4, 4)
         fully_shard(model, mesh=mesh, sync=how)
-        model.to_empty(device="cpu")
+        model.to_empty(device=mesh.device_type)
         torch.manual_seed(world.rank)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -165,7 +165,7 @@ def test_a_scalar_that_every_rank_holds_is_compared_too(world: World) -> None:
     with torch.device("meta"):
         model = Scaled()
     fully_shard(model, mesh=world.mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=world.mesh.device_type)
     with torch.no_grad():
         model.scale.to_local().fill_(world.rank + 1.0)
     text = text_of(StateError, lambda: model(torch.ones(1)))

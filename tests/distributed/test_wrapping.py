@@ -16,12 +16,11 @@ from expecttest import assert_expected_inline
 from harness import World, ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Block, Stack, assert_same_grads, batch, square, train_both
+from models import Block, Stack, assert_same_grads, batch, in_order, square, train_both
 from torch import Tensor, nn
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy, fully_shard, plan_model, shard_model, wrap
-from fullshard.collectives.gloo import GlooCollectives
 from fullshard.frontend.module import units_of
 from fullshard.runtime.unit import unit_of
 from fullshard.sharding import layout
@@ -707,10 +706,6 @@ class Wide(nn.Module):
         return self.gate(x[:, :1024])
 
 
-class InOrder(GlooCollectives):
-    in_order = True
-
-
 @pytest.mark.parametrize("low", [False, True])
 @ranks(2)
 @mock.patch.object(layout, "LEAST_MESSAGE", 1024)
@@ -719,7 +714,7 @@ def test_a_plan_tells_the_messages_that_training_sends(world: World, low: bool) 
     mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
     plan = plan_model(model)
     told = plan.messages(2, mp_policy=mp)
-    shard_model(model, world.mesh, policy=plan, mp_policy=mp, comm_policy=CommPolicy(collectives=InOrder))
+    shard_model(model, world.mesh, policy=plan, mp_policy=mp, comm_policy=CommPolicy(collectives=in_order))
     with fullshard.counting(model) as messages:
         out = model(torch.randn(2, 2048))
     forward = [message for message in messages if message.kind != "heartbeat"]

@@ -62,7 +62,7 @@ class CountedCollectives:
     """Collectives that tell a counter, torch's profiler and CommDebugMode of each message, while one of them is there.
 
     CommDebugMode knows the collectives of torch alone. Collectives that send messages of their own (and so have a `tag`) are
-    shown to it as torch's, but for heartbeats.
+    shown to it as torch's. Heartbeats are not: FSDP2 has none, and programs compare counts.
     """
 
     def __init__(self, inner: Collectives, counter: TrafficCounter, *, keeps: object = None) -> None:
@@ -96,7 +96,10 @@ class CountedCollectives:
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
         """As `Collectives.all_reduce_max`, which only heartbeats use."""
         self._counter.record("heartbeat", [tensor], self.ranks)
-        return self.inner.all_reduce_max(tensor)
+        if not _torch.dispatch_modes():
+            return self.inner.all_reduce_max(tensor)
+        with _torch.uncounted():
+            return self.inner.all_reduce_max(tensor)
 
     def _observed(
         self,
