@@ -103,7 +103,6 @@ SHOWN = {  # each order that fullshard makes, by function and kind, and a progra
     ("params/reduction.py wait_on_host (block)", HOST): "values of the first rank",
     ("params/group.py synchronize_host (block)", HOST): "offload, written",
     ("runtime/reducer.py drain (wait)", EVENT): "kept memory",
-    ("runtime/setup_collectives.py _send (run)", MESSAGE): "values of the first rank",
     ("runtime/requests.py gather_copy (run)", EVENT): "offload, gathered and written",
     ("runtime/requests.py gather_copy (wait)", EVENT): "offload, gathered and written",
     ("_torch.py on_stream", EVENT): "hook on a stream",
@@ -115,6 +114,7 @@ IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those th
     ("runtime/heartbeat.py read (block)", HOST),
     ("runtime/heartbeat.py read_now (block)", HOST),
     ("runtime/setup_collectives.py _send (run)", EVENT),
+    ("runtime/setup_collectives.py _send (run)", MESSAGE),
     ("runtime/setup_collectives.py _send (wait)", EVENT),
     ("runtime/reducer.py _send_heartbeats (wait)", EVENT),  # as long as pages of heartbeats are new
 }

@@ -361,7 +361,7 @@ def test_to_empty_never_leaves_garbage_without_a_word(world: World) -> None:
     with torch.device("meta"):
         model = WithBuffers()
     shard_stack(model, world.mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=world.mesh.device_type)
     with pytest.raises(
         StateError,
         match=r"unit 'WithBuffers': to_empty\(\) allocated parameter 'inp.weight', .*, and nothing has written them: call reset_p",

@@ -13,7 +13,7 @@ from exits import command_line
 from torch import Tensor
 
 from fullshard.weights.converting import convert_weights
-from fullshard.weights.headers import header_bytes, identities, read_checkpoint
+from fullshard.weights.headers import OpenFiles, header_bytes, read_checkpoint
 from fullshard.weights.inspecting import problems
 from fullshard.weights.reading import Read, Reader, bytes_of
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
@@ -38,12 +38,14 @@ def write(file: Path, named: dict[str, Tensor]) -> None:
 
 def read(folder: Path) -> dict[str, Tensor]:
     found = {}
-    for header in read_checkpoint(folder):
-        reader = Reader(identities([header]), threads=1)
+    files = OpenFiles()
+    for header in read_checkpoint(folder, files):
+        reader = Reader(files, threads=1)
         for tensor in header.tensors:
             found[tensor.name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             reader.run([Read(header.file, tensor.offset, found[tensor.name])])
         reader.close()
+    files.close()
     return found
 
 

@@ -35,6 +35,7 @@ class UninitializedTensors:
     def __init__(self, parameters: list[ShardedParameter], buffers: list[tuple[weakref.ref[nn.Module], str]]) -> None:
         self._parameters, self._buffers = parameters, buffers
         self._versions: dict[str, int] = {}
+        self.by = "to_empty() allocated"  # what left them without values, for texts
 
     def but(self, written: Container[int]) -> UninitializedTensors:
         """The same without what is written. written: ids of parameters, and of the tensors that buffers are now."""
@@ -44,6 +45,11 @@ class UninitializedTensors:
             if (module := ref()) is not None and id(getattr(module, name, None)) not in written
         ]
         return UninitializedTensors([p for p in self._parameters if id(p) not in written], buffers)
+
+    @property
+    def places(self) -> list[tuple[weakref.ref[nn.Module], str]]:
+        """Of the buffers and plain parameters: module and name."""
+        return self._buffers
 
     @property
     def parameter_ids(self) -> frozenset[int]:

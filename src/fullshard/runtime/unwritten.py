@@ -26,10 +26,11 @@ def on_meta(unit: Unit) -> UninitializedTensors:
     )
 
 
-def mark_unwritten(unit: Unit, fresh: UninitializedTensors) -> None:
-    """These have memory now, and no values: the next forward raises if that is still so."""
+def mark_unwritten(unit: Unit, fresh: UninitializedTensors, by: str = "to_empty() allocated") -> None:
+    """These have memory now, and no values: the next forward raises if that is still so. by: what left them so."""
     with torch.no_grad():
         fresh.mark()
+    fresh.by = by
     unit.checks.uninitialized = fresh
 
 
@@ -41,17 +42,17 @@ def check_written(unit: Unit) -> None:
     left = fresh.remaining()
     if left:
         raise StateError(
-            f"unit '{unit.name}': to_empty() allocated {', '.join(left)}, and nothing has written "
+            f"unit '{unit.name}': {fresh.by} {', '.join(left)}, and nothing has written "
             f"{'it' if len(left) == 1 else 'them'}: call reset_parameters(), load_state_dict() or fullshard.materialize() "
             "before the first forward"
         )
     soft = fresh.remaining(persistent=False)
     if soft:
         warnings.warn(
-            f"unit '{unit.name}': to_empty() allocated {', '.join(soft)}, and nothing has written "
-            f"{'it' if len(soft) == 1 else 'them'} before the first forward. No state dict holds such "
-            "buffers: compute them anew after to_empty(), in reset_parameters() or by hand, or call materialize() "
-            "instead of to_empty(). If the forward itself fills them, this is no mistake",
+            f"unit '{unit.name}': {fresh.by} {', '.join(soft)}, and nothing has written "
+            f"{'it' if len(soft) == 1 else 'them'} before the first forward. No state dict holds such buffers: compute them "
+            "anew, in reset_parameters() or by hand, or call materialize() instead of to_empty(). If the forward itself fills "
+            "them, this is no mistake",
             stacklevel=2,
         )
     unit.checks.uninitialized = None

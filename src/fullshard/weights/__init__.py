@@ -20,6 +20,7 @@ save_plan.py  which rank writes which rows, and from whom it gets them
 writing.py    writes memory to files, by a thread per file
 commit.py     a directory that is replaced in one step
 background.py a save behind the training: its ranks settle through the store
+steps.py      a directory for each step, and a link to the latest
 saving.py     save_weights()
 ema.py        EMA: moving averages of a model's weights
 streaming.py  iter_full()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,11 +40,15 @@ class Fresh:
         for unit, fresh in self._by_unit:
             left = fresh.but(written)
             if left.names():
-                mark_unwritten(unit, left)
+                mark_unwritten(unit, left, "load_weights() allocated")
                 names += left.names()
         others = self._others.but(written)
         with torch.no_grad():
             others.mark()
+        others.by = "load_weights() allocated"
+        for ref in {ref for ref, _ in others.places}:
+            if (module := ref()) is not None:
+                _WITHOUT[module] = others
         return (*names, *others.names())
 
 
@@ -76,6 +80,27 @@ def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     return parameter
 
 
+_WITHOUT: weakref.WeakKeyDictionary[nn.Module, UninitializedTensors] = weakref.WeakKeyDictionary()
+"""Modules outside of units of which something has no values."""
+
+
+def has_marks(model: nn.Module, units: Iterable[Unit]) -> bool:
+    """Whether something of a model was left without values, and no forward has looked since; the same on every rank."""
+    return any(unit.checks.uninitialized is not None for unit in units) or any(one in _WITHOUT for one in model.modules())
+
+
+def check_values(model: nn.Module, units: Iterable[Unit], doing: str) -> None:
+    """Raises ValueError if something that a checkpoint would hold was never written, on this rank, naming it."""
+    fresh = [unit.checks.uninitialized for unit in units] + [_WITHOUT.get(module) for module in model.modules()]
+    for one in fresh:
+        left = [] if one is None else one.remaining()
+        if one is not None and left:
+            raise ValueError(
+                f"{doing} found no values: {one.by} {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}, and nothing has "
+                f"written {'it' if len(left) == 1 else 'them'} since: load or initialise the model before"
+            )
+
+
 def mark_all(unit: Unit) -> None:
     """All that a state dict has of a unit is half written: the next forward raises."""
     buffers = [
@@ -84,7 +109,7 @@ def mark_all(unit: Unit) -> None:
         for name, _ in module.named_buffers(recurse=False)
         if _torch.persists(module, name)
     ]
-    mark_unwritten(unit, UninitializedTensors(list(unit.parameters), buffers))
+    mark_unwritten(unit, UninitializedTensors(list(unit.parameters), buffers), "load_weights() failed, and left half written")
 
 
 def _modules_of(unit: Unit) -> Iterator[nn.Module]:
@@ -103,4 +128,4 @@ def _outside(model: nn.Module, of_units: Container[int]) -> Iterator[tuple[weakr
                 yield weakref.ref(module), name
 
 
-__all__ = ["Fresh", "allocate", "mark_all"]
+__all__ = ["Fresh", "allocate", "check_values", "has_marks", "mark_all"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +17,7 @@ from torch import Tensor
 from fullshard.weights.boxes import Box
 from fullshard.weights.commit import Extra, Replacement
 from fullshard.weights.computing import Calculator
-from fullshard.weights.headers import FileTensor, identities, read_checkpoint
+from fullshard.weights.headers import FileTensor, OpenFiles, read_checkpoint
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, Piece, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
 from fullshard.weights.reading import Read, Reader, place_in_file
@@ -86,14 +87,14 @@ def convert_weights(
             raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
-    headers = read_checkpoint(source)
-    state = {tensor.name: Mapped.of(tensor) for header in headers for tensor in header.tensors}
-    mapped = map_keys(key_map, state)
-    layout, outputs = _outputs(mapped, dtype, max_shard_bytes)
-    replacement = Replacement(directory)
-    reader = Reader(identities(headers), threads=threads)
+    replacement = Replacement(directory, uuid.uuid4().hex)
+    files = OpenFiles()
+    reader = Reader(files, threads=threads)
     writer = Writer(replacement.path, threads=threads)
     try:
+        headers = read_checkpoint(source, files)
+        state = {tensor.name: Mapped.of(tensor) for header in headers for tensor in header.tensors}
+        layout, outputs = _outputs(map_keys(key_map, state), dtype, max_shard_bytes)
         replacement.prepare(layout)
         with torch.no_grad():
             _Conversion(reader, writer, max(1, buffer_bytes // 4)).run(outputs)
@@ -107,6 +108,7 @@ def convert_weights(
         raise
     finally:
         reader.close()
+        files.close()
         writer.close()
     return Converted(reader.read, writer.written, time.perf_counter() - began, tuple(file.name for file in layout.files))
 

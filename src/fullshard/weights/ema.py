@@ -14,6 +14,8 @@ from fullshard import _torch
 from fullshard.errors import StateError
 from fullshard.params.group import ParamGroup
 from fullshard.runtime.runtime import runtime_of
+from fullshard.weights.allocating import check_values, has_marks
+from fullshard.weights.meeting import Meeting
 from fullshard.weights.targets import Held, ModelTensors, tensors_of
 
 
@@ -83,6 +85,8 @@ class EMA:
         empty = [held.names[0] for held in tensors.held if held.local.device.type == "meta"]
         if empty:
             raise ValueError(f"'{empty[0]}' is on meta and has no values: load_weights() or materialize() the model before")
+        if has_marks(model, tensors.units):
+            Meeting(tensors, "EMA()").run(lambda: check_values(model, tensors.units, "EMA()"))
         self._units = tensors.units
         self._flats = [self._flat_of(group) for group in self._groups()]
         slots = {id(one): (module, key) for module in model.modules() for key, one in _torch.parameters_of(module).items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -46,6 +47,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST = 100_000_000  # bytes of a header, the limit of the format
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+LATEST = "latest"  # a link to the directory of the step that was saved last
 
 
 class BadFile(ValueError):
@@ -68,6 +70,72 @@ class FileTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+class OpenFiles:
+    """Files that are read, each opened once, in directories that are opened once.
+
+    So all are of one checkpoint, also if another one takes its place meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._directories: dict[str, int] = {}
+        self._files: dict[str, int] = {}
+        self._times: dict[str, int] = {}  # of the last write to each, as it was opened
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close them."""
+        for descriptor in (*self._files.values(), *self._directories.values()):
+            os.close(descriptor)
+        self._files.clear()
+        self._times.clear()
+        self._directories.clear()
+
+    def directory(self, path: str | Path) -> int:
+        """The descriptor of a directory.
+
+        Raises:
+            OSError: if it cannot be opened.
+        """
+        folder = str(path) or "."
+        if folder not in self._directories:
+            self._directories[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return self._directories[folder]
+
+    def file(self, path: str | Path) -> int:
+        """The descriptor of a file.
+
+        Raises:
+            BadFile: if it cannot be opened, or is none (a directory, a pipe).
+        """
+        name = str(path)
+        if name not in self._files:
+            folder, last = os.path.split(name)
+            try:
+                found = os.open(last, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.directory(folder))
+            except OSError as failure:
+                raise BadFile(f"{name}: {failure.strerror}") from failure
+            status = os.fstat(found)
+            if not stat.S_ISREG(status.st_mode):
+                os.close(found)
+                raise BadFile(f"{name} is no regular file")
+            self._files[name], self._times[name] = found, status.st_mtime_ns
+        return self._files[name]
+
+    def check_unchanged(self) -> None:
+        """Raises BadFile if somebody wrote to a file since it was opened."""
+        for name, descriptor in self._files.items():
+            if os.fstat(descriptor).st_mtime_ns != self._times[name]:
+                raise BadFile(f"{name} was written to while it was read: its values may be of two checkpoints")
+
+
+SAMPLES, SAMPLE = 64, 4096  # of a file, and bytes of each
+
+
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
     """By what a rank knows that it opened the file of which the first rank read the header, or a copy of it.
@@ -81,15 +149,33 @@ class FileIdentity:
     header_nbytes: int
     digest: str
 
-    def difference(self, descriptor: int) -> str | None:
-        """How the file behind a descriptor differs; None if it does not. The header of a copy is read for that."""
+    def is_same(self, descriptor: int) -> bool:
+        """Whether it is this file, at this time."""
         status = os.fstat(descriptor)
-        if status.st_size != self.nbytes:
-            return f"{status.st_size:,} bytes on one rank, {self.nbytes:,} on the first"
-        if (status.st_mtime_ns, status.st_ino) == (self.modified_ns, self.inode):
-            return None
-        same = _digest(os.pread(descriptor, self.header_nbytes, 0)) == self.digest
-        return None if same else "other tensors, or the same in another order, on one rank than on the first"
+        return (status.st_size, status.st_mtime_ns, status.st_ino) == (self.nbytes, self.modified_ns, self.inode)
+
+    def difference(self, descriptor: int, sampled: str) -> str | None:
+        """How the file behind a descriptor differs; None if it is a copy. Its header is read for that, and samples of its data.
+
+        sampled: the digest of samples of the first rank's file.
+        """
+        size = os.fstat(descriptor).st_size
+        if size != self.nbytes:
+            return f"{size:,} bytes on one rank, {self.nbytes:,} on the first"
+        if _digest(os.pread(descriptor, self.header_nbytes, 0)) != self.digest:
+            return "other tensors, or the same in another order, on one rank than on the first"
+        return (
+            None if samples(descriptor) == sampled else "other values on one rank than on the first, as a copy of another step"
+        )
+
+
+def samples(descriptor: int) -> str:
+    """A digest of parts of a file, in hexadecimal: blocks at equal distances, and its end."""
+    size, found = os.fstat(descriptor).st_size, hashlib.sha256()
+    last = max(0, size - SAMPLE)
+    for number in range(SAMPLES):
+        found.update(os.pread(descriptor, SAMPLE, last * number // (SAMPLES - 1)))
+    return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +193,17 @@ class Header:
     identity: FileIdentity | None = None
 
 
-def read_header(file: str | Path) -> Header:
-    """Read and check the header of a file; its data is not read.
+def read_header(file: str | Path, files: OpenFiles | None = None) -> Header:
+    """Read and check the header of a file; its data is not read. files: where it stays open.
 
     Raises:
         BadFile: naming the file, and the tensor, for anything that the format does not allow.
     """
+    if files is None:
+        with OpenFiles() as files:
+            return read_header(file, files)
     path = str(file)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as failure:
-        raise BadFile(f"{path}: {failure.strerror}") from failure
+    descriptor = files.file(path)
     try:
         status = os.fstat(descriptor)
         size = status.st_size
@@ -130,8 +216,6 @@ def read_header(file: str | Path) -> Header:
         text = _read(descriptor, length, 8, path, size)
     except OSError as failure:
         raise BadFile(f"{path}: {failure.strerror}") from failure
-    finally:
-        os.close(descriptor)
     identity = FileIdentity(size, status.st_mtime_ns, status.st_ino, 8 + length, _digest(begin + text))
     return replace(parse_header(path, text, size), identity=identity)
 
@@ -238,17 +322,21 @@ def header_bytes(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], meta
 # --- the files of a checkpoint ---
 
 
-def read_checkpoint(source: Any) -> list[Header]:
+def read_checkpoint(source: Any, files: OpenFiles | None = None) -> list[Header]:
     """The headers of all files of a checkpoint.
 
     Args:
         source: a directory, an index, a file, or several files.
+        files: where they stay open.
 
     Raises:
         BadFile: for what is none, or if two files have the same tensor, or the index names what is not there.
     """
-    files, index = files_of(source)
-    headers = [read_header(file) for file in files]
+    if files is None:
+        with OpenFiles() as files:
+            return read_checkpoint(source, files)
+    paths, index = files_of(source, files)
+    headers = [read_header(path, files) for path in paths]
     where: dict[str, str] = {}
     for tensor in (tensor for header in headers for tensor in header.tensors):
         if tensor.name in where:
@@ -260,17 +348,15 @@ def read_checkpoint(source: Any) -> list[Header]:
     return headers
 
 
-def identities(headers: Sequence[Header]) -> dict[str, FileIdentity]:
-    """Of files whose headers were read, by file."""
-    return {header.file: header.identity for header in headers if header.identity is not None}
-
-
-def files_of(source: Any) -> tuple[list[str], dict[str, str] | None]:
+def files_of(source: Any, files: OpenFiles | None = None) -> tuple[list[str], dict[str, str] | None]:
     """The files of a checkpoint, and which tensors are where by an index, None if there is none.
 
     Raises:
         BadFile: for what is none.
     """
+    if files is None:
+        with OpenFiles() as files:
+            return files_of(source, files)
     if isinstance(source, (list, tuple)):
         if not source:
             raise BadFile("the list of files to load is empty")
@@ -279,22 +365,39 @@ def files_of(source: Any) -> tuple[list[str], dict[str, str] | None]:
         raise BadFile(f"source must be a directory, an index, a file or a list of files, got a {type(source).__name__}")
     path = Path(source)
     if not path.is_dir():
-        return _of_index(path) if path.name.endswith(".json") else ([str(path)], None)
-    if (path / INDEX).exists():
-        return _of_index(path / INDEX)
-    if (path / SINGLE).exists():
-        return [str(path / SINGLE)], None
-    files = sorted(str(file) for file in path.glob("*.safetensors"))
-    if not files:
-        there = sorted(entry.name for entry in path.iterdir())[:8]
-        raise BadFile(f"{path} has no *.safetensors: it has {', '.join(there) or 'nothing'}")
-    return files, None
-
-
-def _of_index(path: Path) -> tuple[list[str], dict[str, str]]:
+        return _of_index(path, files) if path.name.endswith(".json") else ([str(path)], None)
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        there = sorted(os.listdir(files.directory(path)))
+    except OSError as failure:
+        raise BadFile(f"{path}: {failure.strerror}") from failure
+    if INDEX in there:
+        return _of_index(path / INDEX, files)
+    if SINGLE in there:
+        return [str(path / SINGLE)], None
+    found = [str(path / name) for name in there if name.endswith(".safetensors")]
+    if not found:
+        steps = f"; {path / LATEST} leads to the latest step" if LATEST in there else ""
+        raise BadFile(f"{path} has no *.safetensors: it has {', '.join(there[:8]) or 'nothing'}{steps}")
+    return found, None
+
+
+def read_index(path: Path, files: OpenFiles) -> Any:
+    """The content of an index.
+
+    Raises:
+        BadFile: if it cannot be read.
+        ValueError: if it is no JSON.
+    """
+    descriptor = files.file(path)
+    return json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8"))
+
+
+def _of_index(path: Path, files: OpenFiles) -> tuple[list[str], dict[str, str]]:
+    try:
+        told = read_index(path, files)
         names = dict(told["weight_map"])
+    except BadFile:
+        raise
     except OSError as failure:
         raise BadFile(f"{path}: {failure.strerror}") from failure
     except (ValueError, KeyError, TypeError, RecursionError) as failure:
@@ -309,16 +412,19 @@ def _of_index(path: Path) -> tuple[list[str], dict[str, str]]:
 __all__ = [
     "DTYPES",
     "INDEX",
+    "LATEST",
     "NAMES",
     "SINGLE",
     "BadFile",
     "FileIdentity",
     "FileTensor",
     "Header",
+    "OpenFiles",
     "files_of",
     "header_bytes",
-    "identities",
     "parse_header",
     "read_checkpoint",
     "read_header",
+    "read_index",
+    "samples",
 ]

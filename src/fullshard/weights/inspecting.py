@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -13,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fullshard.weights.commit import beside
-from fullshard.weights.headers import INDEX, NAMES, BadFile, FileTensor, Header, files_of, identities, read_header
+from fullshard.weights.commit import left_over as unfinished
+from fullshard.weights.headers import INDEX, NAMES, BadFile, FileTensor, Header, OpenFiles, files_of, read_header, read_index
 from fullshard.weights.reading import Read, Reader
 from fullshard.wrap.tables import aligned, bytes_text
 
@@ -63,8 +62,9 @@ def left_over(source: Any) -> list[str]:
         found += [
             f"left over: {one.name}, which no index names" for one in sorted(path.glob("*.safetensors")) if one.name not in used
         ]
-    if beside(path).exists():
-        found.append(f"left over: {beside(path)}, of a save that was not finished")
+    left = unfinished(path)
+    if left is not None:
+        found.append(f"left over: {left}, of a save that was not finished")
     return found
 
 
@@ -75,15 +75,20 @@ def problems(
 
     values: whether to read all tensors, too, and look for NaN and infinity.
     """
+    with OpenFiles() as files:
+        return _problems(source, files, values=values, threads=threads, limit=max(1, buffer_bytes // 4))
+
+
+def _problems(source: Any, files: OpenFiles, *, values: bool, threads: int, limit: int) -> tuple[list[str], list[Header]]:
     try:
-        files, index = files_of(source)
+        paths, index = files_of(source, files)
     except BadFile as wrong:
         return [str(wrong)], []
     found: list[str] = []
     headers: list[Header] = []
-    for file in files:
+    for path in paths:
         try:
-            headers.append(read_header(file))
+            headers.append(read_header(path, files))
         except BadFile as wrong:
             found.append(str(wrong))
     where: dict[str, str] = {}
@@ -91,15 +96,17 @@ def problems(
         if tensor.name in where:
             found.append(f"tensor '{tensor.name}' is in {where[tensor.name]} and in {tensor.file}")
         where[tensor.name] = tensor.file
-    if index is not None and len(headers) == len(files):
-        found += _against_index(source, index, where, headers)
+    if index is not None and len(headers) == len(paths):
+        found += _against_index(source, files, index, where, headers)
     if values:
         for header in headers:
-            found += _values(header, threads=threads, limit=max(1, buffer_bytes // 4))
+            found += _values(header, files, threads=threads, limit=limit)
     return found, headers
 
 
-def _against_index(source: Any, index: dict[str, str], where: dict[str, str], headers: Sequence[Header]) -> list[str]:
+def _against_index(
+    source: Any, files: OpenFiles, index: dict[str, str], where: dict[str, str], headers: Sequence[Header]
+) -> list[str]:
     found = [
         f"the index says that '{name}' is in {file}, which does not have it"
         for name, file in index.items()
@@ -107,7 +114,7 @@ def _against_index(source: Any, index: dict[str, str], where: dict[str, str], he
     ]
     found += [f"{file} has '{name}', which the index does not name" for name, file in where.items() if name not in index]
     path = Path(source)
-    told = json.loads((path / INDEX if path.is_dir() else path).read_text(encoding="utf-8"))
+    told = read_index(path / INDEX if path.is_dir() else path, files)
     total = sum(tensor.nbytes for header in headers for tensor in header.tensors)
     said = told.get("metadata", {}).get("total_size") if isinstance(told.get("metadata", {}), dict) else None
     if said is not None and said != total:
@@ -115,9 +122,9 @@ def _against_index(source: Any, index: dict[str, str], where: dict[str, str], he
     return found
 
 
-def _values(header: Header, *, threads: int, limit: int) -> list[str]:
+def _values(header: Header, files: OpenFiles, *, threads: int, limit: int) -> list[str]:
     """Tensors with NaN or infinity, and those that cannot be read."""
-    reader = Reader(identities([header]), threads=threads)
+    reader = Reader(files, threads=threads)
     found: list[str] = []
     try:
         for tensor in header.tensors:

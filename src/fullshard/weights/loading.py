@@ -19,7 +19,7 @@ from fullshard.weights.boxes import Box
 from fullshard.weights.commit import warn_of_leftover
 from fullshard.weights.computing import Calculator
 from fullshard.weights.exchange import Exchange, Receive, Send
-from fullshard.weights.headers import DTYPES, NAMES, FileIdentity, FileTensor, identities, read_checkpoint
+from fullshard.weights.headers import DTYPES, NAMES, BadFile, FileIdentity, FileTensor, OpenFiles, read_checkpoint, samples
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys, nearest
 from fullshard.weights.meeting import Meeting
 from fullshard.weights.plan import LoadPlan, Part, Use, plan_load
@@ -29,6 +29,7 @@ from fullshard.weights.staging import Stage, batches
 from fullshard.weights.targets import Held, ModelTensors, tensors_of
 
 Replicas = Literal["auto", "read"]
+ATTEMPTS, PAUSE = 8, 0.1  # at one checkpoint on all ranks, and seconds between two
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,29 +115,35 @@ def load_weights(
         runtime_of(unit).requests.refresh(unit)
     meeting = Meeting(tensors, "load_weights()")
     meeting.run(join_saves)
-    state, files = _state_of(meeting, source)
-    match = meeting.run(lambda: _Match(tensors, map_keys(key_map, state), strict=strict))
     limit = max(1, buffer_bytes // 4)
-    plan = plan_load(
-        [(held.target, mapped) for held, mapped in match.found],
-        rank=tensors.index,
-        ranks=len(tensors.ranks),
-        limit=limit,
-        exchanges=replicas == "auto",
-    )
-    fresh = allocate(model, tensors)
-    tensors = tensors_of(model)  # what was on meta is another tensor now
-    local = {held.target.name: held.local for held in tensors.held}
-    load = _Load(meeting, [local[held.target.name] for held, _ in match.found], files, threads=threads, limit=limit)
-    try:
-        with torch.no_grad():
-            load.run(plan)
-    except BaseException:
-        for unit in tensors.units:
-            mark_all(unit)
-        raise
-    finally:
-        load.reader.close()
+    with OpenFiles() as files:
+        for attempt in range(ATTEMPTS):
+            files.close()
+            state, known = _state_of(meeting, source, files)
+            match = meeting.run(partial(_match, tensors, key_map, state, strict=strict))
+            plan = plan_load(
+                [(held.target, mapped) for held, mapped in match.found],
+                rank=tensors.index,
+                ranks=len(tensors.ranks),
+                limit=limit,
+                exchanges=replicas == "auto",
+            )
+            if _are_one_checkpoint(meeting, files, plan.files(meeting.index), known, last=attempt == ATTEMPTS - 1):
+                break
+        fresh = allocate(model, tensors)
+        tensors = tensors_of(model)  # what was on meta is another tensor now
+        local = {held.target.name: held.local for held in tensors.held}
+        load = _Load(meeting, [local[held.target.name] for held, _ in match.found], files, threads=threads, limit=limit)
+        try:
+            with torch.no_grad():
+                load.run(plan)
+            meeting.run(files.check_unchanged)
+        except BaseException:
+            for unit in tensors.units:
+                mark_all(unit)
+            raise
+        finally:
+            load.reader.close()
     for unit in tensors.units:
         runtime_of(unit).requests.refresh(unit)
         unit.log_write("load_weights()")
@@ -164,27 +171,75 @@ def _check(*, strict: object, threads: object, buffer_bytes: object, replicas: o
         raise ValueError(f"replicas must be 'auto' or 'read', got {replicas!r}")
 
 
-def _state_of(meeting: Meeting, source: Any) -> tuple[State, dict[str, FileIdentity]]:
-    """The tensors of a checkpoint by name, and its files, as the first rank reads them."""
+def _state_of(meeting: Meeting, source: Any, files: OpenFiles) -> tuple[State, dict[str, FileIdentity]]:
+    """The tensors of a checkpoint by name, and its files, as the first rank reads them, which has them open then."""
 
     def read() -> bytes:
         if meeting.index:
             return b""
         warn_of_leftover(source)
-        headers = read_checkpoint(source)
-        files = [[file, *astuple(identity)] for file, identity in identities(headers).items()]
+        headers = read_checkpoint(source, files)
+        identities = [[header.file, *astuple(header.identity)] for header in headers if header.identity is not None]
         numbers = {header.file: number for number, header in enumerate(headers)}
         told = [
             [t.name, numbers[t.file], NAMES[t.dtype], list(t.shape), t.offset] for header in headers for t in header.tensors
         ]
-        return json.dumps([files, told]).encode()
+        return json.dumps([identities, told]).encode()
 
-    files, told = json.loads(meeting.first(meeting.run(read)))
+    known, told = json.loads(meeting.first(meeting.run(read)))
     state = {
-        name: Mapped.of(FileTensor(name, files[number][0], DTYPES[dtype], tuple(shape), offset))
+        name: Mapped.of(FileTensor(name, known[number][0], DTYPES[dtype], tuple(shape), offset))
         for name, number, dtype, shape, offset in told
     }
-    return state, {file: FileIdentity(*facts) for file, *facts in files}
+    return state, {file: FileIdentity(*facts) for file, *facts in known}
+
+
+def _are_one_checkpoint(
+    meeting: Meeting, files: OpenFiles, mine: Sequence[str], known: dict[str, FileIdentity], *, last: bool
+) -> bool:
+    """Open the files that this rank reads, and see whether all ranks have those of the first one, or copies of them.
+
+    They have not if a save puts another checkpoint into its place in this moment: then it is tried again.
+
+    Raises:
+        BadFile: on every rank, on the `last` attempt.
+    """
+
+    def opened() -> list[str]:
+        return [file for file in mine if not known[file].is_same(files.file(file))]
+
+    others, missing = [], None
+    try:
+        others = opened()
+    except BadFile as failure:
+        missing = failure
+    found = meeting.maximum(torch.tensor([missing is not None, len(others) > 0], device="cpu", dtype=torch.int32)).tolist()
+    if not any(found):
+        return True
+
+    def sampled() -> bytes:
+        return json.dumps({file: samples(files.file(file)) for file in known}).encode() if meeting.index == 0 else b""
+
+    digests = json.loads(meeting.first(meeting.run(sampled)))
+
+    def compare() -> str | None:
+        if missing is not None:
+            return str(missing)
+        differences = ((file, known[file].difference(files.file(file), digests[file])) for file in others)
+        return next((f"{file} has {how}: the files differ" for file, how in differences if how is not None), None)
+
+    wrong = meeting.run(compare)
+    if not meeting.maximum(torch.tensor([wrong is not None], device="cpu", dtype=torch.int32)).item():
+        return True
+    if last:
+        meeting.run(partial(_raise, wrong))
+    time.sleep(PAUSE)
+    return False
+
+
+def _raise(text: str | None) -> None:
+    if text is not None:
+        raise BadFile(text)
 
 
 class _Match:
@@ -229,6 +284,10 @@ class _Match:
         return []
 
 
+def _match(tensors: ModelTensors, key_map: KeyMap, state: State, *, strict: bool) -> _Match:
+    return _Match(tensors, map_keys(key_map, state), strict=strict)
+
+
 def _named(text: str, names: Sequence[str], others: Sequence[str]) -> list[str]:
     told = [text.format(f"'{name}'") + nearest(name, others) for name in names[:4]]
     return [*told, text.format(f"{len(names) - 4} more")] if len(names) > 4 else told
@@ -252,9 +311,7 @@ class _Load:
     is written; in a round, a quarter each is read, was read, is sent, and comes.
     """
 
-    def __init__(
-        self, meeting: Meeting, local: Sequence[Tensor], files: dict[str, FileIdentity], *, threads: int, limit: int
-    ) -> None:
+    def __init__(self, meeting: Meeting, local: Sequence[Tensor], files: OpenFiles, *, threads: int, limit: int) -> None:
         self._meeting, self._local, self._limit = meeting, local, limit
         self.reader = Reader(files, threads=threads)
         self._calculator = Calculator(self.reader)

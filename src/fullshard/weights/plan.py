@@ -61,6 +61,19 @@ class LoadPlan:
     own: tuple[Part, ...]
     rounds: tuple[Round[Part], ...] = ()
 
+    def files(self, rank: int) -> list[str]:
+        """The files that this rank reads, in order."""
+        shared = (part.source for turn in self.rounds for part in turn.parts if part.reader == rank)
+        return sorted({file for source in (*(part.source for part in self.own), *shared) for file in _files(source)})
+
+
+def _files(source: Source) -> Iterator[str]:
+    if isinstance(source, FileTensor):
+        yield source.file
+    elif isinstance(source, Computed):
+        for piece in (piece for mapped in source.inputs for piece in mapped.pieces):
+            yield from _files(piece.source)
+
 
 def plan_load(
     targets: Sequence[tuple[ModelTensor, Mapped]], *, rank: int, ranks: int, limit: int, exchanges: bool = True

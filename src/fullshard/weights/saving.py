@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.runtime.runtime import runtime_of
+from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.background import Saving, StoreMeeting, join_saves
 from fullshard.weights.commit import Extra, Replacement
 from fullshard.weights.ema import EMA
@@ -26,6 +27,7 @@ from fullshard.weights.reading import place_in_file
 from fullshard.weights.rounds import Round
 from fullshard.weights.save_plan import SavePlan, Supply, Written, plan_save
 from fullshard.weights.staging import Stage, batches
+from fullshard.weights.steps import Steps
 from fullshard.weights.targets import ModelTensors, standing_for, tensors_of
 from fullshard.weights.writing import Write, Writer
 
@@ -39,6 +41,7 @@ class Saved:
         bytes_exchanged: sent to other ranks.
         seconds: in all.
         files: names of the files with weights.
+        directory: where they are.
 
     Example:
         >>> save_weights(model, "checkpoint").files                                           # doctest: +SKIP
@@ -49,6 +52,7 @@ class Saved:
     bytes_exchanged: int
     seconds: float
     files: tuple[str, ...]
+    directory: str
 
 
 @overload
@@ -61,6 +65,8 @@ def save_weights(
     key_map: KeyMap = ...,
     extra: Extra | None = ...,
     weights: EMA | None = ...,
+    step: int | None = ...,
+    keep: int | None = ...,
     threads: int = ...,
     buffer_bytes: int = ...,
     background: Literal[False] = ...,
@@ -77,6 +83,8 @@ def save_weights(
     key_map: KeyMap = ...,
     extra: Extra | None = ...,
     weights: EMA | None = ...,
+    step: int | None = ...,
+    keep: int | None = ...,
     threads: int = ...,
     buffer_bytes: int = ...,
     background: Literal[True],
@@ -92,6 +100,8 @@ def save_weights(
     key_map: KeyMap = None,
     extra: Extra | None = None,
     weights: EMA | None = None,
+    step: int | None = None,
+    keep: int | None = None,
     threads: int = 8,
     buffer_bytes: int = 256 << 20,
     background: bool = False,
@@ -104,13 +114,18 @@ def save_weights(
 
     Args:
         model: sharded or not.
-        directory: on a file system that all ranks share. Other files in it are kept.
+        directory: on a file system that all ranks share. Other files in it are kept, also those that somebody makes there
+            meanwhile. Two saves at a time are refused. Whoever opens files of it by their paths while a save ends may get files
+            of both checkpoints; `load_weights` does not, and with `step` nobody does.
         max_shard_bytes: of the tensors in one file; a tensor that is larger has a file of its own.
         dtype: of floating-point tensors in the files; None keeps that of the shards.
         key_map: from names of the model to those in the files, as of `load_weights`; without `Convert`.
         extra: further files of the same commit: names and their contents (text, bytes, or the path of a file), or a function
             that writes to the folder it is given; the first rank does.
         weights: averages that stand for the model's own parameters, in their dtype unless `dtype` says another.
+        step: of the training: the checkpoint is the directory `step-{step}` in `directory`, beside those of other steps, and
+            the link `latest` leads to it in the end.
+        keep: how many steps stay, this one and those with the highest numbers; None keeps all.
         threads: that write at a time.
         buffer_bytes: of host memory for what cannot be written from the shards: other dtypes and devices, rows of other ranks.
         background: whether to copy what this rank writes to the memory of the host, return, and write behind the training,
@@ -122,7 +137,9 @@ def save_weights(
         `load_weights` waits for it, too, and so does the end of the process.
 
     Raises:
-        ValueError: on every rank, before anything is written: if there is no room on the disk, or rules do not fit.
+        ValueError: on every rank, before anything is written: if there is no room on the disk, rules do not fit, parameters
+            have no values, the directory cannot be replaced (a mount point, the current one), or another save to it is
+            under way.
         RuntimeError: on every rank: if a rank could not write, now or in the background before; the directory is as it was.
         StateError: inside a forward or backward.
 
@@ -131,6 +148,9 @@ def save_weights(
     """
     began = time.perf_counter()
     _check(max_shard_bytes=max_shard_bytes, threads=threads, buffer_bytes=buffer_bytes, dtype=dtype, background=background)
+    if keep is not None and step is None:
+        raise ValueError(f"keep={keep!r} is of steps: pass step=, too")
+    steps = None if step is None else Steps(directory, step, keep)
     tensors = tensors_of(model)
     for unit in tensors.units:
         runtime_of(unit).requests.reshard(unit, doing="save_weights()")
@@ -139,17 +159,21 @@ def save_weights(
         tensors = standing_for(tensors_of(model), weights.values())
     meeting = Meeting(tensors, "save_weights()")
     meeting.run(join_saves)
+    if has_marks(model, tensors.units):
+        meeting.run(lambda: check_values(model, tensors.units, "save_weights()"))
     layout, outputs = meeting.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes))
     limit = max(1, buffer_bytes // 4)
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
-    save = _Save(meeting, tensors, layout, Replacement(directory), began, threads=threads, limit=limit, keeps=background)
+    token = meeting.first(uuid.uuid4().hex.encode()).decode()
+    replacement = Replacement(directory if steps is None else steps.directory, token)
+    save = _Save(meeting, tensors, layout, replacement, steps, began, threads=threads, limit=limit, keeps=background)
     try:
         meeting.run(save.prepare)
         save.run(plan)
         meeting.run(lambda: save.add(extra))
         if not background:
             return save.finish(meeting)
-        behind = StoreMeeting(meeting.first(uuid.uuid4().hex.encode()).decode(), meeting.index, len(meeting.ranks))
+        behind = StoreMeeting(token, meeting.index, len(meeting.ranks))
     except BaseException:
         save.discard()
         raise
@@ -202,6 +226,7 @@ class _Save:
         tensors: ModelTensors,
         layout: CheckpointLayout,
         replacement: Replacement,
+        steps: Steps | None,
         began: float,
         *,
         threads: int,
@@ -215,12 +240,14 @@ class _Save:
         self._pinned = any(local.device.type != "cpu" for local in self._local.values())
         self._exchange = Exchange(meeting)
         self._kept: list[Write] = []
-        self.replacement = replacement
+        self.replacement, self._steps = replacement, steps
         self.writer = Writer(replacement.path, threads=threads)
 
     def prepare(self) -> None:
         """Make the files."""
         if self._is_first:
+            if self._steps is not None:
+                self._steps.check()
             self.replacement.prepare(self._layout)
 
     @torch.no_grad()
@@ -251,13 +278,20 @@ class _Save:
         try:
             meeting.run(self.writer.finish)
             meeting.run(self.writer.sync)
-            meeting.run(lambda: self.replacement.commit() if self._is_first else None)
+            meeting.run(self._commit)
         except BaseException:
             self.discard()
             raise
         self.writer.close()
         files = tuple(file.name for file in self._layout.files)
-        return Saved(self.writer.written, self._exchange.sent, time.perf_counter() - self._began, files)
+        seconds = time.perf_counter() - self._began
+        return Saved(self.writer.written, self._exchange.sent, seconds, files, str(self.replacement.directory))
+
+    def _commit(self) -> None:
+        if self._is_first:
+            self.replacement.commit()
+            if self._steps is not None:
+                self._steps.publish()
 
     def finish_behind(self, meeting: StoreMeeting) -> Saved:
         """`finish`, in a thread."""

@@ -23,9 +23,11 @@ from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit
 from fullshard.sharding.layout import Extent
 from fullshard.sharding.param_sharding import ParamSharding
+from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.ema import EMA
 from fullshard.weights.holdings import ModelTensor
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, Source, map_keys
+from fullshard.weights.meeting import Meeting
 from fullshard.weights.targets import Held, ModelTensors, standing_for, tensors_of
 
 To = str | int | dist.ProcessGroup
@@ -83,6 +85,8 @@ def iter_full(
         runtime_of(unit).requests.check_idle(unit, doing="iter_full()")
         runtime_of(unit).requests.refresh_for_read(unit)
     tensors = tensors_of(model)
+    if has_marks(model, tensors.units):
+        Meeting(tensors, "iter_full()").run(lambda: check_values(model, tensors.units, "iter_full()"))
     if weights is not None:
         tensors = standing_for(tensors_of(model), weights.values())
     held = {one.target.name: one for one in tensors.held}

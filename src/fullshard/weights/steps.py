@@ -1,0 +1,75 @@
+"""A directory for each step of a training, and a link to the one that was saved last.
+
+    run/
+        step-900/
+        step-1000/
+        latest -> step-1000
+
+Who reads files by their paths below `latest` while a save ends may see files of two steps: resolve the link once, and read
+below what it led to. `keep` steps stay, so that a reader has the time of so many saves.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from fullshard.weights.headers import LATEST
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+class Steps:
+    """The directory of a step, in one of all steps.
+
+    Raises:
+        ValueError: for a step or a number of steps to keep that is none.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], step: object, keep: object) -> None:
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"step must be an int of at least 0, got {step!r}")
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+            raise ValueError(f"keep must be an int of at least 1, or None for all steps, got {keep!r}")
+        self._all, self._step, self._keep = Path(os.path.realpath(directory)), step, keep
+        self.directory = self._all / f"step-{step}"
+
+    def check(self) -> None:
+        """Raises ValueError if something that is no link has the name of the link."""
+        link = self._all / LATEST
+        if os.path.lexists(link) and not link.is_symlink():
+            raise ValueError(f"{link} is no link: with step= it would be one to the step that was saved last")
+
+    def publish(self) -> None:
+        """Have the link lead to this step, in one step, and remove the steps that are not kept."""
+        fresh = self._all / f".{LATEST}.{uuid.uuid4().hex}"
+        os.symlink(self.directory.name, fresh)
+        os.rename(fresh, self._all / LATEST)
+        descriptor = os.open(self._all, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._prune()
+
+    def _prune(self) -> None:
+        found: dict[int, Path] = {}
+        for entry in self._all.iterdir():
+            if entry.name.startswith(".step-") and entry.name.endswith(".removing"):  # by a save that was killed
+                shutil.rmtree(entry, ignore_errors=True)
+            elif (of := _STEP.fullmatch(entry.name)) and int(of[1]) != self._step:
+                found[int(of[1])] = entry
+        if self._keep is None:
+            return
+        for step in sorted(found, reverse=True)[self._keep - 1 :]:
+            gone = self._all / f".step-{step}.removing"
+            with suppress(FileNotFoundError):  # another save removes it
+                os.rename(found[step], gone)  # at once, so that nobody sees half of it
+                shutil.rmtree(gone, ignore_errors=True)
+
+
+__all__ = ["Steps"]

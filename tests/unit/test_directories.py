@@ -1,0 +1,434 @@
+"""Directories that others use while weights are saved to them: nothing of theirs is lost, and nobody reads two checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from checkpoints import Net, contents
+from torch import nn
+
+import fullshard
+from fullshard.weights import commit, load_weights, save_weights
+from fullshard.weights.commit import Replacement, beside
+from fullshard.weights.layout import lay_out
+
+
+def uniform(value: float) -> nn.Module:
+    model = Net()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(value)
+    return model
+
+
+def values_of(model: nn.Module) -> set[float]:
+    return {value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()}
+
+
+@contextmanager
+def beside_it(work: object) -> Iterator[None]:
+    """A thread that calls `work` over and over while the block runs; what it raises is raised here."""
+    ended, failures = threading.Event(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            while not ended.is_set():
+                work()  # type: ignore[operator]
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    assert not failures, failures
+
+
+# --- files of others ---
+
+
+def test_files_that_others_make_during_a_save_are_kept(tmp_path: Path) -> None:
+    """259 of 562 were deleted."""
+    folder, made = tmp_path / "run", list[Path]()
+    save_weights(uniform(0.0), folder)
+    (folder / "logs").mkdir()
+
+    def make() -> None:
+        place = folder / ("logs" if len(made) % 2 else ".") / f"event.{len(made)}"
+        try:
+            place.write_text(str(len(made)))
+        except FileNotFoundError:  # between two renames of a directory, where a path leads nowhere
+            return
+        made.append(place)
+        time.sleep(0.002)
+
+    with beside_it(make):
+        for number in range(20):
+            save_weights(uniform(float(number)), folder, background=True).wait()
+    assert len(made) > 50 and [path for path in made if path.read_text() != path.suffix[1:]] == []
+    assert not beside(folder).exists()
+
+
+@pytest.mark.parametrize("when", ["before the exchange", "behind it"])
+def test_a_file_that_was_not_seen_is_moved_over(tmp_path: Path, when: str) -> None:
+    folder = tmp_path / "run"
+    save_weights(uniform(1.0), folder, extra={"kept": "1", "given": "old"})
+    (folder / "deep" / "deeper").mkdir(parents=True)
+    (folder / "replaced").write_text("old")
+    (folder / "link").symlink_to("nowhere")
+    replace = Replacement._replace
+
+    def late(self: Replacement) -> Path | None:
+        if when == "before the exchange":
+            place = self.directory
+            old = replace
+        else:
+            place, old = self.path, lambda _: moved
+            moved = replace(self)
+        (place / "made").write_text("new")
+        (place / "deep" / "deeper" / "made").write_text("new")
+        (place / "fresh").mkdir()
+        (place / "fresh" / "made").write_text("new")
+        (place / "replacing").write_text("new")
+        os.replace(place / "replacing", place / "replaced")
+        return old(self)
+
+    with mock.patch.object(Replacement, "_replace", late):
+        save_weights(uniform(2.0), folder, extra={"given": "new"})
+    for name in ("made", "deep/deeper/made", "fresh/made", "replaced", "given"):
+        assert (folder / name).read_text() == "new", name
+    assert (folder / "kept").read_text() == "1" and os.readlink(folder / "link") == "nowhere"
+    model = Net()
+    load_weights(model, folder)
+    assert values_of(model) == {2.0} and not beside(folder).exists()
+
+
+def test_what_others_made_in_the_exchange_of_a_save_that_was_killed_is_moved_over_by_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    save_weights(uniform(1.0), folder)
+    code = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from test_directories import uniform
+from fullshard.weights import commit, save_weights
+def killed(old, new, ours):
+    (old / "made").write_text("unseen")
+    os._exit(9)
+commit._move_over = killed
+save_weights(uniform(2.0), {str(folder)!r}, extra={{"config.json": "2"}})
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    model = Net()
+    with pytest.warns(UserWarning, match="is left over of a save that was not finished"):
+        load_weights(model, folder)
+    assert values_of(model) == {2.0} and not (folder / "made").exists()
+    with pytest.warns(UserWarning, match="it is removed"):
+        save_weights(uniform(3.0), folder)
+    assert (folder / "made").read_text() == "unseen" and (folder / "config.json").read_text() == "2"
+    assert not beside(folder).exists()
+
+
+def test_mode_and_sockets_stay(tmp_path: Path) -> None:
+    import socket
+
+    folder = tmp_path / "run"
+    save_weights(uniform(1.0), folder)
+    os.chmod(folder, 0o2750)
+    with socket.socket(socket.AF_UNIX) as server:
+        before = os.getcwd()
+        os.chdir(folder)  # the name of a socket is short
+        server.bind("socket")
+        os.chdir(before)
+        save_weights(uniform(2.0), folder)
+        assert stat.S_ISSOCK((folder / "socket").stat().st_mode)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o2750
+
+
+# --- two saves ---
+
+
+def layout_of(model: nn.Module) -> object:
+    named = [(name, one.dtype, tuple(one.shape)) for name, one in model.state_dict().items()]
+    return lay_out(named, max_shard_bytes=10**9, parameters=1)
+
+
+def test_a_second_save_is_told_of_the_first(tmp_path: Path) -> None:
+    """Both said that all was well, and the directory had rows that neither had written."""
+    folder = tmp_path / "run"
+    save_weights(uniform(1.0), folder)
+    first = Replacement(folder, "first")
+    first.prepare(layout_of(Net()))  # type: ignore[arg-type]
+    told = rf"another save to {folder} is under way, by process {os.getpid()} on \S+: wait for it, or save to another directory"
+    with pytest.raises(ValueError, match=told):
+        save_weights(uniform(2.0), folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_weights(Net(), folder)  # and nobody is told of leftovers
+    first.discard()
+    save_weights(uniform(2.0), folder)
+    assert not beside(folder).exists()
+
+
+def test_a_save_whose_folder_was_taken_leaves_all_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    save_weights(uniform(1.0), folder)
+    before, first = contents(folder), Replacement(folder, "first")
+    first.prepare(layout_of(Net()))  # type: ignore[arg-type]
+    (beside(folder) / "owner").unlink()  # as somebody who takes it for a leftover
+    with pytest.warns(UserWarning, match="it is removed"):
+        second = Replacement(folder, "second")
+        second.prepare(layout_of(Net()))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="is gone or another save's"):
+        first.commit()
+    first.discard()
+    second.discard()
+    assert contents(folder) == before and not beside(folder).exists()
+
+
+JOB = """
+import sys, time
+sys.path[:0] = {path!r}
+import torch
+from test_directories import uniform
+from fullshard.weights import save_weights
+saved = told = 0
+until = time.monotonic() + {seconds}
+while time.monotonic() < until:
+    try:
+        save_weights(uniform({value}), {folder!r}, max_shard_bytes=200, step={step}, keep={keep})
+        saved += 1
+    except ValueError as failure:
+        assert "is under way" in str(failure), failure
+        told += 1
+print(saved, told)
+"""
+
+
+@pytest.mark.parametrize("seconds", [2])
+def test_two_jobs_that_save_and_one_that_loads_see_whole_checkpoints(tmp_path: Path, seconds: int) -> None:
+    """10 of 181 loads had files of two checkpoints."""
+    folder = tmp_path / "run"
+    save_weights(uniform(1.0), folder, max_shard_bytes=200)
+    path = [str(Path(__file__).parent), *sys.path]
+    jobs = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                JOB.format(path=path, value=value, folder=str(folder), seconds=seconds, step=None, keep=None),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for value in (1.0, 2.0)
+    ]
+    seen: list[set[float]] = []
+    while any(job.poll() is None for job in jobs):
+        model = Net()
+        load_weights(model, folder)
+        seen.append(values_of(model))
+    saved, told = zip(*(map(int, job.communicate()[0].split()) for job in jobs))
+    assert all(len(values) == 1 for values in seen), seen
+    assert all(saved) and any(told), (saved, told)
+    assert {1.0, 2.0} <= set.union(*seen) and not beside(folder).exists()
+
+
+# --- a directory for each step ---
+
+
+def test_steps_have_directories_and_the_link_leads_to_the_last(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (10, 20, 30, 5):  # the last one of a training that went back
+        done = save_weights(uniform(float(step)), run, step=step, keep=2)
+        assert done.directory == str(run / f"step-{step}") and os.readlink(run / "latest") == f"step-{step}"
+        model = Net()
+        load_weights(model, run / "latest")
+        assert values_of(model) == {float(step)}
+    assert sorted(os.listdir(run)) == ["latest", "step-30", "step-5"]
+    with pytest.raises(ValueError, match=r"has no \*.safetensors: it has latest, .*; .*latest leads to the latest step"):
+        load_weights(Net(), run)
+
+
+def test_readers_of_the_link_see_whole_checkpoints_by_their_paths(tmp_path: Path) -> None:
+    """Who resolves it once, and then opens files by their names, as other programs do."""
+    run = tmp_path / "run"
+    save_weights(uniform(0.0), run, step=0)
+    whole = contents(run / "step-0")
+    seen = list[bool]()
+
+    def read() -> None:
+        place = Path(os.path.realpath(run / "latest"))
+        found = contents(place)
+        seen.append(found.keys() == whole.keys() and len(set(values_of(loaded(place)))) == 1)
+
+    def loaded(place: Path) -> nn.Module:
+        model = Net()
+        load_weights(model, place)
+        return model
+
+    with beside_it(read):
+        for step in range(1, 40):
+            save_weights(uniform(float(step)), run, step=step, keep=8)
+    assert len(seen) > 5 and all(seen)
+
+
+def test_steps_that_are_none_are_refused(tmp_path: Path) -> None:
+    for options, told in (
+        ({"step": -1}, "step must be an int of at least 0, got -1"),
+        ({"step": True}, "step must be an int of at least 0, got True"),
+        ({"step": 1, "keep": 0}, "keep must be an int of at least 1, or None for all steps, got 0"),
+        ({"keep": 2}, "keep=2 is of steps: pass step=, too"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            save_weights(uniform(1.0), tmp_path / "run", **options)
+    (tmp_path / "run" / "latest").mkdir(parents=True)
+    with pytest.raises(ValueError, match="latest is no link"):
+        save_weights(uniform(1.0), tmp_path / "run", step=1)
+    assert os.listdir(tmp_path / "run") == ["latest"]
+
+
+# --- which directories ---
+
+
+def test_a_link_stays_one_and_its_target_is_replaced(tmp_path: Path) -> None:
+    """It was exchanged away, its target stayed old, and every later save failed."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    for value in (1.0, 2.0, 3.0):
+        save_weights(uniform(value), tmp_path / "link")
+        model = Net()
+        load_weights(model, tmp_path / "there")
+        assert values_of(model) == {value} and (tmp_path / "link").is_symlink()
+    (tmp_path / "dangling").symlink_to("not there yet")
+    save_weights(uniform(4.0), tmp_path / "dangling")
+    assert (tmp_path / "not there yet" / "model.safetensors").exists()
+
+
+def test_directories_that_cannot_be_replaced_are_refused_before_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    for directory, told in (
+        ("", "directory is '', expected the path of a directory"),
+        ("/", "/ is the root of the file system, it cannot be replaced in one step: save to a directory in it"),
+        ("/proc", "/proc is a mount point, it cannot be replaced"),
+        (".", "below is the current directory, or one above it"),
+        ("..", "here is the current directory, or one above it"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            save_weights(uniform(1.0), directory)
+    assert [path.name for path in tmp_path.rglob("*")] == ["here", "below"]
+
+
+def test_an_empty_directory_is_replaced_and_one_without_exchange_is_moved_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with mock.patch.object(commit, "exchange", side_effect=OSError(errno.EINVAL, "no")):
+        save_weights(uniform(1.0), folder, extra={"kept": "1"})
+        with pytest.warns(UserWarning, match="cannot exchange two directories in one step"):
+            save_weights(uniform(2.0), folder)
+        model = Net()
+        load_weights(model, folder)
+        assert values_of(model) == {2.0} and (folder / "kept").read_text() == "1" and not beside(folder).exists()
+
+        def killed(source: object, target: object, rename: object = os.rename) -> None:
+            if Path(str(target)) == folder and not folder.exists():  # between the two
+                raise KeyboardInterrupt
+            rename(source, target)  # type: ignore[operator]
+
+        with (
+            mock.patch.object(os, "rename", killed),
+            mock.patch.object(Replacement, "discard"),
+            warnings.catch_warnings(),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            warnings.simplefilter("ignore")
+            save_weights(uniform(3.0), folder)
+    assert not folder.exists()
+    with pytest.warns(UserWarning, match="it is removed"):
+        replacement = Replacement(folder, "next")
+        with mock.patch.object(commit, "_lock", return_value=True):  # of this process, which still lives
+            replacement.prepare(layout_of(Net()))  # type: ignore[arg-type]
+    replacement.discard()
+    load_weights(model, folder)
+    assert values_of(model) == {2.0}, "the one of before is in its place again"
+
+
+# --- what is no checkpoint ---
+
+
+@pytest.mark.parametrize("way", ["plain", "sharded"])
+def test_models_without_values_are_not_saved_over_good_checkpoints(tmp_path: Path, way: str) -> None:
+    """NaN was saved, streamed and averaged."""
+    folder = tmp_path / "run"
+    good = uniform(1.0)
+    save_weights(good, folder)
+    state = {name: one for name, one in good.state_dict().items() if name != "blocks.0.bias"}
+    other = nn.Module()
+    for name, one in state.items():
+        other.register_buffer(name.replace(".", "_"), one)
+    back = {name.replace(".", "_"): name for name in state}
+    save_weights(other, tmp_path / "part")
+    with torch.device("meta"):
+        model = Net()
+    if way == "sharded":
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        fullshard.shard_model(model)
+    try:
+        load_weights(model, tmp_path / "part", key_map=back, strict=False)
+        before = contents(folder)
+        told = r"found no values: load_weights\(\) allocated parameter '.*bias'.*and nothing has written it since"
+        for work in (
+            lambda: save_weights(model, folder),
+            lambda: dict(fullshard.weights.iter_full(model)),
+            lambda: fullshard.weights.EMA(model, 0.9),
+        ):
+            with pytest.raises(ValueError, match=told):
+                work()
+        assert contents(folder) == before
+        load_weights(model, folder)
+        save_weights(model, folder)
+        assert contents(folder) == before
+    finally:
+        if way == "sharded":
+            torch.distributed.destroy_process_group()
+
+
+def test_a_pipe_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
+    """It was waited for, for ever."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors is no regular file"):
+        load_weights(Net(), tmp_path)
+
+
+def test_further_files_are_no_weights_and_have_contents(tmp_path: Path) -> None:
+    def overwrites(folder: Path) -> None:
+        (folder / "new").write_text("")
+        os.replace(folder / "new", folder / "model.safetensors")
+
+    for extra, told in (
+        ({"config.json": 3}, "extra has a int for 'config.json', expected its text or bytes, or the pathlib.Path of a file"),
+        ({3: "text"}, "extra has 3, which is no name of a further file"),
+        (overwrites, "extra wrote 'model.safetensors', which is a name of weights"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            save_weights(uniform(1.0), tmp_path / "run", extra=extra)  # type: ignore[arg-type]
+        assert not list(tmp_path.iterdir())
