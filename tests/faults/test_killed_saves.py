@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -23,11 +24,10 @@ from fullshard.weights import background as behind
 from fullshard.weights import commit
 
 CALLS = [
-    *(
-        (os, name)
-        for name in ("open", "posix_fallocate", "pwrite", "fsync", "rename", "link", "close", "mkdir", "unlink", "rmdir")
-    ),
+    *((os, name) for name in ("open", "posix_fallocate", "pwrite", "ftruncate", "fsync", "close", "mkdir", "unlink", "rmdir")),
+    *((os, name) for name in ("rename", "replace", "link", "symlink", "chmod", "chown")),
     *((Path, name) for name in ("write_text", "write_bytes")),
+    (fcntl, "flock"),
     (commit, "exchange"),
 ]
 
@@ -51,7 +51,9 @@ def counting(reached: Callable[[int], None]) -> list[int]:
     return calls
 
 
-def job(rank: Rank, directory: str, victims: list[int], number: int, background: bool, seed: int) -> None:
+def job(
+    rank: Rank, directory: str, victims: list[int], number: int, background: bool, seed: int, step: int | None = None
+) -> None:
     """Saves; the victims are killed before their call of this number."""
     rank.begin()
     behind.PATIENCE = 2.0
@@ -66,14 +68,20 @@ def job(rank: Rank, directory: str, victims: list[int], number: int, background:
 
     calls = counting(reached)
     saved = fullshard.save_weights(
-        model, directory, max_shard_bytes=500, extra={"config.json": str(seed)}, background=background
+        model,
+        directory,
+        max_shard_bytes=500,
+        extra={"config.json": str(seed)},
+        background=background,
+        step=step,
+        keep=None if step is None else 2,
     )
     if background:
         saved.wait()  # type: ignore[union-attr]
     rank.say("saved", calls=calls[0])
 
 
-def saved(folder: Path, *, victims: list[int], number: int, background: bool, seed: int) -> Any:
+def saved(folder: Path, *, victims: list[int], number: int, background: bool, seed: int, step: int | None = None) -> Any:
     return run_job(
         job,
         2,
@@ -83,6 +91,7 @@ def saved(folder: Path, *, victims: list[int], number: int, background: bool, se
         number=number,
         background=background,
         seed=seed,
+        step=step,
     )
 
 
@@ -116,6 +125,31 @@ def test_a_rank_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_
                 fullshard.save_weights(Net(), folder)
         assert not list(tmp_path.glob(".*"))
     assert False in seen and seen == sorted(seen), "it is the new one from some call on"
+
+
+def test_a_rank_that_is_killed_at_any_call_leaves_the_link_at_a_whole_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        assert all(rank.code == 0 for rank in saved(run, victims=[], number=0, background=False, seed=step, step=step))
+    shutil.copytree(run, tmp_path / "before", symlinks=True)
+    done = saved(run, victims=[], number=0, background=False, seed=3, step=3)
+    whole = {step: contents(run / f"step-{step}") for step in (2, 3)}
+    assert not (run / "step-1").exists()
+    seen = []
+    for number in share(range(1, done[0].first("saved")["calls"] + 1)):
+        shutil.rmtree(run)
+        shutil.copytree(tmp_path / "before", run, symlinks=True)
+        ended = saved(run, victims=[0], number=number, background=False, seed=3, step=3)
+        assert ended[0].code == -signal.SIGKILL and ended[1].code is not None, str(ended)
+        step = int(os.readlink(run / "latest").removeprefix("step-"))
+        assert contents(run / "latest") == whole[step], f"no whole step after call {number}"
+        seen.append(step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fullshard.save_weights(Net(), run, step=4, keep=1)
+            fullshard.save_weights(Net(), run, step=3, keep=1)  # which may have been left over
+        assert sorted(os.listdir(run)) == ["latest", "step-3"]
+    assert set(seen) <= {2, 3} and seen == sorted(seen)
 
 
 def ending(rank: Rank, directory: str, what: str) -> None:
