@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fullshard import _torch
+from fullshard.weights.texts import printable
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ class StoreMeeting:
         """Wait until all ranks came so far. Returns the text of an error, None if there is none."""
         call, self._calls = self._calls, self._calls + 1
         if failure is not None:
-            self._store.set(f"{call}/failed", str(failure) or type(failure).__name__)
+            self._store.set(f"{call}/failed", printable(str(failure)) or type(failure).__name__)
         self._store.set(f"{call}/here/{self._index}", "")
         count = self._store.add(f"{call}/here", 1)
         pause, beats, looked = 0.005, dict[int, int](), time.monotonic()

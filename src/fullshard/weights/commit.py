@@ -335,21 +335,20 @@ def _same(one: os.stat_result, other: os.stat_result) -> bool:
 def left_over(directory: str | os.PathLike[str]) -> Path | None:
     """What a save to this directory left that was not finished; None if there is nothing, or a save is under way."""
     staging = beside(Path(os.path.realpath(directory)))
-    if not staging.is_dir():
-        return None
     try:
         owner = os.open(staging / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return staging
-    try:
-        fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(owner)
     except BlockingIOError:
         return None
-    except OSError:
-        return staging
-    finally:
-        os.close(owner)
-    return staging if staging.is_dir() else None
+    except OSError:  # no owner, or a file system without locks
+        pass
+    with suppress(OSError):
+        if any(entry.name != _OWNER for entry in staging.iterdir()):
+            return staging
+    return None  # or one that begins or ends in this moment
 
 
 def warn_of_leftover(source: object) -> None:

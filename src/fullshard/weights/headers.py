@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from fullshard.weights.texts import printable
+
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -52,6 +54,9 @@ LATEST = "latest"  # a link to the directory of the step that was saved last
 
 class BadFile(ValueError):
     """A file that is no checkpoint, or a broken one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +281,8 @@ def parse_header(path: str, text: bytes, size: int) -> Header:
 def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise BadFile(f"{path}: its header has '{twice}' twice")
     return found
 

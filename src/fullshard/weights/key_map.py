@@ -19,6 +19,7 @@ from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.holdings import ModelTensor
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Rule, Sort, Split, Stack, Transpose, Unstack
+from fullshard.weights.texts import nearest, printable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,6 +131,9 @@ class Mapped:
 class MapError(ValueError):
     """Rules that do not fit the checkpoint."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
+
 
 State = dict[str, Mapped]
 
@@ -137,13 +141,15 @@ State = dict[str, Mapped]
 KeyMap = Mapping[str, str] | Callable[[str], str | None] | Rule | Sequence[Rule] | None
 
 
-def map_keys(key_map: KeyMap, state: State) -> State:
+def map_keys(key_map: KeyMap, state: State, *, strict: bool = True, counts: dict[str, int] | None = None) -> State:
     """The tensors that rules make of those of a checkpoint.
 
     Args:
         key_map: of names in the files those in the model: a dict, a function (None leaves a tensor out), or rules that are
             applied one after the other.
         state: by name.
+        strict: whether a rule that fits no tensor is an error, unless it is `optional`.
+        counts: gets of each rule, as a text, how many tensors it fits.
 
     Raises:
         MapError: for rules that do not fit, or give one name twice.
@@ -160,14 +166,43 @@ def map_keys(key_map: KeyMap, state: State) -> State:
     if isinstance(key_map, Sequence) and not isinstance(key_map, str):
         for rule in key_map:
             try:
+                fits = _fits(rule, state, strict=strict)
                 state = _applied(rule, state)
             except re.error as failure:
                 raise MapError(f"{rule}: {failure}") from failure
+            if counts is not None:
+                counts[str(rule)] = fits
         return state
     if callable(key_map):
         named = [(key_map(name), tensor) for name, tensor in state.items()]
         return _unique((name, tensor) for name, tensor in named if name is not None)
     raise MapError(f"key_map must be a dict, a function of a name, or a list of rules, got a {type(key_map).__name__}")
+
+
+def _patterns(rule: Any) -> tuple[tuple[str, ...], bool]:
+    """The regular expressions of a rule, and whether they stand for whole names."""
+    if isinstance(rule, Rename | Drop | Transpose):
+        return (rule.pattern,), False
+    if isinstance(rule, Merge | Convert):
+        return tuple(rule.sources), True
+    return ((rule.source,), True) if isinstance(rule, Split | Stack | Unstack) else ((), True)
+
+
+def _fits(rule: Any, state: State, *, strict: bool) -> int:
+    """How many tensors a rule is about.
+
+    Raises:
+        MapError: if there is none, and it is not optional.
+    """
+    patterns, whole = _patterns(rule)
+    if not patterns:
+        return len(state)
+    found = [re.compile(pattern) for pattern in patterns]
+    fits = sum(any(one.fullmatch(name) if whole else one.search(name) for one in found) for name in state)
+    if not fits and strict and state and not rule.optional:
+        plain = re.sub(r"[\\^$()?*+\[\]]", "", patterns[0])
+        raise MapError(f"{rule} fits no tensor{nearest(plain, state)}: correct it, or pass optional=True")
+    return fits
 
 
 @singledispatch
@@ -318,14 +353,6 @@ def _by_value(part: str) -> tuple[int, str, int]:
     return int(bool(word)), word, int(part[len(word) :] or -1)
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """` (nearest: 'a', 'b')`, of names that are like it; "" if none is."""
-    from difflib import get_close_matches
-
-    found = get_close_matches(name, list(names), 2, 0.6)
-    return f" (nearest: {', '.join(repr(one) for one in found)})" if found else ""
-
-
 def _unique(tensors: Iterable[tuple[str, Mapped]]) -> State:
     found: State = {}
     for name, tensor in tensors:
@@ -431,5 +458,4 @@ __all__ = [
     "Source",
     "State",
     "map_keys",
-    "nearest",
 ]

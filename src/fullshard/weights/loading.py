@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -20,13 +21,14 @@ from fullshard.weights.commit import warn_of_leftover
 from fullshard.weights.computing import Calculator
 from fullshard.weights.exchange import Exchange, Receive, Send
 from fullshard.weights.headers import DTYPES, NAMES, BadFile, FileIdentity, FileTensor, OpenFiles, read_checkpoint, samples
-from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys, nearest
+from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys
 from fullshard.weights.meeting import Meeting
 from fullshard.weights.plan import LoadPlan, Part, Use, plan_load
 from fullshard.weights.reading import Read, Reader, place_in_file
 from fullshard.weights.rounds import Round
 from fullshard.weights.staging import Stage, batches
 from fullshard.weights.targets import Held, ModelTensors, tensors_of
+from fullshard.weights.texts import nearest
 
 Replicas = Literal["auto", "read"]
 ATTEMPTS, PAUSE = 8, 0.1  # at one checkpoint on all ranks, and seconds between two
@@ -45,6 +47,7 @@ class Loaded:
         ties: names that share their memory with another one of the model, which was loaded.
         missing: names of the model that the checkpoint does not have; only without `strict`.
         unexpected: names of the checkpoint that the model does not have; only without `strict`.
+        rules: of each rule of the key map, how many tensors it fits.
         unwritten: tensors that have memory now, and no values: buffers that no checkpoint holds, and, without `strict`, what
             was on meta and is missing. Forwards of their units raise, or warn of such buffers, until they are written.
 
@@ -61,6 +64,7 @@ class Loaded:
     ties: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    rules: dict[str, int] = field(default_factory=dict)
     unwritten: tuple[str, ...] = ()
 
 
@@ -70,6 +74,7 @@ def load_weights(
     *,
     key_map: KeyMap = None,
     strict: bool = True,
+    missing: Sequence[str] = (),
     threads: int = 8,
     buffer_bytes: int = 256 << 20,
     replicas: Replicas = "auto",
@@ -87,7 +92,9 @@ def load_weights(
             reads their headers, and the others open the files they need, by the same names.
         key_map: of names in the files those in the model: a dict, a function (None leaves a tensor out), or rules as `Rename`,
             `Merge`, `Split`, `Stack`, `Transpose`, `Drop` and `Convert`, applied one after the other.
-        strict: whether names that only one of both has, and conversions that round, are errors.
+        strict: whether names that only one of both has, conversions that round, and rules that fit nothing (unless they are
+            `optional`) are errors.
+        missing: regular expressions, found anywhere in names that the checkpoint need not have, as `["lora_"]` of adapters.
         threads: that read at a time.
         buffer_bytes: of host memory for what cannot be read into the shards: other dtypes and devices, rows for other ranks.
         replicas: "auto" reads once what several ranks need; with "read" each of them reads it, and nothing is sent.
@@ -108,7 +115,7 @@ def load_weights(
         2007567360
     """
     began = time.perf_counter()
-    _check(strict=strict, threads=threads, buffer_bytes=buffer_bytes, replicas=replicas)
+    _check(strict=strict, missing=missing, threads=threads, buffer_bytes=buffer_bytes, replicas=replicas)
     tensors = tensors_of(model)
     for unit in tensors.units:
         runtime_of(unit).requests.reshard(unit, doing="load_weights()")
@@ -120,7 +127,8 @@ def load_weights(
         for attempt in range(ATTEMPTS):
             files.close()
             state, known = _state_of(meeting, source, files)
-            match = meeting.run(partial(_match, tensors, key_map, state, strict=strict))
+            match = meeting.run(partial(_match, tensors, key_map, state, strict=strict, missing=missing))
+            meeting.check_alike("key_map, strict or missing", match.digest())
             plan = plan_load(
                 [(held.target, mapped) for held, mapped in match.found],
                 rank=tensors.index,
@@ -157,13 +165,21 @@ def load_weights(
         ties=match.ties,
         missing=match.missing,
         unexpected=match.unexpected,
+        rules=match.rules,
         unwritten=fresh.mark_left(written),
     )
 
 
-def _check(*, strict: object, threads: object, buffer_bytes: object, replicas: object) -> None:
+def _check(*, strict: object, missing: object, threads: object, buffer_bytes: object, replicas: object) -> None:
     if not isinstance(strict, bool):
         raise ValueError(f"strict must be True or False, got {strict!r}")
+    if isinstance(missing, str) or not isinstance(missing, Sequence) or not all(isinstance(one, str) for one in missing):
+        raise ValueError(f"missing must be a list of regular expressions, got {missing!r}")
+    for pattern in missing:
+        try:
+            re.compile(pattern)
+        except re.error as failure:
+            raise ValueError(f"missing has {pattern!r}, which is no regular expression: {failure}") from failure
     for name, value in (("threads", threads), ("buffer_bytes", buffer_bytes)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
@@ -245,7 +261,10 @@ def _raise(text: str | None) -> None:
 class _Match:
     """Which tensor of a checkpoint goes to which of a model. found: pairs of both."""
 
-    def __init__(self, tensors: ModelTensors, state: State, *, strict: bool) -> None:
+    def __init__(
+        self, tensors: ModelTensors, state: State, counts: dict[str, int], *, strict: bool, may_miss: Sequence[str] = ()
+    ) -> None:
+        self.rules = counts
         self.found: list[tuple[Held, Mapped]] = []
         self.conversions: dict[str, str] = {}
         ties: list[str] = []
@@ -264,11 +283,20 @@ class _Match:
         self.ties, self.missing = tuple(ties), tuple(missing)
         self.unexpected = tuple(name for name in state if name not in used)
         if strict:
-            wrong += _named("the model has {}, which the checkpoint does not", self.missing, self.unexpected)
+            gone = [name for name in self.missing if not any(re.search(pattern, name) for pattern in may_miss)]
+            wrong += _named("the model has {}, which the checkpoint does not", gone, self.unexpected)
             wrong += _named("the checkpoint has {}, which the model does not", self.unexpected, self.missing)
         if wrong:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise ValueError(f"the checkpoint does not fit the model: {'; '.join(wrong[:8])}{more}")
+
+    def digest(self) -> bytes:
+        """What all ranks must have alike, or they would read one thing and expect another."""
+        pieces = (
+            (held.target.name, one.dtype, [(p.source.name, p.at, p.origin, p.dims) for p in one.pieces])
+            for held, one in self.found
+        )
+        return repr(list(pieces)).encode("utf-8", "backslashreplace")
 
     def _compare(self, name: str, held: Held, mapped: Mapped, *, strict: bool) -> list[str]:
         target = held.target
@@ -284,8 +312,9 @@ class _Match:
         return []
 
 
-def _match(tensors: ModelTensors, key_map: KeyMap, state: State, *, strict: bool) -> _Match:
-    return _Match(tensors, map_keys(key_map, state), strict=strict)
+def _match(tensors: ModelTensors, key_map: KeyMap, state: State, *, strict: bool, missing: Sequence[str]) -> _Match:
+    counts: dict[str, int] = {}
+    return _Match(tensors, map_keys(key_map, state, strict=strict, counts=counts), counts, strict=strict, may_miss=missing)
 
 
 def _named(text: str, names: Sequence[str], others: Sequence[str]) -> list[str]:

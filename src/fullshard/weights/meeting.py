@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from fullshard.runtime.setup_collectives import SetupCollectives
 from fullshard.sharding.mesh import group_of, resolve_mesh
 from fullshard.weights.reading import bytes_of
 from fullshard.weights.targets import ModelTensors
+from fullshard.weights.texts import printable
 
 T = TypeVar("T")
 
@@ -57,6 +59,13 @@ class Meeting:
         found = self.maximum(message)
         return bytes(bytes_of(found))
 
+    def check_alike(self, what: str, told: bytes) -> None:
+        """Raises ValueError on every rank if this is not the same on all."""
+        mine = torch.frombuffer(bytearray(hashlib.sha256(told).digest()), dtype=torch.uint8)
+        most, least = self.maximum(torch.cat([mine, 255 - mine])).chunk(2)
+        if not torch.equal(most, 255 - least):
+            raise ValueError(f"{what} differ from rank to rank: pass the same on all ranks")
+
     def run(self, work: Callable[[], T]) -> T:
         """Do this on every rank; if it fails on one, the error of the first that failed is raised on all.
 
@@ -73,7 +82,7 @@ class Meeting:
         if not found:
             return result
         kind, text = ("V" if isinstance(failure, ValueError) else "R"), "" if failure is None else str(failure)
-        told = self._from(last - found, f"{kind}{text or type(failure).__name__}".encode()).decode()
+        told = self._from(last - found, printable(f"{kind}{text or type(failure).__name__}").encode()).decode()
         raise (ValueError if told[0] == "V" else RuntimeError)(told[1:]) from failure
 
     def exchange(self, message: Tensor, sizes: Sequence[int], received: Tensor, lengths: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ class Rename:
     Args:
         pattern: a regular expression, found anywhere in the name.
         to: in the place of what was found; `\1` is the first group. "" takes it away.
+        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
 
     Example:
         >>> list(map_keys([Rename("^transformer[.]", "")], {"transformer.wte": None}))        # doctest: +SKIP
@@ -23,6 +24,7 @@ class Rename:
 
     pattern: str
     to: str
+    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Drop:
 
     Args:
         pattern: a regular expression, found anywhere in the name.
+        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
 
     Example:
         >>> Drop("[.]rotary_emb[.]inv_freq$")
@@ -38,6 +41,7 @@ class Drop:
     """
 
     pattern: str
+    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class Merge:
         sources: regular expressions of whole names, in order; tensors whose groups are equal are joined.
         to: the name, with `\1` for the first group.
         dim: along which they lie behind each other.
+        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
 
     Example:
         >>> qkv = Merge([rf"(.*)[.]{x}_proj[.]weight" for x in "qkv"], r"\1.qkv_proj.weight")
@@ -56,6 +61,7 @@ class Merge:
     sources: Sequence[str]
     to: str
     dim: int = 0
+    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class Split:
         to: the names of the parts, with `\1` for the first group.
         dim: along which it is cut.
         sizes: of the parts; None are equal ones.
+        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
 
     Example:
         >>> Split(r"(.*)[.]qkv[.]weight", [r"\1.q.weight", r"\1.k.weight", r"\1.v.weight"], sizes=(64, 16, 16)).dim
@@ -77,6 +84,7 @@ class Split:
     to: Sequence[str]
     dim: int = 0
     sizes: Sequence[int] | None = None
+    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,7 @@ class Stack:
         source: a regular expression of whole names. Tensors whose `to` is equal are stacked, by
             the last group that is a number.
         to: the name, with `\1` for the first group.
+        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
 
     Example:
         >>> Stack(r"(.*)[.]experts[.](\d+)[.]w1[.]weight", r"\1.experts.w1").to
@@ -95,6 +104,7 @@ class Stack:
 
     source: str
     to: str
+    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,7 @@ class Unstack:
     Args:
         source: a regular expression of the whole name.
         to: the names of the parts, with `\1` for the first group, and `{}` for the number.
+        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
 
     Example:
         >>> Unstack(r"(.*)[.]experts[.]w1", r"\1.experts.{}.w1.weight").source
@@ -114,6 +125,7 @@ class Unstack:
 
     source: str
     to: str
+    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +135,7 @@ class Transpose:
     Args:
         pattern: a regular expression, found anywhere in the name.
         dims: the two.
+        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
 
     Example:
         GPT-2's Conv1D holds its weights the other way round than a Linear:
@@ -133,6 +146,7 @@ class Transpose:
 
     pattern: str
     dims: tuple[int, int] = (0, 1)
+    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +160,7 @@ class Convert:
             belong together.
         to: the name, with `\1` for the first group.
         function: takes tensors on the CPU and returns one; called with tensors on meta before, to know its shape.
+        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
 
     Example:
         >>> Convert([r"(.*)[.]weight", r"(.*)[.]scale"], r"\1.weight", lambda weight, scale: weight.float() * scale).to
@@ -155,6 +170,7 @@ class Convert:
     sources: Sequence[str]
     to: str
     function: Callable[..., Tensor] = field(repr=False)
+    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

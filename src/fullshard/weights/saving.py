@@ -162,6 +162,7 @@ def save_weights(
     if has_marks(model, tensors.units):
         meeting.run(lambda: check_values(model, tensors.units, "save_weights()"))
     layout, outputs = meeting.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes))
+    meeting.check_alike("key_map, dtype or max_shard_bytes", _told(layout, outputs))
     limit = max(1, buffer_bytes // 4)
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
     token = meeting.first(uuid.uuid4().hex.encode()).decode()
@@ -207,6 +208,12 @@ def _outputs(
     layout = lay_out(named, max_shard_bytes=max_shard_bytes, parameters=parameters, together=together)
     places = {tensor.name: tensor for file in layout.files for tensor in file.tensors}
     return layout, [(places[name], one) for name, one in mapped.items()]
+
+
+def _told(layout: CheckpointLayout, outputs: list[tuple[FileTensor, Mapped]]) -> bytes:
+    """What all ranks must have alike: the files, and what is where in them."""
+    pieces = [[(p.source.name, p.at, p.origin, p.dims) for p in mapped.pieces] for _, mapped in outputs]
+    return repr((layout, pieces)).encode("utf-8", "backslashreplace")
 
 
 def _dtype_of(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,9 +45,14 @@ class Steps:
 
     def publish(self) -> None:
         """Have the link lead to this step, in one step, and remove the steps that are not kept."""
-        fresh = self._all / f".{LATEST}.{uuid.uuid4().hex}"
-        os.symlink(self.directory.name, fresh)
-        os.rename(fresh, self._all / LATEST)
+        fresh = self._all / f".{LATEST}.new"
+        while True:
+            with suppress(FileNotFoundError):  # of a save that was killed, or of one that comes first now
+                os.unlink(fresh)
+            with suppress(FileExistsError, FileNotFoundError):
+                os.symlink(self.directory.name, fresh)
+                os.rename(fresh, self._all / LATEST)
+                break
         descriptor = os.open(self._all, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
