@@ -50,6 +50,8 @@ LONG = (
     "test_train_lm.py",
     "test_compile.py",
     "test_parity.py",
+    "test_rooms.py",
+    "test_programs.py",
     "test_fsdp1_wrapper.py",
     "test_lanes.py",
     "test_meshes.py",
@@ -59,6 +61,7 @@ LONG = (
 APART = (
     *("test_killed_saves.py", "test_exits.py", "test_random_faults.py", "test_races.py", "test_planted.py"),
     "test_pipelining.py",
+    "test_rooms.py",
 )
 
 

@@ -69,7 +69,7 @@ def test_messages_are_buckets_and_what_is_here_is_not_sent(world: World) -> None
     assert sum(message.nbytes for message in messages) == 8 * layer // 2 and len(messages) == 2 and sum(sizes) == 8 * 256 + 4
     with fullshard.resident(model), fullshard.counting(model) as messages:
         full = dict(fullshard.iter_full(model))
-        assert full["layers.3.weight"].data_ptr() == model.layers[3].weight.data_ptr()
+        assert torch.equal(full["layers.3.weight"], model.layers[3].weight)
     assert not messages
 
 
@@ -161,3 +161,34 @@ def test_rules_and_receivers(world: World) -> None:
 def test_options_that_cannot_be_are_refused_at_once(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         fullshard.iter_full(nn.Linear(2, 2), **options)
+
+
+@ranks(1, 2)
+def test_what_is_given_is_not_the_models_own_memory(world: World) -> None:
+    """Tensors that a rank has whole were: writing to them changed the model."""
+    model = sharded(world, "rows", meta=False)
+    fullshard.load_weights(model, written(world, "own", saved()))
+    for resident in (False, True):
+        if resident:
+            model.unshard()
+        for _, tensor in fullshard.weights.iter_full(model):
+            tensor.fill_(-1.0)
+        model.reshard()
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor, values()[name]), name
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@ranks(2)
+def test_a_step_between_two_buckets_is_told(world: World, ahead: int) -> None:
+    """Some tensors were of before it, and some of behind."""
+    model = sharded(world, "rows", meta=False)
+    fullshard.load_weights(model, written(world, "stepped", saved()))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    model(torch.zeros(2, 3).long()).sum().backward()
+    stream = fullshard.weights.iter_full(model, bucket_bytes=64, ahead=ahead)
+    next(stream)
+    optimizer.step()
+    with pytest.raises(fullshard.StateError, match="weights were written while iter_full"):
+        list(stream)
+    assert len(list(fullshard.weights.iter_full(model))) == len(dict(model.named_parameters(remove_duplicate=False)))

@@ -339,3 +339,32 @@ def test_a_model_without_units_is_loaded_too(world: World) -> None:
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         load_weights(nn.Linear(2, 2), "nowhere", **options)
+
+
+@ranks(2)
+def test_key_maps_that_differ_are_told_on_every_rank(world: World) -> None:
+    """Each rank read what it thought, and waited for rows that nobody sent."""
+    folder = written(world, "maps", {name.replace("blocks", "layers"): one for name, one in saved().items()})
+    model = sharded(world, "rows")
+    rules = [Rename("layers", "blocks")]
+    twisted = [*rules, Transpose(r"blocks\.0\.weight")]
+    with pytest.raises(ValueError, match="key_map, strict or missing differ from rank to rank"):
+        load_weights(model, folder, key_map=twisted if world.rank else rules)
+    load_weights(model, folder, key_map=rules)
+    check(model, values())
+    with pytest.raises(ValueError, match="key_map, dtype or max_shard_bytes differ from rank to rank"):
+        fullshard.save_weights(model, folder.parent / "other", max_shard_bytes=200 + 100 * world.rank)
+
+
+@ranks(2)
+def test_what_may_be_missing_is_said_by_pattern(world: World) -> None:
+    folder = written(world, "missing", {name: one for name, one in saved().items() if "bias" not in name})
+    model = sharded(world, "rows", meta=False)
+    before = model.blocks[0].bias.full_tensor().clone()
+    report = load_weights(model, folder, missing=[r"^blocks\.\d+\.bias$"])
+    assert report.missing == ("blocks.0.bias", "blocks.1.bias") and torch.equal(model.blocks[0].bias.full_tensor(), before)
+    for wrong in (["blocks.0.bias"], ["embed"]):
+        with pytest.raises(ValueError, match=r"the model has 'blocks.1.bias'"):
+            load_weights(model, folder, missing=wrong)
+    with pytest.raises(ValueError, match=r"missing must be a list of regular expressions, got 'bias'"):
+        load_weights(model, folder, missing="bias")

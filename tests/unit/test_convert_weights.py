@@ -172,7 +172,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     (source / "config.json").write_text("{}")
     (source / "map.py").write_text("from fullshard.weights import Rename\nrules = [Rename('^', 'm.')]\n")
     (source / "map.json").write_text(json.dumps({"scale": "gain"}))
-    (tmp_path / ".in.saving").mkdir()
+    (tmp_path / ".in.saving" / "token").mkdir(parents=True)
     code, told, _ = run("show", str(source))
     assert code == 0 and "experts.*.w" in told and "[3, 5]" in told
     assert "left over: stale.safetensors" in told and ".in.saving, of a save that was not finished" in told

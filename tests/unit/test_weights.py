@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,6 +225,27 @@ def test_rules_say_where_every_element_is() -> None:
     ]
 
 
+def test_rules_that_fit_nothing_are_told_with_what_is_near_unless_they_are_optional() -> None:
+    """A typo in a Transpose loaded square weights wrong, in silence."""
+    state = stored({"h.0.c_attn.weight": numbered(4, 4), "h.0.c_fc.weight": numbered(4, 4)})
+    with pytest.raises(MapError, match=r"fits no tensor \(nearest: 'h.0.c_attn.weight'"):
+        map_keys([Transpose(r"h[.]0[.]c_atn[.]weight$")], state)
+    counts: dict[str, int] = {}
+    rules = [Transpose("c_atn", optional=True), Transpose("c_(attn|fc)"), Drop("fc")]
+    assert list(map_keys(rules, state, counts=counts)) == ["h.0.c_attn.weight"]
+    assert counts == {str(rule): many for rule, many in zip(rules, (0, 2, 1))}
+    assert map_keys([Drop("nothing")], state, strict=False) == state
+
+
+def test_texts_are_what_every_rank_can_tell_and_no_terminal_obeys() -> None:
+    """What is no Unicode left the other ranks waiting."""
+    name = os.fsdecode(b"\xff\x1b[2J.safetensors")
+    with pytest.raises(BadFile) as failure:
+        read_header(name)
+    assert str(failure.value).startswith(r"\udcff\x1b[2J.safetensors: No such file")
+    str(failure.value).encode()
+
+
 @pytest.mark.parametrize(
     "rules, told",
     [
@@ -235,6 +257,10 @@ def test_rules_say_where_every_element_is() -> None:
         ([Stack(r"([ab])", "c")], r"Stack: the parts of 'c' are numbered"),
         ([Convert(["a"], "c", lambda a: a.item())], "Convert: the function for 'c' fails on meta"),
         ([Convert(["a"], "c", lambda a: 3)], "Convert: the function for 'c' returns a int"),
+        ([Transpose("aa")], r"Transpose\(pattern='aa', dims=\(0, 1\)\) fits no tensor.*: correct it, or pass optional=True"),
+        ([Rename(r"layer\.a", "")], r"Rename\(pattern='layer.*fits no tensor"),
+        ([Drop("")], r"Drop\(pattern=''\) leaves no tensor"),
+        ([Rename("^a$", "__metadata__")], "key_map gives a tensor the name '__metadata__'"),
         ([Rename("(", "")], "missing \\), unterminated subpattern"),
         ({"q": "a"}, r"key_map names 'q', which the checkpoint does not have"),
         (["a"], "key_map takes rules as Rename or Merge, got 'a'"),

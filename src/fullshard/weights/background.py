@@ -115,6 +115,11 @@ class StoreMeeting:
             self._ended.set()
             self._host = None
 
+    def abandon(self) -> None:
+        """End without the others: what it was for did not begin."""
+        self._ended.set()
+        self._host = None
+
     def _forget(self) -> None:
         calls = range(self._calls)
         ranks = range(self._ranks)

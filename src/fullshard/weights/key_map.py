@@ -220,7 +220,10 @@ def _(rule: Rename, state: State) -> State:
 @_applied.register
 def _(rule: Drop, state: State) -> State:
     """The state without them."""
-    return {name: tensor for name, tensor in state.items() if not re.search(rule.pattern, name)}
+    left = {name: tensor for name, tensor in state.items() if not re.search(rule.pattern, name)}
+    if state and not left:
+        raise MapError(f"{rule} leaves no tensor")
+    return left
 
 
 @_applied.register
@@ -356,6 +359,8 @@ def _by_value(part: str) -> tuple[int, str, int]:
 def _unique(tensors: Iterable[tuple[str, Mapped]]) -> State:
     found: State = {}
     for name, tensor in tensors:
+        if name == "__metadata__":
+            raise MapError(f"key_map gives a tensor the name '{name}', which files have for something else: '{tensor.sources}'")
         if name in found:
             raise MapError(f"key_map gives '{name}' twice: of {found[name].sources}, and of {tensor.sources}")
         found[name] = tensor

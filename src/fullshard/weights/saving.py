@@ -168,15 +168,19 @@ def save_weights(
     token = meeting.first(uuid.uuid4().hex.encode()).decode()
     replacement = Replacement(directory if steps is None else steps.directory, token)
     save = _Save(meeting, tensors, layout, replacement, steps, began, threads=threads, limit=limit, keeps=background)
+    # All ranks connect before one of them goes on: a connection to one that has ended waits for minutes.
+    connect = partial(StoreMeeting, token, meeting.index, len(meeting.ranks))
+    behind = meeting.run(connect) if background else None
     try:
         meeting.run(save.prepare)
         save.run(plan)
         meeting.run(lambda: save.add(extra))
-        if not background:
+        if behind is None:
             return save.finish(meeting)
-        behind = StoreMeeting(token, meeting.index, len(meeting.ranks))
     except BaseException:
         save.discard()
+        if behind is not None:
+            behind.abandon()
         raise
     return Saving(save.replacement.directory, partial(save.finish_behind, behind))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.collectives.base import StartedWork
+from fullshard.errors import StateError
 from fullshard.params.extension import travels_alone
 from fullshard.params.group import ParamGroup
 from fullshard.params.sharded_param import ShardedParameter
@@ -68,7 +69,7 @@ def iter_full(
 
     Raises:
         ValueError: for rules that do not fit.
-        StateError: inside a forward or backward.
+        StateError: inside a forward or backward; or, before the next bucket, if the weights were written meanwhile.
 
     Example:
         >>> for name, tensor in iter_full(model, dtype=torch.bfloat16):                       # doctest: +SKIP
@@ -95,7 +96,22 @@ def iter_full(
         bucket_bytes = 512 << 20 if any(unit.axis.device.type != "cpu" for unit in tensors.units) else 8 << 20
     buckets = list(_buckets(mapped, bucket_bytes, dtype))
     homes = _homes(tensors)
-    return _run([_Bucket(outputs, held, homes, dtype) for outputs in buckets], ahead=ahead, gets=gets, copy=copy)
+    every = [_Bucket(outputs, held, homes, dtype) for outputs in buckets]
+    return _run(every, partial(_versions, tensors.held), ahead=ahead, gets=gets, copy=copy)
+
+
+def _versions(held: Sequence[Held]) -> list[int]:
+    """Numbers that grow when a tensor of the model is written."""
+    found: list[int] = []
+    for one in held:
+        parameter = one.parameter
+        found.append(one.local._version if parameter is None else _version(parameter))
+    return found
+
+
+def _version(parameter: ShardedParameter) -> int:
+    written: int = parameter.write_count + parameter.sharded._version + parameter.local._version
+    return written
 
 
 def _is_for(to: To) -> bool:
@@ -108,11 +124,19 @@ def _is_for(to: To) -> bool:
     raise ValueError(f"to must be 'all', the number of a rank, or a process group, got {to!r}")
 
 
-def _run(buckets: Sequence[_Bucket], *, ahead: int, gets: bool, copy: bool) -> Iterator[tuple[str, Tensor]]:
+def _run(
+    buckets: Sequence[_Bucket], versions: Callable[[], list[int]], *, ahead: int, gets: bool, copy: bool
+) -> Iterator[tuple[str, Tensor]]:
+    before = versions()
     waiting = deque(buckets)
     under_way: deque[_Bucket] = deque()
     try:
         while waiting or under_way:
+            if versions() != before:
+                raise StateError(
+                    "weights were written while iter_full() was under way, as by optimizer.step(): what it gave is of before, "
+                    "and what comes would be of now: go through all of it before the next step"
+                )
             while waiting and len(under_way) <= ahead:
                 waiting[0].start()
                 under_way.append(waiting.popleft())
@@ -385,9 +409,9 @@ def _resident(held: Held, dtype: torch.dtype) -> Tensor | None:
 
 
 def _whole(held: Held, dtype: torch.dtype) -> Tensor:
-    """A tensor that this rank has whole."""
+    """A copy of a tensor that this rank has whole: who writes to it does not write to the model."""
     found = _resident(held, dtype)
-    return held.local.to(dtype).view(held.target.shape) if found is None else found
+    return held.local.to(dtype, copy=True).view(held.target.shape) if found is None else found.clone()
 
 
 @torch.no_grad()
