@@ -342,6 +342,21 @@ def test_verify_starts_processes_for_the_cpu_where_there_is_an_accelerator() -> 
     assert done.stdout.startswith("same: losses, gradients and weights of 2 parameters over 1 steps on 2 ranks"), done.stderr
 
 
+@ranks(2, device="sim")
+def test_a_recorded_run_trains_the_same_and_says_when_the_device_did_what(world: World) -> None:
+    """Its marks are events of the streams, and its memory is the device's."""
+    models = [sharded(world.mesh) for _ in range(2)]
+    told = train(world, models[0], "sim", steps=4)
+    with late(world, "others"), fullshard.record(models[1], memory=True) as run:
+        recorded = train(world, models[1], "sim", steps=4)
+    assert all(torch.equal(one, other) for one, other in zip(told, recorded))
+    for name, value in values(models[0]).items():
+        assert torch.equal(values(models[1])[name], value), name
+    assert {span.lane for span in run.spans} >= {"gather", "reduce", "wait"} and run.peak is not None and run.peak > 0
+    assert all(0 <= span.start <= span.end for span in run.spans)
+    assert sum(run.waiting.values()) > 0, "compute waits for gathers that are late"
+
+
 # --- what holds the host ---
 
 

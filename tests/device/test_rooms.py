@@ -43,6 +43,8 @@ ROOMS = (
     "sharded_tensor",
     "state_dicts",
     "sync",
+    "traffic",
+    "where_fsdp2_is_wrong",
     "wrapping",
 )
 """Files of tests that run there. Others look at gloo, at processes that they begin, or at ranks that part, which end as gloo ends."""
@@ -58,6 +60,7 @@ NOT_THERE = {  # tests, or cases of them
     "grad_dtypes_ranks_whose_gradients_come_in_different_dtypes_all_raise": "messages of two sizes end as gloo ends",
     "memory_a_thread_that_did_not_shard_may_delete_one_model_and_run_another": "tensors of other threads are the CPU's",
     "parity_an_lstm_that_keeps_its_weights_twice": "the device has a kernel for LSTMs that the CPU lacks",
+    "traffic_ranks_that_began_anew_count_backwards_to_the_next_heartbeat_alike": "a rank that does not come ends as gloo ends",
     "meshes_pinning_is_skipped_and_said_where_there_is_nothing_to_copy_to": "there is",
 }
 
