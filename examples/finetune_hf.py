@@ -162,7 +162,7 @@ def main() -> None:
             for module in model.modules():
                 if isinstance(module, LoRALinear):
                     module.merge()
-        kept = [fullshard.weights.Drop(r"[.]lora_[ab]$")]
+        kept = [fullshard.weights.Drop(r"[.]lora_[ab]$", optional=True)]  # there are none in full fine-tuning
         saved = fullshard.save_weights(model, options.out / "saved", key_map=kept, extra=other_files)
         model.eval()
         probe = batch_of(ids, 0, options).to(device)
