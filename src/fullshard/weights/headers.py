@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -46,6 +47,7 @@ DTYPES: dict[str, torch.dtype] = {
 """By the names of the format."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ATTEMPTS, PAUSE = 8, 0.1  # at a checkpoint that is replaced meanwhile, and seconds between two
 MOST = 100_000_000  # bytes of a header, the limit of the format
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -130,6 +132,18 @@ class OpenFiles:
                 raise BadFile(f"{name} is no regular file")
             self._files[name], self._times[name] = found, status.st_mtime_ns
         return self._files[name]
+
+    def were_replaced(self) -> bool:
+        """Whether a directory is not at its path any more, so that what was in it may be gone."""
+        for path, descriptor in self._directories.items():
+            try:
+                now = os.stat(path)
+            except OSError:
+                return True
+            then = os.fstat(descriptor)
+            if (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino):
+                return True
+        return False
 
     def check_unchanged(self) -> None:
         """Raises BadFile if somebody wrote to a file since it was opened."""
@@ -340,8 +354,16 @@ def read_checkpoint(source: Any, files: OpenFiles | None = None) -> list[Header]
     if files is None:
         with OpenFiles() as files:
             return read_checkpoint(source, files)
-    paths, index = files_of(source, files)
-    headers = [read_header(path, files) for path in paths]
+    for attempt in range(ATTEMPTS):
+        try:
+            paths, index = files_of(source, files)
+            headers = [read_header(path, files) for path in paths]
+            break
+        except BadFile:
+            if attempt == ATTEMPTS - 1 or not files.were_replaced():
+                raise
+            files.close()  # a save put another checkpoint into its place, and removes this one
+            time.sleep(PAUSE)
     where: dict[str, str] = {}
     for tensor in (tensor for header in headers for tensor in header.tensors):
         if tensor.name in where:
@@ -415,10 +437,12 @@ def _of_index(path: Path, files: OpenFiles) -> tuple[list[str], dict[str, str]]:
 
 
 __all__ = [
+    "ATTEMPTS",
     "DTYPES",
     "INDEX",
     "LATEST",
     "NAMES",
+    "PAUSE",
     "SINGLE",
     "BadFile",
     "FileIdentity",

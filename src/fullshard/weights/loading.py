@@ -20,7 +20,18 @@ from fullshard.weights.boxes import Box
 from fullshard.weights.commit import warn_of_leftover
 from fullshard.weights.computing import Calculator
 from fullshard.weights.exchange import Exchange, Receive, Send
-from fullshard.weights.headers import DTYPES, NAMES, BadFile, FileIdentity, FileTensor, OpenFiles, read_checkpoint, samples
+from fullshard.weights.headers import (
+    ATTEMPTS,
+    DTYPES,
+    NAMES,
+    PAUSE,
+    BadFile,
+    FileIdentity,
+    FileTensor,
+    OpenFiles,
+    read_checkpoint,
+    samples,
+)
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys
 from fullshard.weights.meeting import Meeting
 from fullshard.weights.plan import LoadPlan, Part, Use, plan_load
@@ -31,7 +42,6 @@ from fullshard.weights.targets import Held, ModelTensors, tensors_of
 from fullshard.weights.texts import nearest
 
 Replicas = Literal["auto", "read"]
-ATTEMPTS, PAUSE = 8, 0.1  # at one checkpoint on all ranks, and seconds between two
 
 
 @dataclass(frozen=True, slots=True)
