@@ -797,7 +797,7 @@ def counts_collectives() -> bool:
 
 
 def uncounted() -> AbstractContextManager[object]:
-    """A block in which no CommDebugMode of this thread sees what is sent."""
+    """Return a block whose collectives no CommDebugMode of this thread counts."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes() if counts_collectives() else nullcontext()

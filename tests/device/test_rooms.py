@@ -94,6 +94,7 @@ def bodies_of(room: str) -> dict[str, Any]:
     }
 
 
+assert {name.partition("[")[0] for name in NOT_THERE} <= {name for room in ROOMS for name in bodies_of(room)}
 MOVED = {f"test_{name}": moved(name, test) for room in ROOMS for name, test in bodies_of(room).items() if name not in NOT_THERE}
 NAMES = rotation.share(list(MOVED))
 if rotation.part() is not None:

@@ -189,6 +189,25 @@ def test_a_step_between_two_buckets_is_told(world: World, ahead: int) -> None:
     stream = fullshard.weights.iter_full(model, bucket_bytes=64, ahead=ahead)
     next(stream)
     optimizer.step()
-    with pytest.raises(fullshard.StateError, match="weights were written while iter_full"):
+    with pytest.raises(fullshard.StateError, match=r"was written while iter_full\(\) was under way"):
         list(stream)
     assert len(list(fullshard.weights.iter_full(model))) == len(dict(model.named_parameters(remove_duplicate=False)))
+
+
+@ranks(1)
+def test_a_step_inside_of_a_bucket_is_told_and_averages_do_not_mind_it(world: World) -> None:
+    """What a rank has whole is copied when it is given."""
+    model = sharded(world, "rows", meta=False)
+    fullshard.load_weights(model, written(world, "whole", saved()))
+    optimizer, ema = torch.optim.AdamW(model.parameters(), foreach=True), fullshard.EMA(model, 0.5)
+    for weights, work in ((None, optimizer.step), (ema, ema.update)):
+        model(torch.zeros(2, 3).long()).sum().backward()
+        stream = fullshard.weights.iter_full(model, weights=weights)
+        next(stream)
+        work()
+        with pytest.raises(fullshard.StateError, match="was written while iter_full"):
+            list(stream)
+    stream = fullshard.weights.iter_full(model, weights=ema)
+    next(stream)
+    optimizer.step()
+    list(stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from checkpoints import Net, contents
 from torch import nn
 
 import fullshard
-from fullshard.weights import commit, load_weights, save_weights
+from fullshard.weights import commit, load_weights, reading, save_weights
 from fullshard.weights.commit import Replacement, beside
+from fullshard.weights.headers import BadFile
 from fullshard.weights.layout import lay_out
 
 
@@ -143,6 +145,98 @@ save_weights(uniform(2.0), {str(folder)!r}, extra={{"config.json": "2"}})
         save_weights(uniform(3.0), folder)
     assert (folder / "made").read_text() == "unseen" and (folder / "config.json").read_text() == "2"
     assert not beside(folder).exists()
+
+
+KILLED = """
+import os, sys, time
+sys.path[:0] = {path!r}
+from test_directories import uniform
+from fullshard.weights import commit, save_weights
+{how}
+save_weights(uniform(2.0), {folder!r}, extra={{"config.json": "2"}})
+"""
+
+
+def killed(folder: Path, how: str) -> None:
+    """Save 2.0 in a process that `how` ends."""
+    code = KILLED.format(path=sys.path, folder=str(folder), how=how)
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+
+
+def test_what_was_removed_since_a_save_was_killed_does_not_come_back(tmp_path: Path) -> None:
+    """Before its exchange the new content has links to all files that the directory had."""
+    folder = tmp_path / "run"
+    save_weights(uniform(1.0), folder, extra={"kept": "1", "removed": "1"})
+    killed(folder, "commit.Replacement._replace = lambda self: os._exit(9)")
+    (folder / "removed").unlink()
+    with pytest.warns(UserWarning, match="it is removed"):
+        save_weights(uniform(3.0), folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["kept", "model.safetensors"]
+
+
+def test_a_killed_save_whose_children_live_on_holds_nobody_up_and_loses_nothing(tmp_path: Path) -> None:
+    """They share its lock, as workers of a data loader do."""
+    folder = tmp_path / "run"
+    save_weights(uniform(1.0), folder)
+    how = """
+def ended(old, new, ours):
+    (old / "made").write_text("unseen")
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    open({pid!r}, "w").write(str(child))
+    os._exit(9)
+commit._move_over = ended
+""".format(pid=str(tmp_path / "pid"))
+    killed(folder, how)
+    child = int((tmp_path / "pid").read_text())
+    try:
+        os.kill(child, 0)
+        with pytest.warns(UserWarning, match="it is removed"):
+            save_weights(uniform(3.0), folder)
+        assert (folder / "made").read_text() == "unseen" and not beside(folder).exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_disk_that_fails_behind_the_exchange_costs_no_file_of_others(tmp_path: Path) -> None:
+    """What was given up then was the old content, with files that nobody had looked at."""
+    folder = tmp_path / "run"
+    save_weights(uniform(1.0), folder)
+    replace, sync = Replacement._replace, commit._sync
+
+    def late(self: Replacement) -> Path | None:
+        (self.directory / "made").write_text("unseen")
+        return replace(self)
+
+    def broken(path: Path) -> None:
+        if path == folder.parent:
+            raise OSError(errno.EIO, "injected")
+        sync(path)
+
+    with (
+        mock.patch.object(Replacement, "_replace", late),
+        mock.patch.object(commit, "_sync", broken),
+        pytest.raises(RuntimeError, match="injected"),
+    ):
+        save_weights(uniform(2.0), folder)
+    assert (folder / "made").read_text() == "unseen" and not beside(folder).exists()
+
+
+def test_an_interrupt_behind_the_exchange_leaves_the_rest_to_the_next_save(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    save_weights(uniform(1.0), folder)
+
+    def interrupted(old: Path, new: Path, ours: object) -> None:
+        (old / "made").write_text("unseen")
+        raise KeyboardInterrupt
+
+    with mock.patch.object(commit, "_move_over", interrupted), pytest.raises(KeyboardInterrupt):
+        save_weights(uniform(2.0), folder)
+    with pytest.warns(UserWarning, match="it is removed"):
+        save_weights(uniform(3.0), folder)
+    assert (folder / "made").read_text() == "unseen" and not beside(folder).exists()
 
 
 def test_mode_and_sockets_stay(tmp_path: Path) -> None:
@@ -335,6 +429,8 @@ def test_directories_that_cannot_be_replaced_are_refused_before_anything(
     ):
         with pytest.raises(ValueError, match=told):
             save_weights(uniform(1.0), directory)
+    with pytest.raises(ValueError, match="directory is ''"):
+        save_weights(uniform(1.0), "", step=1)
     assert [path.name for path in tmp_path.rglob("*")] == ["here", "below"]
 
 
@@ -349,13 +445,27 @@ def test_an_empty_directory_is_replaced_and_one_without_exchange_is_moved_aside(
         load_weights(model, folder)
         assert values_of(model) == {2.0} and (folder / "kept").read_text() == "1" and not beside(folder).exists()
 
-        def killed(source: object, target: object, rename: object = os.rename) -> None:
+        def broken(source: object, target: object, rename: object = os.rename) -> None:
+            if Path(str(target)) == folder and not folder.exists() and ".old" not in str(source):
+                raise OSError(errno.EIO, "injected")
+            rename(source, target)  # type: ignore[operator]
+
+        with (
+            mock.patch.object(os, "rename", broken),
+            pytest.warns(UserWarning, match="cannot exchange"),
+            pytest.raises(RuntimeError, match="injected"),
+        ):
+            save_weights(uniform(3.0), folder)
+        load_weights(model, folder)
+        assert values_of(model) == {2.0} and not beside(folder).exists(), "the old one is back"
+
+        def ended(source: object, target: object, rename: object = os.rename) -> None:
             if Path(str(target)) == folder and not folder.exists():  # between the two
                 raise KeyboardInterrupt
             rename(source, target)  # type: ignore[operator]
 
         with (
-            mock.patch.object(os, "rename", killed),
+            mock.patch.object(os, "rename", ended),
             mock.patch.object(Replacement, "discard"),
             warnings.catch_warnings(),
             pytest.raises(KeyboardInterrupt),
@@ -410,6 +520,20 @@ def test_models_without_values_are_not_saved_over_good_checkpoints(tmp_path: Pat
     finally:
         if way == "sharded":
             torch.distributed.destroy_process_group()
+
+
+def test_a_load_that_broke_off_leaves_nothing_to_save(tmp_path: Path) -> None:
+    """Of a model without units half of the weights were new, and were saved as if all were well."""
+    save_weights(uniform(1.0), tmp_path / "good")
+    model = uniform(2.0)
+    with mock.patch.object(reading, "_fill", side_effect=BadFile("injected")), pytest.raises(ValueError, match="injected"):
+        load_weights(model, tmp_path / "good")
+    told = r"found no values: load_weights\(\) failed and left half written: parameter .*: load or initialise"
+    with pytest.raises(ValueError, match=told):
+        save_weights(model, tmp_path / "saved")
+    load_weights(model, tmp_path / "good")
+    save_weights(model, tmp_path / "saved")
+    assert contents(tmp_path / "saved") == contents(tmp_path / "good")
 
 
 def test_a_pipe_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:

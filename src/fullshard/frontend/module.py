@@ -564,8 +564,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Order the next forward, or `unshard()`, behind `event`, which an optimizer recorded on a stream of its own. Once.
 
-        Gathers are ordered behind the current stream as well, whose memory they write to. The optimizer reads gradients until
-        then: call `zero_grad()` behind that forward, not before it, for what is free is given out again by the current stream.
+        Gathers are ordered behind the current stream as well, whose memory they write to. The optimizer may read gradients
+        until then: call `zero_grad()` after that forward, since the allocator gives freed memory to the current stream at once.
 
         Args:
             event: a torch.Event (or one of the device, such as torch.cuda.Event) that was recorded after `optimizer.step()`.

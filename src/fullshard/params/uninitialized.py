@@ -35,7 +35,7 @@ class UninitializedTensors:
     def __init__(self, parameters: list[ShardedParameter], buffers: list[tuple[weakref.ref[nn.Module], str]]) -> None:
         self._parameters, self._buffers = parameters, buffers
         self._versions: dict[str, int] = {}
-        self.by = "to_empty() allocated"  # what left them without values, for texts
+        self.by = ""  # what left them without values, for error texts
 
     def but(self, written: Container[int]) -> UninitializedTensors:
         """The same without what is written. written: ids of parameters, and of the tensors that buffers are now."""
@@ -48,7 +48,7 @@ class UninitializedTensors:
 
     @property
     def places(self) -> list[tuple[weakref.ref[nn.Module], str]]:
-        """Of the buffers and plain parameters: module and name."""
+        """Return module and name of each buffer and plain parameter."""
         return self._buffers
 
     @property
@@ -60,8 +60,9 @@ class UninitializedTensors:
         """What there is."""
         return list(self._tensors())
 
-    def mark(self) -> None:
-        """Mark the memory that the tensors have now."""
+    def mark(self, by: str) -> None:
+        """Mark the memory that the tensors have now. by: what left them without values, as "to_empty() allocated"."""
+        self.by = by
         for key, (tensor, _) in self._tensors().items():
             if tensor.device.type != "meta":
                 mark(tensor)

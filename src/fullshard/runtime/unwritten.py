@@ -27,10 +27,9 @@ def on_meta(unit: Unit) -> UninitializedTensors:
 
 
 def mark_unwritten(unit: Unit, fresh: UninitializedTensors, by: str = "to_empty() allocated") -> None:
-    """These have memory now, and no values: the next forward raises if that is still so. by: what left them so."""
+    """Mark tensors that have memory and no values: the next forward raises if that is still so. by: what left them so."""
     with torch.no_grad():
-        fresh.mark()
-    fresh.by = by
+        fresh.mark(by)
     unit.checks.uninitialized = fresh
 
 

@@ -43,12 +43,7 @@ class Fresh:
                 mark_unwritten(unit, left, "load_weights() allocated")
                 names += left.names()
         others = self._others.but(written)
-        with torch.no_grad():
-            others.mark()
-        others.by = "load_weights() allocated"
-        for ref in {ref for ref, _ in others.places}:
-            if (module := ref()) is not None:
-                _WITHOUT[module] = others
+        _mark_outside(others, "load_weights() allocated")
         return (*names, *others.names())
 
 
@@ -80,18 +75,26 @@ def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     return parameter
 
 
-_WITHOUT: weakref.WeakKeyDictionary[nn.Module, UninitializedTensors] = weakref.WeakKeyDictionary()
-"""Modules outside of units of which something has no values."""
+_OUTSIDE: weakref.WeakKeyDictionary[nn.Module, UninitializedTensors] = weakref.WeakKeyDictionary()
+"""Marked tensors that belong to no unit, by their modules: no forward of a unit looks at them."""
+
+
+def _mark_outside(tensors: UninitializedTensors, by: str) -> None:
+    with torch.no_grad():
+        tensors.mark(by)
+    for module in (ref() for ref, _ in tensors.places):
+        if module is not None:
+            _OUTSIDE[module] = tensors
 
 
 def has_marks(model: nn.Module, units: Iterable[Unit]) -> bool:
-    """Whether something of a model was left without values, and no forward has looked since; the same on every rank."""
-    return any(unit.checks.uninitialized is not None for unit in units) or any(one in _WITHOUT for one in model.modules())
+    """Return whether tensors of a model were marked as without values, and no forward has looked at them since."""
+    return any(unit.checks.uninitialized is not None for unit in units) or any(one in _OUTSIDE for one in model.modules())
 
 
 def check_values(model: nn.Module, units: Iterable[Unit], doing: str) -> None:
-    """Raises ValueError if something that a checkpoint would hold was never written, on this rank, naming it."""
-    fresh = [unit.checks.uninitialized for unit in units] + [_WITHOUT.get(module) for module in model.modules()]
+    """Check that everything a checkpoint holds was written, on this rank. Raises ValueError naming what was not."""
+    fresh = [unit.checks.uninitialized for unit in units] + [_OUTSIDE.get(module) for module in model.modules()]
     for one in fresh:
         left = [] if one is None else one.remaining()
         if one is not None and left:
@@ -101,15 +104,34 @@ def check_values(model: nn.Module, units: Iterable[Unit], doing: str) -> None:
             )
 
 
-def mark_all(unit: Unit) -> None:
-    """All that a state dict has of a unit is half written: the next forward raises."""
-    buffers = [
+_HALF = "load_weights() failed and left half written:"
+
+
+def mark_all(model: nn.Module, units: Iterable[Unit]) -> None:
+    """Mark everything a state dict holds of a model: a load that failed wrote some of it, and nobody knows which."""
+    of_units: set[int] = set()
+    for unit in units:
+        modules = list(_modules_of(unit))
+        of_units.update(map(id, modules))
+        mark_unwritten(unit, UninitializedTensors(list(unit.parameters), _buffers(modules)), _HALF)
+    outside = [module for module in model.modules() if id(module) not in of_units]
+    plain = [
         (weakref.ref(module), name)
-        for module in _modules_of(unit)
+        for module in model.modules()
+        for name, one in _torch.parameters_of(module).items()
+        if one is not None and not logical_parameters([one])
+    ]
+    _mark_outside(UninitializedTensors([], [*plain, *_buffers(outside)]), _HALF)
+
+
+def _buffers(modules: Iterable[nn.Module]) -> list[tuple[weakref.ref[nn.Module], str]]:
+    """The buffers that state dicts hold."""
+    return [
+        (weakref.ref(module), name)
+        for module in modules
         for name, _ in module.named_buffers(recurse=False)
         if _torch.persists(module, name)
     ]
-    mark_unwritten(unit, UninitializedTensors(list(unit.parameters), buffers), "load_weights() failed, and left half written")
 
 
 def _modules_of(unit: Unit) -> Iterator[nn.Module]:

@@ -116,7 +116,7 @@ class StoreMeeting:
             self._host = None
 
     def abandon(self) -> None:
-        """End without the others: what it was for did not begin."""
+        """Stop the beats and let the store go, where the save failed before its threads began."""
         self._ended.set()
         self._host = None
 

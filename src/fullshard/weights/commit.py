@@ -4,8 +4,9 @@ What is written lies in a staging folder beside the directory:
 
     checkpoint                what readers see
     .checkpoint.saving/
-        owner                 who saves; locked as long as that process saves, and no longer
-        <token>/              the new content, of a name that no other save has; behind the exchange the old content
+        owner                 JSON: who saves; locked as long as that process saves, and no longer
+        <token>/              the new content, under a name that no other save has; after the exchange the old content
+        <token>.old/          the old content, where the file system cannot exchange directories
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import socket
 import stat
 import time
 import warnings
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,26 +32,27 @@ Extra = Mapping[str, str | bytes | os.PathLike[str]] | Callable[[Path], object]
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_OWNER = "owner"
-_LOOKS = 20  # at the old content, for files that others make there meanwhile
+_OWNER, _OLD = "owner", ".old"
+_LOOKS = 20  # at the old content, for files that others create there meanwhile
+_TRIES, _PAUSE = 10, 0.01  # to lock the owner, and seconds between two: a load that looks for leftovers holds it for a moment
 
 
 class Replacement:
     """The new content of a directory, until it is in its place. path: where it is written.
 
     directory: links are followed, so that a link stays one, and its target is replaced.
-    token: that no other save has; alike on all ranks, of which the first calls `prepare`, `add` and `commit`.
+    token: unique to this save; alike on all ranks, of which the first calls `prepare`, `add` and `commit`.
 
     Raises:
-        ValueError: for a directory that cannot be replaced: none, a root or a mount point, or one in which the process stands.
+        ValueError: if the path is empty.
     """
 
     def __init__(self, directory: str | os.PathLike[str], token: str) -> None:
-        self.directory = _target(directory)
+        self.directory = resolved(directory)
         self._staging = beside(self.directory)
         self.path = self._staging / token
-        self._owner: int | None = None
-        self._ours: set[str] = set()  # names of what is written anew
+        self._owner: int | None = None  # descriptor of the locked file
+        self._inode: int | None = None  # of the new content: what lies at `path` after the exchange has another one
 
     # --- before anything is written ---
 
@@ -58,14 +60,18 @@ class Replacement:
         """Take the staging folder, and make the files, with headers and room for all of their data.
 
         Raises:
-            ValueError: if another save has the folder, naming it; or if there is no room, saying how much is needed and free.
+            ValueError: if the directory cannot be replaced (a file, a root, a mount point, the current directory); if another
+                save has the folder, naming it; or if there is no room, saying how much is needed and free.
         """
         _check_replaceable(self.directory)
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         self._owner = _take(self._staging, self.directory)
-        self._clear_leftovers()
-        self._note_owner()
+        before = _owner_of(self._staging)
+        self._note_owner(before)  # this process has it now, and what is left over is still known if it is killed
+        self._clear_leftovers(before)
+        self._note_owner({"token": self.path.name})
         os.mkdir(self.path)
+        self._inode = os.stat(self.path).st_ino
         for file in layout.files:
             descriptor = os.open(self.path / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -76,32 +82,30 @@ class Replacement:
         if layout.index is not None:
             (self.path / "model.safetensors.index.json").write_text(layout.index, encoding="utf-8")
 
-    def _clear_leftovers(self) -> None:
-        """Remove what an unfinished save left; what others put into the directory during its exchange is moved over."""
-        found = sorted(entry for entry in self._staging.iterdir() if entry.name != _OWNER)
+    def _clear_leftovers(self, owner: Mapping[str, object]) -> None:
+        """Remove what an unfinished save left; what others put into the directory during its exchange is moved over.
+
+        owner: what that save said of itself.
+        """
+        found = sorted(entry for entry in self._staging.iterdir() if not entry.name.startswith(_OWNER))
         if not found:
             return
         warnings.warn(f"{self._staging} is left over of a save that was not finished; it is removed", stacklevel=2)
-        told = _owner_of(self._staging)
-        token = str(told.get("token"))
-        aside = self._staging / f"{token}.old"
-        if aside in found and not self.directory.exists():  # between the two renames of `_replace`
-            os.rename(aside, self.directory)
-        ours = told.get("ours")
-        if isinstance(ours, list):  # its exchange had begun
-            for entry in found:
-                if entry.name in (token, aside.name) and entry.is_dir() and self.directory.is_dir():
-                    _move_over(entry, self.directory, ours)
         for entry in found:
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif os.path.lexists(entry):
-                os.unlink(entry)
+            if entry.name.endswith(_OLD) and not os.path.lexists(self.directory):  # killed between two renames of `_replace`
+                os.rename(entry, self.directory)
+        ours = owner.get("ours")
+        for entry in (entry for entry in found if entry.is_dir() and not entry.is_symlink()):
+            is_old = entry.name.endswith(_OLD) or (entry.name == owner.get("token") and _inode(entry) != owner.get("inode"))
+            if is_old and isinstance(ours, list) and self.directory.is_dir():
+                _move_over(entry, self.directory, ours)
+        for entry in found:
+            _remove(entry)
 
-    def _note_owner(self, **more: object) -> None:
-        """Write who saves, for others, and what is written anew, for the save that comes after one that is killed."""
+    def _note_owner(self, facts: Mapping[str, object]) -> None:
+        """Write to the owner file which process saves, and facts that the next save needs if this one is killed."""
         assert self._owner is not None
-        text = json.dumps({"token": self.path.name, "host": socket.gethostname(), "pid": os.getpid(), **more}).encode()
+        text = json.dumps({**facts, "host": socket.gethostname(), "pid": os.getpid()}).encode()
         os.pwrite(self._owner, text, 0)
         os.ftruncate(self._owner, len(text))
 
@@ -120,7 +124,7 @@ class Replacement:
         """Put further files beside the weights.
 
         Raises:
-            ValueError: for a name that is none of a further file, and for what has no content of one.
+            ValueError: for the name of a weights file, for a path, and for content that is no text, bytes or path.
         """
         before = {entry.name: entry.stat().st_ino for entry in self.path.iterdir()}
         if callable(extra):
@@ -138,24 +142,26 @@ class Replacement:
         for entry in self.path.iterdir():
             if is_weights(entry.name) and before.get(entry.name) != entry.stat().st_ino:
                 raise ValueError(
-                    f"extra wrote {entry.name!r}, which is a name of weights: they would not be those of the model"
+                    f"extra wrote {entry.name!r}, which is a name of weights, over those of the model: give it another name"
                 )
 
     # --- into its place ---
 
     def commit(self) -> None:
-        """Have all of it on the disk, and in its place, in one step. Other files of the directory are taken along.
+        """Sync the new content to the disk, and put it into its place in one step. Other files of the directory are kept.
 
-        Also those that somebody makes there meanwhile: what was not seen before the exchange is moved over behind it.
+        Files that others create there meanwhile are kept, too: those that the exchange missed are moved over after it.
 
         Raises:
             RuntimeError: if the staging folder is not this save's any more.
         """
         assert self._owner is not None
         if _owner_of(self._staging).get("token") != self.path.name:
-            raise RuntimeError(f"{self._staging} is gone or another save's: {self.directory} is left as it was")
-        self._ours = {entry.name for entry in self.path.iterdir()}
-        self._note_owner(ours=sorted(self._ours))
+            raise RuntimeError(
+                f"{self._staging} is gone or another save's, so {self.directory} is left as it was: save from one job at a time"
+            )
+        ours = sorted(entry.name for entry in self.path.iterdir())
+        self._note_owner({"token": self.path.name, "inode": self._inode, "ours": ours})
         os.fsync(self._owner)
         self._keep()
         for entry in self.path.rglob("*"):
@@ -163,16 +169,26 @@ class Replacement:
                 _sync(entry)
         _sync(self.path)
         old = self._replace()
-        _sync(self.directory.parent)
+        try:
+            _sync(self.directory.parent)
+        finally:  # whether or not that is on the disk, the new content is in its place
+            self._settle(old, ours)
+
+    def _settle(self, old: Path | None, ours: Sequence[str]) -> None:
+        """Take the old content apart, and give the staging folder up."""
         if old is not None:
             try:
-                _move_over(old, self.directory, self._ours)
+                _move_over(old, self.directory, ours)
             except OSError as failure:
-                warnings.warn(f"{self.directory} is saved; what it had before is left at {old}: {failure}", stacklevel=2)
+                warnings.warn(
+                    f"{self.directory} is saved, but its old content could not be removed from {old}, and may have files of "
+                    f"others: {failure}. The next save tries again",
+                    stacklevel=2,
+                )
         self._leave()
 
     def _keep(self) -> None:
-        """Take along the files of the directory that are no weights and were not given anew, and its mode and owner."""
+        """Link the other files of the directory into the new content, and copy its mode and owner."""
         if not self.directory.is_dir():
             return
         for entry in sorted(self.directory.iterdir()):
@@ -189,7 +205,7 @@ class Replacement:
         os.chmod(self.path, stat.S_IMODE(status.st_mode))
 
     def _replace(self) -> Path | None:
-        """Put the new content into its place; returns where the old one is now, None if there was none."""
+        """Put the new content into its place. Returns where the old content is now, None if there was none."""
         try:
             os.rename(self.path, self.directory)  # where there is nothing, or an empty directory
             return None
@@ -203,31 +219,37 @@ class Replacement:
             if failure.errno not in _NO_EXCHANGE:
                 raise
         warnings.warn(
-            f"the file system of {self.directory} cannot exchange two directories in one step: it is moved aside, then the new "
-            f"one into its place; whoever looks between the two finds nothing there, and {self._staging} has both",
+            f"the file system of {self.directory} cannot exchange two directories in one step: the old one is moved to "
+            f"{self._staging} first, and a program that opens {self.directory} in this moment finds nothing",
             stacklevel=2,
         )
-        aside = self._staging / f"{self.path.name}.old"
+        aside = self._staging / f"{self.path.name}{_OLD}"
         os.rename(self.directory, aside)
-        os.rename(self.path, self.directory)
+        try:
+            os.rename(self.path, self.directory)
+        except OSError:
+            os.rename(aside, self.directory)
+            raise
         return aside
 
     def discard(self) -> None:
-        """Nothing comes of it."""
+        """Remove the new content, unless it is in its place already, and give the staging folder up."""
         if self._owner is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+            if _inode(self.path) == self._inode:
+                shutil.rmtree(self.path, ignore_errors=True)
             self._leave()
 
     def _leave(self) -> None:
-        """Give the staging folder up: another save may have it, or takes it in this moment."""
+        """Remove the staging folder, unless something is left in it for the next save, and unlock it."""
         if self._owner is None:
             return
-        with suppress(OSError):
-            if _same(os.stat(self._staging / _OWNER), os.fstat(self._owner)):
+        with suppress(OSError):  # another save may take it in this moment
+            is_ours = _same(os.stat(self._staging / _OWNER), os.fstat(self._owner))
+            if is_ours and os.listdir(self._staging) == [_OWNER]:
                 os.unlink(self._staging / _OWNER)
                 os.rmdir(self._staging)
         with suppress(OSError):
-            fcntl.flock(self._owner, fcntl.LOCK_UN)  # also for processes that were forked meanwhile, which have it, too
+            fcntl.flock(self._owner, fcntl.LOCK_UN)  # closing is not enough: processes forked meanwhile share the lock
         os.close(self._owner)
         self._owner = None
 
@@ -235,7 +257,8 @@ class Replacement:
 # --- which directory, and whose it is ---
 
 
-def _target(directory: str | os.PathLike[str]) -> Path:
+def resolved(directory: str | os.PathLike[str]) -> Path:
+    """Return the directory itself, behind links. Raises ValueError if the path is empty."""
     if not os.fspath(directory):
         raise ValueError("directory is '', expected the path of a directory")
     return Path(os.path.realpath(directory))
@@ -288,25 +311,41 @@ def _take(staging: Path, directory: Path) -> int:
 
 
 def _lock(owner: int, staging: Path, directory: Path) -> bool:
-    try:
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        pass
-    except OSError as failure:
-        if failure.errno not in _NO_LOCKS:
-            raise
-        if not os.fstat(owner).st_size:
-            return True  # a file system without locks; nobody was here
-    told = _owner_of(staging)
-    if told.get("host") == socket.gethostname() and not _lives(told.get("pid")):  # what it forked has the lock still
-        with suppress(FileNotFoundError):
-            os.unlink(staging / _OWNER)
+    """Lock the owner file. Returns False if the file was replaced by one that is not locked: try again.
+
+    Raises:
+        ValueError: if a process that lives has it, or one on another host.
+    """
+    found: dict[str, object] = {}
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            pass
+        except OSError as failure:
+            if failure.errno not in _NO_LOCKS:
+                raise
+            if not os.fstat(owner).st_size:
+                return True  # a file system without locks, and no save was here
+        found = _owner_of(staging)
+        if found and not _has_ended(found):
+            break
+        time.sleep(_PAUSE)
+    if _has_ended(found):  # processes that it forked still share its lock: a copy of the file is not locked
+        fresh = staging / f"{_OWNER}.{os.getpid()}"
+        fresh.write_text(json.dumps(found), encoding="utf-8")
+        os.replace(fresh, staging / _OWNER)
         return False
     raise ValueError(
-        f"another save to {directory} is under way, by process {told.get('pid', '?')} on {told.get('host', '?')}: wait for it, "
-        f"or save to another directory (if there is none, remove {staging})"
-    ) from None
+        f"another save to {directory} is under way, by process {found.get('pid', '?')} on {found.get('host', '?')}: wait for "
+        f"it, or save to another directory (if there is none, remove {staging})"
+    )
+
+
+def _has_ended(owner: Mapping[str, object]) -> bool:
+    """Return whether the process that an owner file names ran on this host, and has ended."""
+    return owner.get("host") == socket.gethostname() and not _lives(owner.get("pid"))
 
 
 def _lives(pid: object) -> bool:
@@ -320,7 +359,7 @@ def _lives(pid: object) -> bool:
 
 
 def _owner_of(staging: Path) -> dict[str, object]:
-    """What the owner says of itself; nothing if there is none."""
+    """Read the owner file; {} if there is none."""
     try:
         told = json.loads((staging / _OWNER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -328,12 +367,19 @@ def _owner_of(staging: Path) -> dict[str, object]:
     return told if isinstance(told, dict) else {}
 
 
+def _inode(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return None
+
+
 def _same(one: os.stat_result, other: os.stat_result) -> bool:
     return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
 
 
 def left_over(directory: str | os.PathLike[str]) -> Path | None:
-    """What a save to this directory left that was not finished; None if there is nothing, or a save is under way."""
+    """Return the staging folder of an unfinished save to this directory; None without one, or if the save is under way."""
     staging = beside(Path(os.path.realpath(directory)))
     try:
         owner = os.open(staging / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
@@ -346,9 +392,9 @@ def left_over(directory: str | os.PathLike[str]) -> Path | None:
     except OSError:  # no owner, or a file system without locks
         pass
     with suppress(OSError):
-        if any(entry.name != _OWNER for entry in staging.iterdir()):
+        if any(not entry.name.startswith(_OWNER) for entry in staging.iterdir()):
             return staging
-    return None  # or one that begins or ends in this moment
+    return None  # nothing is in it: a save begins or ends in this moment
 
 
 def warn_of_leftover(source: object) -> None:
@@ -362,9 +408,9 @@ def warn_of_leftover(source: object) -> None:
 
 
 def _move_over(old: Path, new: Path, ours: Container[str]) -> None:
-    """Take the old content apart. What the new one lacks was made meanwhile, and is moved; nothing is removed unseen.
+    """Remove the old content, and move to the new one what others created meanwhile.
 
-    ours: names in `new` that were given anew.
+    ours: names that the save wrote.
     """
     for _ in range(_LOOKS):
         for entry in sorted(old.iterdir()):
@@ -378,12 +424,15 @@ def _move_over(old: Path, new: Path, ours: Container[str]) -> None:
             if failure.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             time.sleep(0.05)
-    warnings.warn(f"somebody still makes files in {old}, which was {new}: it stays, and they are there", stacklevel=2)
+    warnings.warn(
+        f"files are still created in {old}, which was {new} before the save: it is kept, and the next save moves them",
+        stacklevel=2,
+    )
 
 
 def _merge(entry: Path, place: Path) -> None:
     """Move a file, or the files of a directory, to where the new content has none, or an older one."""
-    with suppress(FileNotFoundError, NotADirectoryError):  # somebody took it away, or has a file where there was a directory
+    with suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a file now where a directory was
         if entry.is_dir() and not entry.is_symlink():
             if not os.path.lexists(place):
                 os.rename(entry, place)
@@ -425,8 +474,8 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def _link(source: str | Path, place: str | Path) -> None:
-    """Have the same file at a second place; a copy where there are no links. A file that is gone meanwhile is nobody's loss."""
-    with suppress(FileNotFoundError):
+    """Link a file to a second place, or copy it where there are no links."""
+    with suppress(FileNotFoundError):  # its owner removed it meanwhile
         try:
             os.link(source, place, follow_symlinks=False)
         except FileNotFoundError:
@@ -445,4 +494,4 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["Extra", "Replacement", "beside", "exchange", "left_over", "warn_of_leftover"]
+__all__ = ["Extra", "Replacement", "beside", "exchange", "left_over", "resolved", "warn_of_leftover"]

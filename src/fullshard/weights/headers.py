@@ -134,7 +134,7 @@ class OpenFiles:
         return self._files[name]
 
     def were_replaced(self) -> bool:
-        """Whether a directory is not at its path any more, so that what was in it may be gone."""
+        """Return whether another directory is at the path of one that is open: its files may be removed."""
         for path, descriptor in self._directories.items():
             try:
                 now = os.stat(path)
@@ -146,10 +146,10 @@ class OpenFiles:
         return False
 
     def check_unchanged(self) -> None:
-        """Raises BadFile if somebody wrote to a file since it was opened."""
+        """Check that no file was written to since it was opened. Raises BadFile naming it."""
         for name, descriptor in self._files.items():
             if os.fstat(descriptor).st_mtime_ns != self._times[name]:
-                raise BadFile(f"{name} was written to while it was read: its values may be of two checkpoints")
+                raise BadFile(f"{name} was written to while it was read, so its values may be of two checkpoints: load again")
 
 
 SAMPLES, SAMPLE = 64, 4096  # of a file, and bytes of each

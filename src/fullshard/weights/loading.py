@@ -138,7 +138,7 @@ def load_weights(
             files.close()
             state, known = _state_of(meeting, source, files)
             match = meeting.run(partial(_match, tensors, key_map, state, strict=strict, missing=missing))
-            meeting.check_alike("key_map, strict or missing", match.digest())
+            meeting.check_alike("the tensors that key_map makes", match.digest())
             plan = plan_load(
                 [(held.target, mapped) for held, mapped in match.found],
                 rank=tensors.index,
@@ -157,8 +157,7 @@ def load_weights(
                 load.run(plan)
             meeting.run(files.check_unchanged)
         except BaseException:
-            for unit in tensors.units:
-                mark_all(unit)
+            mark_all(model, tensors.units)
             raise
         finally:
             load.reader.close()

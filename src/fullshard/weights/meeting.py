@@ -60,7 +60,7 @@ class Meeting:
         return bytes(bytes_of(found))
 
     def check_alike(self, what: str, told: bytes) -> None:
-        """Raises ValueError on every rank if this is not the same on all."""
+        """Compare bytes over all ranks. Raises ValueError on every rank if they differ."""
         mine = torch.frombuffer(bytearray(hashlib.sha256(told).digest()), dtype=torch.uint8)
         most, least = self.maximum(torch.cat([mine, 255 - mine])).chunk(2)
         if not torch.equal(most, 255 - least):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.runtime.runtime import runtime_of
-from fullshard.weights.allocating import check_values, has_marks
+from fullshard.weights.allocating import check_values
 from fullshard.weights.background import Saving, StoreMeeting, join_saves
 from fullshard.weights.commit import Extra, Replacement
 from fullshard.weights.ema import EMA
@@ -159,8 +159,7 @@ def save_weights(
         tensors = standing_for(tensors_of(model), weights.values())
     meeting = Meeting(tensors, "save_weights()")
     meeting.run(join_saves)
-    if has_marks(model, tensors.units):
-        meeting.run(lambda: check_values(model, tensors.units, "save_weights()"))
+    meeting.run(lambda: check_values(model, tensors.units, "save_weights()"))
     layout, outputs = meeting.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes))
     meeting.check_alike("key_map, dtype or max_shard_bytes", _told(layout, outputs))
     limit = max(1, buffer_bytes // 4)

@@ -5,8 +5,8 @@
         step-1000/
         latest -> step-1000
 
-Who reads files by their paths below `latest` while a save ends may see files of two steps: resolve the link once, and read
-below what it led to. `keep` steps stay, so that a reader has the time of so many saves.
+A program that opens several files below `latest` while a save ends may get files of two steps: resolve the link once, and open
+files below the directory of the step. It stays for as many saves as `keep` says.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from fullshard.weights.commit import resolved
 from fullshard.weights.headers import LATEST
 
 _STEP = re.compile(r"step-(\d+)")
@@ -34,14 +35,14 @@ class Steps:
             raise ValueError(f"step must be an int of at least 0, got {step!r}")
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise ValueError(f"keep must be an int of at least 1, or None for all steps, got {keep!r}")
-        self._all, self._step, self._keep = Path(os.path.realpath(directory)), step, keep
+        self._all, self._step, self._keep = resolved(directory), step, keep
         self.directory = self._all / f"step-{step}"
 
     def check(self) -> None:
         """Raises ValueError if something that is no link has the name of the link."""
         link = self._all / LATEST
         if os.path.lexists(link) and not link.is_symlink():
-            raise ValueError(f"{link} is no link: with step= it would be one to the step that was saved last")
+            raise ValueError(f"{link} is no link, and step= makes it one to the step that was saved last: move it away")
 
     def publish(self) -> None:
         """Have the link lead to this step, in one step, and remove the steps that are not kept."""

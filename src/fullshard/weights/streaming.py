@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -69,7 +69,7 @@ def iter_full(
 
     Raises:
         ValueError: for rules that do not fit.
-        StateError: inside a forward or backward; or, before the next bucket, if the weights were written meanwhile.
+        StateError: inside a forward or backward; or before a tensor that was written since the first one.
 
     Example:
         >>> for name, tensor in iter_full(model, dtype=torch.bfloat16):                       # doctest: +SKIP
@@ -96,22 +96,7 @@ def iter_full(
         bucket_bytes = 512 << 20 if any(unit.axis.device.type != "cpu" for unit in tensors.units) else 8 << 20
     buckets = list(_buckets(mapped, bucket_bytes, dtype))
     homes = _homes(tensors)
-    every = [_Bucket(outputs, held, homes, dtype) for outputs in buckets]
-    return _run(every, partial(_versions, tensors.held), ahead=ahead, gets=gets, copy=copy)
-
-
-def _versions(held: Sequence[Held]) -> list[int]:
-    """Numbers that grow when a tensor of the model is written."""
-    found: list[int] = []
-    for one in held:
-        parameter = one.parameter
-        found.append(one.local._version if parameter is None else _version(parameter))
-    return found
-
-
-def _version(parameter: ShardedParameter) -> int:
-    written: int = parameter.write_count + parameter.sharded._version + parameter.local._version
-    return written
+    return _run([_Bucket(outputs, held, homes, dtype) for outputs in buckets], ahead=ahead, gets=gets, copy=copy)
 
 
 def _is_for(to: To) -> bool:
@@ -124,19 +109,13 @@ def _is_for(to: To) -> bool:
     raise ValueError(f"to must be 'all', the number of a rank, or a process group, got {to!r}")
 
 
-def _run(
-    buckets: Sequence[_Bucket], versions: Callable[[], list[int]], *, ahead: int, gets: bool, copy: bool
-) -> Iterator[tuple[str, Tensor]]:
-    before = versions()
+def _run(buckets: Sequence[_Bucket], *, ahead: int, gets: bool, copy: bool) -> Iterator[tuple[str, Tensor]]:
+    for bucket in buckets:
+        bucket.note_versions()
     waiting = deque(buckets)
     under_way: deque[_Bucket] = deque()
     try:
         while waiting or under_way:
-            if versions() != before:
-                raise StateError(
-                    "weights were written while iter_full() was under way, as by optimizer.step(): what it gave is of before, "
-                    "and what comes would be of now: go through all of it before the next step"
-                )
             while waiting and len(under_way) <= ahead:
                 waiting[0].start()
                 under_way.append(waiting.popleft())
@@ -325,10 +304,24 @@ class _Bucket:
         self._messages: list[_Message] = []
         self._values: dict[str, Callable[[], Tensor]] | None = None
         self._alone: list[Held] = []  # gathered by torch when they are needed
+        self._versions: dict[str, int] = {}
+
+    def note_versions(self) -> None:
+        """Remember the versions of its tensors: all buckets are to have the weights of one moment."""
+        self._versions = {held.target.name: _version(held) for held in self._held}
+
+    def _check_versions(self, held: Iterable[Held]) -> None:
+        for one in held:
+            if _version(one) != self._versions[one.target.name]:
+                raise StateError(
+                    f"'{one.target.name}' was written while iter_full() was under way, as by optimizer.step(), so tensors of "
+                    "two steps would be mixed: go through all of them before the next step"
+                )
 
     @torch.no_grad()
     def start(self) -> None:
         """Begin what has to be sent."""
+        self._check_versions(self._held)
         kinds: dict[tuple[int, torch.dtype], list[Held]] = {}
         for held in self._held:
             way = _way(held, self._wanted(held))
@@ -368,7 +361,9 @@ class _Bucket:
         """The outputs; no variable here holds one of them while the next is made."""
         values = self._values
         assert values is not None
+        held = {one.target.name: one for one in self._held}
         for name, mapped in self._outputs:
+            self._check_versions(held[source.name] for source in _sources(mapped))
             yield name, _output(mapped, values, self._dtype, copy)
 
     def retire(self) -> None:
@@ -376,6 +371,15 @@ class _Bucket:
         self._values = None
         for message in self._messages:
             message.retire()
+
+
+def _version(held: Held) -> int:
+    """Return a number that grows when the tensor is written."""
+    parameter, value = held.parameter, held.value
+    if parameter is None or value is not None:
+        return held.local._version
+    written: int = parameter.write_count + parameter.sharded._version + parameter.local._version
+    return written
 
 
 def _as_is(tensor: Tensor) -> Tensor:
@@ -409,7 +413,7 @@ def _resident(held: Held, dtype: torch.dtype) -> Tensor | None:
 
 
 def _whole(held: Held, dtype: torch.dtype) -> Tensor:
-    """A copy of a tensor that this rank has whole: who writes to it does not write to the model."""
+    """Copy a tensor that this rank has whole, so that writes to it do not reach the model."""
     found = _resident(held, dtype)
     return held.local.to(dtype, copy=True).view(held.target.shape) if found is None else found.clone()
 
