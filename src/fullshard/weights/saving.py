@@ -125,7 +125,7 @@ def save_weights(
         weights: averages that stand for the model's own parameters, in their dtype unless `dtype` says another.
         step: of the training: the checkpoint is the directory `step-{step}` in `directory`, beside those of other steps, and
             the link `latest` leads to it in the end.
-        keep: how many steps stay, this one and those with the highest numbers; None keeps all.
+        keep: how many steps stay, those that were saved last; None keeps all.
         threads: that write at a time.
         buffer_bytes: of host memory for what cannot be written from the shards: other dtypes and devices, rows of other ranks.
         background: whether to copy what this rank writes to the memory of the host, return, and write behind the training,

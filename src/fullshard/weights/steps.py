@@ -20,7 +20,7 @@ from pathlib import Path
 from fullshard.weights.commit import resolved
 from fullshard.weights.headers import LATEST
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-\d+")
 
 
 class Steps:
@@ -35,7 +35,7 @@ class Steps:
             raise ValueError(f"step must be an int of at least 0, got {step!r}")
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise ValueError(f"keep must be an int of at least 1, or None for all steps, got {keep!r}")
-        self._all, self._step, self._keep = resolved(directory), step, keep
+        self._all, self._keep = resolved(directory), keep
         self.directory = self._all / f"step-{step}"
 
     def check(self) -> None:
@@ -62,18 +62,20 @@ class Steps:
         self._prune()
 
     def _prune(self) -> None:
-        found: dict[int, Path] = {}
+        found: list[tuple[int, Path]] = []
         for entry in self._all.iterdir():
             if entry.name.startswith(".step-") and entry.name.endswith(".removing"):  # by a save that was killed
                 shutil.rmtree(entry, ignore_errors=True)
-            elif (of := _STEP.fullmatch(entry.name)) and int(of[1]) != self._step:
-                found[int(of[1])] = entry
+            elif _STEP.fullmatch(entry.name) and entry != self.directory:
+                with suppress(FileNotFoundError):  # removed by another save
+                    found.append((entry.stat().st_mtime_ns, entry))
         if self._keep is None:
             return
-        for step in sorted(found, reverse=True)[self._keep - 1 :]:
-            gone = self._all / f".step-{step}.removing"
-            with suppress(FileNotFoundError):  # another save removes it
-                os.rename(found[step], gone)  # at once, so that nobody sees half of it
+        # By time, not by number: a training that went back saves lower numbers, and its steps are the ones that are read.
+        for _, entry in sorted(found, reverse=True)[self._keep - 1 :]:
+            gone = self._all / f".{entry.name}.removing"
+            with suppress(FileNotFoundError):
+                os.rename(entry, gone)  # at once, so that no reader sees half of it
                 shutil.rmtree(gone, ignore_errors=True)
 
 
