@@ -95,6 +95,8 @@ __all__ = [
     "global_rank",
     "grad_dtype_of",
     "group_name",
+    "grouped_mm",
+    "grouped_mm_shape",
     "groups_of",
     "has_backend",
     "has_extended_api",
@@ -129,6 +131,7 @@ __all__ = [
     "on_autocast",
     "on_backward_end",
     "on_differentiation",
+    "on_numpy",
     "on_registration",
     "on_stream",
     "only_writes",
@@ -712,15 +715,53 @@ def _flops_of_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value
     return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-# torch 2.11 refuses fewer heads of keys than of queries, and before 2.15 nobody counts the kernel of the CPU.
-_FLOPS_OF_ATTENTION: dict[Any, Callable[..., int]] = {
+grouped_mm = torch.ops.aten._grouped_mm
+"""Products of rows that are sorted by group with one matrix each, as of experts."""
+
+
+def _flops_of_groups(one: Tensor, other: Tensor, *_: object, **__: object) -> int:
+    """Count those of all groups: each row of the first factor, or of what is summed over, is in one of them."""
+    rows = one.shape[0] if other.dim() == 3 and one.dim() == 2 else one[..., 0].numel()
+    return 2 * rows * one.shape[-1] * other.shape[-1]
+
+
+# torch 2.11 refuses fewer heads of keys than of queries; before 2.15 it does not count the CPU's kernel; nor grouped_mm, ever.
+_FLOPS: dict[Any, Callable[..., int]] = {
     flash_attention: _flops_of_attention,
     efficient_attention: _flops_of_attention,
     flash_attention_on_cpu: _flops_of_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_backward: _flops_of_attention_backward,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward: _flops_of_attention_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _flops_of_attention_backward,
+    grouped_mm: _flops_of_groups,
 }
+
+
+def grouped_mm_shape(
+    one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Make an empty result of `grouped_mm`, whose rows are aligned to 16 bytes.
+
+    Args:
+        one: (rows, inner), or (groups, rows, inner).
+        other: (groups, inner, columns), or (inner, columns).
+        offs: where groups end: of rows, of columns, or of what is summed over.
+        bias: not used.
+        out_dtype: of the result, None for that of `one`.
+
+    Returns:
+        On the device of `one`: (groups, rows, columns) if both or none are three-dimensional, else (rows, columns).
+    """
+    if one.dim() == other.dim() == 2:
+        assert offs is not None
+        shape = (offs.shape[0], one.shape[0], other.shape[1])
+    else:
+        shape = (*one.shape[:-1], other.shape[-1]) if one.dim() == other.dim() else (one.shape[-2], other.shape[-1])
+    dtype = out_dtype or one.dtype
+    aligned = 16 // dtype.itemsize
+    row = -(-shape[-1] // aligned) * aligned
+    strides = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=one.device)
 
 
 def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
@@ -734,9 +775,9 @@ def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     Returns:
         The number; 0 of all other operators.
     """
-    attention = _FLOPS_OF_ATTENTION.get(operation.overloadpacket)
-    if attention is not None:
-        return attention(*args, **kwargs)
+    ours = _FLOPS.get(operation.overloadpacket)
+    if ours is not None:
+        return ours(*args, **kwargs)
     count = flop_registry.get(operation.overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
@@ -752,6 +793,21 @@ def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
         for name, kernel in kernels.items():
             library.impl(name, kernel, "AutogradMeta")
         yield
+
+
+@contextmanager
+def on_numpy(values: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """For the length of a block, `tensor.numpy()` of a tensor on meta makes an array of what this returns."""
+    numpy = Tensor.numpy
+
+    def made(self: Tensor, *, force: bool = False) -> Any:
+        return numpy(values(self) if self.is_meta else self, force=force)
+
+    Tensor.numpy = made  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del Tensor.numpy  # what it is of its base again
 
 
 @contextmanager

@@ -191,7 +191,9 @@ def explain(
         accumulate: whether only the last of them communicates gradients.
         recompute: "none" (what the model recomputes by itself is in the trace), "block": every unit that has siblings of its
             class runs again in backward, "every:2": every second of them, or a function (name, module) -> bool of units.
-        footprints: what operators return where that depends on values, by names as "aten::nonzero"; `routed` for experts.
+        footprints: what the step is told where it depends on values: by operator as "aten::nonzero" what that returns (`routed`
+            for experts), by place as "model.py:12" the number or truth that its line asks for; a value, or a function of the
+            arguments.
         engine: "fullshard", or "fsdp2": with the copies and buffers of torch's FSDP2.
         expandable_segments: whether the allocator runs with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         keep_unsharded_storage: as `FSDPModule.set_keep_unsharded_storage` of the whole model: full parameters and messages

@@ -40,6 +40,11 @@ class Facts:
         """The units."""
         return self.traced.plan
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the answer rests on or leaves out, in lines of the report."""
+        return self.traced.trace.notes
+
     # --- memory ---
 
     @property

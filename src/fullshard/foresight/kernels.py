@@ -42,7 +42,7 @@ def _attention_on_cpu(
 ) -> Tensor:
     """The CPU's flash attention; what it cannot do it takes apart, as torch does there."""
     learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
-    if dropout_p or enable_gqa or query.dim() != 4 or query.shape[-1] != value.shape[-1] or learned:
+    if dropout_p or query.dim() != 4 or query.shape[-1] != value.shape[-1] or learned:
         return _torch.attention_taken_apart(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]

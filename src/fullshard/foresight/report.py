@@ -20,6 +20,7 @@ def report(r: Facts) -> str:
         f"{words[r.verdict]}: {bytes_text(r.needed)} of {bytes_text(r.gpu.memory)} on each {r.gpu.name}, {mesh}",
         *_memory(r),
         *_time(r),
+        *(f"note: {note}" for note in r.notes),
     ]
     return "\n".join(lines)
 
@@ -142,6 +143,7 @@ def figures(r: Facts) -> dict[str, Any]:
         "network": r.network.name,
         "ranks": r.setting.ranks,
         "replicas": r.setting.replicas,
+        "notes": list(r.notes),
     }
 
 

@@ -19,7 +19,8 @@ from fullshard import _torch
 from fullshard.foresight.optimizer import Factory, OptimizerStep, optimizer_step
 from fullshard.foresight.precision import Precision
 from fullshard.foresight.question import Build, Question, Recompute
-from fullshard.foresight.trace import Gradient, Trace, Untraceable, trace
+from fullshard.foresight.trace import Gradient, Trace, trace
+from fullshard.foresight.values import Known, Untraceable, Values, ValuesMode, values_of_buffers
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import plan_model
 
@@ -83,7 +84,7 @@ def trace_model(question: Question) -> Traced:
     Raises:
         ValueError: for what cannot be traced, in a line that says what to give instead.
     """
-    model = _built(question.build)
+    model, known = _built(question.build)
     plan = plan_model(model, question.plan)
     blocks = _blocks(model, plan)
     again = _recomputed(model, plan, blocks, question.recompute)
@@ -98,6 +99,8 @@ def trace_model(question: Question) -> Traced:
                 precision=precision,
                 accelerator=question.accelerator,
                 footprints=question.footprints,
+                known=known,
+                batch_values=values_of_batch(question.batch),
             )
         except Exception as failure:
             raise ValueError(_why(failure)) from failure
@@ -121,15 +124,16 @@ def _recomputing(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
                 module.forward = own
 
 
-def _built(build: Build) -> nn.Module:
-    """The model on meta. One that is somewhere else is copied, and stays as it is."""
+def _built(build: Build) -> tuple[nn.Module, Mapping[str, Known]]:
+    """(the model on meta, what its buffers hold). One that is somewhere else is copied, and stays as it is."""
     if isinstance(build, nn.Module) or not callable(build):
         raise ValueError(
             f"build must be a function that returns the model, as in lambda: {type(build).__name__}(...), since it is called "
             f"on the meta device; got {'a module' if isinstance(build, nn.Module) else repr(build)}"
         )
+    values = Values()
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), ValuesMode(values):
             model = build()
     except Exception as failure:
         text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
@@ -148,10 +152,10 @@ def _built(build: Build) -> nn.Module:
                 f"'{name}' has no shape before a first forward, which explain() does not know: give its module its sizes"
             )
     if all(tensor.device.type == "meta" for tensor in held.values()):
-        return model
+        return model, values_of_buffers(model, values)
     copies: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in held.values()}
     try:
-        return copy.deepcopy(model, copies)
+        return copy.deepcopy(model, copies), values_of_buffers(model, values)
     except Exception as failure:
         raise ValueError(
             f"build() returns a model on {next(iter(held.values())).device} that cannot be copied ({failure}): have it made on "
@@ -185,6 +189,14 @@ def meta_batch(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
         raise ValueError(f"batch has no rows: its tensors are {', '.join(str(tuple(leaf.shape)) for leaf in leaves)}")
     meta: Sequence[Any] | Mapping[str, Any] = _torch.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
     return meta
+
+
+def values_of_batch(batch: Any) -> list[Known | None]:
+    """What each tensor of a batch holds, in the order of `meta_batch`; None of one on meta, or that a function makes there."""
+    if callable(batch) and not isinstance(batch, Tensor):
+        return []
+    leaves = [leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return [None if leaf.device.type == "meta" else Known.constant(leaf, of_batch=True) for leaf in leaves]
 
 
 def sizes_of(batch: Any) -> tuple[int, int, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import ceil
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.foresight.kernels import fused_kernels, host_kernels
 from fullshard.foresight.precision import NOTHING_CAST, Precision
+from fullshard.foresight.values import Answers, Known, Untraceable, Values, decide
 from fullshard.frontend.api import collector_paused
 from fullshard.frontend.hooks import cast_floats, tensors_in
 from fullshard.runtime.backward import NodeHooks
+from fullshard.wrap.tables import bytes_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class Trace:
     kept: storages that a forward leaves to its backward, which are activations; all others are temporaries.
     recomputed: flops of forwards that a backward runs again.
     inputs: by module, the floating-point dtypes of its inputs before they are cast; modules without any are left out.
+    notes: lines of a report: what values of the batch decided that others might decide otherwise, and unused footprints.
     """
 
     events: tuple[Event, ...]
@@ -110,6 +114,7 @@ class Trace:
     kept: frozenset[int]
     recomputed: int
     inputs: Mapping[str, frozenset[torch.dtype]]
+    notes: tuple[str, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -193,10 +198,6 @@ def _refuse_mixed(func: Any, given: Sequence[Tensor]) -> None:
             )
 
 
-class Untraceable(ValueError):
-    """What cannot be traced, in a line that says what to do."""
-
-
 def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """What the result of an operator depends on, on meta; None if that is not known."""
     found: list[object] = [func]
@@ -258,6 +259,26 @@ def _references_of_one() -> tuple[int, int]:
     return found[0]
 
 
+def _called(told: Any) -> Footprint:
+    return told if callable(told) else lambda *_, **__: told
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+_EQUAL, _ITEM, _COPIED = (
+    torch.ops.aten.equal.default,
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten._to_copy.default,
+)
+_ASKS = {_EQUAL, _ITEM, _COPIED}
+
+
+def _is_host(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
+
+
 class _CallHook:
     """Rides on the graph of one call, and says when its backward begins."""
 
@@ -275,9 +296,11 @@ class _CallHook:
 class _Recorder(_torch.TorchDispatchMode):
     """Notes operators, and storages from the operator that makes them until the last reference to them is gone."""
 
-    def __init__(self, footprints: Mapping[str, Footprint]) -> None:
+    def __init__(self, footprints: Mapping[str, Footprint], answers: Answers | None = None) -> None:
         super().__init__()
-        self._footprints = {name.replace("::", "."): out for name, out in footprints.items()}
+        self._answers = Answers({}) if answers is None else answers
+        self.values = Values()
+        self._footprints = {name.replace("::", "."): _called(told) for name, told in footprints.items()}
         self._references_of_one = _references_of_one()
         self.inputs: dict[str, set[torch.dtype]] = {}
         self.events: list[Event] = []
@@ -296,7 +319,9 @@ class _Recorder(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.is_view:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self.values.note(func, args, kwargs, out)
+            return out
         if func is _ADD and not torch.is_grad_enabled() and _torch.current_graph_task() != -1:
             summed = self._sum_in_place(*args)
             if summed is not None:
@@ -310,8 +335,11 @@ class _Recorder(_torch.TorchDispatchMode):
             out = makes(args)
             for tensor in out if type(out) is tuple else (out,):
                 self._note(tensor)
+            self.values.note(func, args, kwargs, out)
         else:
             out = self._run(func, args, kwargs)
+            if not told:
+                self.values.note(func, args, kwargs, out)
             outs = [leaf for leaf in _torch.tree_leaves(out) if isinstance(leaf, Tensor)]
             given = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             _refuse_mixed(func, given)
@@ -341,18 +369,53 @@ class _Recorder(_torch.TorchDispatchMode):
         """Run an operator, or have its footprint say what it returns. One that only writes changes nothing on meta."""
         if _torch.only_writes(func) and all(t.device.type == "meta" for t in args[0] if isinstance(t, Tensor)):
             return None
-        footprint = self._footprints.get(str(func.overloadpacket))
+        footprint = self._footprint(str(func.overloadpacket))
         if footprint is not None:
             return footprint(*args, **kwargs)
-        nonzero = self._footprints.get("aten.nonzero")
-        if nonzero is not None and func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
+        if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_) and _has_mask(args[1]):
+            nonzero = torch.ops.aten.nonzero.default
             places = [
                 place
                 for index in args[1]
-                for place in (nonzero(index).unbind(1) if index is not None and index.dtype == torch.bool else (index,))
+                for place in (self._run(nonzero, (index,), {}).unbind(1) if _has_mask([index]) else (index,))
             ]
             args = (args[0], places, *args[2:])
-        return func(*args, **kwargs)
+        if func in _ASKS:
+            return self._asked(func, args, kwargs)
+        if torch.Tag.dynamic_output_shape in func.tags and func.overloadpacket is not torch.ops.aten.index:
+            chosen = self.values.computed(func, args, kwargs)
+            if chosen is not None:
+                self._answers.shaped(chosen[0], of_batch=chosen[1])
+                return _torch.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), chosen[0])
+        if func.overloadpacket is _torch.grouped_mm and args[0].dtype != torch.bfloat16:  # which is all that meta takes
+            return _torch.grouped_mm_shape(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as failure:
+            if "meta" in str(failure).lower():
+                self._answers.refused = failure
+            raise
+
+    def _footprint(self, name: str) -> Footprint | None:
+        """What the user says that an operator returns."""
+        if name in self._footprints:
+            self._answers.used.add(name)
+        return self._footprints.get(name)
+
+    def _asked(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a program gets that asks for values."""
+        if func is _EQUAL:
+            one, other = args
+            if one.shape != other.shape:
+                return False
+            known = self.values.find(one), self.values.find(other)
+            return self._answers.equal(*known)
+        if func is _COPIED and not (args[0].device.type == "meta" and _is_host(kwargs.get("device"))):
+            return func(*args, **kwargs)
+        known_ = self.values.find(args[0])
+        if func is _COPIED:
+            return self._answers.on_host(args[0], known_).to(kwargs.get("dtype") or args[0].dtype)
+        return self._answers.scalar(args[0], known_)
 
     def _note(self, tensor: Tensor) -> None:
         key = _torch.storage_key(tensor)
@@ -367,6 +430,19 @@ class _Recorder(_torch.TorchDispatchMode):
     def _forget(self, key: int, number: int) -> None:
         self._known.pop(key, None)
         self.events.append(Died(number))
+
+    def hold(self, model: nn.Module, batch: Any, known: Mapping[str, Known], of_batch: Sequence[Known | None]) -> None:
+        """Some buffers and tensors of the batch hold this."""
+        for name, buffer in model.named_buffers():
+            if name in known:
+                self.values.keep(buffer, known[name])
+        for tensor, value in zip((leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)), of_batch):
+            if value is not None:
+                self.values.keep(tensor, value)
+
+    def numpy(self, tensor: Tensor) -> Tensor:
+        """The values of a tensor on meta that a program makes an array of."""
+        return self._answers.on_host(tensor, self.values.find(tensor))
 
     def begin_backward(self) -> None:
         """What lives now is what the forward leaves to its backward."""
@@ -410,6 +486,8 @@ def trace(
     precision: Precision = NOTHING_CAST,
     accelerator: bool = True,
     footprints: Mapping[str, Footprint] = MappingProxyType({}),
+    known: Mapping[str, Known] = MappingProxyType({}),
+    batch_values: Sequence[Known | None] = (),
 ) -> Trace:
     """Run one step on meta.
 
@@ -419,7 +497,10 @@ def trace(
         loss: makes the tensor that `backward` is called on out of what the forward returns.
         precision: the dtypes of parameters, inputs and outputs.
         accelerator: whether attention, dropout and RMSNorm are the kernels of one, or those of the CPU.
-        footprints: by names of operators as "aten::nonzero", what they return, where that depends on values.
+        footprints: by names of operators as "aten::nonzero", what they return, where that depends on values; by places as
+            "model.py:12" likewise.
+        known: by name, what buffers hold.
+        batch_values: what each tensor of the batch holds, in their order, None where that is not known.
 
     Returns:
         The trace.
@@ -436,22 +517,94 @@ def trace(
     real = next((name for name, parameter in model.named_parameters() if parameter.device.type != "meta"), None)
     if real is not None:
         raise ValueError(f"trace() takes a model on meta, but '{real}' is not: build it under torch.device('meta')")
-    recorder = _Recorder(footprints)
-    kernels = fused_kernels() if accelerator else host_kernels()
-    with collector_paused(), _computing_in(model, precision.parameters), _torch.on_autocast(_refuse_autocast), kernels:
-        recorder.know(list(model.parameters()))
-        buffers = recorder.know(list(model.buffers()))
-        inputs = recorder.know(list(tensors_in(batch)))
-        _run_step(model, batch, loss, precision, recorder)
-    seen = {name: frozenset(dtypes) for name, dtypes in recorder.inputs.items()}
-    return Trace(tuple(recorder.events), buffers, inputs, recorder.kept, recorder.recomputed, seen)
+    at_places, at_operators = split_footprints(footprints)
+    step = _Step(model, batch, loss, precision, accelerator, at_operators, batch_values)
+    found, notes = decide(partial(step.run, known=known), at_places, _difference)
+    if step.asked and step.written:  # a buffer that a step writes to has another value in the next one
+        known = {name: value for name, value in known.items() if name not in step.written}
+        found, notes = decide(partial(step.run, known=known), at_places, _difference)
+    unused = [name for name in footprints if not {name, name.replace("::", ".")} & step.used]
+    return replace(found, notes=(*notes, *(f"footprint {name!r} was not needed: nothing asks for it" for name in unused)))
+
+
+def split_footprints(footprints: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(footprints of places as "model.py:12", those of operators as "aten::nonzero").
+
+    Raises:
+        ValueError: for a name that is neither.
+    """
+    places = {name: told for name, told in footprints.items() if re.search(r"[.]py:[0-9]+$", name)}
+    operators = {name: told for name, told in footprints.items() if name not in places}
+    for name in operators:
+        namespace, _, operator = name.replace("::", ".").partition(".")
+        if not operator or not hasattr(getattr(torch.ops, namespace), operator):
+            raise ValueError(
+                f"footprints has {name!r}: expected the name of an operator, as 'aten::nonzero', or a place, as 'model.py:12'"
+            )
+    return places, operators
+
+
+class _Step:
+    """A step that is traced, several times where it depends on values. The arguments are those of `trace`.
+
+    asked: whether any trace asked for values.      written: names of buffers that a trace wrote to.
+    used: names of footprints that a trace asked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Sequence[Any] | Mapping[str, Any],
+        loss: Callable[[Any], Tensor],
+        precision: Precision,
+        accelerator: bool,
+        footprints: Mapping[str, Footprint],
+        batch_values: Sequence[Known | None],
+    ) -> None:
+        self._model, self._batch, self._loss, self._precision = model, batch, loss, precision
+        self._accelerator, self._footprints, self._batch_values = accelerator, footprints, batch_values
+        self.asked = False
+        self.written: set[str] = set()
+        self.used: set[str] = set()
+
+    def run(self, answers: Answers, known: Mapping[str, Known]) -> Trace:
+        """Trace it once."""
+        model, recorder = self._model, _Recorder(self._footprints, answers)
+        versions = {name: buffer._version for name, buffer in model.named_buffers()}
+        with (
+            collector_paused(),
+            _computing_in(model, self._precision.parameters),
+            _torch.on_autocast(_refuse_autocast),
+            _torch.on_numpy(recorder.numpy),
+            fused_kernels() if self._accelerator else host_kernels(),
+        ):
+            recorder.know(list(model.parameters()))
+            buffers = recorder.know(list(model.buffers()))
+            inputs = recorder.know(list(tensors_in(self._batch)))
+            recorder.hold(model, self._batch, known, self._batch_values)
+            _run_step(model, self._batch, self._loss, self._precision, recorder)
+        self.asked = self.asked or bool(answers.asked)
+        self.used |= answers.used
+        self.written |= {name for name, buffer in model.named_buffers() if versions.get(name) != buffer._version}
+        seen = {name: frozenset(dtypes) for name, dtypes in recorder.inputs.items()}
+        return Trace(tuple(recorder.events), buffers, inputs, recorder.kept, recorder.recomputed, seen)
+
+
+def _difference(one: Trace, other: Trace) -> str | None:
+    """In what the step of another trace differs, None if it is the same."""
+    if one.events == other.events and one.kept == other.kept:
+        return None
+    kept = (sum(e.nbytes for e in t.events if isinstance(e, Born) and e.storage in t.kept) for t in (one, other))
+    return "it takes {:.3g} flop in place of {:.3g}, and leaves {} in place of {} to its backward".format(
+        other.flops, one.flops, *(bytes_text(nbytes) for nbytes in reversed([*kept]))
+    )
 
 
 @contextmanager
 def _computing_in(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
     """Have parameters in these dtypes for the length of a block."""
     before: list[tuple[nn.Parameter, Tensor]] = []
-    for name, parameter in model.named_parameters():
+    for parameter, name in names_of(model, dtypes).items():
         dtype = dtypes.get(name, parameter.dtype)
         if dtype != parameter.dtype:
             before.append((parameter, parameter.data))
@@ -505,10 +658,20 @@ def _hooks(model: nn.Module, recorder: _Recorder, precision: Precision) -> Itera
             stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
             after = _leaving(recorder, name, precision.outputs.get(name))
             stack.callback(module.register_forward_hook(after, always_call=True).remove)
-        for name, parameter in model.named_parameters():
+        for parameter, name in names_of(model, precision.parameters).items():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_taking(recorder, name)).remove)
         yield
+
+
+def names_of(model: nn.Module, planned: Iterable[str]) -> dict[nn.Parameter, str]:
+    """The name of each parameter: of those that a tied one has that of the plan, else the first."""
+    found: dict[nn.Parameter, str] = {}
+    names = set(planned)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter not in found or name in names:
+            found[parameter] = name
+    return found
 
 
 def _entering(recorder: _Recorder, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:

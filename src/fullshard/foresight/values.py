@@ -1,0 +1,416 @@
+"""What a step decides by values of tensors, which meta does not have.
+
+    Values    what tensors on meta would hold, where that follows from shapes, constants, buffers or the batch
+    Answers   what each place of the program that asks for a value is told in one trace
+    decide    traces a step, and traces it again with the other answers where only data could tell
+
+Models of transformers ask such things in most forwards, as `if attention_mask.all():`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fullshard import _torch
+
+LARGEST = 1 << 24
+"""Elements of a value that is computed: beyond it a value is not known."""
+
+MOST_ANSWERS = 1000
+"""How often one place may be told the same: a loop that ends by values would go on for ever."""
+
+
+class Untraceable(ValueError):
+    """What cannot be traced, in a line that says what to do."""
+
+
+class Known:
+    """What a tensor holds, computed when somebody asks for it: an operator of what other tensors hold.
+
+    of_batch: whether it depends on values of the batch, which stand for those of other steps.
+    """
+
+    __slots__ = ("_args", "_func", "_index", "_kwargs", "_numel", "_value", "of_batch")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, numel: int, index: int | None = None, *, of_batch: bool) -> None:
+        self._func, self._args, self._kwargs, self._numel, self._index = func, args, kwargs, numel, index
+        self._value: Tensor | None = None
+        self.of_batch = of_batch
+
+    @classmethod
+    def constant(cls, value: Tensor, *, of_batch: bool = False) -> Known:
+        """That of a tensor that has values; they are copied now, since the tensor may be written to later."""
+        known = cls(None, (), {}, value.numel(), of_batch=of_batch)
+        if value.numel() <= LARGEST:
+            known._value = value.detach().to("cpu", copy=True)
+        return known
+
+    def value(self) -> Tensor | None:
+        """The value on the CPU, None if it is too large or cannot be computed there."""
+        if self._value is None and self._func is not None:
+            try:
+                self._value = self._computed()
+            except Exception:  # an operator without a kernel there, a recursion too deep: not known
+                self._func = None
+        return self._value
+
+    def _computed(self) -> Tensor | None:
+        if self._numel > LARGEST:
+            return None
+        copied = _torch.writes(self._func)
+
+        def value_of(known: Known) -> Tensor:
+            value = known.value()
+            if value is None:
+                raise LookupError
+            return value.clone() if copied else value
+
+        args, kwargs = _torch.tree_map_only(Known, value_of, (self._args, self._kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": "cpu"}
+        with torch.no_grad(), torch.device("cpu"):
+            found: Any = self._func(*args, **kwargs)
+        value: Tensor = found if self._index is None else found[self._index]
+        return value
+
+
+_WITHOUT_VALUES = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+
+
+class Values:
+    """What tensors on meta hold, by tensor and as long as nothing unknown is written to it."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], Known, int]] = {}
+
+    def keep(self, tensor: Tensor, known: Known, written: int = 0) -> None:
+        """A tensor holds this. written: how often it will have been written to more than so far."""
+        key = id(tensor)
+
+        def forget(ref: object) -> None:
+            if key in self._found and self._found[key][0] is ref:
+                del self._found[key]
+
+        if not tensor.is_inference():  # which count no writes
+            self._found[key] = weakref.ref(tensor, forget), known, tensor._version + written
+
+    def find(self, tensor: Tensor) -> Known | None:
+        """What a tensor holds, None if that is not known."""
+        found = self._found.get(id(tensor))
+        if found is None:
+            return None if tensor.device.type == "meta" else Known.constant(tensor)
+        ref, known, version = found
+        return known if ref() is tensor and tensor._version == version else None
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """An operator ran: what it returns is known if all that it was given is."""
+        of_batch = False
+
+        def known(given: Any) -> Any:
+            nonlocal of_batch
+            if isinstance(given, Tensor):
+                found = self.find(given)
+                if found is None:
+                    raise LookupError
+                of_batch |= found.of_batch
+                return found
+            if isinstance(given, (list, tuple)):
+                return [known(one) for one in given]
+            return given
+
+        if func.overloadpacket in _WITHOUT_VALUES or torch.Tag.nondeterministic_seeded in func.tags:
+            return
+        outs = out if isinstance(out, (list, tuple)) else [out]
+        if not any(isinstance(one, Tensor) and one.device.type == "meta" for one in outs):
+            return
+        try:
+            given = [known(arg) for arg in args]
+            named = {name: known(arg) for name, arg in kwargs.items()}
+        except LookupError:
+            return
+        for index, one in enumerate(outs):
+            if isinstance(one, Tensor):
+                which = index if isinstance(out, (list, tuple)) else None
+                self.keep(
+                    one,
+                    Known(func, given, named, one.numel(), which, of_batch=of_batch),
+                    written=int(_torch.writes(func)),
+                )
+
+    def computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool] | None:
+        """(what an operator returns whose shape depends on values, whether the batch has a part in it); None if unknown."""
+        found = [self.find(leaf) for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(known is None for known in found):
+            return None
+        given, named = _torch.tree_map_only(Tensor, self.find, (args, dict(kwargs)))
+        value = Known(func, given, named, 0, of_batch=False).value()
+        return None if value is None else (value, any(known is not None and known.of_batch for known in found))
+
+
+class ValuesMode(_torch.TorchDispatchMode):
+    """Notes values that a model is built with, as its buffers."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._values.note(func, args, kwargs or {}, out)
+        return out
+
+
+def values_of_buffers(model: nn.Module, values: Values) -> dict[str, Known]:
+    """By name what buffers hold, where that is known. Parameters have other values in each step."""
+    found = {name: values.find(buffer) for name, buffer in model.named_buffers()}
+    return {name: known for name, known in found.items() if known is not None}
+
+
+# --- who asks ---
+
+
+@dataclass(slots=True)
+class Asked:
+    """A place that asks for a value.
+
+    place: as in "masking_utils.py:354".      line: the text of it.      answer: what it was told last.
+    free: whether only data can tell.      of_batch: whether the batch's values told it.      times: how often it asked.
+    """
+
+    place: str
+    line: str
+    answer: object = None
+    free: bool = False
+    of_batch: bool = False
+    times: int = 0
+
+
+@dataclass(slots=True)
+class Answers:
+    """What places are told in one trace.
+
+    given: by place, what the user says.      tried: by place, the other answer, where data would tell.
+    refused: what an operator raised that has no values on meta, as none would where values are.
+    used: the names of `given` that were asked for.
+    """
+
+    given: Mapping[str, Any]
+    tried: Mapping[str, bool] = field(default_factory=dict)
+    asked: dict[str, Asked] = field(default_factory=dict)
+    refused: Exception | None = None
+    used: set[str] = field(default_factory=set)
+
+    def scalar(self, tensor: Tensor, known: Known | None) -> Any:
+        """The number or truth that a program asks of a tensor."""
+        place, line = asking()
+        told = self._told(place)
+        if told is not None:
+            return told(tensor) if callable(told) else told
+        value = None if known is None else known.value()
+        if value is not None and known is not None:
+            return self._say(place, line, value.item(), of_batch=known.of_batch)
+        if tensor.dtype == torch.bool:
+            return self._say(place, line, None)
+        raise Untraceable(
+            f"{place} (`{line}`) asks for a number that depends on data, which meta does not have: say it by "
+            f"explain(footprints={{'{place}': 128}}), on the command line by --footprint {place}=128, or give a batch that has "
+            "values"
+        )
+
+    def equal(self, one: Known | None, other: Known | None) -> Any:
+        """Whether two tensors of one shape are equal."""
+        place, line = asking()
+        told = self._told(place)
+        if told is not None:
+            return told
+        values = [None if known is None else known.value() for known in (one, other)]
+        if values[0] is None or values[1] is None or one is None or other is None:
+            return self._say(place, line, None)
+        return self._say(place, line, torch.equal(values[0], values[1]), of_batch=one.of_batch or other.of_batch)
+
+    def on_host(self, tensor: Tensor, known: Known | None) -> Tensor:
+        """The values of a tensor that a program copies to the host."""
+        place, line = asking()
+        told = self._told(place)
+        if told is not None:
+            return torch.as_tensor(told(tensor) if callable(told) else told, dtype=tensor.dtype).reshape(tensor.shape)
+        value = None if known is None else known.value()
+        if value is None or known is None:
+            raise Untraceable(
+                f"{place} (`{line}`) copies values to the host that depend on data, which meta does not have: say them by "
+                f"explain(footprints={{'{place}': [...]}}), as many as a tensor of {tuple(tensor.shape)} has, or give a batch "
+                "that has values"
+            )
+        self._say(place, line, _short(value), of_batch=known.of_batch)
+        return value.clone()
+
+    def shaped(self, found: Any, *, of_batch: bool) -> None:
+        """The shape of this follows from values."""
+        if of_batch:
+            shapes = [tuple(leaf.shape) for leaf in _torch.tree_leaves(found) if isinstance(leaf, Tensor)]
+            self._say(*asking(), f"of shape {shapes[0]}", of_batch=True)
+
+    def _told(self, place: str) -> Any:
+        for name, told in self.given.items():
+            if place == name or name.endswith(f"/{place}"):
+                self.used.add(name)
+                return told
+        return None
+
+    def _say(self, place: str, line: str, answer: Any, *, of_batch: bool = False) -> Any:
+        """Answer a place, and note it. answer: None if only data tell."""
+        free = answer is None
+        if free or of_batch:
+            answer = self.tried.get(place, True if free else answer)
+        found = self.asked.setdefault(place, Asked(place, line))
+        found.answer, found.times = answer, found.times + 1
+        found.free, found.of_batch = found.free or free, found.of_batch or of_batch
+        if free and found.times > MOST_ANSWERS:
+            self.refused = Untraceable(
+                f"{place} (`{line}`) was told {answer} {MOST_ANSWERS} times, and asks again: a loop that ends by data. Say how "
+                f"it ends by explain(footprints={{'{place}': function}}), called with the tensor each time"
+            )
+            raise self.refused
+        return answer
+
+
+def _short(value: Tensor) -> str:
+    return f"{value.flatten()[:4].tolist()}{'...' if value.numel() > 4 else ''}"
+
+
+_OURS = str(Path(__file__).parent.parent)
+_TORCHS = str(Path(torch.__file__).parent)
+
+
+def asking() -> tuple[str, str]:
+    """(the place in the user's program that is running, the text of its line)."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCHS)):
+        frame = frame.f_back
+    if frame is None:
+        return "somewhere", ""
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(name).name}:{line}", " ".join(linecache.getline(name, line).split())[:100]
+
+
+# --- both ways ---
+
+Run = TypeVar("Run")
+
+
+MOST_TRACES = 32
+"""Traces of one step, each with other answers, before a program is refused."""
+
+
+def decide(
+    trace: Callable[[Answers], Run], given: Mapping[str, Any], differ: Callable[[Run, Run], str | None]
+) -> tuple[Run, tuple[str, ...]]:
+    """Trace a step; where only data tell what it does, trace every combination of answers.
+
+    A place is told the same each time that it asks.
+
+    Args:
+        trace: runs a step on meta with these answers.
+        given: what the user says, by place.
+        differ: in what two traces differ, None if they are of one program.
+
+    Returns:
+        The trace, and lines of a report: what was taken from the batch, where another answer gives another program.
+
+    Raises:
+        ValueError: naming the place and the choice, where several answers are possible and give different programs.
+    """
+    answers, found = _first(trace, given)
+    todo = _others(answers)
+    for count, (asked, tried) in enumerate(iter(lambda: todo.pop() if todo else None, None)):
+        if count == MOST_TRACES:
+            raise _undecided(asked, f"as it does on more than {MOST_TRACES} combinations of such answers")
+        other = Answers(given, tried)
+        try:
+            differs = differ(found, trace(other))
+        except Exception as failure:
+            if not _is_of_the_program(failure, other):
+                raise _undecided(asked, "with the other answer it cannot be traced") from failure
+            continue  # the program itself refuses the other answer
+        if differs is not None:
+            raise _undecided(asked, f"with the other answer {differs}")
+        todo += _others(other)
+    return found, tuple(_taken_from_batch(trace, given, answers, found, differ))
+
+
+def _first(trace: Callable[[Answers], Run], given: Mapping[str, Any]) -> tuple[Answers, Run]:
+    """A trace that the program does not refuse. Where only data tell, True is tried first."""
+    tried: dict[str, bool] = {}
+    while True:
+        answers = Answers(given, dict(tried))
+        try:
+            return answers, trace(answers)
+        except Exception as failure:
+            last = next((one for one in reversed(answers.asked.values()) if one.free and one.place not in tried), None)
+            if last is None or not _is_of_the_program(failure, answers):
+                raise
+            tried[last.place] = False
+
+
+def _others(answers: Answers) -> list[tuple[Asked, dict[str, bool]]]:
+    """What is left to try behind a trace: the other answer at each place that only data tell, those before as they were."""
+    found: list[tuple[Asked, dict[str, bool]]] = []
+    before = dict(answers.tried)
+    for asked in answers.asked.values():
+        if asked.free and asked.place not in answers.tried:
+            found.append((asked, {**before, asked.place: not asked.answer}))
+            before[asked.place] = bool(asked.answer)
+    return found
+
+
+def _taken_from_batch(
+    trace: Callable[[Answers], Run],
+    given: Mapping[str, Any],
+    answers: Answers,
+    found: Run,
+    differ: Callable[[Run, Run], str | None],
+) -> Iterator[str]:
+    """What was decided by the batch's values, where another batch might be decided otherwise."""
+    for asked in [one for one in answers.asked.values() if one.of_batch]:
+        told = f"{asked.place} (`{asked.line}`) is {asked.answer} by the values of this batch"
+        if not isinstance(asked.answer, bool):
+            yield told
+            continue
+        try:
+            differs = differ(found, trace(Answers(given, {**answers.tried, asked.place: not asked.answer})))
+        except Exception:  # refused by the program, or by meta: this batch's answer stands
+            continue
+        if differs is not None:
+            yield f"{told}; otherwise {differs}"
+
+
+def _is_of_the_program(failure: Exception, answers: Answers) -> bool:
+    """Whether the program itself raised this, and no operator that has no values on meta."""
+    return answers.refused is None and not isinstance(failure, (Untraceable, NotImplementedError))
+
+
+def _undecided(asked: Asked, differs: str) -> Untraceable:
+    return Untraceable(
+        f"{asked.place} (`{asked.line}`) depends on data, and the step depends on it ({differs}): say it by "
+        f"explain(footprints={{'{asked.place}': True}}) or False, on the command line by --footprint {asked.place}=True, or "
+        "give a batch that has values"
+    )
+
+
+__all__ = ["Answers", "Asked", "Known", "Untraceable", "Values", "ValuesMode", "decide", "values_of_buffers"]
