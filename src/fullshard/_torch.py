@@ -71,6 +71,7 @@ __all__ = [
     "children_of",
     "chunk_cat",
     "contiguous_strides",
+    "copied",
     "count_flops",
     "counts_collectives",
     "current_graph_task",
@@ -117,6 +118,7 @@ __all__ = [
     "is_non_composable",
     "is_over",
     "is_wrap_policy",
+    "item",
     "join_meshes",
     "leads_to",
     "left_out_of",
@@ -130,6 +132,7 @@ __all__ = [
     "new_group",
     "on_autocast",
     "on_backward_end",
+    "on_compiled",
     "on_differentiation",
     "on_numpy",
     "on_registration",
@@ -795,6 +798,11 @@ def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
         yield
 
 
+item = torch.ops.aten._local_scalar_dense
+copied = torch.ops.aten._to_copy
+"""What `tensor.item()`, and a copy to another device or dtype, are."""
+
+
 @contextmanager
 def on_numpy(values: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """For the length of a block, `tensor.numpy()` of a tensor on meta makes an array of what this returns."""
@@ -808,6 +816,24 @@ def on_numpy(values: Callable[[Tensor], Tensor]) -> Iterator[None]:
         yield
     finally:
         del Tensor.numpy  # what it is of its base again
+
+
+@contextmanager
+def on_compiled(tell: Callable[[], None]) -> Iterator[None]:
+    """For the length of a block, call this where a function of torch.compile is called, and run that as it was written."""
+    callback_of = torch._dynamo.eval_frame._callback_from_stance
+
+    def callback(asked: Any) -> Any:
+        if not callable(asked):  # None disables it, False runs what is compiled
+            return callback_of(asked)
+        tell()
+        return None
+
+    torch._dynamo.eval_frame._callback_from_stance = callback  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch._dynamo.eval_frame._callback_from_stance = callback_of
 
 
 @contextmanager

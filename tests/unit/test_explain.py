@@ -52,10 +52,16 @@ def explain(dim: int = DIM, rows: int = 64, **options: Any) -> fullshard.Explana
 def test_a_verdict_compares_what_is_reserved_and_the_context_with_what_the_gpu_has() -> None:
     r = explain()
     gpu = GPUS["h100-sxm"]
-    for memory, verdict in ((r.needed / 0.93, "tight"), (r.needed / 0.91, "fits"), (r.needed - 1, "no")):
+    least = r.peak + gpu.context
+    assert least < r.needed, "an allocator keeps more than tensors have"
+    for memory, verdict in ((r.needed / 0.93, "tight"), (r.needed / 0.91, "fits"), (least, "tight"), (least - 1, "no")):
         found = replace(r, gpu=replace(gpu, memory=int(memory)))
         assert (found.verdict, found.fits) == (verdict, verdict != "no")
-        assert str(found).splitlines()[0].startswith({"no": "does not fit"}.get(verdict, verdict))
+        first = str(found).splitlines()[0]
+        assert first.startswith({"no": "does not fit"}.get(verdict, verdict))
+    large = explain(rows=1 << 20)
+    between = replace(large, gpu=replace(gpu, memory=large.peak + gpu.context))
+    assert str(between).startswith("tight: ") and " to " in str(between).splitlines()[0]
     assert r.reserved % (2 << 20) == 0 and r.peak <= r.reserved and sum(r.at_peak.values()) == r.peak
 
 
@@ -546,7 +552,9 @@ number = 3
         ("models:lossy --world 4 --gpu h900", 2, "gpu='h900' is not known"),
         ("models:nothing --world 4", 2, "'models' has no 'nothing'; it has small, lossy, wide, placed"),
         ("models:number --world 4", 2, "'models:number' is a int: expected a function that returns (build, batch)"),
-        ("elsewhere.py:small --world 4", 2, "'elsewhere.py:small': No module named 'elsewhere'"),
+        ("elsewhere.py:small --world 4", 2, "'elsewhere.py:small': elsewhere.py is no file"),
+        ("elsewhere:small --world 4", 2, "'elsewhere:small': No module named 'elsewhere'"),
+        ("models:fails --world 4", 2, "models:fails raises RuntimeError: no data (at models.py:15)"),
         ("models --world 4", 2, "expected module:name or file.py:name, got 'models'"),
         ("models:lossy --world 4 --mesh 2by2", 2, "--mesh takes sizes, as in 8x16"),
         ("models:wide --world 4 --with dim=128 --reduce-dtype bf16 --find fastest", 0, "fits: "),
@@ -563,10 +571,11 @@ def test_the_command_line_says_it_in_its_exit_status(arguments: str, status: int
     assert told in lines[0] and (status < 2 or len(lines) == 1)
 
 
-def test_a_factory_that_raises_is_shown_and_is_no_verdict(tmp_path: Path) -> None:
+def test_a_traceback_is_shown_to_who_asks_for_it(tmp_path: Path) -> None:
     (tmp_path / "models.py").write_text(FACTORY)
-    found = command_line("explain", "models:fails", "--world", "4", cwd=tmp_path)
-    assert found.returncode == 2 and found.stderr.splitlines()[-1] == "RuntimeError: no data" and not found.stdout
+    found = command_line("explain", "models:fails", "--world", "4", "--traceback", cwd=tmp_path)
+    assert found.returncode == 2 and not found.stdout
+    assert {"Traceback (most recent call last):", "RuntimeError: no data"} <= set(found.stderr.splitlines())
 
 
 # --- searching ---

@@ -12,6 +12,7 @@ allocator.py    a model of torch's caching allocator, for what is reserved
 hardware.py     constants of GPUs and networks, each with its source
 calibrate.py    the same of this machine, measured
 clock.py        a program on a clock: what computes when, what is under way, and what is waited for
+values.py       what a step decides by values of tensors, which meta does not have
 precision.py    in which dtype each parameter computes, and where inputs and outputs are cast
 question.py     the arguments of explain()
 setup.py        from what a user gives to what is simulated

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import re
 from ast import literal_eval
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,6 +19,7 @@ from fullshard.foresight.hardware import GPUS, NETWORKS
 from fullshard.foresight.optimizer import OPTIMIZERS
 from fullshard.foresight.question import Question
 from fullshard.foresight.search import Goal, search
+from fullshard.foresight.trace import routed
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 
 Load = Callable[[str], Any]
@@ -33,6 +37,7 @@ def add_explain(commands: Any) -> None:
     to.add_argument("--with", dest="given", action="append", default=[], metavar="NAME=VALUE", help="passed on to the factory")
     to.add_argument("--gpu", help=f"{', '.join(GPUS)}, or a .json of calibrate (default: h100-sxm)")
     to.add_argument("--net", help=f"{', '.join(NETWORKS)}, or a .json of calibrate (default: what such GPUs usually have)")
+    to.add_argument("--per-node", type=int, help="GPUs of one machine (default: what such GPUs usually have)")
     to.add_argument(
         "--plan", action="append", default=[], help="file.py:name or module:name of a policy or plan; several are compared"
     )
@@ -43,6 +48,14 @@ def add_explain(commands: Any) -> None:
     to.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
     to.add_argument("--microbatches", type=int, help="forwards and backwards per step (default: 1)")
     to.add_argument("--recompute", help="none, block, or every:2 (default: none)")
+    to.add_argument(
+        "--footprint",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what the step is told where it depends on values: model.py:12=True, 'aten::nonzero=routed(1/8, 1.3)', "
+        "or a function as NAME=file.py:function",
+    )
     to.add_argument("--engine", choices=("fullshard", "fsdp2"), help="with the copies and buffers of torch's FSDP2, to compare")
     to.add_argument("--expandable-segments", action="store_true", help="the allocator runs with expandable_segments:True")
     to.add_argument("--find", choices=get_args(Goal), help="search for settings, too: print those that no other beats")
@@ -77,6 +90,10 @@ def run_explain(options: argparse.Namespace, parts: dict[str, Any], load: Load) 
         ValueError: for what cannot be told.
     """
     told = {**{name: value for name, value in parts.items() if name not in ONLY_VERIFY}, **_told(options)}
+    if options.footprint:
+        told["footprints"] = {**told.get("footprints", {}), **_footprints(options.footprint, load)}
+    if options.find and len(options.plan) > 1:
+        raise ValueError(f"--find searches from one plan, got --plan {len(options.plan)} times: give one of them at a time")
     unknown = set(told) - set(Question.__dataclass_fields__)
     if unknown:
         raise ValueError(
@@ -98,7 +115,7 @@ def _told(options: argparse.Namespace) -> dict[str, Any]:
     told: dict[str, Any] = {"world": options.world}
     if options.expandable_segments:
         told["expandable_segments"] = True
-    for name in ("gpu", "net", "price", "optimizer", "microbatches", "recompute", "engine"):
+    for name in ("gpu", "net", "per_node", "price", "optimizer", "microbatches", "recompute", "engine"):
         if getattr(options, name) is not None:
             told[name] = getattr(options, name)
     if options.mesh is not None:
@@ -131,6 +148,61 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+_ROUTED = re.compile(r"routed\(\s*([0-9.]+)\s*(?:/\s*([0-9.]+)\s*)?(?:,\s*([0-9.]+)\s*)?\)")
+
+
+def _footprints(given: Sequence[str], load: Load) -> dict[str, Any]:
+    """Footprints as the command line gives them.
+
+    Raises:
+        ValueError: for what is no NAME=VALUE.
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name or not value:
+            raise ValueError(f"--footprint takes NAME=VALUE, as in model.py:12=True, got {text!r}")
+        asked = _ROUTED.fullmatch(value)
+        if asked:
+            share, of, imbalance = asked.groups()
+            found[name] = routed(float(share) / float(of or 1), float(imbalance or 1))
+            continue
+        try:
+            found[name] = literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = load(value)
+    return found
+
+
+OUTPUTS = ("html", "png", "perfetto", "json")
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, before anything is computed.
+
+    Raises:
+        ValueError: naming the option and the path.
+    """
+    seen: dict[Path, str] = {}
+    for name in OUTPUTS:
+        told = getattr(options, name)
+        if told is None:
+            continue
+        path, folder = Path(told), Path(told).absolute().parent
+        where = f"--{name} {told!r} cannot be written"
+        if not told or path.is_dir():
+            raise ValueError(f"{where}: expected the path of a file")
+        if not folder.is_dir():
+            raise ValueError(f"{where}: there is no directory {str(folder)!r}; make it first")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise ValueError(f"{where}: permission denied")
+        other = seen.setdefault(path.resolve(), name)
+        if other != name:
+            raise ValueError(f"--{other} and --{name} are both {told!r}: give each a file of its own")
+    if options.png and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib, which is not installed: pip install 'fullshard[plot]', or give --html")
+
+
 def _sizes(text: str) -> tuple[int, ...]:
     parts = text.lower().split("x")
     if not all(part.strip().isdigit() for part in parts):
@@ -148,17 +220,20 @@ def _reshard(text: str) -> bool | int:
 
 def _write(options: argparse.Namespace, found: list[Explanation]) -> None:
     first, *others = found
-    if options.html:
-        first.html(options.html, *others)
-    if options.png:
-        first.png(options.png)
-    if options.perfetto:
-        first.perfetto(options.perfetto)
-    if options.json:
-        first.json(options.json)
-    for path in (options.html, options.png, options.perfetto, options.json):
+    write: dict[str, Callable[[str], None]] = {
+        "html": lambda path: first.html(path, *others),
+        "png": first.png,
+        "perfetto": first.perfetto,
+        "json": first.json,
+    }
+    for name in OUTPUTS:
+        path = getattr(options, name)
         if path:
+            try:
+                write[name](path)
+            except OSError as wrong:
+                raise ValueError(f"--{name} {path!r} cannot be written: {wrong.strerror or wrong}") from wrong
             print(f"written: {Path(path)}")
 
 
-__all__ = ["add_calibrate", "add_explain", "given", "run_calibrate", "run_explain"]
+__all__ = ["add_calibrate", "add_explain", "check_outputs", "given", "run_calibrate", "run_explain"]

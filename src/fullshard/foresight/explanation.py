@@ -11,13 +11,13 @@ from typing import Any, get_args
 
 from fullshard.foresight.comparison import Comparison, compare
 from fullshard.foresight.facts import Facts
-from fullshard.foresight.hardware import Gpu, Network, gpu_of, network_of
+from fullshard.foresight.hardware import Gpu, Network, network_of
 from fullshard.foresight.optimizer import Factory, named
 from fullshard.foresight.picture import chrome_trace, draw_png, page
 from fullshard.foresight.question import Build, Loss, Question, Recompute
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import figures, report
-from fullshard.foresight.setup import Traced, mesh_of, trace_model
+from fullshard.foresight.setup import Traced, check_machines, mesh_of, trace_model
 from fullshard.foresight.simulate import Engine, Setting, simulate
 from fullshard.foresight.trace import Footprint
 from fullshard.frontend.api import collector_paused
@@ -151,6 +151,7 @@ def explain(
     mesh: Sequence[int] | int | None = None,
     gpu: str | Path | Gpu = "h100-sxm",
     net: str | Path | Network | None = None,
+    per_node: int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy = OffloadPolicy(),
     comm_policy: CommPolicy = CommPolicy(),
@@ -180,6 +181,7 @@ def explain(
         mesh: (world,) or (replicas, ranks); None cuts parameters over all ranks.
         gpu: the name of a preset, a file of `python -m fullshard calibrate`, or a `Gpu`.
         net: likewise between machines; None is what such GPUs usually have.
+        per_node: GPUs of one machine; None is what they usually have.
         mp_policy: as of `fully_shard`; None computes in bf16 and reduces in fp32, on a GPU.
         offload_policy: as of `fully_shard`.
         comm_policy: as of `fully_shard`; `collectives` and `lanes` have no effect.
@@ -224,7 +226,10 @@ def _answer(question: Question, known: Traced | None) -> Explanation:
     if question.engine not in get_args(Engine):
         raise ValueError(f"engine must be 'fullshard' or 'fsdp2', got {question.engine!r}")
     ranks, replicas, hybrid = mesh_of(question.world, question.mesh)
-    gpu = gpu_of(question.gpu)
+    gpu = question.machine
+    check_machines(question.world, gpu)
+    if question.price is not None and not 0 <= question.price < float("inf"):
+        raise ValueError(f"price must be that of an hour of one GPU, at least 0, got {question.price!r}")
     network = network_of(question.net, gpu)
     factory = None if question.optimizer is None else named(question.optimizer)
     traced = (None if known is None else known.serves(question)) or trace_model(question)

@@ -22,6 +22,9 @@ from fullshard.wrap.plan import Plan
 BUDGET = 0.92
 """The part of a GPU's memory that a step may take and still fits: fragments of the allocator come and go."""
 
+COMPILED = ((0.83, 0.89), (1.07, 1.20))
+"""Time and memory of a step of torch.compile, in parts of one that runs as it is written: ranges of published runs."""
+
 Verdict = Literal["fits", "tight", "no"]
 
 
@@ -43,7 +46,26 @@ class Facts:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the answer rests on or leaves out, in lines of the report."""
-        return self.traced.trace.notes
+        return (*self._of_compiling(), *self._of_float8(), *self.traced.trace.notes)
+
+    def _of_float8(self) -> tuple[str, ...]:
+        if not any(
+            isinstance(e, Op) and e.flops and e.dtype is not None and e.dtype.itemsize == 1 for e in self.traced.trace.events
+        ):
+            return ()
+        return (
+            "products in float8 are taken to reach the same part of their peak as those in bf16, which was held against no "
+            "published run; casts to it are kernels of their own, unless torch.compile fuses them",
+        )
+
+    def _of_compiling(self) -> tuple[str, ...]:
+        if not self.traced.trace.compiled:
+            return ()
+        (low, high), (least, most) = COMPILED
+        return (
+            "torch.compile is not simulated: the step is traced as it was written. Compiled runs that were published took "
+            f"{low} to {high} of its time, and {least} to {most} of its memory; the step and the verdict have these ranges",
+        )
 
     # --- memory ---
 
@@ -65,11 +87,21 @@ class Facts:
         return self.reserved + self.gpu.context
 
     @property
+    def needs(self) -> tuple[int, int]:
+        """(bytes that the step cannot do without, bytes that it takes where it may).
+
+        The first are tensors and what the driver and NCCL take: an allocator that finds no more gives back what it keeps.
+        """
+        least, most = COMPILED[1] if self.traced.trace.compiled else (1.0, 1.0)
+        return int(self.peak * least) + self.gpu.context, int(self.reserved * most) + self.gpu.context
+
+    @property
     def verdict(self) -> Verdict:
         """Whether it "fits" with a margin, is "tight" without one, or "no"."""
-        if self.needed <= BUDGET * self.gpu.memory:
+        least, most = self.needs
+        if most <= BUDGET * self.gpu.memory:
             return "fits"
-        return "tight" if self.needed <= self.gpu.memory else "no"
+        return "tight" if least <= self.gpu.memory else "no"
 
     @property
     def fits(self) -> bool:
@@ -103,11 +135,17 @@ class Facts:
         """The step on a clock, by the middle of the constants."""
         return play(self.simulation.program, self.gpu, self.network, self.setting.mesh)
 
+    @property
+    def seconds(self) -> float:
+        """Of a step, by the middle of the constants."""
+        return self.timeline.seconds * (sum(COMPILED[0]) / 2 if self.traced.trace.compiled else 1)
+
     @cached_property
     def step(self) -> Band:
         """Seconds of a step."""
         low, high = spread(self.simulation.program, self.gpu, self.network, self.setting.mesh)
-        return Band(low, self.timeline.seconds, high)
+        least, most = COMPILED[0] if self.traced.trace.compiled else (1.0, 1.0)
+        return Band(low * least, self.seconds, high * most)
 
     @property
     def exposed(self) -> dict[str, float]:
@@ -127,7 +165,7 @@ class Facts:
     @property
     def mfu(self) -> float:
         """Model flops utilisation (PaLM, arXiv 2204.02311, appendix B): flops / seconds / peak in the dtype of the products."""
-        return self.flops / self.timeline.seconds / self.gpu.peak(self.compute_dtype)
+        return self.flops / self.seconds / self.gpu.peak(self.compute_dtype)
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:
@@ -141,7 +179,7 @@ class Facts:
     @property
     def tokens_per_second(self) -> float:
         """Tokens (elements of the batch's integers, else its rows) of one rank in a second."""
-        return self.traced.tokens * self.setting.microbatches / self.timeline.seconds
+        return self.traced.tokens * self.setting.microbatches / self.seconds
 
     @property
     def bottleneck(self) -> str:

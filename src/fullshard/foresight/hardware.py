@@ -33,6 +33,7 @@ class Gpu:
         overlap: by what factor computing takes longer while a message is under way.
         context: bytes that the driver and NCCL take beside what torch reserves.
         synchronous: whether the host computes itself (a CPU), so that nothing runs ahead.
+        fp8: peak in 8-bit floats, None if it has no such products.
         source: where the figures are from.
 
     Example:
@@ -55,6 +56,7 @@ class Gpu:
     overlap: float = 1.05
     context: int = 2 * GIB
     synchronous: bool = False
+    fp8: float | None = None
     source: str = ""
 
     def peak(self, dtype: torch.dtype | None) -> float:
@@ -66,10 +68,19 @@ class Gpu:
         Returns:
             The peak in flop/s.
 
+        Raises:
+            ValueError: if it has no products of this dtype.
+
         Example:
             >>> GPUS["h100-sxm"].peak(torch.bfloat16)
             989000000000000.0
         """
+        if dtype is not None and dtype.is_floating_point and dtype.itemsize == 1:
+            if self.fp8 is None:
+                raise ValueError(
+                    f"{self.name} has no products in {str(dtype).removeprefix('torch.')}: choose another gpu, or bf16"
+                )
+            return self.fp8
         return self.bf16 if dtype in (torch.bfloat16, torch.float16) else self.fp32
 
 
@@ -112,11 +123,11 @@ GPUS: dict[str, Gpu] = {
     for gpu in (
         Gpu("a100-40", int(39.4 * GIB), 312e12, 19.5e12, 1.555e12, 240e9, matmul=0.635, attention=0.6, source=_SHEETS),
         Gpu("a100-80", int(79.2 * GIB), 312e12, 19.5e12, 2.039e12, 240e9, matmul=0.635, attention=0.6, source=_SHEETS),
-        Gpu("h100-sxm", int(79.1 * GIB), 989e12, 67e12, 3.35e12, 370e9, source=_SHEETS),
-        Gpu("h100-96", int(95.0 * GIB), 989e12, 67e12, 2.4e12, 370e9, source=f"{_SHEETS}; the 500 W model with HBM2e"),
-        Gpu("h200", int(139.8 * GIB), 989e12, 67e12, 4.8e12, 370e9, source=_SHEETS),
-        Gpu("b200", int(178.3 * GIB), 2250e12, 80e12, 8e12, 720e9, source=_SHEETS),
-        Gpu("mi300x", int(191.5 * GIB), 1307e12, 163.4e12, 5.3e12, 315e9, source="AMD's data sheet; link: 7 x 64 GB/s, 70%"),
+        Gpu("h100-sxm", int(79.1 * GIB), 989e12, 67e12, 3.35e12, 370e9, fp8=1979e12, source=_SHEETS),
+        Gpu("h100-96", int(95.0 * GIB), 989e12, 67e12, 2.4e12, 370e9, fp8=1979e12, source=f"{_SHEETS}; 500 W, HBM2e"),
+        Gpu("h200", int(139.8 * GIB), 989e12, 67e12, 4.8e12, 370e9, fp8=1979e12, source=_SHEETS),
+        Gpu("b200", int(178.3 * GIB), 2250e12, 80e12, 8e12, 720e9, fp8=4500e12, source=_SHEETS),
+        Gpu("mi300x", int(191.5 * GIB), 1307e12, 163.4e12, 5.3e12, 315e9, fp8=2614e12, source="AMD; link: 7 x 64 GB/s, 70%"),
         Gpu(
             "cpu", 16 * GIB, 50e9, 50e9, 8e9, 1.5e9, per_node=1 << 20, matmul=0.9, launch=4e-6, overlap=1.3,
             context=GIB // 4, synchronous=True, source="two cores of a shared machine; better: python -m fullshard calibrate",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Question:
     mesh: Sequence[int] | int | None
     gpu: str | Path | Gpu
     net: str | Path | Network | None
+    per_node: int | None
     mp_policy: MixedPrecisionPolicy | None
     offload_policy: OffloadPolicy
     comm_policy: CommPolicy
@@ -46,6 +47,20 @@ class Question:
     expandable_segments: bool
     keep_unsharded_storage: bool
     price: float | None
+
+    @property
+    def machine(self) -> Gpu:
+        """The GPU, in the machine that it is in.
+
+        Raises:
+            ValueError: for a GPU that is not known, or a number of them that cannot be.
+        """
+        gpu = gpu_of(self.gpu)
+        if self.per_node is None:
+            return gpu
+        if not isinstance(self.per_node, int) or isinstance(self.per_node, bool) or self.per_node < 1:
+            raise ValueError(f"per_node must be the number of GPUs of one machine, at least 1, got {self.per_node!r}")
+        return replace(gpu, per_node=self.per_node)
 
     @property
     def accelerator(self) -> bool:

@@ -17,12 +17,19 @@ def report(r: Facts) -> str:
     mesh = f"{setting.replicas} x {setting.ranks} ranks" if setting.hybrid else f"{setting.ranks} ranks"
     words = {"fits": "fits", "tight": "tight", "no": "does not fit"}
     lines = [
-        f"{words[r.verdict]}: {bytes_text(r.needed)} of {bytes_text(r.gpu.memory)} on each {r.gpu.name}, {mesh}",
+        f"{words[r.verdict]}: {_needs(r)} of {bytes_text(r.gpu.memory)} on each {r.gpu.name}, {mesh}",
         *_memory(r),
         *_time(r),
         *(f"note: {note}" for note in r.notes),
     ]
     return "\n".join(lines)
+
+
+def _needs(r: Facts) -> str:
+    """As "70.1 GiB"; as "70.1 to 79.9 GiB" where it fits by giving back what the allocator keeps, or may be compiled."""
+    least, most = (bytes_text(nbytes) for nbytes in r.needs)
+    ranges = r.traced.trace.compiled or (r.verdict == "tight" and r.needed > r.gpu.memory)
+    return f"{least} to {most}" if ranges and least != most else most
 
 
 def _memory(r: Facts) -> list[str]:

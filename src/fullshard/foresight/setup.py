@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import _torch
+from fullshard.foresight.hardware import Gpu
 from fullshard.foresight.optimizer import Factory, OptimizerStep, optimizer_step
 from fullshard.foresight.precision import Precision
 from fullshard.foresight.question import Build, Question, Recompute
-from fullshard.foresight.trace import Gradient, Trace, trace
-from fullshard.foresight.values import Known, Untraceable, Values, ValuesMode, values_of_buffers
+from fullshard.foresight.trace import Gradient, StepFailed, Trace, trace
+from fullshard.foresight.values import Known, Untraceable, Values, ValuesMode, place_of, values_of_buffers
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import plan_model
 
@@ -102,8 +103,9 @@ def trace_model(question: Question) -> Traced:
                 known=known,
                 batch_values=values_of_batch(question.batch),
             )
-        except Exception as failure:
-            raise ValueError(_why(failure)) from failure
+        except StepFailed as failed:
+            assert failed.__cause__ is not None
+            raise ValueError(_why(failed.part, failed.__cause__, model)) from failed.__cause__
     return Traced(model, question, plan, traced, precision, *sizes_of(inputs), tuple(again), tuple(blocks))
 
 
@@ -143,6 +145,7 @@ def _built(build: Build) -> tuple[nn.Module, Mapping[str, Known]]:
         ) from failure
     if not isinstance(model, nn.Module):
         raise ValueError(f"build() must return an nn.Module, got a {type(model).__name__}")
+    _refuse_wrapped(model)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in held.items():
         if isinstance(tensor, DTensor):
@@ -161,6 +164,24 @@ def _built(build: Build) -> tuple[nn.Module, Mapping[str, Known]]:
             f"build() returns a model on {next(iter(held.values())).device} that cannot be copied ({failure}): have it made on "
             "the device that is current, which is meta there"
         ) from failure
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuse modules whose step is another one than that of the model inside.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    for name, module in model.named_modules():
+        kind, which = type(module).__name__, f"'{name}'" if name else "the model that build() returns"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{which} is TorchScript ({kind}), which cannot be traced: give the nn.Module that it was made from"
+            )
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise ValueError(f"{which} is a {kind}, which keeps whole parameters on each rank: give the module inside of it")
+        if isinstance(module, _torch.TorchFSDPModule):
+            raise ValueError(f"{which} is sharded already ({kind}): give the model as it is before")
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -240,42 +261,54 @@ def _recomputed(model: nn.Module, plan: Plan, blocks: list[str], recompute: Reco
         units = [name for unit in plan.units for name in unit.modules if name]
         return [name for name in units if recompute(name, model.get_submodule(name))]
     head, _, every = recompute.partition(":") if isinstance(recompute, str) else ("", "", "")
-    if head == "block" and not every:
-        return blocks
-    if head == "every" and every.isdigit() and int(every) > 0:
-        return blocks[:: int(every)]
-    raise ValueError(
-        f"recompute must be 'none', 'block', 'every:2' or a function (name, module) -> bool of the units, got {recompute!r}"
-    )
+    each = 1 if head == "block" and not every else int(every) if head == "every" and every.isdigit() else 0
+    if each < 1:
+        raise ValueError(
+            f"recompute must be 'none', 'block', 'every:2' or a function (name, module) -> bool of the units, got {recompute!r}"
+        )
+    if not blocks:
+        raise ValueError(
+            f"recompute={recompute!r} runs blocks again, and this plan has none: no unit has a sibling of its class (its units "
+            f"are {', '.join(repr(unit.name) for unit in plan.units[:4])}); give a plan that has some, or a function (name, "
+            "module) -> bool"
+        )
+    return blocks[::each]
 
 
 FOOTPRINT = "explain(footprints={{'{op}': lambda *arguments: ...}})"
 
 
-def _why(failure: Exception) -> str:
-    """One line for what tracing raised."""
+def _why(part: str, failure: BaseException, model: nn.Module) -> str:
+    """One line for what a part of the step raised."""
     text = " ".join(str(failure).split())
-    if isinstance(failure, Untraceable):
-        return text
     op = next((word.strip("'\",.:()") for word in text.split() if word.strip("'\",.:()").startswith("aten::")), None)
-    if "item()" in text or "_local_scalar_dense" in text:
-        op = "aten::_local_scalar_dense"
     if "torch.nonzero()" in text:
         op = "aten::nonzero"
-    if (
-        op is not None
-        and isinstance(failure, (NotImplementedError, RuntimeError))
-        and ("meta" in text.lower() or "item()" in text)
-    ):
+    where = _where(failure, model)
+    if op is not None and isinstance(failure, (NotImplementedError, RuntimeError)) and "meta" in text.lower():
         return (
-            f"the model's step depends on values, which meta does not have: say what {op} returns by "
+            f"the model's step depends on values, which meta does not have{where}: say what {op} returns by "
             f"{FOOTPRINT.format(op=op)}, with tensors on meta (fullshard.routed() for the tokens of experts)"
         )
     if isinstance(failure, NotImplementedError):
-        return f"an operator has no kernel for meta ({text[:160]}): register one by torch.library.register_fake"
-    if "does not require grad" in text:
-        return "the loss depends on no trainable parameter: set requires_grad of some, or give another loss="
-    return f"the model does not take this batch: {type(failure).__name__}: {text[:300]}"
+        return f"an operator has no kernel for meta ({text[:160]}){where}: register one by torch.library.register_fake"
+    told = f"{type(failure).__name__}: {text[:300] or 'without a text'}{where}"
+    if part == "forward":
+        return f"the model does not take this batch: {told}"
+    return f"the {part} raises {told}" + (", called with what the model returns" if part == "loss" else "")
+
+
+def _where(failure: BaseException, model: nn.Module) -> str:
+    """As in " (in 'layers.0', at model.py:12)": the innermost module of a traceback, and the innermost line of the user."""
+    names = {id(module): name for name, module in model.named_modules()}
+    module = place = ""
+    frame = failure.__traceback__
+    while frame is not None:
+        module = names.get(id(frame.tb_frame.f_locals.get("self"))) or module
+        place = place_of(frame.tb_frame.f_code.co_filename, frame.tb_lineno) or place
+        frame = frame.tb_next
+    told = [f"in '{module}'"] * bool(module) + [f"at {place}"] * bool(place)
+    return f" ({', '.join(told)})" if told else ""
 
 
 def local_shards(traced: Traced, ranks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -283,6 +316,19 @@ def local_shards(traced: Traced, ranks: int) -> list[tuple[tuple[int, ...], torc
     graded = {event.parameter for event in traced.trace.events if isinstance(event, Gradient)}
     entries = (entry for entry in traced.plan.outline.parameters if entry.name in graded)
     return [((-(-e.shape[0] // ranks), *e.shape[1:]) if e.shape else (), e.dtype) for e in entries]
+
+
+def check_machines(world: int, gpu: Gpu) -> None:
+    """Refuse worlds of several machines that are not all whole.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    if world > gpu.per_node and world % gpu.per_node:
+        raise ValueError(
+            f"world={world} is no number of whole machines of {gpu.per_node} {gpu.name}: say how many GPUs each has by "
+            "per_node= (--per-node)"
+        )
 
 
 def mesh_of(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, bool]:
@@ -305,4 +351,4 @@ def mesh_of(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, boo
     return (sizes[0], 1, False) if len(sizes) == 1 else (sizes[1], sizes[0], True)
 
 
-__all__ = ["Traced", "local_shards", "mesh_of", "meta_batch", "sizes_of", "trace_model"]
+__all__ = ["Traced", "check_machines", "local_shards", "mesh_of", "meta_batch", "sizes_of", "trace_model"]

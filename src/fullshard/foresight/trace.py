@@ -106,6 +106,7 @@ class Trace:
     recomputed: flops of forwards that a backward runs again.
     inputs: by module, the floating-point dtypes of its inputs before they are cast; modules without any are left out.
     notes: lines of a report: what values of the batch decided that others might decide otherwise, and unused footprints.
+    compiled: whether it calls anything that torch.compile made; it is traced as it was written.
     """
 
     events: tuple[Event, ...]
@@ -115,6 +116,7 @@ class Trace:
     recomputed: int
     inputs: Mapping[str, frozenset[torch.dtype]]
     notes: tuple[str, ...] = ()
+    compiled: bool = False
 
     @property
     def flops(self) -> int:
@@ -259,6 +261,11 @@ def _references_of_one() -> tuple[int, int]:
     return found[0]
 
 
+@cache
+def _takes_itself_apart(kind: type) -> bool:
+    return getattr(kind, "__torch_dispatch__", None) not in (None, Tensor.__torch_dispatch__)
+
+
 def _called(told: Any) -> Footprint:
     return told if callable(told) else lambda *_, **__: told
 
@@ -267,12 +274,8 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-_EQUAL, _ITEM, _COPIED = (
-    torch.ops.aten.equal.default,
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten._to_copy.default,
-)
-_ASKS = {_EQUAL, _ITEM, _COPIED}
+_EQUAL, _COPIED = torch.ops.aten.equal.default, _torch.copied.default
+_ASKS = {_EQUAL, _COPIED, _torch.item.default}
 
 
 def _is_host(device: Any) -> bool:
@@ -318,6 +321,8 @@ class _Recorder(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(_takes_itself_apart(kind) for kind in types):
+            return NotImplemented  # a subclass, as torchao's for float8, takes itself apart, and its parts come here
         if func.is_view:
             out = func(*args, **kwargs)
             self.values.note(func, args, kwargs, out)
@@ -564,6 +569,7 @@ class _Step:
         self._model, self._batch, self._loss, self._precision = model, batch, loss, precision
         self._accelerator, self._footprints, self._batch_values = accelerator, footprints, batch_values
         self.asked = False
+        self.compiled = False
         self.written: set[str] = set()
         self.used: set[str] = set()
 
@@ -575,6 +581,7 @@ class _Step:
             collector_paused(),
             _computing_in(model, self._precision.parameters),
             _torch.on_autocast(_refuse_autocast),
+            _torch.on_compiled(self._see_compiled),
             _torch.on_numpy(recorder.numpy),
             fused_kernels() if self._accelerator else host_kernels(),
         ):
@@ -587,7 +594,10 @@ class _Step:
         self.used |= answers.used
         self.written |= {name for name, buffer in model.named_buffers() if versions.get(name) != buffer._version}
         seen = {name: frozenset(dtypes) for name, dtypes in recorder.inputs.items()}
-        return Trace(tuple(recorder.events), buffers, inputs, recorder.kept, recorder.recomputed, seen)
+        return Trace(tuple(recorder.events), buffers, inputs, recorder.kept, recorder.recomputed, seen, compiled=self.compiled)
+
+    def _see_compiled(self) -> None:
+        self.compiled = True
 
 
 def _difference(one: Trace, other: Trace) -> str | None:
@@ -624,6 +634,14 @@ def _refuse_autocast() -> None:
     )
 
 
+class StepFailed(ValueError):
+    """A part of the step raised: the "forward", the "loss" or the "backward". Its cause is what was raised."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(part)
+        self.part = part
+
+
 def _run_step(
     model: nn.Module,
     batch: Sequence[Any] | Mapping[str, Any],
@@ -633,11 +651,40 @@ def _run_step(
 ) -> None:
     """Forward, loss and backward, recorded."""
     with _hooks(model, recorder, precision), recorder:
-        value = loss(model(**batch) if isinstance(batch, Mapping) else model(*batch))
+        with _part("forward"):
+            output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+        with _part("loss"):
+            value = loss(output)
+            del output
+        _check_loss(value)
         recorder.begin_backward()
-        value.backward()
+        with _part("backward"):
+            value.backward()
         recorder.events.append(BackwardEnds())
         del value
+
+
+@contextmanager
+def _part(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Untraceable:
+        raise
+    except Exception as failure:
+        raise StepFailed(name) from failure
+
+
+def _check_loss(value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise Untraceable(
+            f"the loss is a {type(value).__name__}: expected a tensor of one element, which backward is called on"
+        )
+    if value.numel() != 1:
+        raise Untraceable(
+            f"the loss is a tensor {tuple(value.shape)}: expected one element, which backward is called on (take its .mean())"
+        )
+    if not value.requires_grad:
+        raise Untraceable("the loss depends on no trainable parameter: set requires_grad of some, or give another loss=")
 
 
 def recorded(work: Callable[[], object], held: Sequence[Tensor]) -> list[Event]:
@@ -705,6 +752,7 @@ __all__ = [
     "Gradient",
     "Leave",
     "Op",
+    "StepFailed",
     "Trace",
     "Untraceable",
     "recorded",

@@ -10,12 +10,11 @@ Models of transformers ask such things in most forwards, as `if attention_mask.a
 from __future__ import annotations
 
 import linecache
-import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -300,13 +299,15 @@ _TORCHS = str(Path(torch.__file__).parent)
 
 def asking() -> tuple[str, str]:
     """(the place in the user's program that is running, the text of its line)."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCHS)):
-        frame = frame.f_back
-    if frame is None:
-        return "somewhere", ""
-    name, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(name).name}:{line}", " ".join(linecache.getline(name, line).split())[:100]
+    for frame, line in traceback.walk_stack(None):
+        if place := place_of(frame.f_code.co_filename, line):
+            return place, " ".join(linecache.getline(frame.f_code.co_filename, line).split())[:100]
+    return "somewhere", ""
+
+
+def place_of(file: str, line: int) -> str:
+    """As in "model.py:12"; "" of a line of torch or of this library."""
+    return "" if file.startswith((_OURS, _TORCHS, "<frozen")) else f"{Path(file).name}:{line}"
 
 
 # --- both ways ---
@@ -402,7 +403,7 @@ def _taken_from_batch(
 
 def _is_of_the_program(failure: Exception, answers: Answers) -> bool:
     """Whether the program itself raised this, and no operator that has no values on meta."""
-    return answers.refused is None and not isinstance(failure, (Untraceable, NotImplementedError))
+    return answers.refused is None and not isinstance(failure.__cause__ or failure, (Untraceable, NotImplementedError))
 
 
 def _undecided(asked: Asked, differs: str) -> Untraceable:
@@ -413,4 +414,4 @@ def _undecided(asked: Asked, differs: str) -> Untraceable:
     )
 
 
-__all__ = ["Answers", "Asked", "Known", "Untraceable", "Values", "ValuesMode", "decide", "values_of_buffers"]
+__all__ = ["Answers", "Asked", "Known", "Untraceable", "Values", "ValuesMode", "decide", "place_of", "values_of_buffers"]

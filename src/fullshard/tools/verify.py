@@ -270,8 +270,17 @@ def parts_of(factory: Callable[[], object]) -> dict[str, Any]:
     if isinstance(made, Sequence) and len(made) == 2 and callable(made[0]):
         return {"build": made[0], "batch": made[1]}
     raise ValueError(
-        f"the factory must return (build, batch) or a dict of verify()'s arguments with both, got {type(made).__name__}"
+        f"the factory must return (build, batch), the first of them a function, or a dict of arguments that has both, got "
+        f"{_shape_of(made)}"
     )
+
+
+def _shape_of(made: object) -> str:
+    if isinstance(made, dict):
+        return f"a dict of {', '.join(map(str, made)) or 'nothing'}"
+    if isinstance(made, (tuple, list)):
+        return f"{len(made)} values: {', '.join(type(one).__name__ for one in made)}"
+    return f"a {type(made).__name__}"
 
 
 __all__ = ["Difference", "Verdict", "mean_of_output", "parts_of", "verify"]
