@@ -59,9 +59,6 @@ def test_a_verdict_compares_what_is_reserved_and_the_context_with_what_the_gpu_h
         assert (found.verdict, found.fits) == (verdict, verdict != "no")
         first = str(found).splitlines()[0]
         assert first.startswith({"no": "does not fit"}.get(verdict, verdict))
-    large = explain(rows=1 << 20)
-    between = replace(large, gpu=replace(gpu, memory=large.peak + gpu.context))
-    assert str(between).startswith("tight: ") and " to " in str(between).splitlines()[0]
     assert r.reserved % (2 << 20) == 0 and r.peak <= r.reserved and sum(r.at_peak.values()) == r.peak
 
 
@@ -639,6 +636,122 @@ def test_a_search_changes_the_rows_that_the_batch_has_and_names_what_cannot_be()
 def test_a_search_refuses_what_it_does_not_know(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         fullshard.search(build, torch.empty(64, DIM), world=8, loss=torch.sum, **options)
+
+
+# --- what is another step than it seems ---
+
+
+@torch.compile
+def compiled_square(x: Tensor) -> Tensor:
+    return x * x
+
+
+class CallsCompiled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return compiled_square(super().forward(x))
+
+
+def one_block_compiled() -> nn.Module:
+    model = build()
+    model[1].compile()
+    return model
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: torch.compile(build()), one_block_compiled, lambda: nn.Sequential(CallsCompiled(DIM, DIM), build())]
+)
+def test_what_is_compiled_has_a_range_and_is_said(made: Any) -> None:
+    batch = torch.empty(1 << 20, DIM, device="meta")
+    r = fullshard.explain(made, batch, world=8, loss=torch.sum)
+    assert len(r.notes) == 1 and r.notes[0].startswith("torch.compile is not simulated") and f"note: {r.notes[0]}" in str(r)
+    seconds = r.timeline.seconds
+    assert r.step.middle == pytest.approx(0.86 * seconds) and r.step.low < 0.83 * seconds and r.step.high > 0.89 * seconds
+    context = r.gpu.context
+    assert r.needs == (int(1.07 * r.peak) + context, int(1.2 * r.reserved) + context)
+    for memory, verdict in ((r.needs[0] - 1, "no"), (r.needs[0], "tight"), (r.needs[1] / 0.91, "fits")):
+        assert replace(r, gpu=replace(r.gpu, memory=int(memory))).verdict == verdict
+    assert re.match(r"fits: [0-9.]+ GiB to [0-9.]+ GiB of 79.1 GiB", str(r))
+    plain = fullshard.explain(build, batch, world=8, loss=torch.sum)
+    assert not plain.notes and plain.needs == (plain.peak + context, plain.needed)
+
+
+class Scripted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    "made, told",
+    [
+        (lambda: nn.Sequential(torch.jit.script(Scripted()), nn.Linear(DIM, 4)), r"'0' is TorchScript \(.*give the nn.Module"),
+        (lambda: nn.DataParallel(build()), "the model that build.* returns is a DataParallel, .* give the module inside"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_wrapped_modules_whose_step_is_another_one_are_refused_by_name(made: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        fullshard.explain(made, torch.empty(4, DIM), world=8, loss=torch.sum)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"world": 12}, "world=12 is no number of whole machines of 8 h100-sxm: say how many GPUs each has by per_node="),
+        ({"per_node": 0}, "per_node must be the number of GPUs of one machine, at least 1, got 0"),
+        ({"price": -3.0}, "price must be that of an hour of one GPU, at least 0, got -3.0"),
+        ({"price": float("nan")}, "price must be .* got nan"),
+        ({"recompute": "block", "plan": ModuleWrapPolicy({nn.Sequential})}, "recompute='block' runs blocks again, and this plan has none"),
+    ],
+)  # fmt: skip
+def test_options_that_would_be_answered_for_something_else_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        explain(**options)
+    assert explain(world=12, per_node=4).timeline.links["between"] > 0 == explain(world=8).timeline.links.get("between", 0)
+
+
+class Float8(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = x.to(torch.float8_e4m3fn), self.weight.to(torch.float8_e4m3fn).t()
+        scale = x.new_ones((), dtype=torch.float32)
+        with torch.no_grad():  # torchao's has a backward
+            product = torch._scaled_mm(one, other, scale, scale, out_dtype=torch.bfloat16)
+        return product + super().forward(x)
+
+
+def test_products_in_float8_have_a_peak_of_their_own_and_are_said() -> None:
+    batch = torch.empty(64, DIM, device="meta")
+    r = fullshard.explain(partial(Float8, DIM, DIM), batch, world=8, loss=torch.sum)
+    assert r.gpu.peak(torch.float8_e4m3fn) == 1979e12 and r.notes[0].startswith("products in float8")
+    with pytest.raises(ValueError, match="a100-80 has no products in float8_e4m3fn: choose another gpu, or bf16"):
+        r.but(gpu="a100-80")
+
+
+def test_a_failure_is_said_with_its_part_module_and_line() -> None:
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    def lossy(output: Tensor) -> Tensor:
+        raise KeyError("labels")
+
+    def told(**options: Any) -> str:
+        with pytest.raises(ValueError) as refused:
+            fullshard.explain(Wrong, **{"batch": torch.empty(2, 4, device="meta"), "world": 2, "loss": torch.sum, **options})
+        return str(refused.value)
+
+    assert re.fullmatch(
+        r"the loss raises KeyError: 'labels' \(at test_explain.py:\d+\), called with what the model returns", told(loss=lossy)
+    )
+    assert "(in 'inner.0', at test_explain.py:" in told(batch=torch.empty(2, 3, device="meta"))
+    assert (
+        told(loss=lambda o: o)
+        == "the loss is a tensor (2, 4): expected one element, which backward is called on (take its .mean())"
+    )
+    assert told(loss=lambda o: 3.0) == "the loss is a float: expected a tensor of one element, which backward is called on"
 
 
 # --- what depends on values ---

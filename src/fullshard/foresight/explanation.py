@@ -233,6 +233,8 @@ def _answer(question: Question, known: Traced | None) -> Explanation:
     network = network_of(question.net, gpu)
     factory = None if question.optimizer is None else named(question.optimizer)
     traced = (None if known is None else known.serves(question)) or trace_model(question)
+    for dtype in traced.trace.multiplied:
+        gpu.peak(dtype)  # refuses what it cannot multiply
     accelerator = question.accelerator
     setting = Setting(
         ranks,

@@ -49,9 +49,7 @@ class Facts:
         return (*self._of_compiling(), *self._of_float8(), *self.traced.trace.notes)
 
     def _of_float8(self) -> tuple[str, ...]:
-        if not any(
-            isinstance(e, Op) and e.flops and e.dtype is not None and e.dtype.itemsize == 1 for e in self.traced.trace.events
-        ):
+        if all(dtype.itemsize > 1 for dtype in self.traced.trace.multiplied):
             return ()
         return (
             "products in float8 are taken to reach the same part of their peak as those in bf16, which was held against no "

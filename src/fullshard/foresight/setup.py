@@ -180,6 +180,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
             )
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise ValueError(f"{which} is a {kind}, which keeps whole parameters on each rank: give the module inside of it")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(f"{which} is an {kind} with sparse=True, whose gradients cannot be reduced: give it sparse=False")
         if isinstance(module, _torch.TorchFSDPModule):
             raise ValueError(f"{which} is sharded already ({kind}): give the model as it is before")
 

@@ -123,6 +123,11 @@ class Trace:
         """Of the whole step."""
         return sum(event.flops for event in self.events if isinstance(event, Op))
 
+    @property
+    def multiplied(self) -> set[torch.dtype]:
+        """The dtypes of products."""
+        return {event.dtype for event in self.events if isinstance(event, Op) and event.flops and event.dtype is not None}
+
 
 Footprint = Callable[..., Any]
 """Called with the arguments of an operator, returns tensors on meta, or a number, in its place."""
@@ -311,6 +316,7 @@ class _Recorder(_torch.TorchDispatchMode):
         self._known_ops: dict[object, tuple[Op, Callable[[Sequence[Any]], Any]]] = {}
         self._storages = self._calls = 0
         self.recomputed = 0  # flops
+        self._in_backward = False
         self.kept: frozenset[int] = frozenset()
 
     def know(self, tensors: Sequence[Tensor]) -> int:
@@ -452,6 +458,7 @@ class _Recorder(_torch.TorchDispatchMode):
     def begin_backward(self) -> None:
         """What lives now is what the forward leaves to its backward."""
         self.kept = frozenset(number for number in self._known.values() if number >= 0)
+        self._in_backward = True
 
     # --- modules and parameters ---
 
@@ -478,6 +485,10 @@ class _Recorder(_torch.TorchDispatchMode):
         """The gradient of a parameter is whole."""
         grad = parameter.grad
         assert grad is not None
+        if not self._in_backward:
+            raise Untraceable(
+                f"the forward or the loss runs a backward, which gives '{name}' a gradient: have the step end with it"
+            )
         number = self._known[_torch.storage_key(grad)]
         self.events.append(Gradient(name, number, grad.numel() * grad.itemsize))
         parameter.grad = None

@@ -25,11 +25,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the line, and exit with 2."""
-        known = [option for action in self._actions for option in action.option_strings]
+        known = [option for parser in (self, *self._inner()) for action in parser._actions for option in action.option_strings]
         wrong = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
         near = [found for word in wrong for found in difflib.get_close_matches(word, known, 1)]
         meant = f"; is {' '.join(near)} meant?" if near else ""
         self.exit(2, f"{self.prog}: {one_line(message)}{meant} ({self.prog} --help lists the options)\n")
+
+    def _inner(self) -> list[Parser]:
+        found = [action.choices for action in self._actions if isinstance(action.choices, dict)]
+        return [parser for choices in found for parser in choices.values() if isinstance(parser, Parser)]
 
 
 def one_line(text: object, most: int = 600) -> str:

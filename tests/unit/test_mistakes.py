@@ -1,0 +1,306 @@
+"""Mistakes on the command line of `explain`: each is one line on stderr that names it, exit status 2, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fullshard.__main__ import main
+
+FILES = {
+    "models.py": """
+import functools, os, sys
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+number = 3
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        return x + self.b(self.a(x).relu())
+
+def of(build, batch=None, **more):
+    return {"build": build, "batch": torch.empty(4, 8) if batch is None else batch, "loss": torch.sum, **more}
+
+def good(rows=4):
+    return of(lambda: nn.Sequential(Block(), Block(), nn.Linear(8, 4)), torch.empty(rows, 8))
+def flat():
+    return of(lambda: nn.Linear(8, 8))
+def changes(forward, loss=torch.sum, build=None, **more):
+    class Changed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.e = nn.Linear(8, 8), nn.Embedding(10, 8)
+            if build:
+                build(self)
+        def forward(self, x):
+            return forward(self, x)
+    return of(Changed, loss=loss, **more)
+
+# factories
+def raises(): raise RuntimeError("no data")
+def ends(): sys.exit(0)
+def nothing(): return None
+def three(): return 1, 2, 3
+def a_model(): return nn.Linear(2, 2), torch.empty(2, 2)
+def needs(x): return good()
+def on_cuda(): return of(lambda: nn.Linear(8, 8), torch.empty(2, 8, device="cuda:7"))
+def no_batch(): return {"build": lambda: nn.Linear(8, 8)}
+def words(): return of(lambda: nn.Linear(8, 8), "words")
+def empty(): return of(lambda: nn.Linear(8, 8), ())
+def no_rows(): return of(lambda: nn.Linear(8, 8), torch.empty(0, 8))
+def more(): return {**good(), "lr": 3}
+
+# models
+def build_raises(): return of(lambda: 1 / 0)
+def build_item(): return of(lambda: nn.Linear(int(torch.linspace(0, 8, 2)[1].item()), 8))
+def build_number(): return of(lambda: 3)
+def built(): return of(nn.Linear(8, 8))
+def scripted():
+    return of(lambda: torch.jit.script(nn.Linear(8, 8)))
+def data_parallel(): return of(lambda: nn.DataParallel(nn.Linear(8, 8)))
+def lazy(): return of(lambda: nn.LazyLinear(8))
+def nothing_to_train(): return of(lambda: nn.Linear(8, 8).requires_grad_(False))
+def no_parameters(): return of(lambda: nn.ReLU())
+def sharded():
+    def make():
+        model = nn.Linear(8, 8)
+        from torch.distributed.tensor import DTensor
+        model.weight = nn.Parameter(model.weight)
+        return model
+    return of(make)
+
+# steps
+def narrow(): return of(lambda: nn.Linear(8, 8), torch.empty(4, 7))
+def hooked():
+    def make():
+        model = nn.Linear(8, 8)
+        model.register_forward_hook(hook)
+        return model
+    return of(make)
+def hook(module, args, output): raise AssertionError("never on meta")
+def bad_loss(): return of(lambda: nn.Linear(8, 8), loss=lambda out: out["logits"])
+def long_loss(): return of(lambda: nn.Linear(8, 8), loss=lambda out: out)
+def number_loss(): return of(lambda: nn.Linear(8, 8), loss=lambda out: 3.0)
+def no_loss(): return {"build": lambda: nn.Linear(8, 8), "batch": torch.empty(4, 8)}
+def detached(): return of(lambda: nn.Linear(8, 8), loss=lambda out: out.detach().sum())
+def sparse():
+    return of(lambda: nn.Embedding(10, 8, sparse=True), torch.zeros(4).long())
+def autocast(): return changes(lambda m, x: torch.autocast("cpu", torch.bfloat16).__enter__() or m.a(x))
+def item(): return changes(lambda m, x: m.a(x) * m.a(x).sum().item())
+def branch(): return changes(lambda m, x: m.a(x) if m.a(x).sum() > 0 else m.a(m.a(x)))
+def tolist(): return changes(lambda m, x: m.a(x) * len(m.a(x).tolist()))
+def numpy(): return changes(lambda m, x: m.a(x) * float(m.a(x).detach().float().numpy().sum()))
+def chosen(): return changes(lambda m, x: m.a(x[m.a(x)[:, 0] > 0]))
+def to_cuda(): return changes(lambda m, x: m.a(x.to("cuda:7")))
+def needs_more():
+    class Two(nn.Linear):
+        def forward(self, x, mask): return super().forward(x)
+    return of(lambda: Two(8, 8))
+def mixed(): return changes(lambda m, x: m.a(x.float()), mp=1)
+def own_backward():
+    def forward(m, x):
+        m.a(x).sum().backward()
+        return m.a(x)
+    return changes(forward)
+def in_place():
+    def forward(m, x):
+        y = m.a(x).exp()
+        z = y * 2
+        y.add_(1)
+        return z
+    return changes(forward)
+def distributed(): return changes(lambda m, x: torch.distributed.all_reduce(x) or m.a(x))
+def backward_raises():
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x.clone()
+        @staticmethod
+        def backward(ctx, g): raise ValueError("not today")
+    return changes(lambda m, x: Raises.apply(m.a(x)))
+def own_operator():
+    return changes(lambda m, x: torch.ops.mistakes.own(m.a(x)))
+LIBRARY = torch.library.Library("mistakes", "FRAGMENT")
+if not hasattr(torch.ops.mistakes, "own"):
+    LIBRARY.define("own(Tensor x) -> Tensor")
+
+# plans
+whole = "auto"
+def plan_raises(*args): raise LookupError("no plan")
+a_number = 3
+""",
+    "syntax.py": "def small(:\n    pass\n",
+    "raises.py": "import torch\nraise RuntimeError('not on this machine')\n",
+    "ends.py": "import sys\nsys.exit(0)\n",
+    "imports.py": "import not_installed_here\n",
+    "empty.py": "",
+    "bad.json": "{",
+    "other.json": '{"gpu": {"name": "mine", "speed": 3}}',
+    "a_file": "",
+}
+
+CASES: list[tuple[str, str]] = [
+    # files
+    ("syntax.py:small --world 4", r"SyntaxError: .*\(at syntax.py:1\)"),
+    ("raises.py:small --world 4", r"RuntimeError: not on this machine \(at raises.py:2\)"),
+    ("ends.py:small --world 4", r"ends.py ends the program when it is imported"),
+    ("imports.py:small --world 4", r"imports 'not_installed_here', which is not installed"),
+    ("empty.py:small --world 4", r"'empty.py' has no 'small'; it has nothing callable"),
+    ("missing.py:small --world 4", r"missing.py is no file"),
+    ("folder.py:small --world 4", r"folder.py is a directory"),
+    ("models.py --world 4", r"expected module:name or file.py:name, got 'models.py'"),
+    (":good --world 4", r"expected module:name"),
+    ("models.py: --world 4", r"expected module:name"),
+    ("models.txt:good --world 4", r"No module named 'models.txt|No module named 'models'|models.txt"),
+    ("models.py:missing --world 4", r"has no 'missing'; it has Block, of, good"),
+    ("models.py:number --world 4", r"is a int: expected a function"),
+    # factories
+    ("models.py:raises --world 4", r"models.py:raises raises RuntimeError: no data \(at models.py:\d+\)"),
+    ("models.py:ends --world 4", r"models.py:ends raises SystemExit"),
+    ("models.py:nothing --world 4", r"the factory must return \(build, batch\).*got a NoneType"),
+    ("models.py:three --world 4", r"got 3 values: int, int, int"),
+    ("models.py:a_model --world 4", r"build must be a function that returns the model|got 2 values"),
+    ("models.py:needs --world 4", r"needs\(x\).*missing a required argument: 'x'.*--with NAME=VALUE"),
+    ("models.py:on_cuda --world 4", r"models.py:on_cuda raises .*(CUDA|NVIDIA|cuda).*\(at models.py:\d+\)"),
+    ("models.py:no_batch --world 4", r"got a dict of build"),
+    ("models.py:words --world 4", r"batch must be a tensor"),
+    ("models.py:empty --world 4", r"batch has no tensor"),
+    ("models.py:no_rows --world 4", r"batch has no rows"),
+    ("models.py:more --world 4", r"the factory gives 'lr', which is no argument of explain"),
+    ("models.py:good --world 4 --with rows", r"--with takes NAME=VALUE"),
+    ("models.py:good --world 4 --with deep=3", r"--with does not fit the factory, good\(rows=4\)"),
+    ("models.py:good --world 4 --with rows=many", r"raises TypeError"),
+    # models
+    ("models.py:build_raises --world 4", r"build\(\) fails.*ZeroDivisionError"),
+    ("models.py:build_item --world 4", r"build\(\) fails.*make there what needs values under torch.device\('cpu'\)"),
+    ("models.py:build_number --world 4", r"build\(\) must return an nn.Module, got a int"),
+    ("models.py:built --world 4", r"build must be a function that returns the model.*got a module"),
+    ("models.py:scripted --world 4", r"is TorchScript"),
+    ("models.py:data_parallel --world 4", r"is a DataParallel.*give the module inside"),
+    ("models.py:lazy --world 4", r"'weight' has no shape before a first forward"),
+    ("models.py:nothing_to_train --world 4", r"depends on no trainable parameter"),
+    ("models.py:no_parameters --world 4", r"no trainable parameter|no parameters"),
+    # steps
+    ("models.py:narrow --world 4", r"does not take this batch.*4, 7"),
+    ("models.py:hooked --world 4", r"AssertionError: never on meta \(.*at models.py:\d+\)"),
+    ("models.py:bad_loss --world 4", r"the loss raises .*\(at models.py:\d+\), called with what the model returns"),
+    ("models.py:long_loss --world 4", r"the loss is a tensor \(4, 8\): expected one element"),
+    ("models.py:number_loss --world 4", r"the loss is a float"),
+    ("models.py:no_loss --world 4", r"which is no loss: give explain\(loss="),
+    ("models.py:detached --world 4", r"the loss depends on no trainable parameter"),
+    ("models.py:sparse --world 4", r"the model that build\(\) returns is an Embedding with sparse=True.*sparse=False"),
+    ("models.py:autocast --world 4", r"torch.autocast.*mp_policy"),
+    ("models.py:item --world 4", r"models.py:\d+ \(.*\) asks for a number that depends on data.*--footprint models.py:\d+="),
+    ("models.py:branch --world 4", r"models.py:\d+ \(.*\) depends on data, and the step depends on it .*--footprint models.py:\d+=True"),
+    ("models.py:tolist --world 4", r"models.py:\d+ \(.*\) copies values to the host"),
+    ("models.py:numpy --world 4", r"models.py:\d+ \(.*\) copies values to the host"),
+    ("models.py:chosen --world 4", r"aten::nonzero.*routed"),
+    ("models.py:to_cuda --world 4", r"does not take this batch: .*\(at models.py:\d+\)|in .*at models.py:\d+"),
+    ("models.py:needs_more --world 4", r"does not take this batch.*missing 1 required positional argument: 'mask'"),
+    ("models.py:own_backward --world 4", r"the forward or the loss runs a backward, which gives"),
+    ("models.py:in_place --world 4", r"the backward raises RuntimeError: .*modified by an inplace operation"),
+    ("models.py:distributed --world 4", r"does not take this batch: .*process group.*models.py:\d+"),
+    ("models.py:backward_raises --world 4", r"the backward raises ValueError: not today \(at models.py:\d+\)"),
+    ("models.py:own_operator --world 4", r"mistakes::own.*register"),
+    # options
+    ("models.py:good", r"the following arguments are required: --world"),
+    ("--world 4", r"required: factory"),
+    ("models.py:good --world four", r"--world: invalid int value: 'four'"),
+    ("models.py:good --world 0", r"world must be the number of ranks, at least 1, got 0"),
+    ("models.py:good --world -2", r"world must be the number of ranks, at least 1, got -2"),
+    ("models.py:good --world 12", r"world=12 is no number of whole machines of 8"),
+    ("models.py:good --world 4 --per-node 0", r"per_node must be"),
+    ("models.py:good --wrld 4", r"required: --world"),
+    ("models.py:good --world 4 --microbatch 2 --recomputation block", r"--recomputation block; is --recompute meant\?"),
+    ("models.py:good --world 4 --mesh 2by2", r"--mesh takes sizes, as in 8x16"),
+    ("models.py:good --world 4 --mesh 3x2", r"a mesh of 3 x 2 has 6 ranks, the world 4"),
+    ("models.py:good --world 8 --mesh 2x2x2", r"mesh must be one or two sizes"),
+    ("models.py:good --world 4 --gpu h900", r"gpu='h900' is not known: give one of a100-40"),
+    ("models.py:good --world 4 --gpu missing.json", r"gpu='missing.json': no such file"),
+    ("models.py:good --world 4 --gpu bad.json", r"gpu='bad.json' is no file of `calibrate`"),
+    ("models.py:good --world 4 --gpu other.json", r"gpu='other.json' is no file of `calibrate` .*speed"),
+    ("models.py:good --world 4 --gpu folder.json", r"gpu='folder.json': no such file"),
+    ("models.py:good --world 4 --net pigeon", r"net='pigeon' is not known: give one of ib-200"),
+    ("models.py:good --world 4 --plan models.py:missing", r"has no 'missing'"),
+    ("models.py:good --world 4 --plan models.py:a_number", r"policy|plan"),
+    ("models.py:good --world 4 --plan models.py:plan_raises", r"LookupError: no plan|policy|plan"),
+    ("models.py:good --world 4 --plan models.py:whole --plan models.py:whole --find fits", r"--find searches from one plan"),
+    ("models.py:good --world 4 --dtype fp8", r"--dtype: invalid choice: 'fp8'"),
+    ("models.py:good --world 4 --reduce-dtype fp8", r"--reduce-dtype: invalid choice"),
+    ("models.py:good --world 4 --reshard maybe", r"--reshard takes true, false, or a number of ranks"),
+    ("models.py:good --world 4 --reshard 3", r"reshard_after_forward=3 must divide the 4 ranks"),
+    ("models.py:good --world 4 --optimizer adamm", r"optimizer must be one of adamw"),
+    ("models.py:good --world 4 --microbatches 0", r"microbatches must be an int of at least 1, got 0"),
+    ("models.py:good --world 4 --microbatches x", r"--microbatches: invalid int value"),
+    ("models.py:good --world 4 --recompute all", r"recompute must be 'none', 'block'"),
+    ("models.py:good --world 4 --recompute every:0", r"recompute must be 'none', 'block'"),
+    ("models.py:flat --world 4 --recompute block", r"recompute='block' runs blocks again, and this plan has none"),
+    ("models.py:good --world 4 --engine deepspeed", r"--engine: invalid choice"),
+    ("models.py:good --world 4 --price -3", r"price must be .* at least 0, got -3"),
+    ("models.py:good --world 4 --price nan", r"price must be .* got nan"),
+    ("models.py:good --world 4 --find cheapest", r"--find: invalid choice: 'cheapest'"),
+    ("models.py:good --world 4 --footprint nonsense", r"--footprint takes NAME=VALUE"),
+    ("models.py:good --world 4 --footprint nonsense=3", r"footprints has 'nonsense': expected the name of an operator"),
+    ("models.py:good --world 4 --footprint aten::nonzero=routed(3)", r"routed\(\) takes a share between 0 and 1"),
+    ("models.py:good --world 4 --html missing/a.html", r"--html 'missing/a.html' cannot be written: there is no directory"),
+    ("models.py:good --world 4 --html folder.py", r"--html 'folder.py' cannot be written: expected the path of a file"),
+    ("models.py:good --world 4 --json /dev/full", r"--json '/dev/full' cannot be written: No space left"),
+    ("models.py:good --world 4 --json a.json --perfetto a.json", r"--perfetto and --json are both 'a.json'"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    for name, text in {**FILES, "json.py": FILES["models.py"], "torch.py": FILES["models.py"]}.items():
+        (folder / name).write_text(text)
+    (folder / "folder.py").mkdir()
+    (folder / "folder.json").mkdir()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _as_one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each command sees modules and paths as a process of its own."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and str(folder) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+
+
+def run(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["fullshard", "explain", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out, err
+
+
+@pytest.mark.parametrize("arguments, told", CASES, ids=[arguments for arguments, _ in CASES])
+def test_a_mistake_is_one_line_and_status_2(
+    arguments: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(arguments, monkeypatch, capsys)
+    assert status == 2 and len(err.splitlines()) == 1, (status, err, out[:200])
+    assert re.search(told, err), err
+    assert "written" not in out
+
+
+@pytest.mark.parametrize("name", ["json.py", "torch.py"])
+def test_a_file_with_the_name_of_a_module_that_is_loaded_is_taken_by_its_path(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(f"{name}:good --world 4", monkeypatch, capsys)
+    assert status == 0 and out.startswith("fits: ")
