@@ -159,6 +159,7 @@ __all__ = [
     "set_grad_dtype",
     "set_gradients",
     "show_collective",
+    "sizes_of_product",
     "spec",
     "spec_of",
     "specs_of",
@@ -784,6 +785,31 @@ def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     count = flop_registry.get(operation.overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
+
+def sizes_of_product(operation: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """Say how large a product is that has flops.
+
+    Args:
+        operation: an overload of an operator of aten.
+        args: what it was called with.
+
+    Returns:
+        (rows, inner, columns) of a matrix product, (elements of a head, keys of a row) of attention, () of anything else.
+    """
+    packet, backward = operation.overloadpacket, "backward" in str(operation)
+    if packet in _FLOPS and packet is not grouped_mm:
+        query, key = args[1:3] if backward else args[:2]
+        return query.shape[-1], key.shape[-2]
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    one, other = (
+        tensors[-2:] if str(packet) in ("aten.addmm", "aten.baddbmm") else tensors[:2] if len(tensors) > 1 else (None, None)
+    )
+    if one is None or other is None or str(packet) not in _PRODUCTS:
+        return ()
+    return one.shape[-2], one.shape[-1], other.shape[-1]
+
+
+_PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm"}
 
 unsafe_view = torch.ops.aten._unsafe_view
 """A view that autograd takes for a tensor of its own: nothing is computed."""

@@ -638,6 +638,40 @@ def test_a_search_refuses_what_it_does_not_know(options: dict[str, Any], told: s
         fullshard.search(build, torch.empty(64, DIM), world=8, loss=torch.sum, **options)
 
 
+class Logits(nn.Module):
+    """Its loss needs a copy of the output, and not the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_a_loop_that_keeps_the_output_needs_its_memory_until_the_backward_is_over() -> None:
+    rows, targets = 1 << 16, torch.empty(1 << 16, dtype=torch.long, device="meta")
+
+    def loss(out: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out.float(), targets)
+
+    kept = fullshard.explain(Logits, torch.empty(rows, DIM, device="meta"), world=8, loss=loss)
+    freed = kept.but(keep_output=False)
+    assert kept.peak - freed.peak == rows * DIM * 2, "in bf16"
+
+
+def test_a_report_names_the_network_and_says_what_a_slower_one_would_cost() -> None:
+    slow = explain(dim=1024, world=64)
+    assert "on each h100-sxm, 64 ranks by ib-400\n" in str(slow)
+    (note,) = slow.notes
+    assert note.startswith("the step depends on the network between machines, ib-400, which h100-sxm usually have (50 GB/s")
+    told = explain(dim=1024, world=64, net="ib-200")
+    assert "ib-200 (25 GB/s" in told.notes[0] and told.timeline.seconds > slow.timeline.seconds
+    half = slow.but(net=replace(slow.network, efficiency=slow.network.efficiency / 2))
+    assert f"takes {half.timeline.seconds / slow.timeline.seconds:.2f} times as long" in note
+    assert not explain(dim=1024, world=8).notes, "one machine"
+
+
 # --- what is another step than it seems ---
 
 
@@ -667,7 +701,7 @@ def test_what_is_compiled_has_a_range_and_is_said(made: Any) -> None:
     seconds = r.timeline.seconds
     assert r.step.middle == pytest.approx(0.86 * seconds) and r.step.low < 0.83 * seconds and r.step.high > 0.89 * seconds
     context = r.gpu.context
-    assert r.needs == (int(1.07 * r.peak) + context, int(1.2 * r.reserved) + context)
+    assert r.needs == (int(0.83 * r.peak) + context, int(0.94 * r.reserved) + context)
     for memory, verdict in ((r.needs[0] - 1, "no"), (r.needs[0], "tight"), (r.needs[1] / 0.91, "fits")):
         assert replace(r, gpu=replace(r.gpu, memory=int(memory))).verdict == verdict
     assert re.match(r"fits: [0-9.]+ GiB to [0-9.]+ GiB of 79.1 GiB", str(r))

@@ -10,6 +10,7 @@ fsdp2.py        the same as torch's FSDP2 does it
 simulate.py     a trace, a plan and options, run by the planner that runs the training
 allocator.py    a model of torch's caching allocator, for what is reserved
 hardware.py     constants of GPUs and networks, each with its source
+rates.py        how fast products and attention are, by their sizes
 calibrate.py    the same of this machine, measured
 clock.py        a program on a clock: what computes when, what is under way, and what is waited for
 values.py       what a step decides by values of tensors, which meta does not have

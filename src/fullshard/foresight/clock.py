@@ -18,6 +18,7 @@ import torch
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.hardware import Gpu, Network
 from fullshard.foresight.program import ON_HOST, Await, Launch, Place, Program
+from fullshard.foresight.rates import attention_part, product_part
 from fullshard.foresight.trace import Op
 
 
@@ -73,7 +74,16 @@ def op_seconds(op: Op, gpu: Gpu) -> float:
         nbytes *= 2  # a CPU computes as many elements in a second, whatever their size
     if "attention" in op.name:
         part = gpu.attention_fp32 if op.dtype == torch.float32 else gpu.attention
+    if op.sizes and not gpu.synchronous:
+        part *= _part_by_size(op)
     return max(op.flops / (1 + op.causal) / (gpu.peak(op.dtype) * part), nbytes / (gpu.bandwidth * gpu.streaming))
+
+
+def _part_by_size(op: Op) -> float:
+    if len(op.sizes) == 2:
+        head, length = op.sizes
+        return attention_part(backward="backward" in op.name, causal=op.causal, head=head, length=length)
+    return product_part(*op.sizes)
 
 
 Mesh = tuple[int, int]
@@ -177,7 +187,7 @@ class _Clock:
         if not op.nbytes:
             return
         gpu = self._gpu
-        key = op.flops, op.nbytes, op.name, op.dtype, op.causal
+        key = op.flops, op.nbytes, op.name, op.dtype, op.causal, op.sizes
         seconds = self._seconds.get(key)
         if seconds is None:
             seconds = self._seconds[key] = op_seconds(op, gpu)

@@ -158,6 +158,7 @@ def explain(
     reshard_after_forward: bool | int | None = None,
     optimizer: str | Factory | None = "adamw",
     loss: Loss | None = None,
+    keep_output: bool = True,
     microbatches: int = 1,
     accumulate: bool = True,
     recompute: Recompute = "none",
@@ -189,6 +190,8 @@ def explain(
         optimizer: a name out of adamw, adam, adamw-fused, sgd, sgd-momentum, adagrad, rmsprop; or a function of
             parameters; None has none.
         loss: of what the model returns; None takes its output, if it is one number, or its `.loss`.
+        keep_output: whether the loop keeps what the model returns until the backward is over, as `out = model(x)` does, and
+            `loss(model(x)).backward()` does not.
         microbatches: forwards and backwards per step.
         accumulate: whether only the last of them communicates gradients.
         recompute: "none" (what the model recomputes by itself is in the trace), "block": every unit that has siblings of its

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -22,7 +22,7 @@ from fullshard.wrap.plan import Plan
 BUDGET = 0.92
 """The part of a GPU's memory that a step may take and still fits: fragments of the allocator come and go."""
 
-COMPILED = ((0.83, 0.89), (1.07, 1.20))
+COMPILED = ((0.83, 0.89), (0.83, 0.94))
 """Time and memory of a step of torch.compile, in parts of one that runs as it is written: ranges of published runs."""
 
 Verdict = Literal["fits", "tight", "no"]
@@ -46,7 +46,23 @@ class Facts:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the answer rests on or leaves out, in lines of the report."""
-        return (*self._of_compiling(), *self._of_float8(), *self.traced.trace.notes)
+        return (*self._of_compiling(), *self._of_float8(), *self._of_network, *self.traced.trace.notes)
+
+    @cached_property
+    def _of_network(self) -> tuple[str, ...]:
+        """A line if a step takes another time with a network of half the speed."""
+        if not self.timeline.links.get("between"):
+            return ()
+        network = replace(self.network, efficiency=self.network.efficiency / 2)
+        slower = play(self.simulation.program, self.gpu, network, self.setting.mesh).seconds
+        if slower <= 1.05 * self.timeline.seconds:
+            return ()
+        name, share = self.network.name, self.network.per_gpu / 1e9
+        guessed = "" if self.traced.question.net is not None else f", which {self.gpu.name} usually have"
+        return (
+            f"the step depends on the network between machines, {name}{guessed} ({share:g} GB/s for each GPU): at half its "
+            f"speed it takes {slower / self.timeline.seconds:.2f} times as long. Say yours by net= (--net)",
+        )
 
     def _of_float8(self) -> tuple[str, ...]:
         if all(dtype.itemsize > 1 for dtype in self.traced.trace.multiplied):

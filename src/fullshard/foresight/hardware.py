@@ -25,8 +25,9 @@ class Gpu:
         bandwidth: of its memory, in bytes/s.
         link: bus bandwidth of a collective inside one machine, in bytes/s.
         per_node: GPUs of one machine.
-        matmul: the part of the peak that large products reach.
-        attention: the part of the peak that attention in 16 bits reaches, of what it computes (half, if it looks back only).
+        matmul: the part of the peak that products reach whose smallest size is 4096; `rates` says it of others.
+        attention: the part of the peak that the forward of attention reaches, in 16 bits, with heads of 128 and endless
+            sequences without a mask; `rates` says it of others.
         attention_fp32: likewise in fp32.
         streaming: the part of the bandwidth that elementwise kernels reach.
         launch: seconds of the host's time for one operator of a forward or backward.
@@ -48,7 +49,7 @@ class Gpu:
     bandwidth: float
     link: float
     per_node: int = 8
-    matmul: float = 0.51
+    matmul: float = 0.54
     attention: float = 0.35
     attention_fp32: float = 0.35
     streaming: float = 0.80
@@ -121,11 +122,11 @@ _NCCL = "nccl src/graph/tuning.cc (latencies of the simple protocol)"
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40", int(39.4 * GIB), 312e12, 19.5e12, 1.555e12, 240e9, matmul=0.635, attention=0.6, source=_SHEETS),
-        Gpu("a100-80", int(79.2 * GIB), 312e12, 19.5e12, 2.039e12, 240e9, matmul=0.635, attention=0.6, source=_SHEETS),
-        Gpu("h100-sxm", int(79.1 * GIB), 989e12, 67e12, 3.35e12, 370e9, fp8=1979e12, source=_SHEETS),
-        Gpu("h100-96", int(95.0 * GIB), 989e12, 67e12, 2.4e12, 370e9, fp8=1979e12, source=f"{_SHEETS}; 500 W, HBM2e"),
-        Gpu("h200", int(139.8 * GIB), 989e12, 67e12, 4.8e12, 370e9, fp8=1979e12, source=_SHEETS),
+        Gpu("a100-40", int(39.4 * GIB), 312e12, 19.5e12, 1.555e12, 240e9, matmul=0.67, attention=0.72, source=_SHEETS),
+        Gpu("a100-80", int(79.2 * GIB), 312e12, 19.5e12, 2.039e12, 240e9, matmul=0.67, attention=0.72, source=_SHEETS),
+        Gpu("h100-sxm", int(79.1 * GIB), 989e12, 67e12, 3.35e12, 370e9, attention=0.374, fp8=1979e12, source=_SHEETS),
+        Gpu("h100-96", int(95.0 * GIB), 989e12, 67e12, 2.4e12, 370e9, attention=0.374, fp8=1979e12, source=_SHEETS),
+        Gpu("h200", int(139.8 * GIB), 989e12, 67e12, 4.8e12, 370e9, attention=0.374, fp8=1979e12, source=_SHEETS),
         Gpu("b200", int(178.3 * GIB), 2250e12, 80e12, 8e12, 720e9, fp8=4500e12, source=_SHEETS),
         Gpu("mi300x", int(191.5 * GIB), 1307e12, 163.4e12, 5.3e12, 315e9, fp8=2614e12, source="AMD; link: 7 x 64 GB/s, 70%"),
         Gpu(

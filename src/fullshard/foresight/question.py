@@ -39,6 +39,7 @@ class Question:
     reshard_after_forward: bool | int | None
     optimizer: str | Factory | None
     loss: Loss | None
+    keep_output: bool
     microbatches: int
     accumulate: bool
     recompute: Recompute

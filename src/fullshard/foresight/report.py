@@ -17,7 +17,8 @@ def report(r: Facts) -> str:
     mesh = f"{setting.replicas} x {setting.ranks} ranks" if setting.hybrid else f"{setting.ranks} ranks"
     words = {"fits": "fits", "tight": "tight", "no": "does not fit"}
     lines = [
-        f"{words[r.verdict]}: {_needs(r)} of {bytes_text(r.gpu.memory)} on each {r.gpu.name}, {mesh}",
+        f"{words[r.verdict]}: {_needs(r)} of {bytes_text(r.gpu.memory)} on each {r.gpu.name}, {mesh}"
+        + (f" by {r.network.name}" if r.timeline.links.get("between") else ""),
         *_memory(r),
         *_time(r),
         *(f"note: {note}" for note in r.notes),

@@ -58,7 +58,7 @@ class Traced:
         """The same for another question, None if the model does something else in a step that it asks for."""
         before = self.question
         same = all(getattr(before, name) is getattr(question, name) for name in ("build", "batch", "loss"))
-        same = same and before.footprints == question.footprints
+        same = same and before.footprints == question.footprints and before.keep_output == question.keep_output
         if not same or before.accelerator != question.accelerator:
             return None
         plan = self.plan if question.plan is before.plan else plan_model(self.model, question.plan)
@@ -102,6 +102,7 @@ def trace_model(question: Question) -> Traced:
                 footprints=question.footprints,
                 known=known,
                 batch_values=values_of_batch(question.batch),
+                keep_output=question.keep_output,
             )
         except StepFailed as failed:
             assert failed.__cause__ is not None

@@ -56,6 +56,7 @@ class Op:
     """An operator computes. flops: of matrix products and attention, a multiply-add is two; nbytes: read and written.
 
     dtype: of its first floating-point input, None if it has none.      causal: whether it computes half of these flops.
+    sizes: of a product (rows, inner, columns), of attention (elements of a head, keys of a row), of others none.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Op:
     nbytes: int
     dtype: torch.dtype | None
     causal: bool = False
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,8 @@ def _op_of(
     if func.overloadpacket is torch.ops.aten.embedding:  # of the table it reads some rows
         nbytes -= args[0].numel() * args[0].itemsize
     dtype = next((tensor.dtype for tensor in given if tensor.dtype.is_floating_point), None)
-    return Op(str(func), flops, nbytes, dtype, bool(flops) and bool(_torch.argument(func, "is_causal", args, kwargs)))
+    causal = bool(flops) and bool(_torch.argument(func, "is_causal", args, kwargs))
+    return Op(str(func), flops, nbytes, dtype, causal, _torch.sizes_of_product(func, args) if flops else ())
 
 
 _OF_ONE_DTYPE = {
@@ -504,6 +507,7 @@ def trace(
     footprints: Mapping[str, Footprint] = MappingProxyType({}),
     known: Mapping[str, Known] = MappingProxyType({}),
     batch_values: Sequence[Known | None] = (),
+    keep_output: bool = False,
 ) -> Trace:
     """Run one step on meta.
 
@@ -517,6 +521,7 @@ def trace(
             "model.py:12" likewise.
         known: by name, what buffers hold.
         batch_values: what each tensor of the batch holds, in their order, None where that is not known.
+        keep_output: whether the loop keeps what the forward returns until the backward is over.
 
     Returns:
         The trace.
@@ -534,7 +539,7 @@ def trace(
     if real is not None:
         raise ValueError(f"trace() takes a model on meta, but '{real}' is not: build it under torch.device('meta')")
     at_places, at_operators = split_footprints(footprints)
-    step = _Step(model, batch, loss, precision, accelerator, at_operators, batch_values)
+    step = _Step(model, batch, loss, precision, accelerator, at_operators, batch_values, keep_output=keep_output)
     found, notes = decide(partial(step.run, known=known), at_places, _difference)
     if step.asked and step.written:  # a buffer that a step writes to has another value in the next one
         known = {name: value for name, value in known.items() if name not in step.written}
@@ -576,9 +581,12 @@ class _Step:
         accelerator: bool,
         footprints: Mapping[str, Footprint],
         batch_values: Sequence[Known | None],
+        *,
+        keep_output: bool,
     ) -> None:
         self._model, self._batch, self._loss, self._precision = model, batch, loss, precision
         self._accelerator, self._footprints, self._batch_values = accelerator, footprints, batch_values
+        self._keep_output = keep_output
         self.asked = False
         self.compiled = False
         self.written: set[str] = set()
@@ -600,7 +608,7 @@ class _Step:
             buffers = recorder.know(list(model.buffers()))
             inputs = recorder.know(list(tensors_in(self._batch)))
             recorder.hold(model, self._batch, known, self._batch_values)
-            _run_step(model, self._batch, self._loss, self._precision, recorder)
+            _run_step(model, self._batch, self._loss, self._precision, recorder, keep_output=self._keep_output)
         self.asked = self.asked or bool(answers.asked)
         self.used |= answers.used
         self.written |= {name for name, buffer in model.named_buffers() if versions.get(name) != buffer._version}
@@ -659,6 +667,8 @@ def _run_step(
     loss: Callable[[Any], Tensor],
     precision: Precision,
     recorder: _Recorder,
+    *,
+    keep_output: bool,
 ) -> None:
     """Forward, loss and backward, recorded."""
     with _hooks(model, recorder, precision), recorder:
@@ -666,13 +676,14 @@ def _run_step(
             output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
         with _part("loss"):
             value = loss(output)
-            del output
+            if not keep_output:
+                output = None
         _check_loss(value)
         recorder.begin_backward()
         with _part("backward"):
             value.backward()
         recorder.events.append(BackwardEnds())
-        del value
+        del output, value
 
 
 @contextmanager
