@@ -25,6 +25,7 @@ recorder.py     record(): notes what a run sends and waits for
 recorded.py     the run that was recorded
 comparison.py   a run held against its prediction
 explanation.py  explain(), and Explanation
+space.py        what a search may change, and the seconds and bytes that a setting cannot do without
 search.py       search(): which settings fit, and the smallest change that does
 command.py      the command line
 

@@ -47,7 +47,7 @@ def add_explain(commands: Any) -> None:
     to.add_argument("--offload", action="store_true", help="shards, gradients and states in the host's memory")
     to.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
     to.add_argument("--microbatches", type=int, help="forwards and backwards per step (default: 1)")
-    to.add_argument("--recompute", help="none, block, or every:2 (default: none)")
+    to.add_argument("--recompute", help="none, block, selective, or every:2 (default: none)")
     to.add_argument(
         "--footprint",
         action="append",

@@ -17,8 +17,8 @@ from fullshard.foresight.picture import chrome_trace, draw_png, page
 from fullshard.foresight.question import Build, Loss, Question, Recompute
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import figures, report
-from fullshard.foresight.setup import Traced, check_machines, mesh_of, trace_model
-from fullshard.foresight.simulate import Engine, Setting, simulate
+from fullshard.foresight.setup import Traced, check_machines, mesh_of, setting_of, trace_model
+from fullshard.foresight.simulate import Engine, simulate
 from fullshard.foresight.trace import Footprint
 from fullshard.frontend.api import collector_paused
 from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -195,7 +195,8 @@ def explain(
         microbatches: forwards and backwards per step.
         accumulate: whether only the last of them communicates gradients.
         recompute: "none" (what the model recomputes by itself is in the trace), "block": every unit that has siblings of its
-            class runs again in backward, "every:2": every second of them, or a function (name, module) -> bool of units.
+            class runs again in backward, "every:2": every second of them, "selective": all of them but attention and every
+            second product, or a function (name, module) -> bool of units.
         footprints: what the step is told where it depends on values: by operator as "aten::nonzero" what that returns (`routed`
             for experts), by place as "model.py:12" the number or truth that its line asks for; a value, or a function of the
             arguments.
@@ -228,33 +229,18 @@ def answer(question: Question, known: Traced | None = None) -> Explanation:
 def _answer(question: Question, known: Traced | None) -> Explanation:
     if question.engine not in get_args(Engine):
         raise ValueError(f"engine must be 'fullshard' or 'fsdp2', got {question.engine!r}")
-    ranks, replicas, hybrid = mesh_of(question.world, question.mesh)
     gpu = question.machine
     check_machines(question.world, gpu)
     if question.price is not None and not 0 <= question.price < float("inf"):
         raise ValueError(f"price must be that of an hour of one GPU, at least 0, got {question.price!r}")
     network = network_of(question.net, gpu)
-    factory = None if question.optimizer is None else named(question.optimizer)
+    mesh_of(question.world, question.mesh)  # both are refused before anything is traced
+    if question.optimizer is not None:
+        named(question.optimizer)
     traced = (None if known is None else known.serves(question)) or trace_model(question)
     for dtype in traced.trace.multiplied:
         gpu.peak(dtype)  # refuses what it cannot multiply
-    accelerator = question.accelerator
-    setting = Setting(
-        ranks,
-        replicas=replicas,
-        hybrid=hybrid,
-        mp_policy=question.dtypes,
-        comm_policy=question.comm_policy,
-        offload_policy=question.offload_policy,
-        reshard_after_forward=question.reshard_after_forward,
-        microbatches=question.microbatches,
-        accumulate=question.accumulate,
-        accelerator=accelerator,
-        gloo=not accelerator,
-        optimizer=traced.step_of(factory, ranks),
-        keep_unsharded_storage=question.keep_unsharded_storage,
-        engine=question.engine,
-    )
+    setting = setting_of(question, traced)
     return Explanation(traced, setting, gpu, network, simulate(traced.trace, traced.plan, setting))
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import inspect
-import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor
-
-from fullshard import _torch
-from fullshard.foresight.explanation import Explanation, answer, explain
+from fullshard.foresight.explanation import Explanation, explain
 from fullshard.foresight.question import Build, Question
-from fullshard.foresight.setup import Traced, meta_batch, sizes_of
+from fullshard.foresight.space import Changes, Tries, axes_of, settings
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.tables import aligned, bytes_text
@@ -80,6 +77,9 @@ class Found:
         best: by the goal; None if nothing fits.
         tried: all of them.
         skipped: (changes, why) of settings that cannot be.
+        left: how many settings were not tried, since they cannot fit, or cannot be faster than the best by more than `gap`.
+        gap: by what part a setting that was not tried may be faster than the best, at most.
+        stopped: whether time was up before all could be looked at.
 
     Example:
         >>> found = search(build, batch, world=8)                                             # doctest: +SKIP
@@ -94,6 +94,9 @@ class Found:
     best: Candidate | None
     tried: tuple[Candidate, ...]
     skipped: tuple[tuple[Mapping[str, Any], str], ...] = ()
+    left: int = 0
+    gap: float = 0.0
+    stopped: bool = False
 
     @property
     def front(self) -> list[Candidate]:
@@ -122,6 +125,11 @@ class Found:
             fits = "fits" if self.allows(candidate) else ""
             rows.append((fits, bytes_text(candidate.needed), f"{candidate.speed:,.0f}", str(candidate)))
         lines += ["no other is better in both:", *aligned(rows, right={1, 2})]
+        if self.stopped:
+            lines.append(f"time was up: {len(self.tried):,} settings were tried, {self.left:,} were left; see search(seconds=)")
+        elif self.left:
+            tried, left = f"{len(self.tried):,}", f"{self.left:,}"
+            lines.append(f"{tried} settings were tried; {left} more cannot fit, or not be more than {self.gap:.1%} faster")
         return "\n".join([*lines, *(f"not tried: {_named(changes)}: {why}" for changes, why in self.skipped)])
 
     def allows(self, candidate: Candidate) -> bool:
@@ -144,26 +152,42 @@ def _told(candidate: Candidate) -> str:
     return f"{candidate} ({bytes_text(candidate.needed)}, {candidate.speed:,.0f} tokens/s of each GPU)"
 
 
-def search(build: Build, batch: Any, *, goal: Goal = "fits", budget: float = 0.92, **told: Any) -> Found:
+def search(
+    build: Build,
+    batch: Any,
+    *,
+    goal: Goal = "fits",
+    budget: float = 0.92,
+    over: Mapping[str, Sequence[Any]] | None = None,
+    tolerance: float = 0.01,
+    seconds: float = 12.0,
+    **told: Any,
+) -> Found:
     """Try settings, and say which fit, which is fastest, and the smallest single change that fits.
 
-    Tried are recomputation (none, every second block, all), microbatches (a half and a quarter of the batch each),
-    `reshard_after_forward` (True, False, one machine), a hybrid mesh, reducing in the compute dtype, reductions in flight and
-    prefetching, offloading, and units merged in pairs; each alone, and the first four together.
+    Every combination is looked at: recomputation (none, selective, every second block, all), microbatches that share the
+    batch (2, 4 and 8) and whether each of them is reduced, `reshard_after_forward` (True, False, one machine), hybrid meshes,
+    reducing in the compute dtype, reductions in flight and prefetching, offloading, and units merged in pairs. Most of them
+    are left out by a bound: the seconds and bytes that they cannot do without.
 
     Args:
         build: as of `explain`.
         batch: as of `explain`.
-        goal: "fits", the fastest of the smallest changes that fit; "fastest" of all that fit; "largest_batch", as many rows as
-            fit (in powers of two times those of `batch`); "fewest_gpus", as few ranks as fit.
+        goal: "fits", the fastest of those that fit with the fewest changes, or with fewer rows if none does; "fastest" of all
+            that fit; "largest_batch", as many rows as fit (in powers of two times those of `batch`), and the fastest with them;
+            "fewest_gpus", as few ranks as fit, in whole machines where one is too small, with the same global batch where the
+            ranks divide it, and the fastest with these.
         budget: the part of a GPU's memory that may be taken, more than 0, at most 1.
+        over: what to try, by names of `explain`'s arguments, as in {"recompute": ("none", "block")}; None is all of the above.
+        tolerance: how much faster, as a part, a setting may be that is not tried.
+        seconds: of processor time after which the rest is left, and the report says what it may be worth.
         **told: the other arguments of `explain`, `world` among them.
 
     Returns:
         What was found; it prints as a report.
 
     Raises:
-        ValueError: as `explain`, and for a goal or a budget that there is not.
+        ValueError: as `explain`, and for a goal, a budget or a name that there is not.
 
     Example:
         >>> print(search(build, batch, world=8, gpu="a100-40", loss=loss))                    # doctest: +SKIP
@@ -172,156 +196,162 @@ def search(build: Build, batch: Any, *, goal: Goal = "fits", budget: float = 0.9
         raise ValueError(f"goal must be one of {', '.join(get_args(Goal))}, got {goal!r}")
     if not 0 < budget <= 1:
         raise ValueError(f"budget must be a part of the memory, more than 0 and at most 1, got {budget!r}")
+    if not 0 <= tolerance < 1 or not seconds > 0:
+        raise ValueError(f"tolerance must be from 0 to below 1, and seconds more than 0, got {tolerance!r} and {seconds!r}")
     asked = inspect.signature(explain).bind(build, batch, **told)
     asked.apply_defaults()
-    tries = _Tries(Question(**asked.arguments))
-    base = tries.run({})
-    singles = [one for changes in tries.singles(base) if (one := tries.attempt(changes))]
-    several = [one for changes in tries.several() if (one := tries.attempt(changes))]
-    found = Found(goal, budget, base, None, None, (base, *singles, *several))
-    fitting = [candidate for candidate in singles if found.allows(candidate)]
-    smallest = base if found.allows(base) else max(fitting, key=lambda one: one.speed, default=None)
-    every = [candidate for candidate in found.tried if found.allows(candidate)]
-    fastest = max(every, key=lambda one: one.speed, default=None)
-    best = {"fits": smallest or fastest, "fastest": fastest}.get(goal)
-    found = replace(found, smallest=smallest, best=best)
-    if goal == "largest_batch":
-        found = _grown(found, tries)
-    if goal == "fewest_gpus":
-        found = _shrunk(found, tries)
-    return replace(found, skipped=tuple(tries.skipped))
+    return _Search(Tries(Question(**asked.arguments)), over, budget, tolerance, seconds).find(goal)
 
 
-def _grown(found: Found, tries: _Tries) -> Found:
-    """Double the rows of the setting that needs least for as long as it fits."""
-    start = min(found.tried, key=lambda one: one.needed)
-    tried, best = list(found.tried), start if found.allows(start) else None
-    changes = {name: value for name, value in start.changes.items() if name not in ("microbatches", "rows")}
-    rows = tries.rows
-    while best is not None and rows < tries.rows << 12:
-        rows *= 2
-        candidate = tries.attempt({**changes, "rows": rows})
-        if candidate is None:
-            break
-        tried.append(candidate)
-        if not found.allows(candidate):
-            break
-        best = candidate
-    return replace(found, best=best, tried=tuple(tried))
+LONGER = 1.5
+"""How many times the seconds a search goes on for as long as nothing fits."""
 
 
-def _shrunk(found: Found, tries: _Tries) -> Found:
-    """Halve the ranks for as long as the setting that needs least fits."""
-    start = min(found.tried, key=lambda one: one.needed)
-    tried, best = list(found.tried), start if found.allows(start) else None
-    changes = {name: value for name, value in start.changes.items() if name not in ("mesh", "reshard_after_forward")}
-    world = tries.world
-    while best is not None and world % 2 == 0:
-        world //= 2
-        candidate = tries.attempt({**changes, "world": world, "mesh": None})
-        if candidate is None:
-            break
-        tried.append(candidate)
-        if not found.allows(candidate):
-            break
-        best = candidate
-    return replace(found, best=best, tried=tuple(tried))
+class _Search:
+    """Looks for settings. The arguments are those of `search`."""
 
+    def __init__(
+        self, tries: Tries, over: Mapping[str, Sequence[Any]] | None, budget: float, tolerance: float, seconds: float
+    ) -> None:
+        self._tries, self._budget, self._tolerance, self._seconds = tries, budget, tolerance, seconds
+        self._began, self._stopped = time.process_time(), False
+        base = tries.run({})
+        self._most = budget * base.gpu.memory
+        self._known: dict[str, Candidate] = {}
+        self.base = self._keep({}, base)
+        self._axes = axes_of(base, over)
+        self._all = sorted(settings(self._axes, tries.question), key=len)
+        self._left, self._gap = 0, 0.0
 
-class _Tries:
-    """Runs variants of one question; models are traced once for each batch and way of recomputation."""
+    def find(self, goal: Goal) -> Found:
+        """The setting of this goal."""
+        for changes in self._all:
+            if len(changes) == 1:
+                self._attempt(changes)
+        smallest = self.base if self._fits(self.base) else self._fastest_known(1)
+        if goal == "largest_batch":
+            best = self._largest_batch()
+        elif goal == "fewest_gpus":
+            best = self._fewest_gpus()
+        else:
+            best = (self._fewest_changes(smallest) if goal == "fits" else self._best(self._all)) or self._fewer_rows()
+        skipped = {_named(changes): (changes, why) for changes, why in self._tries.skipped}
+        tried, rest = tuple(self._known.values()), (self._left, self._gap, self._stopped)
+        return Found(goal, self._budget, self.base, smallest, best, tried, tuple(skipped.values()), *rest)
 
-    def __init__(self, question: Question) -> None:
-        self._question = question
-        self._batch = meta_batch(question.batch)
-        self.rows, self.world = sizes_of(self._batch)[0], question.world
-        self._batches = {self.rows: self._batch}
-        self._traced: dict[object, Traced] = {}
-        self.skipped: list[tuple[Mapping[str, Any], str]] = []
+    # --- goals ---
 
-    def run(self, changes: Mapping[str, Any]) -> Candidate:
-        """Explain with these changes; "rows" are those of the batch."""
-        rest = dict(changes)
-        rows = rest.pop("rows", self.rows // rest.get("microbatches", 1))
-        batch = self._batches.setdefault(rows, _with_rows(self._batch, self.rows, rows))
-        question = replace(self._question, batch=batch, **rest)
-        key = rows, question.recompute
-        found = answer(question, self._traced.get(key))
-        self._traced.setdefault(key, found.traced)
-        return Candidate(dict(changes), found)
-
-    def attempt(self, changes: Mapping[str, Any]) -> Candidate | None:
-        """The same; None, and a line in `skipped`, if that cannot be."""
-        try:
-            return self.run(changes)
-        except ValueError as why:
-            self.skipped.append((dict(changes), str(why)))
-            return None
-
-    def singles(self, base: Candidate) -> Iterator[dict[str, Any]]:
-        """Single changes of what was asked for."""
-        asked, gpu = self._question, base.explanation.gpu
-        ways = ("none", "every:2", "block") if base.explanation.traced.blocks else ()
-        yield from ({"recompute": way} for way in ways if way != asked.recompute)
-        yield from ({"microbatches": parts} for parts in self._parts())
-        yield from ({"reshard_after_forward": value} for value in self._reshards(base))
-        if self.world > gpu.per_node and self.world % gpu.per_node == 0 and asked.mesh is None:
-            yield {"mesh": (self.world // gpu.per_node, gpu.per_node)}
-        policy = base.explanation.setting.mp_policy
-        if policy.param_dtype is not None and policy.resolve(torch.float32).reduce != policy.param_dtype:
-            yield {"mp_policy": replace(policy, reduce_dtype=policy.param_dtype)}
-        comm = base.explanation.setting.comm_policy
-        yield {"comm_policy": replace(comm, reductions_in_flight=comm.reductions_in_flight + 1)}
-        yield {"comm_policy": replace(comm, prefetch_bytes=0)}
-        if not gpu.synchronous and not isinstance(base.explanation.setting.offload_policy, CPUOffloadPolicy):
-            yield {"offload_policy": CPUOffloadPolicy()}
-        merged = _pairs(base.explanation)
-        if merged is not None:
-            yield {"plan": merged}
-
-    def several(self) -> Iterator[dict[str, Any]]:
-        """Recomputation, microbatches, resharding and offloading together."""
-        offloads: list[dict[str, Any]] = [{}, {"offload_policy": CPUOffloadPolicy()}]
-        recomputes: list[dict[str, Any]] = [{}, {"recompute": "every:2"}, {"recompute": "block"}]
-        parts: list[dict[str, Any]] = [{}, *({"microbatches": parts} for parts in self._parts())]
-        for changes in itertools.product(recomputes, parts, ({}, {"reshard_after_forward": False}), offloads):
-            merged = {name: value for change in changes for name, value in change.items()}
-            if len(merged) > 1:
-                yield merged
-
-    def _parts(self) -> list[int]:
-        if self._question.microbatches != 1:
-            return []
-        return [parts for parts in (2, 4) if self.rows % parts == 0]
-
-    def _reshards(self, base: Candidate) -> list[bool | int]:
-        per_node, ranks = base.explanation.gpu.per_node, base.explanation.setting.ranks
-        values: list[bool | int] = [True, False]
-        if ranks > per_node and ranks % per_node == 0:
-            values.append(per_node)
-        return [value for value in values if value is not self._question.reshard_after_forward]
-
-
-def _with_rows(batch: Any, rows: int, wanted: int) -> Any:
-    """The batch with another number of rows, in every tensor that has them."""
-
-    def change(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != rows:
-            return tensor
-        return torch.empty((wanted, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-
-    return batch if wanted == rows else _torch.tree_map_only(Tensor, change, batch)
-
-
-def _pairs(r: Explanation) -> Plan | None:
-    """The plan with blocks that follow each other merged in pairs; None if there are fewer than four."""
-    blocks = [unit.modules[0] for unit in r.plan.units if len(unit.modules) == 1 and unit.modules[0] in r.traced.blocks]
-    if len(blocks) < 4:
+    def _fewest_changes(self, smallest: Candidate | None) -> Candidate | None:
+        """The fastest of those that fit with the fewest changes."""
+        if smallest is not None:
+            return smallest
+        for count in range(2, len(self._axes) + 1):
+            best = self._best([changes for changes in self._all if len(changes) == count])
+            if best is not None:
+                return best
         return None
-    plan = Plan(r.plan.outline, r.plan.units)
-    for first, second in zip(blocks[::2], blocks[1::2]):
-        plan.merge(first, second)
-    return plan
+
+    def _fewer_rows(self) -> Candidate | None:
+        """With half of the rows, and half of these, until something fits."""
+        rows = self._tries.rows
+        while rows > 1:
+            rows //= 2
+            best = self._best(self._with(rows=rows))
+            if best is not None:
+                return best
+        return None
+
+    def _largest_batch(self) -> Candidate | None:
+        """Twice the rows for as long as something fits."""
+        rows, best = self._tries.rows, self._best(self._with(rows=self._tries.rows))
+        if best is None:
+            return self._fewer_rows()
+        while rows < self._tries.rows << 12:
+            rows *= 2
+            larger = self._best(self._with(rows=rows))
+            if larger is None:
+                break
+            best = larger
+        return best
+
+    def _fewest_gpus(self) -> Candidate | None:
+        """The fewest ranks with which something fits, and the same global batch."""
+        question, per_node = self._tries.question, self._tries.question.machine.per_node
+        worlds = [*range(1, min(per_node, question.world) + 1), *range(2 * per_node, question.world + 1, per_node)]
+        for world in worlds:
+            rounds, rest = divmod(question.world * question.microbatches, world)
+            fewer = {"world": world, "mesh": None, "microbatches": question.microbatches if rest else rounds}
+            best = self._best(self._with(**(fewer if world < question.world else {"rows": self._tries.rows})))
+            if best is not None:
+                return best
+        return None
+
+    def _with(self, **changes: Any) -> list[dict[str, Any]]:
+        """All settings, with these changes instead of those of the same names, and of microbatches."""
+        named = {*changes, "microbatches"} if "rows" in changes else {*changes, "mesh", "reshard_after_forward"}
+        many = changes.get("microbatches", self._tries.question.microbatches)
+        rest = [other for other in self._all if not named & set(other) and (many > 1 or "accumulate" not in other)]
+        return [{**other, **changes} for other in rest]
+
+    # --- settings ---
+
+    def _best(self, candidates: Iterable[Changes]) -> Candidate | None:
+        """The fastest that fits. The most promising by its bound is tried first, until no other can be faster."""
+        heap: list[tuple[float, int, bool, Changes]] = []
+        for number, changes in enumerate(candidates):
+            self._push(heap, number, changes)
+        best: Candidate | None = None
+        while heap:
+            bound, number, exact, changes = heapq.heappop(heap)
+            if best is not None and 1 / bound <= best.speed * (1 + self._tolerance):
+                return self._stop(best, len(heap) + 1, bound)
+            if not exact and self._tries.is_traced(changes):
+                self._push(heap, number, changes)
+                continue
+            late = time.process_time() - self._began
+            if late > self._seconds * (1.0 if best is not None else LONGER) and _named(changes) not in self._known:
+                self._stopped = True
+                return self._stop(best, len(heap) + 1, bound)
+            candidate = self._attempt(changes)
+            if candidate is not None and self._fits(candidate) and (best is None or candidate.speed > best.speed):
+                best = candidate
+        return best
+
+    def _push(self, heap: list[tuple[float, int, bool, Changes]], number: int, changes: Changes) -> None:
+        """Queue a setting by the seconds of a token that it cannot do without, unless it cannot fit."""
+        bound = self._tries.bound(changes)
+        if bound is None:
+            return
+        if bound.nbytes > self._most:
+            self._left += 1
+            return
+        per_row = self.base.explanation.traced.tokens / self._tries.rows
+        tokens = per_row * self._tries.rows_of(changes) * self._tries.question_of(changes).microbatches
+        seconds = bound.seconds * self.base.explanation.seconds / self.base.explanation.timeline.seconds  # where it is compiled
+        heapq.heappush(heap, (max(seconds / tokens, 1e-30), number, bound.exact, changes))
+
+    def _stop(self, best: Candidate | None, left: int, bound: float) -> Candidate | None:
+        self._left += left
+        if best is not None:
+            self._gap = max(self._gap, 1 / bound / best.speed - 1)
+        return best
+
+    def _attempt(self, changes: Changes) -> Candidate | None:
+        name = _named(changes)
+        if name not in self._known:
+            found = self._tries.attempt(changes)
+            return None if found is None else self._keep(changes, found)
+        return self._known[name]
+
+    def _keep(self, changes: Changes, found: Explanation) -> Candidate:
+        return self._known.setdefault(_named(changes), Candidate(dict(changes), found))
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return candidate.needed <= self._most
+
+    def _fastest_known(self, changes: int) -> Candidate | None:
+        found = [one for one in self._known.values() if len(one.changes) == changes and self._fits(one)]
+        return max(found, key=lambda one: one.speed, default=None)
 
 
 __all__ = ["Candidate", "Found", "Goal", "search"]

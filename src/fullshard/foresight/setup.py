@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fullshard import _torch
 from fullshard.foresight.hardware import Gpu
-from fullshard.foresight.optimizer import Factory, OptimizerStep, optimizer_step
+from fullshard.foresight.optimizer import Factory, OptimizerStep, named, optimizer_step
 from fullshard.foresight.precision import Precision
 from fullshard.foresight.question import Build, Question, Recompute
+from fullshard.foresight.simulate import Setting
 from fullshard.foresight.trace import Gradient, StepFailed, Trace, trace
 from fullshard.foresight.values import Known, Untraceable, Values, ValuesMode, place_of, values_of_buffers
 from fullshard.wrap.plan import Plan
@@ -65,7 +66,9 @@ class Traced:
         blocks = _blocks(self.model, plan)
         recomputed = _recomputed(self.model, plan, blocks, question.recompute)
         precision = Precision.of(plan, question.dtypes)
-        if tuple(recomputed) != self.recomputed or not self.precision.computes_like(precision, self.trace.inputs):
+        if tuple(recomputed) != self.recomputed or (question.recompute == "selective") != (before.recompute == "selective"):
+            return None
+        if not self.precision.computes_like(precision, self.trace.inputs):
             return None
         return replace(self, question=question, plan=plan, blocks=tuple(blocks))
 
@@ -91,7 +94,7 @@ def trace_model(question: Question) -> Traced:
     again = _recomputed(model, plan, blocks, question.recompute)
     precision = Precision.of(plan, question.dtypes)
     inputs = meta_batch(question.batch)
-    with _recomputing(model, again):
+    with _recomputing(model, again, selective=question.recompute == "selective"):
         try:
             traced = trace(
                 model,
@@ -111,13 +114,14 @@ def trace_model(question: Question) -> Traced:
 
 
 @contextmanager
-def _recomputing(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Have backward run these modules again, for the length of a block."""
+def _recomputing(model: nn.Module, names: Sequence[str], *, selective: bool) -> Iterator[None]:
+    """Have backward run these modules again, for the length of a block. selective: all of them but the costly products."""
+    options: dict[str, Any] = {"context_fn": _keep_costly} if selective else {}
     before: list[tuple[nn.Module, Any]] = []
     try:
         for module in (model.get_submodule(name) for name in names):
             before.append((module, vars(module).get("forward")))
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **options)
         yield
     finally:
         for module, own in before:
@@ -125,6 +129,20 @@ def _recomputing(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
                 del module.forward
             else:
                 module.forward = own
+
+
+def _keep_costly() -> Any:
+    """Contexts of a checkpoint that keeps attention and every second matrix product (torchtitan's "op")."""
+    seen = {True: 0, False: 0}
+
+    def choose(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        kept = operator.overloadpacket in (_torch.flash_attention, _torch.efficient_attention, _torch.flash_attention_on_cpu)
+        if operator.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            seen[context.is_recompute] += 1
+            kept = seen[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
 
 
 def _built(build: Build) -> tuple[nn.Module, Mapping[str, Known]]:
@@ -194,6 +212,16 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def meta_batch(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
     """The arguments of a model's forward, on meta."""
+    meta: Sequence[Any] | Mapping[str, Any] = _torch.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tensors_of(batch))
+    return meta
+
+
+def tensors_of(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
+    """The arguments of a model's forward, as they were given.
+
+    Raises:
+        ValueError: for what are no arguments, or has no rows.
+    """
     if callable(batch) and not isinstance(batch, Tensor):
         with torch.device("meta"):
             batch = batch(0)
@@ -211,8 +239,7 @@ def meta_batch(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
         )
     if not any(leaf.numel() for leaf in leaves):
         raise ValueError(f"batch has no rows: its tensors are {', '.join(str(tuple(leaf.shape)) for leaf in leaves)}")
-    meta: Sequence[Any] | Mapping[str, Any] = _torch.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
-    return meta
+    return batch
 
 
 def values_of_batch(batch: Any) -> list[Known | None]:
@@ -264,10 +291,11 @@ def _recomputed(model: nn.Module, plan: Plan, blocks: list[str], recompute: Reco
         units = [name for unit in plan.units for name in unit.modules if name]
         return [name for name in units if recompute(name, model.get_submodule(name))]
     head, _, every = recompute.partition(":") if isinstance(recompute, str) else ("", "", "")
-    each = 1 if head == "block" and not every else int(every) if head == "every" and every.isdigit() else 0
+    each = 1 if head in ("block", "selective") and not every else int(every) if head == "every" and every.isdigit() else 0
     if each < 1:
         raise ValueError(
-            f"recompute must be 'none', 'block', 'every:2' or a function (name, module) -> bool of the units, got {recompute!r}"
+            "recompute must be 'none', 'block', 'selective', 'every:2' or a function (name, module) -> bool of the units, got "
+            f"{recompute!r}"
         )
     if not blocks:
         raise ValueError(
@@ -334,6 +362,33 @@ def check_machines(world: int, gpu: Gpu) -> None:
         )
 
 
+def setting_of(question: Question, traced: Traced) -> Setting:
+    """How the plan is carried out.
+
+    Raises:
+        ValueError: if the mesh has not as many ranks as the world.
+    """
+    ranks, replicas, hybrid = mesh_of(question.world, question.mesh)
+    accelerator = question.accelerator
+    factory = None if question.optimizer is None else named(question.optimizer)
+    return Setting(
+        ranks,
+        replicas=replicas,
+        hybrid=hybrid,
+        mp_policy=question.dtypes,
+        comm_policy=question.comm_policy,
+        offload_policy=question.offload_policy,
+        reshard_after_forward=question.reshard_after_forward,
+        microbatches=question.microbatches,
+        accumulate=question.accumulate,
+        accelerator=accelerator,
+        gloo=not accelerator,
+        optimizer=traced.step_of(factory, ranks),
+        keep_unsharded_storage=question.keep_unsharded_storage,
+        engine=question.engine,
+    )
+
+
 def mesh_of(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, bool]:
     """(ranks that parameters are cut over, replicas, whether there is an axis of replicas).
 
@@ -354,4 +409,15 @@ def mesh_of(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, boo
     return (sizes[0], 1, False) if len(sizes) == 1 else (sizes[1], sizes[0], True)
 
 
-__all__ = ["Traced", "check_machines", "local_shards", "mesh_of", "meta_batch", "sizes_of", "trace_model"]
+__all__ = [
+    "Traced",
+    "check_machines",
+    "local_shards",
+    "mesh_of",
+    "meta_batch",
+    "setting_of",
+    "sizes_of",
+    "tensors_of",
+    "trace_model",
+    "values_of_batch",
+]

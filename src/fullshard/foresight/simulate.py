@@ -202,24 +202,7 @@ class _Machine:
         }
 
     def _add(self, number: int, planned: PlannedUnit, entries: Sequence[PlanEntry]) -> None:
-        setting = self.setting
-        told: dict[str, Any] = {
-            "mp_policy": setting.mp_policy,
-            "comm_policy": setting.comm_policy,
-            "offload_policy": setting.offload_policy,
-            "reshard_after_forward": setting.reshard_after_forward,
-            **planned.options,
-        }
-        policy, subgroup = keep_of(told["reshard_after_forward"], setting.ranks)
-        options = UnitOptions(
-            reshard_policy=policy,
-            subgroup_size=subgroup,
-            mp=resolve_mp(told["mp_policy"]),
-            offload=resolve_offload(told["offload_policy"]),
-            comm=told["comm_policy"],
-            checks=CheckPolicy(),
-            keep_memory=setting.keep_unsharded_storage,
-        )
+        setting, options = self.setting, options_of(planned, self.setting)
         keys: dict[str, object] = {name: object() for name in planned.modules}
         unit = _Unit(planned.name, keys, self.planner.register(number, options))
         for group in group_plans(planned.name, entries, options, setting):
@@ -468,6 +451,31 @@ class _Machine:
 def _nothing() -> None: ...
 
 
+def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
+    """The options of a unit: its own, and those of the setting where it has none.
+
+    Raises:
+        ValueError: if its `reshard_after_forward` does not divide the ranks.
+    """
+    told: dict[str, Any] = {
+        "mp_policy": setting.mp_policy,
+        "comm_policy": setting.comm_policy,
+        "offload_policy": setting.offload_policy,
+        "reshard_after_forward": setting.reshard_after_forward,
+        **planned.options,
+    }
+    policy, subgroup = keep_of(told["reshard_after_forward"], setting.ranks)
+    return UnitOptions(
+        reshard_policy=policy,
+        subgroup_size=subgroup,
+        mp=resolve_mp(told["mp_policy"]),
+        offload=resolve_offload(told["offload_policy"]),
+        comm=told["comm_policy"],
+        checks=CheckPolicy(),
+        keep_memory=setting.keep_unsharded_storage,
+    )
+
+
 def group_plans(name: str, entries: Sequence[PlanEntry], options: UnitOptions, setting: Setting) -> list[GroupPlan]:
     """The groups of a unit, as `group_parameters` makes them."""
     kinds: dict[tuple[Dtypes, bool, bool], list[PlanEntry]] = {}
@@ -517,4 +525,4 @@ def _group_plan(
     )
 
 
-__all__ = ["Setting", "Simulation", "group_plans", "simulate"]
+__all__ = ["Setting", "Simulation", "group_plans", "options_of", "simulate"]

@@ -1,0 +1,202 @@
+"""`search` against brute force: every setting of small spaces, explained one by one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from rotation import share
+from torch import Tensor, nn
+
+import fullshard
+from fullshard.foresight.hardware import GPUS
+from fullshard.foresight.question import Question
+from fullshard.foresight.search import Goal, search
+from fullshard.foresight.space import Tries
+
+BUDGET = 0.92
+VALUES: dict[str, tuple[Any, ...]] = {
+    "recompute": ("none", "selective", "every:2", "block"),
+    "microbatches": (1, 2, 4),
+    "accumulate": (True, False),
+    "reshard_after_forward": (None, True, False, 4),
+    "offload_policy": (fullshard.OffloadPolicy(), fullshard.CPUOffloadPolicy()),
+    "mp_policy": tuple(fullshard.MixedPrecisionPolicy(torch.bfloat16, d) for d in (torch.float32, torch.bfloat16)),
+    "comm_policy": (
+        fullshard.CommPolicy(),
+        fullshard.CommPolicy(reductions_in_flight=2),
+        fullshard.CommPolicy(prefetch_bytes=0),
+    ),
+    "mesh": (None, (2, 4)),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 3 * dim), nn.Linear(3 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, dim: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.head = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Space:
+    """A model, a GPU and a space of settings, at random."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.goal: Goal = rng.choice(["fits", "fastest", "largest_batch", "fewest_gpus"])
+        self.dim, self.rows = rng.choice([256, 512, 1024]), rng.choice([4, 8, 512])
+        names = rng.sample(sorted(VALUES), 3)
+        self.over = {name: tuple(rng.sample(VALUES[name], min(len(VALUES[name]), rng.choice([2, 3])))) for name in names}
+        self.told: dict[str, Any] = {
+            "build": partial(Model, self.dim, rng.choice([2, 3])),
+            "batch": torch.empty(self.rows, rng.choice([16, 64]), self.dim, device="meta"),
+            "world": 8,
+            "loss": torch.sum,
+        }
+        slow = rng.choice([1.0, 0.02])  # of the link, so that messages count
+        gpu = replace(GPUS["h100-sxm"], context=0, link=GPUS["h100-sxm"].link * slow, launch=rng.choice([0.0, 6e-6]))
+        needed = fullshard.explain(**self.told, gpu=gpu).needed
+        self.told["gpu"] = replace(gpu, memory=int(needed / BUDGET * rng.choice([0.05, 0.3, 0.6, 0.85, 0.95, 1.1])))
+
+    def found(self, tolerance: float = 0.0) -> fullshard.Found:
+        return search(**self.told, goal=self.goal, budget=BUDGET, over=self.over, tolerance=tolerance, seconds=1e9)
+
+    def settings(self) -> list[dict[str, Any]]:
+        asked = Question(**{**_defaults(), **self.told})
+        found = []
+        axes = [
+            [getattr(asked, name), *(value for value in values if not _same(value, getattr(asked, name)))]
+            for name, values in self.over.items()
+        ]
+        for values in itertools.product(*axes):
+            changes = {name: value for name, value in zip(self.over, values) if not _same(value, getattr(asked, name))}
+            if not ("accumulate" in changes and changes.get("microbatches", 1) == 1):
+                found.append(changes)
+        return found
+
+    def best(self, settings: list[dict[str, Any]]) -> tuple[float, dict[str, Any]] | None:
+        """(tokens/s, changes) of the fastest that fits."""
+        tries, most = Tries(Question(**{**_defaults(), **self.told})), BUDGET * self.told["gpu"].memory
+        found = []
+        for changes in settings:
+            r = tries.attempt(changes)
+            if r is not None and r.needed <= most:
+                found.append((r.tokens_per_second, changes))
+        return max(found, key=lambda one: one[0], default=None)
+
+
+def _defaults() -> dict[str, Any]:
+    import inspect
+
+    return {name: p.default for name, p in inspect.signature(fullshard.explain).parameters.items()}
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)
+
+
+def _speed(found: tuple[float, dict[str, Any]] | None) -> float | None:
+    return None if found is None else found[0]
+
+
+def _brute(space: Space) -> float | None:
+    every = space.settings()
+    if space.goal in ("fits", "fastest"):
+        groups = [[c for c in every if len(c) == n] for n in range(4)] if space.goal == "fits" else [every]
+        rows = [
+            [{**c, "rows": r} for c in every if "microbatches" not in c and "accumulate" not in c] for r in _halves(space.rows)
+        ]
+        return next((speed for group in (*groups, *rows) if (speed := _speed(space.best(group))) is not None), None)
+    rest = [c for c in every if "microbatches" not in c and "accumulate" not in c]
+    if space.goal == "largest_batch":
+        best = None
+        rows = space.rows
+        while rows <= space.rows << 12:
+            speed = _speed(space.best([{**c, "rows": rows} for c in rest]))
+            if speed is None:
+                break
+            best, rows = speed, 2 * rows
+        if best is None:
+            best = next((s for r in _halves(space.rows) if (s := _speed(space.best([{**c, "rows": r} for c in rest])))), None)
+        return best
+    for world in range(1, 9):
+        many = 8 // world if 8 % world == 0 else 1
+        told = {"world": world, "mesh": None, "microbatches": many} if world < 8 else {"rows": space.rows}
+        fits = [c for c in every if not {"mesh", "reshard_after_forward", "microbatches"} & set(c)] if world < 8 else rest
+        fits = [c for c in fits if many > 1 or "accumulate" not in c]
+        speed = _speed(space.best([{**c, **told} for c in fits]))
+        if speed is not None:
+            return speed
+    return None
+
+
+def _halves(rows: int) -> list[int]:
+    return [rows >> n for n in range(1, rows.bit_length())]
+
+
+@pytest.mark.parametrize("seed", share(range(200)))
+def test_a_search_finds_what_brute_force_finds(seed: int) -> None:
+    space = Space(seed)
+    found, expected = space.found(), _brute(space)
+    if expected is None:
+        assert found.best is None, (space.goal, space.over, found)
+    else:
+        assert found.best is not None, (space.goal, space.over, expected, found)
+        assert found.best.speed == pytest.approx(expected, rel=1e-9), (space.goal, space.over, found)
+        assert found.allows(found.best)
+
+
+@pytest.mark.parametrize("seed", share(range(200, 240)))
+def test_a_bound_is_no_more_than_what_a_setting_takes(seed: int) -> None:
+    space = Space(seed)
+    tries = Tries(Question(**{**_defaults(), **space.told}))
+    for changes in space.settings():
+        bound, r = tries.bound(changes), tries.attempt(changes)
+        assert (bound is None) == (r is None)
+        if bound is not None and r is not None:
+            assert bound.seconds <= r.timeline.seconds * (1 + 1e-9) and bound.nbytes <= r.needed, (changes, bound, r)
+
+
+def test_a_tolerance_leaves_settings_out_and_says_what_they_may_be_worth() -> None:
+    build, batch = partial(Model, 512, 4), torch.empty(64, 1024, 512, device="meta")
+    exact = search(build, batch, goal="fastest", world=8, loss=torch.sum, tolerance=0.0, seconds=1e9)
+    near = search(build, batch, goal="fastest", world=8, loss=torch.sum, tolerance=0.05)
+    assert exact.best is not None and near.best is not None
+    assert near.best.speed >= exact.best.speed / 1.05 and len(near.tried) < len(exact.tried)
+    assert near.left > 0 and near.gap <= 0.05 and not near.stopped
+    assert f"{near.left:,} more cannot fit, or not be more than {near.gap:.1%} faster" in str(near)
+    hurried = search(build, batch, goal="fastest", world=8, loss=torch.sum, tolerance=0.0, seconds=1e-9)
+    assert hurried.stopped and "time was up" in str(hurried) and hurried.gap >= 0
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"over": {"speed": (1, 2)}}, "over has 'speed', which is no argument of explain"),
+        ({"over": {"recompute": "block"}}, r"over\['recompute'\] must be a sequence of values to try, got 'block'"),
+        ({"tolerance": 1.0}, "tolerance must be from 0 to below 1"),
+        ({"seconds": 0}, "seconds more than 0"),
+    ],
+)
+def test_a_search_refuses_spaces_and_limits_that_cannot_be(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        search(partial(Model, 64, 2), torch.empty(4, 8, 64, device="meta"), world=8, loss=torch.sum, **options)
