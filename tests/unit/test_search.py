@@ -80,7 +80,7 @@ class Space:
     def found(self, tolerance: float = 0.0) -> fullshard.Found:
         return search(**self.told, goal=self.goal, budget=BUDGET, over=self.over, tolerance=tolerance, seconds=1e9)
 
-    def settings(self) -> list[dict[str, Any]]:
+    def settings(self, many: int = 1) -> list[dict[str, Any]]:
         asked = Question(**{**_defaults(), **self.told})
         found = []
         axes = [
@@ -89,7 +89,7 @@ class Space:
         ]
         for values in itertools.product(*axes):
             changes = {name: value for name, value in zip(self.over, values) if not _same(value, getattr(asked, name))}
-            if not ("accumulate" in changes and changes.get("microbatches", 1) == 1):
+            if not ("accumulate" in changes and changes.get("microbatches", many) == 1):
                 found.append(changes)
         return found
 
@@ -141,8 +141,7 @@ def _brute(space: Space) -> float | None:
     for world in range(1, 9):
         many = 8 // world if 8 % world == 0 else 1
         told = {"world": world, "mesh": None, "microbatches": many} if world < 8 else {"rows": space.rows}
-        fits = [c for c in every if not {"mesh", "reshard_after_forward", "microbatches"} & set(c)] if world < 8 else rest
-        fits = [c for c in fits if many > 1 or "accumulate" not in c]
+        fits = [c for c in space.settings(many) if not {"mesh", "microbatches"} & set(c)] if world < 8 else rest
         speed = _speed(space.best([{**c, **told} for c in fits]))
         if speed is not None:
             return speed

@@ -113,9 +113,9 @@ class Facts:
     def verdict(self) -> Verdict:
         """Whether it "fits" with a margin, is "tight" without one, or "no"."""
         least, most = self.needs
-        if most <= BUDGET * self.gpu.memory:
-            return "fits"
-        return "tight" if least <= self.gpu.memory else "no"
+        if least > self.gpu.memory or self.pinned > self.gpu.host:
+            return "no"
+        return "fits" if most <= BUDGET * self.gpu.memory else "tight"
 
     @property
     def fits(self) -> bool:
@@ -127,7 +127,7 @@ class Facts:
         """Bytes by category and unit where tensors are most; "" is what is of no unit."""
         return self.simulation.ledger.at_peak()
 
-    @property
+    @cached_property
     def pinned(self) -> int:
         """Bytes of the host's memory that this rank's shards, gradients and states take with offloading."""
         level = most = 0

@@ -33,6 +33,7 @@ class Gpu:
         launch: seconds of the host's time for one operator of a forward or backward.
         overlap: by what factor computing takes longer while a message is under way.
         context: bytes that the driver and NCCL take beside what torch reserves.
+        host: bytes of the host's memory for each GPU, which offloading may take.
         synchronous: whether the host computes itself (a CPU), so that nothing runs ahead.
         fp8: peak in 8-bit floats, None if it has no such products.
         source: where the figures are from.
@@ -56,6 +57,7 @@ class Gpu:
     launch: float = 6e-6
     overlap: float = 1.05
     context: int = 2 * GIB
+    host: int = 256 * GIB
     synchronous: bool = False
     fp8: float | None = None
     source: str = ""

@@ -43,7 +43,8 @@ def _memory(r: Facts) -> list[str]:
     rows = [(f"  {category}", bytes_text(sum(units.values())), _units(units)) for category, units in found.items()]
     lines += aligned(rows, right={1})
     if r.pinned:
-        lines.append(f"  in the host's memory, pinned: {bytes_text(r.pinned)} for each rank")
+        over = f", of {bytes_text(r.gpu.host)} that there are" if r.pinned > r.gpu.host else ""
+        lines.append(f"  in the host's memory, pinned: {bytes_text(r.pinned)} for each rank{over}")
     return lines
 
 

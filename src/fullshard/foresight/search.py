@@ -6,7 +6,7 @@ import heapq
 import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from fullshard.foresight.explanation import Explanation, explain
@@ -133,7 +133,7 @@ class Found:
         return "\n".join([*lines, *(f"not tried: {_named(changes)}: {why}" for changes, why in self.skipped)])
 
     def allows(self, candidate: Candidate) -> bool:
-        """Whether a candidate needs no more than the budget.
+        """Whether a candidate needs no more than the budget, and no more of the host's memory than there is.
 
         Args:
             candidate: one of `tried`.
@@ -145,7 +145,8 @@ class Found:
             >>> found.allows(found.base)                                                      # doctest: +SKIP
             False
         """
-        return candidate.needed <= self.budget * candidate.explanation.gpu.memory
+        r = candidate.explanation
+        return candidate.needed <= self.budget * r.gpu.memory and r.pinned <= r.gpu.host
 
 
 def _told(candidate: Candidate) -> str:
@@ -160,7 +161,7 @@ def search(
     budget: float = 0.92,
     over: Mapping[str, Sequence[Any]] | None = None,
     tolerance: float = 0.01,
-    seconds: float = 12.0,
+    seconds: float = 10.0,
     **told: Any,
 ) -> Found:
     """Try settings, and say which fit, which is fastest, and the smallest single change that fits.
@@ -202,6 +203,9 @@ def search(
     asked.apply_defaults()
     return _Search(Tries(Question(**asked.arguments)), over, budget, tolerance, seconds).find(goal)
 
+
+LEANEST = 3
+"""Settings of each world that are tried to find out where anything fits."""
 
 LONGER = 1.5
 """How many times the seconds a search goes on for as long as nothing fits."""
@@ -278,20 +282,46 @@ class _Search:
         """The fewest ranks with which something fits, and the same global batch."""
         question, per_node = self._tries.question, self._tries.question.machine.per_node
         worlds = [*range(1, min(per_node, question.world) + 1), *range(2 * per_node, question.world + 1, per_node)]
+        if not self._tries.quick:  # to look at every world takes minutes
+            worlds = worlds[self._leanest(worlds) :]
+            self._stopped = True
         for world in worlds:
-            rounds, rest = divmod(question.world * question.microbatches, world)
-            fewer = {"world": world, "mesh": None, "microbatches": question.microbatches if rest else rounds}
-            best = self._best(self._with(**(fewer if world < question.world else {"rows": self._tries.rows})))
+            best = self._best(self._of_world(world))
             if best is not None:
                 return best
         return None
 
+    def _leanest(self, worlds: Sequence[int]) -> int:
+        """The index of the first world where one of the settings fits that need least, as if all larger ones had one, too."""
+        low, high = 0, len(worlds)
+        while low < high:
+            middle = (low + high) // 2
+            candidates = sorted(self._of_world(worlds[middle]), key=self._least_bytes)[:LEANEST]
+            if any(
+                not self._is_late(found=False) and (one := self._attempt(c)) is not None and self._fits(one) for c in candidates
+            ):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _least_bytes(self, changes: Changes) -> float:
+        bound = self._tries.bound(changes)
+        return float("inf") if bound is None or bound.pinned > self.base.explanation.gpu.host else bound.nbytes
+
+    def _of_world(self, world: int) -> list[dict[str, Any]]:
+        """All settings with so many ranks."""
+        question = self._tries.question
+        rounds, rest = divmod(question.world * question.microbatches, world)
+        if world == question.world:
+            return self._with(rows=self._tries.rows)
+        fewer: dict[str, Any] = {"world": world, "mesh": None, "microbatches": question.microbatches if rest else rounds}
+        axes = [axis for axis in self._axes if not set(axis[-1]) & set(fewer)]
+        return [{**changes, **fewer} for changes in settings(axes, replace(question, **fewer))]
+
     def _with(self, **changes: Any) -> list[dict[str, Any]]:
-        """All settings, with these changes instead of those of the same names, and of microbatches."""
-        named = {*changes, "microbatches"} if "rows" in changes else {*changes, "mesh", "reshard_after_forward"}
-        many = changes.get("microbatches", self._tries.question.microbatches)
-        rest = [other for other in self._all if not named & set(other) and (many > 1 or "accumulate" not in other)]
-        return [{**other, **changes} for other in rest]
+        """All settings with so many microbatches as were asked for, and these changes."""
+        return [{**other, **changes} for other in self._all if "microbatches" not in other]
 
     # --- settings ---
 
@@ -300,7 +330,8 @@ class _Search:
         heap: list[tuple[float, int, bool, Changes]] = []
         for number, changes in enumerate(candidates):
             self._push(heap, number, changes)
-        best: Candidate | None = None
+        known = [self._known[name] for _, _, _, changes in heap if (name := _named(changes)) in self._known]
+        best = max((one for one in known if self._fits(one)), key=lambda one: one.speed, default=None)
         while heap:
             bound, number, exact, changes = heapq.heappop(heap)
             if best is not None and 1 / bound <= best.speed * (1 + self._tolerance):
@@ -308,21 +339,25 @@ class _Search:
             if not exact and self._tries.is_traced(changes):
                 self._push(heap, number, changes)
                 continue
-            late = time.process_time() - self._began
-            if late > self._seconds * (1.0 if best is not None else LONGER) and _named(changes) not in self._known:
-                self._stopped = True
+            if self._is_late(found=best is not None) and _named(changes) not in self._known:
                 return self._stop(best, len(heap) + 1, bound)
             candidate = self._attempt(changes)
             if candidate is not None and self._fits(candidate) and (best is None or candidate.speed > best.speed):
                 best = candidate
         return best
 
+    def _is_late(self, *, found: bool) -> bool:
+        """Whether time is up; a search in which nothing fits yet has longer."""
+        late = time.process_time() - self._began > self._seconds * (1.0 if found else LONGER)
+        self._stopped = self._stopped or late
+        return late
+
     def _push(self, heap: list[tuple[float, int, bool, Changes]], number: int, changes: Changes) -> None:
         """Queue a setting by the seconds of a token that it cannot do without, unless it cannot fit."""
         bound = self._tries.bound(changes)
         if bound is None:
             return
-        if bound.nbytes > self._most:
+        if bound.nbytes > self._most or bound.pinned > self.base.explanation.gpu.host:
             self._left += 1
             return
         per_row = self.base.explanation.traced.tokens / self._tries.rows
@@ -347,7 +382,7 @@ class _Search:
         return self._known.setdefault(_named(changes), Candidate(dict(changes), found))
 
     def _fits(self, candidate: Candidate) -> bool:
-        return candidate.needed <= self._most
+        return candidate.needed <= self._most and candidate.explanation.pinned <= candidate.explanation.gpu.host
 
     def _fastest_known(self, changes: int) -> Candidate | None:
         found = [one for one in self._known.values() if len(one.changes) == changes and self._fits(one)]

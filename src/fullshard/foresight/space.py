@@ -142,12 +142,13 @@ def _pairs(r: Explanation) -> list[Plan]:
 class Bound:
     """What a step cannot do without.
 
-    seconds: of all its microbatches.      nbytes: of the device's memory.
+    seconds: of all its microbatches.      nbytes: of the device's memory.      pinned: of the host's.
     exact: whether its own batch and way of recomputation were traced; else it may be better than this by nothing, and is worse.
     """
 
     seconds: float
     nbytes: int
+    pinned: int
     exact: bool
 
 
@@ -162,7 +163,7 @@ class Tries:
         self._traced: dict[object, Traced] = {}
         self._works: dict[int, _Work] = {}
         self._held: dict[object, _Held] = {}
-        self._quick: bool | None = None
+        self.quick: bool | None = None
         self.skipped: list[tuple[Changes, str]] = []
 
     def rows_of(self, changes: Changes) -> int:
@@ -189,8 +190,8 @@ class Tries:
         key = id(question.batch), question.recompute
         started = time.process_time()
         found = answer(question, self._traced.get(key))
-        if self._quick is None:
-            self._quick = time.process_time() - started < QUICK
+        if self.quick is None:
+            self.quick = time.process_time() - started < QUICK
         self._traced.setdefault(key, found.traced)
         return found
 
@@ -212,22 +213,22 @@ class Tries:
         question = self.question_of(changes)
         many = question.microbatches
         try:
-            if self._quick and not self.is_traced(changes):
+            if self.quick and not self.is_traced(changes):
                 self.run(
                     {name: value for name, value in changes.items() if name in ("rows", "recompute", "microbatches", "world")}
                 )
             exact = self.is_traced(changes)
             work = self._work_of(self._traced[id(question.batch), question.recompute] if exact else self._anchor())
-            held = self._held_of(question, work.traced)
+            held = self._held_of(question, self._anchor())
         except ValueError as why:
             self.skipped.append((dict(changes), str(why)))
             return None
         links = many * held.gather + (1 if question.accumulate else many) * held.reduce
         nbytes = held.nbytes + (held.gradients if many > 1 and question.accumulate else 0) + question.machine.context
         if exact:
-            return Bound(max(many * work.seconds, links), nbytes + work.kept, exact)
+            return Bound(max(many * work.seconds, links), nbytes + work.kept, held.pinned, exact)
         whole = self.rows_of(changes) * many == self.rows * self.question.microbatches  # cut in parts it takes no less
-        return Bound(max(self.question.microbatches * work.seconds if whole else 0.0, links), nbytes, exact)
+        return Bound(max(self.question.microbatches * work.seconds if whole else 0.0, links), nbytes, held.pinned, exact)
 
     def _anchor(self) -> Traced:
         """The batch that was asked for, with as little recomputation as may be."""
@@ -281,11 +282,13 @@ def _work(traced: Traced, gpu: Gpu) -> _Work:
 class _Held:
     """What the library holds and sends.
 
-    nbytes: of shards and states.      gradients: bytes of full gradients in the reduce dtype.
+    nbytes: of shards and states on the device.      pinned: of those in the host's memory.
+    gradients: bytes of full gradients in the reduce dtype.
     gather, reduce: seconds on the link to gather each unit once, and to reduce it.
     """
 
     nbytes: int
+    pinned: int
     gradients: int
     gather: float
     reduce: float
@@ -296,8 +299,10 @@ def _held(traced: Traced, setting: Setting, gpu: Gpu, network: Network) -> _Held
     for planned, entries in traced.plan.held():
         groups += group_plans(planned.name, entries, options_of(planned, setting), setting)
     shards = sum(group.shard_nbytes for group in groups if not group.host)
-    offloads = isinstance(setting.offload_policy, CPUOffloadPolicy)
-    states = 0 if setting.optimizer is None or offloads else sum(setting.optimizer.states)
+    pinned = sum(group.shard_nbytes for group in groups if group.host)
+    states = 0 if setting.optimizer is None else sum(setting.optimizer.states)
+    if isinstance(setting.offload_policy, CPUOffloadPolicy):
+        states, pinned = 0, pinned + states
     gather = reduce = 0.0
     gradients = 0
     for group in groups:
@@ -308,7 +313,7 @@ def _held(traced: Traced, setting: Setting, gpu: Gpu, network: Network) -> _Held
             nbytes = sum(prod(place.shape) for place in group.layout.places) * group.dtypes.reduce.itemsize
             gradients += nbytes
             reduce += _seconds(group, "reduce_scatter", nbytes, gpu, network, setting.mesh)
-    return _Held(shards + states, gradients, gather, reduce)
+    return _Held(shards + states, pinned, gradients, gather, reduce)
 
 
 def _seconds(group: GroupPlan, kind: Literal["all_gather", "reduce_scatter"], nbytes: int, *where: Any) -> float:
