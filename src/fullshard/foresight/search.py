@@ -207,7 +207,7 @@ def search(
 LEANEST = 3
 """Settings of each world that are tried to find out where anything fits."""
 
-LONGER = 1.5
+LONGER = 1.2
 """How many times the seconds a search goes on for as long as nothing fits."""
 
 
