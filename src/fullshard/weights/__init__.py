@@ -5,6 +5,7 @@ boxes.py      rectangular parts of tensors
 headers.py    files of safetensors: their headers, and the files of a checkpoint
 rules.py      the rules of key maps, as values
 key_map.py    what rules make of the tensors of a checkpoint
+published.py  the rules that transformers has for a model, as rules of key maps
 holdings.py   tensors of a model, and which part of each of them each rank has
 rounds.py     rows that one rank reads or writes for several, in rounds
 plan.py       which rank reads which bytes, and where they go
@@ -36,7 +37,8 @@ from fullshard.weights.background import Saving
 from fullshard.weights.converting import Converted, convert_weights
 from fullshard.weights.ema import EMA
 from fullshard.weights.loading import Loaded, load_weights
-from fullshard.weights.rules import Convert, Drop, Merge, Rename, Sort, Split, Stack, Transpose, Unstack
+from fullshard.weights.published import transformers_rules
+from fullshard.weights.rules import Convert, Drop, Merge, Rename, RenameBy, Sort, Split, Stack, Transpose, Unstack
 from fullshard.weights.saving import Saved, save_weights
 from fullshard.weights.streaming import iter_full
 
@@ -48,6 +50,7 @@ __all__ = [
     "Loaded",
     "Merge",
     "Rename",
+    "RenameBy",
     "Saved",
     "Saving",
     "Sort",
@@ -59,4 +62,5 @@ __all__ = [
     "iter_full",
     "load_weights",
     "save_weights",
+    "transformers_rules",
 ]

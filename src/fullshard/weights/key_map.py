@@ -18,7 +18,7 @@ from torch import Tensor
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.holdings import ModelTensor
-from fullshard.weights.rules import Convert, Drop, Merge, Rename, Rule, Sort, Split, Stack, Transpose, Unstack
+from fullshard.weights.rules import Convert, Drop, Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
 from fullshard.weights.texts import nearest, printable
 
 
@@ -174,8 +174,7 @@ def map_keys(key_map: KeyMap, state: State, *, strict: bool = True, counts: dict
                 counts[str(rule)] = fits
         return state
     if callable(key_map):
-        named = [(key_map(name), tensor) for name, tensor in state.items()]
-        return _unique((name, tensor) for name, tensor in named if name is not None)
+        return _named_by(key_map, state)
     raise MapError(f"key_map must be a dict, a function of a name, or a list of rules, got a {type(key_map).__name__}")
 
 
@@ -215,6 +214,17 @@ def _applied(rule: Any, state: State) -> State:
 def _(rule: Rename, state: State) -> State:
     """The state with other names."""
     return _unique((re.sub(rule.pattern, rule.to, name), tensor) for name, tensor in state.items())
+
+
+@_applied.register
+def _(rule: RenameBy, state: State) -> State:
+    """The state with the names that a function says."""
+    return _named_by(rule.function, state)
+
+
+def _named_by(function: Callable[[str], str | None], state: State) -> State:
+    named = [(function(name), tensor) for name, tensor in state.items()]
+    return _unique((name, tensor) for name, tensor in named if name is not None)
 
 
 @_applied.register

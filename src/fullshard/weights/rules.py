@@ -28,6 +28,23 @@ class Rename:
 
 
 @dataclass(frozen=True, slots=True)
+class RenameBy:
+    """Give tensors the names that a function says.
+
+    Args:
+        function: takes a name, and returns another one, the same, or None to leave the tensor out.
+        title: of the rule, in reports and errors.
+
+    Example:
+        >>> list(map_keys([RenameBy(str.lower)], {"W": None}))                                # doctest: +SKIP
+        ['w']
+    """
+
+    function: Callable[[str], str | None] = field(repr=False)
+    title: str = "a function"
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Leave tensors out.
 
@@ -185,6 +202,6 @@ class Sort:
     """
 
 
-Rule = Rename | Drop | Merge | Split | Stack | Unstack | Transpose | Convert | Sort
+Rule = Rename | RenameBy | Drop | Merge | Split | Stack | Unstack | Transpose | Convert | Sort
 
-__all__ = ["Convert", "Drop", "Merge", "Rename", "Rule", "Sort", "Split", "Stack", "Transpose", "Unstack"]
+__all__ = ["Convert", "Drop", "Merge", "Rename", "RenameBy", "Rule", "Sort", "Split", "Stack", "Transpose", "Unstack"]
