@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import fullshard
 
@@ -79,16 +79,6 @@ def tiny(folder: Path) -> Path:
     return folder
 
 
-def compute_buffers(model: PreTrainedModel) -> None:
-    """What no checkpoint has: transformers computes the frequencies of rotary embeddings when their module is made."""
-    for module in model.modules():
-        buffers = dict(module.named_buffers(recurse=False))
-        if buffers:
-            fresh = type(module)(model.config)
-            for name, buffer in buffers.items():
-                buffer.copy_(getattr(fresh, name))
-
-
 def tokens(text: Path, source: Path) -> Tensor:
     if (source / "tokenizer_config.json").exists():
         return torch.tensor(AutoTokenizer.from_pretrained(source)(text.read_text())["input_ids"])
@@ -127,14 +117,18 @@ def main() -> None:
     rank = dist.get_rank()
     source = options.model or tiny(options.out / "tiny")
 
-    with torch.device("meta"):  # shapes without memory
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
+    def build() -> Any:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
         if options.lora:
             add_lora(model, options.lora)
+        return model
+
+    with torch.device("meta"):  # shapes without memory
+        model = build()
+    loading, saving = (fullshard.weights.transformers_rules(model, saving=saves) for saves in (False, True))
     policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16) if options.bf16 else fullshard.MixedPrecisionPolicy()
     fullshard.shard_model(model, mesh=mesh, mp_policy=policy)
-    loaded = fullshard.load_weights(model, source, strict=not options.lora)  # adapters are in no file
-    compute_buffers(model)
+    loaded = fullshard.load_weights(model, source, key_map=loading, missing=["lora_[ab]$"], buffers=build)
     torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, LoRALinear):
@@ -162,8 +156,8 @@ def main() -> None:
             for module in model.modules():
                 if isinstance(module, LoRALinear):
                     module.merge()
-        kept = [fullshard.weights.Drop(r"[.]lora_[ab]$", optional=True)]  # there are none in full fine-tuning
-        saved = fullshard.save_weights(model, options.out / "saved", key_map=kept, extra=other_files)
+        kept = fullshard.weights.Drop(r"[.]lora_[ab]$", optional=True)  # there are none in full fine-tuning
+        saved = fullshard.save_weights(model, options.out / "saved", key_map=[kept, *saving], extra=other_files)
         model.eval()
         probe = batch_of(ids, 0, options).to(device)
         for module in model.modules():

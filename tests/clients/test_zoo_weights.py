@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,17 @@ def _compare(rank: int, size: int, *, kind: str) -> None:
         model = zoo.build(kind)
     loading, saving = transformers_rules(model), transformers_rules(model, saving=True)
     fullshard.shard_model(model)
-    loaded = load_weights(model, theirs, key_map=loading)
-    assert not loaded.missing and not loaded.unexpected
+    loaded = load_weights(model, theirs, key_map=loading, buffers=partial(zoo.build, kind))
+    assert not loaded.missing and not loaded.unexpected and not loaded.unwritten
     expected = whole.state_dict()
     for name, tensor in model.state_dict().items():
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         assert torch.equal(full, expected[name]), name
+    computed = dict(model.named_buffers())
+    for name, buffer in whole.named_buffers():
+        torch.testing.assert_close(computed[name], buffer, msg=name)
+    batch = zoo.batch(kind)
+    torch.testing.assert_close(model.eval()(**batch).loss, whole.eval()(**batch).loss)
     extra = {path.name: path for path in theirs.iterdir() if "model" not in path.name}
     save_weights(model, ours, max_shard_bytes=100_000, extra=extra, key_map=saving)
     assert sorted(contents(ours)) == sorted(contents(theirs))

@@ -368,3 +368,35 @@ def test_what_may_be_missing_is_said_by_pattern(world: World) -> None:
             load_weights(model, folder, missing=wrong)
     with pytest.raises(ValueError, match=r"missing must be a list of regular expressions, got 'bias'"):
         load_weights(model, folder, missing="bias")
+
+
+class Rotary(nn.Module):
+    """Has buffers that no checkpoint has: of numbers, of shapes, and one that is random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("turns", 1.0 / (100.0 ** (torch.arange(0, 8, 2).float() / 8)), persistent=False)
+        self.register_buffer("scale", torch.tensor(2.5), persistent=False)
+        self.register_buffer("noise", torch.rand(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale * self.turns.sum()
+
+
+@ranks(2)
+def test_buffers_that_no_checkpoint_has_get_the_values_that_the_model_is_built_with(world: World) -> None:
+    torch.manual_seed(0)
+    whole = Rotary()
+    folder = written(world, "buffers", whole.state_dict())
+    with torch.device("meta"):
+        model = Rotary()
+    fullshard.fully_shard(model, mesh=world.mesh)
+    with pytest.raises(ValueError, match=r"buffers\(\) must return the model as it is built, got a int"):
+        fullshard.load_weights(model, folder, buffers=lambda: 3)  # type: ignore[arg-type, return-value]
+    loaded = fullshard.load_weights(model, folder, buffers=Rotary)
+    assert loaded.unwritten == ("noise",), "what is random is not made up"
+    assert torch.equal(model.turns, whole.turns) and torch.equal(model.scale, whole.scale)
+    model.noise.copy_(whole.noise)
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(model(x), whole(x))

@@ -22,7 +22,8 @@ from fullshard.foresight.precision import Precision
 from fullshard.foresight.question import Build, Question, Recompute
 from fullshard.foresight.simulate import Setting
 from fullshard.foresight.trace import Gradient, StepFailed, Trace, trace
-from fullshard.foresight.values import Known, Untraceable, Values, ValuesMode, place_of, values_of_buffers
+from fullshard.foresight.values import Untraceable, place_of
+from fullshard.frontend.known_values import ConstantsMode, Known, Values, ValuesMode, values_of_buffers
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import plan_model
 
@@ -154,7 +155,7 @@ def _built(build: Build) -> tuple[nn.Module, Mapping[str, Known]]:
         )
     values = Values()
     try:
-        with torch.device("meta"), ValuesMode(values):
+        with torch.device("meta"), ValuesMode(values), ConstantsMode(values):
             model = build()
     except Exception as failure:
         text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.foresight.kernels import fused_kernels, host_kernels
 from fullshard.foresight.precision import NOTHING_CAST, Precision
-from fullshard.foresight.values import Answers, Known, Untraceable, Values, decide
+from fullshard.foresight.values import Answers, Untraceable, decide
 from fullshard.frontend.api import collector_paused
 from fullshard.frontend.hooks import cast_floats, tensors_in
+from fullshard.frontend.known_values import ConstantsMode, Known, Values
 from fullshard.runtime.backward import NodeHooks
 from fullshard.wrap.tables import bytes_text
 
@@ -671,7 +672,7 @@ def _run_step(
     keep_output: bool,
 ) -> None:
     """Forward, loss and backward, recorded."""
-    with _hooks(model, recorder, precision), recorder:
+    with _hooks(model, recorder, precision), recorder, ConstantsMode(recorder.values):
         with _part("forward"):
             output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
         with _part("loss"):

@@ -4,6 +4,7 @@ api.py              fully_shard()
 module.py           FSDPModule (the class that is mixed in), UnshardHandle, counting(), stats(), undo()
 full_params.py      full_params(), gathered(): full parameters for the length of a block
 init.py             materialize(): memory and first values for a model built on meta
+known_values.py     what tensors on meta would hold, where shapes and constants say it
 optim.py            optimizers built before sharding; what precedes and follows each step
 local_steps.py      element-wise optimizers compute with local shards
 local_view.py       local_view(): the same for those of other libraries

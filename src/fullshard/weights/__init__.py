@@ -15,6 +15,7 @@ staging.py    memory of a fixed size through which rows pass
 exchange.py   values that ranks send each other in one message
 reading.py    reads bytes of files into memory, by several threads
 allocating.py memory for a model on meta, and the marks of what stays without values
+buffers.py    values of buffers that no checkpoint has
 computing.py  tensors that functions make of whole ones
 loading.py    load_weights()
 layout.py     which tensor is where in which file, as save_pretrained has it

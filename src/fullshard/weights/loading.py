@@ -17,6 +17,7 @@ from fullshard.runtime.runtime import runtime_of
 from fullshard.weights.allocating import allocate, mark_all
 from fullshard.weights.background import join_saves
 from fullshard.weights.boxes import Box
+from fullshard.weights.buffers import built_buffers, fill_buffers
 from fullshard.weights.commit import warn_of_leftover
 from fullshard.weights.computing import Calculator
 from fullshard.weights.exchange import Exchange, Receive, Send
@@ -88,6 +89,7 @@ def load_weights(
     threads: int = 8,
     buffer_bytes: int = 256 << 20,
     replicas: Replicas = "auto",
+    buffers: Callable[[], nn.Module] | None = None,
 ) -> Loaded:
     """Load a checkpoint of safetensors into a model, sharded or not, on meta or not. Collective.
 
@@ -108,6 +110,8 @@ def load_weights(
         threads: that read at a time.
         buffer_bytes: of host memory for what cannot be read into the shards: other dtypes and devices, rows for other ranks.
         replicas: "auto" reads once what several ranks need; with "read" each of them reads it, and nothing is sent.
+        buffers: builds the model anew, as in `lambda: Llama(config)`; called on the meta device, for the values of buffers on
+            meta that no checkpoint has, as frequencies of rotary embeddings. None leaves them without values.
 
     Returns:
         The report of this rank.
@@ -132,6 +136,7 @@ def load_weights(
         runtime_of(unit).requests.refresh(unit)
     meeting = Meeting(tensors, "load_weights()")
     meeting.run(join_saves)
+    built = meeting.run(partial(built_buffers, model, buffers))
     limit = max(1, buffer_bytes // 4)
     with OpenFiles() as files:
         for attempt in range(ATTEMPTS):
@@ -148,6 +153,7 @@ def load_weights(
             )
             if _are_one_checkpoint(meeting, files, plan.files(meeting.index), known, last=attempt == ATTEMPTS - 1):
                 break
+        lacking = {name for name, buffer in model.named_buffers() if buffer.device.type == "meta"} - _read(match)
         fresh = allocate(model, tensors)
         tensors = tensors_of(model)  # what was on meta is another tensor now
         local = {held.target.name: held.local for held in tensors.held}
@@ -165,6 +171,7 @@ def load_weights(
         runtime_of(unit).requests.refresh(unit)
         unit.log_write("load_weights()")
     written = {id(held.parameter or held.plain) for held in tensors.held if held.target.name not in match.missing}
+    written |= fill_buffers(model, built, lacking)
     return Loaded(
         bytes_read=load.reader.read,
         bytes_useful=load.useful,
@@ -177,6 +184,11 @@ def load_weights(
         rules=match.rules,
         unwritten=fresh.mark_left(written),
     )
+
+
+def _read(match: _Match) -> set[str]:
+    """The names of what the checkpoint has."""
+    return {name for held, _ in match.found for name in held.names}
 
 
 def _check(*, strict: object, missing: object, threads: object, buffer_bytes: object, replicas: object) -> None:

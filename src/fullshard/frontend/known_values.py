@@ -1,0 +1,185 @@
+"""What tensors on meta would hold, where that follows from shapes and constants: buffers of a model, positions, masks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fullshard import _torch
+
+LARGEST = 1 << 24
+"""Elements of a value that is computed: beyond it a value is not known."""
+
+
+class Known:
+    """What a tensor holds, computed when somebody asks for it: an operator of what other tensors hold.
+
+    of_batch: whether it depends on values of the batch, which stand for those of other steps.
+    """
+
+    __slots__ = ("_args", "_func", "_index", "_kwargs", "_numel", "_value", "of_batch")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, numel: int, index: int | None = None, *, of_batch: bool) -> None:
+        self._func, self._args, self._kwargs, self._numel, self._index = func, args, kwargs, numel, index
+        self._value: Tensor | None = None
+        self.of_batch = of_batch
+
+    @classmethod
+    def constant(cls, value: Tensor, *, of_batch: bool = False) -> Known:
+        """That of a tensor that has values; they are copied now, since the tensor may be written to later."""
+        known = cls(None, (), {}, value.numel(), of_batch=of_batch)
+        if value.numel() <= LARGEST:
+            known._value = value.detach().to("cpu", copy=True)
+        return known
+
+    def value(self) -> Tensor | None:
+        """The value on the CPU, None if it is too large or cannot be computed there."""
+        if self._value is None and self._func is not None:
+            try:
+                self._value = self._computed()
+            except Exception:  # an operator without a kernel there, a recursion too deep: not known
+                self._func = None
+        return self._value
+
+    def _computed(self) -> Tensor | None:
+        if self._numel > LARGEST:
+            return None
+        copied = _torch.writes(self._func)
+
+        def value_of(known: Known) -> Tensor:
+            value = known.value()
+            if value is None:
+                raise LookupError
+            return value.clone() if copied else value
+
+        args, kwargs = _torch.tree_map_only(Known, value_of, (self._args, self._kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": "cpu"}
+        with torch.no_grad(), torch.device("cpu"):
+            found: Any = self._func(*args, **kwargs)
+        value: Tensor = found if self._index is None else found[self._index]
+        return value
+
+
+_WITHOUT_VALUES = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+
+
+class Values:
+    """What tensors on meta hold, by tensor and as long as nothing unknown is written to it."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], Known, int]] = {}
+
+    def keep(self, tensor: Tensor, known: Known, written: int = 0) -> None:
+        """A tensor holds this. written: how often it will have been written to more than so far."""
+        key = id(tensor)
+
+        def forget(ref: object) -> None:
+            if key in self._found and self._found[key][0] is ref:
+                del self._found[key]
+
+        if not tensor.is_inference():  # which count no writes
+            self._found[key] = weakref.ref(tensor, forget), known, tensor._version + written
+
+    def find(self, tensor: Tensor) -> Known | None:
+        """What a tensor holds, None if that is not known."""
+        found = self._found.get(id(tensor))
+        if found is None:
+            return None if tensor.device.type == "meta" else Known.constant(tensor)
+        ref, known, version = found
+        return known if ref() is tensor and tensor._version == version else None
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """An operator ran: what it returns is known if all that it was given is."""
+        of_batch = False
+
+        def known(given: Any) -> Any:
+            nonlocal of_batch
+            if isinstance(given, Tensor):
+                found = self.find(given)
+                if found is None:
+                    raise LookupError
+                of_batch |= found.of_batch
+                return found
+            if isinstance(given, (list, tuple)):
+                return [known(one) for one in given]
+            return given
+
+        if func.overloadpacket in _WITHOUT_VALUES or torch.Tag.nondeterministic_seeded in func.tags:
+            return
+        outs = out if isinstance(out, (list, tuple)) else [out]
+        if not any(isinstance(one, Tensor) and one.device.type == "meta" for one in outs):
+            return
+        try:
+            given = [known(arg) for arg in args]
+            named = {name: known(arg) for name, arg in kwargs.items()}
+        except LookupError:
+            return
+        for index, one in enumerate(outs):
+            if isinstance(one, Tensor):
+                which = index if isinstance(out, (list, tuple)) else None
+                self.keep(
+                    one,
+                    Known(func, given, named, one.numel(), which, of_batch=of_batch),
+                    written=int(_torch.writes(func)),
+                )
+
+    def computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool] | None:
+        """(what an operator returns whose shape depends on values, whether the batch has a part in it); None if unknown."""
+        found = [self.find(leaf) for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(known is None for known in found):
+            return None
+        given, named = _torch.tree_map_only(Tensor, self.find, (args, dict(kwargs)))
+        value = Known(func, given, named, 0, of_batch=False).value()
+        return None if value is None else (value, any(known is not None and known.of_batch for known in found))
+
+
+class ValuesMode(_torch.TorchDispatchMode):
+    """Notes values that a model is built with, as its buffers."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._values.note(func, args, kwargs or {}, out)
+        return out
+
+
+_OF_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
+
+
+class ConstantsMode(TorchFunctionMode):
+    """Notes what tensors on meta hold that are made of numbers, as by `torch.tensor(3.5)`: no operator makes them."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _OF_DATA and isinstance(out, Tensor) and out.device.type == "meta" and not isinstance(args[0], Tensor):
+            with torch.device("cpu"):
+                self._values.keep(out, Known.constant(func(*args, **{**(kwargs or {}), "device": "cpu"})))
+        return out
+
+
+def values_of_buffers(model: nn.Module, values: Values) -> dict[str, Known]:
+    """By name what buffers hold, where that is known. Parameters have other values in each step."""
+    found = {name: values.find(buffer) for name, buffer in model.named_buffers()}
+    return {name: known for name, known in found.items() if known is not None}
+
+
+__all__ = ["ConstantsMode", "Known", "Values", "ValuesMode", "values_of_buffers"]
