@@ -27,24 +27,17 @@ class Fresh:
         of_units = {id(module) for unit in units for module in _modules_of(unit)}
         self._others = UninitializedTensors([], list(_outside(model, of_units)))
 
-    def mark_left(self, written: Container[int]) -> tuple[str, ...]:
+    def mark_left(self, written: Container[int]) -> None:
         """Mark what was not written, so that no forward takes it for values.
 
         Args:
             written: ids of sharded parameters and of plain tensors.
-
-        Returns:
-            The names of what is left.
         """
-        names: list[str] = []
         for unit, fresh in self._by_unit:
             left = fresh.but(written)
             if left.names():
                 mark_unwritten(unit, left, "load_weights() allocated")
-                names += left.names()
-        others = self._others.but(written)
-        _mark_outside(others, "load_weights() allocated")
-        return (*names, *others.names())
+        _mark_outside(self._others.but(written), "load_weights() allocated")
 
 
 def allocate(model: nn.Module, tensors: ModelTensors) -> Fresh:

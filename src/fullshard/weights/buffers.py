@@ -44,14 +44,14 @@ def built_buffers(model: nn.Module, build: Callable[[], nn.Module] | None) -> di
     return found
 
 
-def fill_buffers(model: nn.Module, found: Mapping[str, Tensor], names: Container[str]) -> set[int]:
-    """Give those of these names their values. Returns the ids of the buffers that got some."""
-    filled: set[int] = set()
+def fill_buffers(model: nn.Module, found: Mapping[str, Tensor], names: Container[str]) -> set[str]:
+    """Give those of these names their values. Returns the names of those that got some."""
+    filled: set[str] = set()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in names and name in found:
                 buffer.copy_(found[name])
-                filled.add(id(buffer))
+                filled.add(name)
     return filled
 
 

@@ -59,7 +59,7 @@ class Loaded:
         missing: names of the model that the checkpoint does not have; only without `strict`.
         unexpected: names of the checkpoint that the model does not have; only without `strict`.
         rules: of each rule of the key map, how many tensors it fits.
-        unwritten: tensors that have memory now, and no values: buffers that no checkpoint holds, and, without `strict`, what
+        unwritten: names of tensors that have memory now, and no values: buffers that no checkpoint holds, and, without `strict`, what
             was on meta and is missing. Forwards of their units raise, or warn of such buffers, until they are written.
 
     Example:
@@ -153,7 +153,7 @@ def load_weights(
             )
             if _are_one_checkpoint(meeting, files, plan.files(meeting.index), known, last=attempt == ATTEMPTS - 1):
                 break
-        lacking = {name for name, buffer in model.named_buffers() if buffer.device.type == "meta"} - _read(match)
+        lacking = _lacking(model, match)
         fresh = allocate(model, tensors)
         tensors = tensors_of(model)  # what was on meta is another tensor now
         local = {held.target.name: held.local for held in tensors.held}
@@ -171,7 +171,9 @@ def load_weights(
         runtime_of(unit).requests.refresh(unit)
         unit.log_write("load_weights()")
     written = {id(held.parameter or held.plain) for held in tensors.held if held.target.name not in match.missing}
-    written |= fill_buffers(model, built, lacking)
+    filled = fill_buffers(model, built, lacking)
+    written |= {id(buffer) for name, buffer in model.named_buffers() if name in filled}
+    fresh.mark_left(written)
     return Loaded(
         bytes_read=load.reader.read,
         bytes_useful=load.useful,
@@ -182,13 +184,15 @@ def load_weights(
         missing=match.missing,
         unexpected=match.unexpected,
         rules=match.rules,
-        unwritten=fresh.mark_left(written),
+        unwritten=tuple(name for name in lacking if name not in filled),
     )
 
 
-def _read(match: _Match) -> set[str]:
-    """The names of what the checkpoint has."""
-    return {name for held, _ in match.found for name in held.names}
+def _lacking(model: nn.Module, match: _Match) -> list[str]:
+    """The names of what is on meta and the checkpoint does not have."""
+    read = {name for held, _ in match.found for name in held.names}
+    held = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, tensor in held if tensor.device.type == "meta" and name not in read]
 
 
 def _check(*, strict: object, missing: object, threads: object, buffer_bytes: object, replicas: object) -> None:
