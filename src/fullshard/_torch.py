@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -44,6 +45,7 @@ __all__ = [
     "TRACKS_GRAD_DTYPE",
     "VERSION",
     "DTensorSpec",
+    "FakeTensor",
     "GradientReductionHandle",
     "NetworkError",
     "PerRank",
@@ -90,9 +92,11 @@ __all__ = [
     "exchange",
     "extend_clipping",
     "extend_trunc_normal",
+    "fake_ranks",
     "flash_attention",
     "flash_attention_on_cpu",
     "flat_axis",
+    "functional_collective",
     "global_rank",
     "grad_dtype_of",
     "group_name",
@@ -124,6 +128,7 @@ __all__ = [
     "left_out_of",
     "list_alike",
     "list_tensors",
+    "local_part",
     "local_tensor",
     "locals_of",
     "makes_parameter",
@@ -810,6 +815,47 @@ def sizes_of_product(operation: Any, args: Sequence[Any]) -> tuple[int, ...]:
 
 
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm"}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a DTensor, or the tensor itself if it is none."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+_FUNCTIONAL: dict[Any, tuple[str, int]] = {  # what it is, and where its group is among the arguments
+    torch.ops._c10d_functional.all_reduce.default: ("all_reduce", 2),
+    torch.ops._c10d_functional.all_gather_into_tensor.default: ("all_gather", 2),
+    torch.ops._c10d_functional.reduce_scatter_tensor.default: ("reduce_scatter", 3),
+    torch.ops._c10d_functional.all_to_all_single.default: ("all_to_all", 3),
+}
+
+
+def functional_collective(operation: Any, args: Sequence[Any]) -> tuple[Any, int] | None:
+    """Say what a functional collective, as DTensor calls them, sends, and over how many ranks; None for any other operator."""
+    found = _FUNCTIONAL.get(operation)
+    return None if found is None else (found[0], dist.distributed_c10d._resolve_process_group(args[found[1]]).size())  # type: ignore[attr-defined]
+
+
+@contextmanager
+def fake_ranks(size: int) -> Iterator[DeviceMesh | None]:
+    """For the length of a block there is a mesh of so many ranks, whose collectives send nothing; None for one rank.
+
+    Raises:
+        RuntimeError: if there is a process group already.
+    """
+    if size == 1:
+        yield None
+        return
+    if dist.is_initialized():
+        raise RuntimeError("tensor parallelism is simulated over ranks of its own: call this where no process group is")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
+
 
 unsafe_view = torch.ops.aten._unsafe_view
 """A view that autograd takes for a tensor of its own: nothing is computed."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_tensor_parallel
 import torch
 import torch.distributed as dist
 from harness import World, ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard.foresight.calibrate import calibrate
@@ -177,3 +182,28 @@ def test_calibrate_measures_what_explain_takes(world: World) -> None:
     r = fullshard.explain(build, torch.empty(ROWS, DIM), world=2, gpu=path, net=path, loss=loss)
     assert r.fits and r.step.middle > 0
     dist.barrier()
+
+
+@ranks(4)
+def test_tensor_parallelism_is_predicted_as_two_times_two_ranks_run_it(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = test_tensor_parallel.Model()
+    test_tensor_parallel.parallelize(model, mesh["tp"])
+    fullshard.shard_model(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    x = torch.randn(test_tensor_parallel.ROWS, test_tensor_parallel.DIM)
+
+    def step() -> None:
+        test_tensor_parallel.loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with fullshard.record(model, memory=True) as run:
+        for _ in range(3):
+            step()
+    told = subprocess.run([sys.executable, test_tensor_parallel.__file__], capture_output=True, text=True, check=True).stdout
+    expected = json.loads(told)
+    assert [[m.kind, m.nbytes, m.ranks] for m in run.messages] == expected["messages"]
+    assert run.peak is not None and abs(expected["peak"] / (run.peak + x.nbytes) - 1) < 0.05, (expected["peak"], run.peak)

@@ -17,7 +17,7 @@ import torch
 
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.hardware import Gpu, Network
-from fullshard.foresight.program import ON_HOST, Await, Launch, Place, Program
+from fullshard.foresight.program import ON_HOST, Await, Launch, Mesh, Place, Program
 from fullshard.foresight.rates import attention_part, product_part
 from fullshard.foresight.trace import Op
 
@@ -86,10 +86,6 @@ def _part_by_size(op: Op) -> float:
     return product_part(*op.sizes)
 
 
-Mesh = tuple[int, int]
-"""(replicas, ranks that parameters are cut over); ranks of one replica follow each other."""
-
-
 def message_seconds(message: Message, lane: str, gpu: Gpu, network: Network, mesh: Mesh) -> float:
     """How long a message travels, alone on its link.
 
@@ -112,8 +108,9 @@ def message_seconds(message: Message, lane: str, gpu: Gpu, network: Network, mes
 
 def inside_one(message: Message, lane: str, gpu: Gpu, mesh: Mesh) -> int:
     """How many of the ranks of a message one machine has."""
-    replicas, shards = mesh
-    apart = shards if lane == "replicate" and message.ranks <= replicas else 1  # what cannot be cut is of all ranks
+    replicas, shards, tensor = mesh
+    apart = 1 if lane == "tensor" else tensor
+    apart *= shards if lane == "replicate" and message.ranks <= replicas else 1  # what cannot be cut is of all ranks
     return min(message.ranks, max(1, gpu.per_node // apart))
 
 
@@ -134,7 +131,7 @@ def play(program: Program, gpu: Gpu, network: Network, mesh: Mesh) -> Timeline:
         program: of a step.
         gpu: on which it computes.
         network: over which it communicates.
-        mesh: (replicas, ranks).
+        mesh: (replicas, ranks, ranks of tensor parallelism).
 
     Returns:
         The timeline.
@@ -293,4 +290,4 @@ def spread(program: Program, gpu: Gpu, network: Network, mesh: Mesh) -> tuple[fl
     return low, high
 
 
-__all__ = ["Band", "Mesh", "Span", "Timeline", "message_seconds", "op_seconds", "play", "spread"]
+__all__ = ["Band", "Span", "Timeline", "message_seconds", "op_seconds", "play", "spread"]

@@ -37,6 +37,7 @@ def add_explain(commands: Any) -> None:
     to.add_argument("--with", dest="given", action="append", default=[], metavar="NAME=VALUE", help="passed on to the factory")
     to.add_argument("--gpu", help=f"{', '.join(GPUS)}, or a .json of calibrate (default: h100-sxm)")
     to.add_argument("--net", help=f"{', '.join(NETWORKS)}, or a .json of calibrate (default: what such GPUs usually have)")
+    to.add_argument("--tensor-parallel", type=int, help="ranks that share a batch, by the factory's `parallelize` (default: 1)")
     to.add_argument("--per-node", type=int, help="GPUs of one machine (default: what such GPUs usually have)")
     to.add_argument(
         "--plan", action="append", default=[], help="file.py:name or module:name of a policy or plan; several are compared"
@@ -115,7 +116,7 @@ def _told(options: argparse.Namespace) -> dict[str, Any]:
     told: dict[str, Any] = {"world": options.world}
     if options.expandable_segments:
         told["expandable_segments"] = True
-    for name in ("gpu", "net", "per_node", "price", "optimizer", "microbatches", "recompute", "engine"):
+    for name in ("gpu", "net", "per_node", "tensor_parallel", "price", "optimizer", "microbatches", "recompute", "engine"):
         if getattr(options, name) is not None:
             told[name] = getattr(options, name)
     if options.mesh is not None:

@@ -14,10 +14,10 @@ from fullshard.foresight.facts import Facts
 from fullshard.foresight.hardware import Gpu, Network, network_of
 from fullshard.foresight.optimizer import Factory, named
 from fullshard.foresight.picture import chrome_trace, draw_png, page
-from fullshard.foresight.question import Build, Loss, Question, Recompute
+from fullshard.foresight.question import Build, Loss, Parallelize, Question, Recompute
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import figures, report
-from fullshard.foresight.setup import Traced, check_machines, mesh_of, setting_of, trace_model
+from fullshard.foresight.setup import Traced, check_machines, check_tensor_parallel, mesh_of, setting_of, trace_model
 from fullshard.foresight.simulate import Engine, simulate
 from fullshard.foresight.trace import Footprint
 from fullshard.frontend.api import collector_paused
@@ -152,6 +152,8 @@ def explain(
     gpu: str | Path | Gpu = "h100-sxm",
     net: str | Path | Network | None = None,
     per_node: int | None = None,
+    tensor_parallel: int = 1,
+    parallelize: Parallelize | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy = OffloadPolicy(),
     comm_policy: CommPolicy = CommPolicy(),
@@ -179,10 +181,12 @@ def explain(
             step's number that returns one. Only shapes and dtypes count.
         plan: as `plan_model` takes it.
         world: how many ranks.
-        mesh: (world,) or (replicas, ranks); None cuts parameters over all ranks.
+        mesh: (world,) or (replicas, ranks); None cuts parameters over all ranks. Without those of tensor parallelism.
         gpu: the name of a preset, a file of `python -m fullshard calibrate`, or a `Gpu`.
         net: likewise between machines; None is what such GPUs usually have.
         per_node: GPUs of one machine; None is what they usually have.
+        tensor_parallel: how many ranks of `world` share one copy of the batch; they follow each other in a machine.
+        parallelize: called with the model and a mesh of so many ranks, as `parallelize_module` takes them.
         mp_policy: as of `fully_shard`; None computes in bf16 and reduces in fp32, on a GPU.
         offload_policy: as of `fully_shard`.
         comm_policy: as of `fully_shard`; `collectives` and `lanes` have no effect.
@@ -234,7 +238,8 @@ def _answer(question: Question, known: Traced | None) -> Explanation:
     if question.price is not None and not 0 <= question.price < float("inf"):
         raise ValueError(f"price must be that of an hour of one GPU, at least 0, got {question.price!r}")
     network = network_of(question.net, gpu)
-    mesh_of(question.world, question.mesh)  # both are refused before anything is traced
+    check_tensor_parallel(question)
+    mesh_of(question.world // question.tensor_parallel, question.mesh)  # all of it is refused before anything is traced
     if question.optimizer is not None:
         named(question.optimizer)
     traced = (None if known is None else known.serves(question)) or trace_model(question)

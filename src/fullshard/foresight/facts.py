@@ -192,8 +192,8 @@ class Facts:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens (elements of the batch's integers, else its rows) of one rank in a second."""
-        return self.traced.tokens * self.setting.microbatches / self.seconds
+        """Tokens (elements of the batch's integers, else its rows) of one GPU in a second; tensor parallelism shares them."""
+        return self.traced.tokens * self.setting.microbatches / self.seconds / self.setting.tensor_parallel
 
     @property
     def bottleneck(self) -> str:

@@ -15,6 +15,9 @@ from fullshard.foresight.trace import Op
 ON_HOST = "on the host"
 """The name of an operator that the host computes, on an accelerator: the optimizer's step over offloaded shards."""
 
+Mesh = tuple[int, int, int]
+"""(replicas, ranks that parameters are cut over, ranks of tensor parallelism); those of the last follow each other."""
+
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 
 
@@ -22,7 +25,8 @@ Phase = Literal["forward", "loss", "backward", "optimizer"]
 class Launch:
     """Work put on a lane: it begins behind all that computes now; or behind `after`, instead.
 
-    lane: "gather", "reduce" or "replicate".      copied: bytes that kernels on the lane read and write.
+    lane: "gather", "reduce", "replicate", or "tensor" for what tensor parallelism sends.
+    copied: bytes that kernels on the lane read and write.
     early: whether it begins behind the last wait for its lane, instead: what computes since then does not matter to it.
     """
 
@@ -149,4 +153,4 @@ class RecordedLane:
         return RecordedWork(program, launch, None)
 
 
-__all__ = ["ON_HOST", "Await", "Instruction", "Launch", "Phase", "Place", "Program", "RecordedLane", "RecordedWork"]
+__all__ = ["ON_HOST", "Await", "Instruction", "Launch", "Mesh", "Phase", "Place", "Program", "RecordedLane", "RecordedWork"]

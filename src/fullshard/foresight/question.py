@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.foresight.hardware import Gpu, Network, gpu_of
 from fullshard.foresight.optimizer import Factory
@@ -18,6 +19,7 @@ from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, 
 
 Loss = Callable[[Any], Tensor]
 Build = Callable[[], nn.Module]
+Parallelize = Callable[[nn.Module, DeviceMesh], Any]
 Recompute = str | Callable[[str, nn.Module], bool]
 
 
@@ -33,6 +35,8 @@ class Question:
     gpu: str | Path | Gpu
     net: str | Path | Network | None
     per_node: int | None
+    tensor_parallel: int
+    parallelize: Parallelize | None
     mp_policy: MixedPrecisionPolicy | None
     offload_policy: OffloadPolicy
     comm_policy: CommPolicy
@@ -76,4 +80,4 @@ class Question:
         return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.accelerator else MixedPrecisionPolicy()
 
 
-__all__ = ["Build", "Loss", "Question", "Recompute"]
+__all__ = ["Build", "Loss", "Parallelize", "Question", "Recompute"]

@@ -15,6 +15,8 @@ def report(r: Facts) -> str:
     """The report."""
     setting = r.setting
     mesh = f"{setting.replicas} x {setting.ranks} ranks" if setting.hybrid else f"{setting.ranks} ranks"
+    if setting.tensor_parallel > 1:
+        mesh += f" x {setting.tensor_parallel} of tensor parallelism"
     words = {"fits": "fits", "tight": "tight", "no": "does not fit"}
     lines = [
         f"{words[r.verdict]}: {_needs(r)} of {bytes_text(r.gpu.memory)} on each {r.gpu.name}, {mesh}"
@@ -152,6 +154,7 @@ def figures(r: Facts) -> dict[str, Any]:
         "network": r.network.name,
         "ranks": r.setting.ranks,
         "replicas": r.setting.replicas,
+        "tensor_parallel": r.setting.tensor_parallel,
         "notes": list(r.notes),
     }
 

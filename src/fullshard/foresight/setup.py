@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -60,6 +61,7 @@ class Traced:
         """The same for another question, None if the model does something else in a step that it asks for."""
         before = self.question
         same = all(getattr(before, name) is getattr(question, name) for name in ("build", "batch", "loss"))
+        same = same and before.tensor_parallel == question.tensor_parallel and before.parallelize is question.parallelize
         same = same and before.footprints == question.footprints and before.keep_output == question.keep_output
         if not same or before.accelerator != question.accelerator:
             return None
@@ -89,7 +91,18 @@ def trace_model(question: Question) -> Traced:
     Raises:
         ValueError: for what cannot be traced, in a line that says what to give instead.
     """
+    with _torch.fake_ranks(question.tensor_parallel) as mesh:
+        return _trace_model(question, mesh)
+
+
+def _trace_model(question: Question, mesh: DeviceMesh | None) -> Traced:
     model, known = _built(question.build)
+    if mesh is not None and question.parallelize is not None:
+        try:
+            question.parallelize(model, mesh)
+        except Exception as failure:
+            told = " ".join(str(failure).split())[:300]
+            raise ValueError(f"parallelize() raises {type(failure).__name__}: {told}{_where(failure, model)}") from failure
     plan = plan_model(model, question.plan)
     blocks = _blocks(model, plan)
     again = _recomputed(model, plan, blocks, question.recompute)
@@ -107,6 +120,7 @@ def trace_model(question: Question) -> Traced:
                 known=known,
                 batch_values=values_of_batch(question.batch),
                 keep_output=question.keep_output,
+                warm=mesh is not None,
             )
         except StepFailed as failed:
             assert failed.__cause__ is not None
@@ -350,6 +364,22 @@ def local_shards(traced: Traced, ranks: int) -> list[tuple[tuple[int, ...], torc
     return [((-(-e.shape[0] // ranks), *e.shape[1:]) if e.shape else (), e.dtype) for e in entries]
 
 
+def check_tensor_parallel(question: Question) -> None:
+    """Refuse tensor parallelism that cannot be.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    many, world = question.tensor_parallel, question.world
+    if not isinstance(many, int) or isinstance(many, bool) or many < 1 or world % many:
+        raise ValueError(f"tensor_parallel must be a number of ranks that divides the world of {world}, got {many!r}")
+    if (many > 1) != (question.parallelize is not None):
+        raise ValueError(
+            f"tensor_parallel={many} and parallelize={question.parallelize!r} do not go together: give the number of ranks, "
+            "and a function of the model and their mesh, as lambda model, mesh: parallelize_module(model, mesh, plan)"
+        )
+
+
 def check_machines(world: int, gpu: Gpu) -> None:
     """Refuse worlds of several machines that are not all whole.
 
@@ -369,7 +399,7 @@ def setting_of(question: Question, traced: Traced) -> Setting:
     Raises:
         ValueError: if the mesh has not as many ranks as the world.
     """
-    ranks, replicas, hybrid = mesh_of(question.world, question.mesh)
+    ranks, replicas, hybrid = mesh_of(question.world // question.tensor_parallel, question.mesh)
     accelerator = question.accelerator
     factory = None if question.optimizer is None else named(question.optimizer)
     return Setting(
@@ -387,6 +417,7 @@ def setting_of(question: Question, traced: Traced) -> Setting:
         optimizer=traced.step_of(factory, ranks),
         keep_unsharded_storage=question.keep_unsharded_storage,
         engine=question.engine,
+        tensor_parallel=question.tensor_parallel,
     )
 
 
@@ -413,6 +444,7 @@ def mesh_of(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, boo
 __all__ = [
     "Traced",
     "check_machines",
+    "check_tensor_parallel",
     "local_shards",
     "mesh_of",
     "meta_batch",

@@ -17,8 +17,8 @@ from fullshard.foresight.fsdp2 import Fsdp2Group, Fsdp2Reduction
 from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduction
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.optimizer import OptimizerStep
-from fullshard.foresight.program import ON_HOST, Phase, Program, RecordedLane, RecordedWork
-from fullshard.foresight.trace import Backward, BackwardEnds, Born, Died, Enter, Gradient, Leave, Op, Trace
+from fullshard.foresight.program import ON_HOST, Await, Launch, Mesh, Phase, Program, RecordedLane, RecordedWork
+from fullshard.foresight.trace import Backward, BackwardEnds, Born, Died, Enter, Exchanged, Gradient, Leave, Op, Trace
 from fullshard.frontend.api import collector_paused
 from fullshard.frontend.module import keep_of
 from fullshard.policies import (
@@ -65,6 +65,7 @@ class Setting:
         optimizer: its step over the local shards; None steps nothing.
         engine: "fullshard", or "fsdp2": as torch's FSDP2 uses memory and messages, to compare.
         keep_unsharded_storage: whether the memory of full parameters and messages stays where it is.
+        tensor_parallel: how many ranks that follow each other share each of these shards' parameters.
 
     Raises:
         ValueError: if ranks, replicas or microbatches are not at least 1.
@@ -84,11 +85,12 @@ class Setting:
     optimizer: OptimizerStep | None = None
     engine: Engine = "fullshard"
     keep_unsharded_storage: bool = False
+    tensor_parallel: int = 1
 
     @property
-    def mesh(self) -> tuple[int, int]:
-        """(replicas, ranks)."""
-        return self.replicas, self.ranks
+    def mesh(self) -> Mesh:
+        """(replicas, ranks, ranks of tensor parallelism)."""
+        return self.replicas, self.ranks, self.tensor_parallel
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "microbatches"):
@@ -254,6 +256,10 @@ class _Machine:
                     arrived[event.parameter] = share(blocks[event.storage])
             elif isinstance(event, BackwardEnds):
                 self._leave_backward()
+            elif isinstance(event, Exchanged):
+                if noted:
+                    launch = Launch("tensor", unit_name, messages=[event.message])
+                    self.program.instructions += [launch, Await(launch)]
             elif event.module in self._by_module:
                 self._run_module(event, running, calls)
                 unit_name = running[-1]

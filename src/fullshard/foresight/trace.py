@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.collectives.traffic import Message
 from fullshard.foresight.kernels import fused_kernels, host_kernels
 from fullshard.foresight.precision import NOTHING_CAST, Precision
 from fullshard.foresight.values import Answers, Untraceable, decide
@@ -93,11 +95,18 @@ class Gradient:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchanged:
+    """Ranks of tensor parallelism send each other something, and wait for it."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardEnds:
     """A backward of the loss is over."""
 
 
-Event = Enter | Leave | Backward | Op | Born | Died | Gradient | BackwardEnds
+Event = Exchanged | Enter | Leave | Backward | Op | Born | Died | Gradient | BackwardEnds
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,17 +334,28 @@ class _Recorder(_torch.TorchDispatchMode):
 
     def know(self, tensors: Sequence[Tensor]) -> int:
         """These were there before; how many bytes they have."""
+        tensors = [_torch.local_part(tensor) for tensor in tensors]
         found = {_torch.storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         self._known |= dict.fromkeys(found, -1)
         return sum(found.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, _torch.FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # the rules of DTensor ask such tensors for shapes
         if any(_takes_itself_apart(kind) for kind in types):
             return NotImplemented  # a subclass, as torchao's for float8, takes itself apart, and its parts come here
         if func.is_view:
             out = func(*args, **kwargs)
             self.values.note(func, args, kwargs, out)
+            return out
+        sent = _torch.functional_collective(func, args)
+        if sent is not None:
+            kind, ranks = sent
+            out = func(*args, **kwargs)
+            nbytes = max(t.numel() * t.itemsize for t in (args[0], out))
+            self.events.append(Exchanged(Message(kind, args[0].dtype, nbytes, 1, ranks)))
+            self._note(out)
             return out
         if func is _ADD and not torch.is_grad_enabled() and _torch.current_graph_task() != -1:
             summed = self._sum_in_place(*args)
@@ -493,6 +513,7 @@ class _Recorder(_torch.TorchDispatchMode):
             raise Untraceable(
                 f"the forward or the loss runs a backward, which gives '{name}' a gradient: have the step end with it"
             )
+        grad = _torch.local_part(grad)
         number = self._known[_torch.storage_key(grad)]
         self.events.append(Gradient(name, number, grad.numel() * grad.itemsize))
         parameter.grad = None
@@ -509,6 +530,7 @@ def trace(
     known: Mapping[str, Known] = MappingProxyType({}),
     batch_values: Sequence[Known | None] = (),
     keep_output: bool = False,
+    warm: bool = False,
 ) -> Trace:
     """Run one step on meta.
 
@@ -522,6 +544,7 @@ def trace(
             "model.py:12" likewise.
         known: by name, what buffers hold.
         batch_values: what each tensor of the batch holds, in their order, None where that is not known.
+        warm: whether a first step is run before, in which DTensor works out its rules.
         keep_output: whether the loop keeps what the forward returns until the backward is over.
 
     Returns:
@@ -541,6 +564,8 @@ def trace(
         raise ValueError(f"trace() takes a model on meta, but '{real}' is not: build it under torch.device('meta')")
     at_places, at_operators = split_footprints(footprints)
     step = _Step(model, batch, loss, precision, accelerator, at_operators, batch_values, keep_output=keep_output)
+    if warm:
+        step.run(Answers(at_places), known)
     found, notes = decide(partial(step.run, known=known), at_places, _difference)
     if step.asked and step.written:  # a buffer that a step writes to has another value in the next one
         known = {name: value for name, value in known.items() if name not in step.written}
@@ -634,17 +659,29 @@ def _difference(one: Trace, other: Trace) -> str | None:
 def _computing_in(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
     """Have parameters in these dtypes for the length of a block."""
     before: list[tuple[nn.Parameter, Tensor]] = []
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     for parameter, name in names_of(model, dtypes).items():
         dtype = dtypes.get(name, parameter.dtype)
-        if dtype != parameter.dtype:
-            before.append((parameter, parameter.data))
-            parameter.data = parameter.data.to(dtype)
+        if dtype == parameter.dtype:
+            continue
+        if isinstance(parameter, DTensor):  # whose part has a dtype of its own
+            replaced[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+            continue
+        before.append((parameter, parameter.data))
+        parameter.data = parameter.data.to(dtype)
+    places = [
+        (held, key, one) for held in map(_torch.parameters_of, model.modules()) for key, one in held.items() if one in replaced
+    ]
+    for held, key, one in places:
+        held[key] = replaced[one]
     try:
         yield
     finally:
         for parameter, data in before:
             parameter.grad = None
             parameter.data = data
+        for held, key, one in places:
+            held[key] = one
 
 
 def _refuse_autocast() -> None:
@@ -771,6 +808,7 @@ __all__ = [
     "Died",
     "Enter",
     "Event",
+    "Exchanged",
     "Footprint",
     "Gradient",
     "Leave",

@@ -59,8 +59,8 @@ class Loaded:
         missing: names of the model that the checkpoint does not have; only without `strict`.
         unexpected: names of the checkpoint that the model does not have; only without `strict`.
         rules: of each rule of the key map, how many tensors it fits.
-        unwritten: names of tensors that have memory now, and no values: buffers that no checkpoint holds, and, without `strict`, what
-            was on meta and is missing. Forwards of their units raise, or warn of such buffers, until they are written.
+        unwritten: names of tensors that have memory now, and no values: buffers that no checkpoint holds, and what was on
+            meta and is missing, without `strict`. Forwards of their units raise, or warn of such buffers, until written.
 
     Example:
         >>> load_weights(model, "checkpoint").unwritten                                       # doctest: +SKIP

@@ -51,15 +51,16 @@ class ModelSummary:
                     continue
                 if id(parameter) not in index:
                     index[id(parameter)] = len(entries)
-                    nbytes = parameter.numel() * parameter.element_size()
+                    local = _torch.local_part(parameter)  # of tensor parallelism, which cuts before
+                    nbytes = local.numel() * local.element_size()
                     full_name = f"{name}.{key}" if name else key
                     entries.append(
                         PlanEntry(
                             full_name,
-                            parameter.numel(),
+                            local.numel(),
                             nbytes,
                             parameter.requires_grad,
-                            tuple(parameter.shape),
+                            tuple(local.shape),
                             parameter.dtype,
                             GradDtype(*_torch.grad_dtype_of(parameter)),
                         )
