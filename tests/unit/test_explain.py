@@ -355,7 +355,7 @@ def test_a_message_is_hidden_behind_what_computes_after_it_and_the_rest_is_expos
     program.enter("a", "forward", 0)
     ahead = gather("b", 8 * 10**9)  # 7 s at 1e9 bytes/s
     program.instructions += [ahead, Op("mm", 5 * 10**12, 1, torch.bfloat16), Await(ahead), Op("mm", 10**12, 1, torch.bfloat16)]
-    found = play(program, GPU, NET, (1, 8))
+    found = play(program, GPU, NET, (1, 8, 1))
     assert found.seconds == pytest.approx(8.0, rel=1e-4) and found.exposed == {"b": pytest.approx(2.0, rel=1e-4)}
     assert found.computing == pytest.approx(6.0) and found.links == {"inside": 7 * 10**9}
     assert [(span.lane, round(span.start), round(span.end)) for span in found.spans] == [
@@ -368,7 +368,7 @@ def test_a_message_begins_behind_what_computes_when_it_is_queued_and_one_travels
     program.enter("a", "backward", 0)
     first, second = gather("b", 8 * 10**9), gather("c", 8 * 10**9)
     program.instructions += [Op("mm", 10**12, 1, torch.bfloat16), first, second, Await(second)]
-    assert play(program, GPU, NET, (1, 8)).seconds == pytest.approx(1 + 7 + 7, rel=1e-4)
+    assert play(program, GPU, NET, (1, 8, 1)).seconds == pytest.approx(1 + 7 + 7, rel=1e-4)
 
 
 def test_half_of_a_causal_product_is_computed_whatever_ran_before() -> None:
@@ -378,7 +378,7 @@ def test_half_of_a_causal_product_is_computed_whatever_ran_before() -> None:
         program = Program()
         program.enter("", "forward", 0)
         program.instructions.extend(order)
-        seconds.append(play(program, GPU, NET, (1, 8)).seconds)
+        seconds.append(play(program, GPU, NET, (1, 8, 1)).seconds)
     assert seconds[0] == pytest.approx(seconds[1]) == pytest.approx(1.5 * 10**12 / GPU.bf16 / GPU.attention)
 
 
@@ -386,14 +386,14 @@ def test_a_device_that_is_faster_than_its_host_waits_for_it() -> None:
     program = Program()
     program.enter("a", "forward", 0)
     program.instructions += [Op("mm", 10**6, 1, torch.bfloat16)] * 100
-    found = play(program, replace(GPU, launch=1e-3), NET, (1, 8))
+    found = play(program, replace(GPU, launch=1e-3), NET, (1, 8, 1))
     assert found.seconds == pytest.approx(0.1, rel=0.01) and found.host == pytest.approx(0.1, rel=0.01)
 
 
 def test_between_machines_all_cards_of_a_node_carry_a_part() -> None:
     def seconds(ranks: int, lane: str = "gather", mesh: tuple[int, int] = (1, 16)) -> float:
         message = Message("all_gather", torch.bfloat16, 10**9, 1, ranks)
-        return message_seconds(message, lane, replace(GPU, link=1e12), replace(NET, per_gpu=1e9, efficiency=1.0), mesh)
+        return message_seconds(message, lane, replace(GPU, link=1e12), replace(NET, per_gpu=1e9, efficiency=1.0), (*mesh, 1))
 
     assert seconds(16) == pytest.approx(10**9 / 2 / 8e9)
     assert seconds(16, "replicate", (16, 8)) == pytest.approx(10**9 * 15 / 16 / 1e9), (

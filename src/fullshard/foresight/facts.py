@@ -128,6 +128,18 @@ class Facts:
         return self.simulation.ledger.at_peak()
 
     @cached_property
+    def outside(self) -> dict[str, int]:
+        """Of what is of no unit where tensors are most, bytes by the operator that made it, largest first."""
+        ledger, live = self.simulation.ledger, dict[int, int]()
+        for change in ledger.changes[: ledger.peak_after]:
+            if change.block in self.simulation.outside:
+                live[change.block] = live.get(change.block, 0) + change.nbytes
+        found: Counter[str] = Counter()
+        for block, nbytes in live.items():
+            found[self.simulation.outside[block]] += nbytes
+        return {name: nbytes for name, nbytes in found.most_common() if nbytes}
+
+    @cached_property
     def pinned(self) -> int:
         """Bytes of the host's memory that this rank's shards, gradients and states take with offloading."""
         level = most = 0

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from fullshard.foresight.facts import Facts
+from fullshard.foresight.facts import BUDGET, Facts
 from fullshard.foresight.ledger import Category
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import by_category, place_at, report
@@ -21,7 +21,11 @@ COLOURS = dict(
     zip(CATEGORIES, ("#1b4965", "#5fa8d3", "#bee9e8", "#e07a5f", "#81603f", "#6a994e", "#a7c957", "#999999"), strict=True)
 )
 BACKWARD = "#81567e"
-LANES = {"compute": "#3d405b", "wait": "#d62828", "gather": "#5fa8d3", "reduce": "#e07a5f", "replicate": "#f2cc8f"}
+PHASES = {"forward": "#3d405b", "loss": "#c9ada7", "backward": BACKWARD, "optimizer": "#6a994e"}
+LANES = {
+    "compute": PHASES["forward"], "wait": "#d62828", "tensor": "#9a8c98", "gather": "#5fa8d3", "reduce": "#e07a5f",
+    "replicate": "#f2cc8f",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,34 @@ svg{width:100%;height:auto;display:block}svg text{font:11px system-ui,sans-serif
 rect:hover{opacity:.6}table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left}"""
 
 
+def title_of(r: Facts) -> str:
+    """What a picture is of: model, GPUs, network, and how it is carried out."""
+    question, setting = r.traced.question, r.setting
+    mesh = f"{setting.replicas} x {setting.ranks}" if setting.hybrid else f"{setting.ranks}"
+    told = [
+        type(r.traced.model).__name__,
+        f"{mesh} {r.gpu.name}" + (f" x {setting.tensor_parallel}" if setting.tensor_parallel > 1 else ""),
+        r.network.name,
+        f"{r.traced.rows} rows" + (f" x {setting.microbatches}" if setting.microbatches > 1 else ""),
+        f"{len(r.plan.units)} units",
+    ]
+    if question.recompute != "none":
+        told.append(f"recomputes {question.recompute if isinstance(question.recompute, str) else 'some'}")
+    if setting.reshard_after_forward is not None:
+        told.append(f"reshard_after_forward={setting.reshard_after_forward}")
+    return ", ".join(told)
+
+
+def phases_of(r: Facts) -> list[tuple[float, str]]:
+    """(seconds, name) where forward, backward and optimizer of a step begin."""
+    moments = [second for second, _ in r.timeline.moments]
+    found: list[tuple[float, str]] = []
+    for second, place in zip(moments, r.simulation.program.places):
+        if place.phase != "loss" and (not found or found[-1][1] != place.phase):
+            found.append((second, place.phase))
+    return found
+
+
 def page(found: Sequence[Facts]) -> str:
     """One HTML document with the report and the pictures of each, at the same scales."""
     scale_bytes = max(max(level.total for level in levels(r)) for r in found)
@@ -83,17 +115,17 @@ def page(found: Sequence[Facts]) -> str:
     seconds = max(r.timeline.seconds for r in found) or 1.0
     parts = [_section(r, scale_bytes, seconds, number if len(found) > 1 else 0) for number, r in enumerate(found, 1)]
     return (
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>fullshard explain</title>"
-        f"<link rel='icon' href='data:,'><style>{STYLE}</style></head><body><h1>A step, before it runs</h1>\n"
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(title_of(found[0]))}</title>"
+        f"<link rel='icon' href='data:,'><style>{STYLE}</style></head><body><h1>{escape(title_of(found[0]))}</h1>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
 
 
 def _section(r: Facts, most: int, seconds: float, number: int) -> str:
-    heading = f"<h2>Plan {number}</h2>" if number else ""
+    heading = f"<h2>{number}: {escape(title_of(r))}</h2>" if number else ""
     keys = "".join(f"<span><i style='background:{COLOURS[c]}'></i>{c}</span>" for c in CATEGORIES)
-    kinds = {"forward": LANES["compute"], "backward": BACKWARD, **{lane: LANES[lane] for lane in LANES if lane != "compute"}}
+    kinds = {**PHASES, **{lane: LANES[lane] for lane in LANES if lane != "compute"}}
     lanes = "".join(f"<span><i style='background:{colour}'></i>{kind}</span>" for kind, colour in kinds.items())
     return (
         f"{heading}<pre>{escape(report(r))}</pre>\n"
@@ -106,6 +138,7 @@ def _section(r: Facts, most: int, seconds: float, number: int) -> str:
 def _areas(r: Facts, most: int, seconds: float) -> str:
     found = levels(r)
     x = [LEFT + level.seconds / seconds * (WIDTH - LEFT - RIGHT) for level in found]
+    ends = [*x[1:], WIDTH - RIGHT if r.timeline.seconds >= seconds else x[-1]]
 
     def y(nbytes: float) -> float:
         return TOP + HEIGHT * (1 - nbytes / most)
@@ -115,11 +148,11 @@ def _areas(r: Facts, most: int, seconds: float) -> str:
     for category in CATEGORIES:
         above = [base + level.nbytes.get(category, 0) for base, level in zip(below, found)]
         if above != below:
-            points = [f"{at:.1f},{y(v):.1f}" for at, v in zip(x, above)]
-            points += [f"{at:.1f},{y(v):.1f}" for at, v in zip(reversed(x), reversed(below))]
+            points = [f"{at:.1f},{y(v):.1f}" for start, end, v in zip(x, ends, above) for at in (start, end)]
+            back = [(at, v) for start, end, v in zip(x, ends, below) for at in (start, end)]
+            points += [f"{at:.1f},{y(v):.1f}" for at, v in reversed(back)]
             shapes.append(f"<polygon points='{' '.join(points)}' fill='{COLOURS[category]}'/>")
         below = above
-    ends = [*x[1:], WIDTH - RIGHT]
     for at, end, level in zip(x, ends, found):  # what a pointer over it shows
         rows = "\n".join(f"{c}: {bytes_text(n)}" for c, n in level.nbytes.items() if n)
         title = f"{level.seconds * 1e3:.1f} ms, {level.where}: {bytes_text(level.total)}\n{rows}"
@@ -127,17 +160,32 @@ def _areas(r: Facts, most: int, seconds: float) -> str:
             f"<rect x='{at:.1f}' y='{TOP}' width='{max(end - at, 0.3):.1f}' height='{HEIGHT}' fill='#fff' fill-opacity='0'>"
             f"<title>{escape(title)}</title></rect>"
         )
-    limit = r.gpu.memory - r.gpu.context
-    if limit <= most:
-        high, right = y(limit), WIDTH - RIGHT
+    for nbytes, label, colour in lines_of(r):
+        if nbytes <= most:
+            high, right = y(nbytes), WIDTH - RIGHT
+            shapes += [
+                f"<line x1='{LEFT}' x2='{right}' y1='{high:.1f}' y2='{high:.1f}' stroke='{colour}' stroke-dasharray='5 4'/>",
+                f"<text x='{right}' y='{high - 4:.1f}' text-anchor='end'>{escape(label)}: {bytes_text(nbytes)}</text>",
+            ]
+    for second, name in phases_of(r):
+        at = LEFT + second / seconds * (WIDTH - LEFT - RIGHT)
         shapes += [
-            f"<line x1='{LEFT}' x2='{right}' y1='{high:.1f}' y2='{high:.1f}' stroke='#d62828' stroke-dasharray='5 4'/>",
-            f"<text x='{right}' y='{high - 4:.1f}' text-anchor='end'>{escape(r.gpu.name)}: {bytes_text(limit)}</text>",
+            f"<line x1='{at:.1f}' x2='{at:.1f}' y1='{TOP}' y2='{TOP + HEIGHT}' stroke='#444' stroke-width='.6'/>",
+            f"<text x='{at + 3:.1f}' y='{TOP + 9}'>{name}</text>",
         ]
     for part in range(5):
         value = most * part / 4
         shapes.append(f"<text x='{LEFT - 6}' y='{y(value) + 4:.1f}' text-anchor='end'>{bytes_text(value)}</text>")
     return _svg(HEIGHT + TOP + 24, shapes + _time_axis(seconds, HEIGHT + TOP))
+
+
+def lines_of(r: Facts) -> list[tuple[float, str, str]]:
+    """(bytes, what, colour) of levels across the picture, beside what the driver and NCCL take."""
+    found = [
+        (r.gpu.memory - r.gpu.context, r.gpu.name, "#d62828"),
+        (BUDGET * r.gpu.memory - r.gpu.context, f"{BUDGET:.0%} of it", "#e09f3e"),
+    ]
+    return found if r.gpu.synchronous else [*found, (r.reserved, "reserved by the allocator", "#335c67")]
 
 
 def _lanes(r: Facts, seconds: float) -> str:
@@ -150,7 +198,7 @@ def _lanes(r: Facts, seconds: float) -> str:
         width = max(0.4, (span.end - span.start) / seconds * (WIDTH - LEFT - RIGHT))
         lasts = f"{(span.end - span.start) * 1e3:.2f} ms from {span.start * 1e3:.1f} ms"
         title = f"{span.unit or 'outside of units'}: {span.name}, {lasts}"
-        colour = BACKWARD if span.name == "backward" else LANES[span.lane]
+        colour = PHASES.get(span.name, LANES[span.lane]) if span.lane == "compute" else LANES[span.lane]
         shapes.append(
             f"<rect x='{at:.1f}' y='{TOP + LANE * row}' width='{width:.2f}' height='{LANE - 4}' fill='{colour}'>"
             f"<title>{escape(title)}</title></rect>"
@@ -180,6 +228,9 @@ def _table(r: Facts) -> str:
         )
         more = f", and {len(units) - 4} more" if len(units) > 4 else ""
         rows.append(f"<tr><td>{category}</td><td>{bytes_text(sum(units.values()))}</td><td>{largest}{more}</td></tr>")
+    if r.outside:
+        by = ", ".join(f"{escape(name)} {bytes_text(nbytes)}" for name, nbytes in list(r.outside.items())[:8])
+        rows.append(f"<tr><td>outside of units</td><td>{bytes_text(sum(r.outside.values()))}</td><td>{by}</td></tr>")
     return f"<table><tr><th>category</th><th>bytes</th><th>largest</th></tr>{''.join(rows)}</table>"
 
 
@@ -211,16 +262,26 @@ def figure_of(r: Facts) -> Any:
         [[level.nbytes.get(category, 0) / 2**30 for level in found] for category in drawn],
         labels=drawn,
         colors=[COLOURS[category] for category in drawn],
+        step="post",
     )
+    highest = max(level.total for level in found)
+    for nbytes, label, colour in lines_of(r):
+        if nbytes <= max(1.5 * highest, highest + 2**30):
+            above.axhline(nbytes / 2**30, color=colour, linestyle="--", linewidth=1, label=label)
+    for second, name in phases_of(r):
+        above.axvline(second * 1e3, color="#444", linewidth=0.5)
+        above.annotate(name, (second * 1e3, 1), xycoords=("data", "axes fraction"), va="top", fontsize=7)
     above.set_ylabel("GiB")
-    above.set_title(report(r).splitlines()[0], fontsize=10)
+    above.set_title(f"{title_of(r)}\n{report(r).splitlines()[0]}", fontsize=9)
     above.legend(loc="upper right", fontsize=8)
     above.margins(x=0)
     used = [lane for lane in LANES if lane != "wait" and any(span.lane == lane for span in r.timeline.spans)]
     for lane, colour in LANES.items():
-        bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in r.timeline.spans if span.lane == lane]
-        if bars:
-            below.broken_barh(bars, (used.index("compute" if lane == "wait" else lane) - 0.4, 0.8), color=colour)
+        spans = [span for span in r.timeline.spans if span.lane == lane]
+        if spans:
+            bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans]
+            colours = [PHASES.get(span.name, colour) if lane == "compute" else colour for span in spans]
+            below.broken_barh(bars, (used.index("compute" if lane == "wait" else lane) - 0.4, 0.8), color=colours)
     below.set_yticks(range(len(used)), used)
     below.invert_yaxis()
     below.set_xlabel("ms")

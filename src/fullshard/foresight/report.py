@@ -44,6 +44,9 @@ def _memory(r: Facts) -> list[str]:
     found = by_category(r.at_peak)
     rows = [(f"  {category}", bytes_text(sum(units.values())), _units(units)) for category, units in found.items()]
     lines += aligned(rows, right={1})
+    most = [f"{name} {bytes_text(nbytes)}" for name, nbytes in list(r.outside.items())[:4] if nbytes > r.peak / 100]
+    if most:
+        lines.append(f"  outside of units, by operator: {', '.join(most)}")
     if r.pinned:
         over = f", of {bytes_text(r.gpu.host)} that there are" if r.pinned > r.gpu.host else ""
         lines.append(f"  in the host's memory, pinned: {bytes_text(r.pinned)} for each rank{over}")
@@ -135,6 +138,7 @@ def figures(r: Facts) -> dict[str, Any]:
             "has": r.gpu.memory,
             "pinned_host": r.pinned,
             "at_peak": at_peak,
+            "outside": r.outside,
             "when": place_at(r, r.simulation.ledger.peak_after),
         },
         "step": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -104,11 +104,13 @@ class Simulation:
     """What a step does, after one that warmed up.
 
     ledger: of both steps.      begins: the index of the first change of the second step.      program: of the second step.
+    outside: by block, the operator that made what is of no unit.
     """
 
     ledger: Ledger
     begins: int
     program: Program
+    outside: Mapping[int, str]
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -135,7 +137,7 @@ def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
 
 
 def _simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
-    machine = _Machine(plan, setting)
+    machine = _Machine(plan, setting, trace.makers())
     machine.ledger.take(trace.buffers, "buffers", "")
     machine.ledger.take(trace.batch, "buffers", "")
     begins = 0
@@ -144,7 +146,7 @@ def _simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
         for number in range(setting.microbatches):
             machine.run(trace, sync=number == setting.microbatches - 1 or not setting.accumulate, noted=step > 0)
         machine.end_step()
-    return Simulation(machine.ledger, begins, machine.program)
+    return Simulation(machine.ledger, begins, machine.program, machine.outside)
 
 
 @dataclass(slots=True, eq=False)
@@ -173,8 +175,9 @@ class _Unit:
 class _Machine:
     """Executor, steps and gradient reducer in one, on blocks instead of tensors."""
 
-    def __init__(self, plan: Plan, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, plan: Plan, setting: Setting, makers: Mapping[int, str]) -> None:
+        self.setting, self._makers = setting, makers
+        self.outside: dict[int, str] = {}
         self.ledger, self.program = Ledger(), Program()
         self.planner = Planner()
         self._units: dict[int, _Unit] = {}
@@ -247,7 +250,9 @@ class _Machine:
                     blocks[event.storage] = take(event.nbytes, "gradients", self._owner[owner].name)
                 else:
                     category: Category = "activations" if event.storage in kept else "temporaries"
-                    blocks[event.storage] = take(event.nbytes, category, unit_name)
+                    block = blocks[event.storage] = take(event.nbytes, category, unit_name)
+                    if not unit_name:
+                        self.outside[block] = self._makers.get(event.storage, "")
             elif isinstance(event, Died):
                 give(blocks.pop(event.storage))
             elif isinstance(event, Gradient):

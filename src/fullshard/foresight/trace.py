@@ -135,6 +135,19 @@ class Trace:
         """Of the whole step."""
         return sum(event.flops for event in self.events if isinstance(event, Op))
 
+    def makers(self) -> dict[int, str]:
+        """By storage, the operator that it was allocated for."""
+        found: dict[int, str] = {}
+        born: list[int] = []
+        for event in self.events:
+            if isinstance(event, Born):
+                born.append(event.storage)
+            elif isinstance(event, Op | Exchanged):
+                name = event.name if isinstance(event, Op) else event.message.kind
+                found |= dict.fromkeys(born, name.removeprefix("aten.").removesuffix(".default"))
+                born.clear()
+        return found
+
     @property
     def multiplied(self) -> set[torch.dtype]:
         """The dtypes of products."""
