@@ -135,6 +135,7 @@ __all__ = [
     "mark_managed",
     "meta_kernels",
     "new_group",
+    "on_activation_offload",
     "on_autocast",
     "on_backward_end",
     "on_compiled",
@@ -906,6 +907,23 @@ def on_compiled(tell: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         torch._dynamo.eval_frame._callback_from_stance = callback_of
+
+
+@contextmanager
+def on_activation_offload(tell: Callable[[], None]) -> Iterator[None]:
+    """For the length of a block, call this before activations are kept in the host's memory by torch's own means."""
+    offload: Any = torch.autograd.graph.save_on_cpu
+    made = offload.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        tell()
+        made(self, *args, **kwargs)
+
+    offload.__init__ = init
+    try:
+        yield
+    finally:
+        offload.__init__ = made
 
 
 @contextmanager

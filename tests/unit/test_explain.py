@@ -22,6 +22,7 @@ from fullshard.collectives.traffic import Message
 from fullshard.foresight.clock import message_seconds, play
 from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, gpu_of, write_machine
 from fullshard.foresight.optimizer import OPTIMIZERS, optimizer_step
+from fullshard.foresight.picture import PHASES
 from fullshard.foresight.program import Await, Launch, Program
 from fullshard.foresight.trace import Born, Op
 
@@ -427,6 +428,48 @@ def test_the_page_is_well_formed_and_names_units_and_needs_no_network(tmp_path: 
     titles = [title.text or "" for picture in pictures for title in ElementTree.fromstring(picture).iter("title")]
     assert any(title.startswith("2: all_gather") for title in titles)
     assert any("in backward of 3" in title and "gathered: " in title for title in titles)
+
+
+def test_a_page_is_entitled_by_what_it_is_of_and_has_limits_phases_and_steps(tmp_path: Path) -> None:
+    r = explain(rows=4096, world=16, recompute="block", reshard_after_forward=False, microbatches=2)
+    r = replace(r, gpu=replace(r.gpu, memory=r.needed + (64 << 20)))
+    r.html(tmp_path / "step.html")
+    text = (tmp_path / "step.html").read_text()
+    title = "Sequential, 16 h100-sxm, ib-400, 4096 rows x 2, 5 units, recomputes block, reshard_after_forward=False"
+    assert f"<title>{title}</title>" in text and f"<h1>{title}</h1>" in text
+    memory, lanes = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    for label in ("h100-sxm: ", "92% of it: ", "reserved by the allocator: "):
+        assert memory.count(label) == 1
+    names = re.findall(r"y='23'>(\w+)</text>", memory)
+    assert names == ["forward", "backward", "forward", "backward", "optimizer"]
+    for polygon in re.findall(r"points='([^']*)'", memory):
+        points = [tuple(map(float, point.split(","))) for point in polygon.split()]
+        half = points[: len(points) // 2]
+        assert all(a[1] == b[1] for a, b in zip(half[::2], half[1::2])), "levels are flat: nothing is between them"
+    assert all(PHASES[phase] in lanes for phase in ("forward", "loss", "backward", "optimizer"))
+
+
+def test_what_is_outside_of_units_is_said_by_operator() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(Block(DIM) for _ in range(2)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    rows, times = 1 << 14, 64
+    r = fullshard.explain(
+        Root,
+        torch.empty(rows, DIM, device="meta"),
+        world=8,
+        loss=lambda out: out.float().repeat(1, times).exp().sum(),
+        plan=ModuleWrapPolicy({Block}),
+    )
+    assert r.outside["exp"] == rows * DIM * times * 4
+    in_ledger = sum(n for (kind, unit), n in r.at_peak.items() if not unit and kind in ("activations", "temporaries"))
+    assert sum(r.outside.values()) == in_ledger
+    assert "outside of units, by operator: " in str(r) and "exp 512.0 MiB" in str(r)
 
 
 def test_json_and_perfetto_have_the_figures_and_the_lanes(tmp_path: Path) -> None:

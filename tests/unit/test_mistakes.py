@@ -101,6 +101,11 @@ def tolist(): return changes(lambda m, x: m.a(x) * len(m.a(x).tolist()))
 def numpy(): return changes(lambda m, x: m.a(x) * float(m.a(x).detach().float().numpy().sum()))
 def chosen(): return changes(lambda m, x: m.a(x[m.a(x)[:, 0] > 0]))
 def to_cuda(): return changes(lambda m, x: m.a(x.to("cuda:7")))
+def offloads():
+    def forward(m, x):
+        with torch.autograd.graph.save_on_cpu():
+            return m.a(x)
+    return changes(forward)
 def needs_more():
     class Two(nn.Linear):
         def forward(self, x, mask): return super().forward(x)
@@ -198,6 +203,7 @@ CASES: list[tuple[str, str]] = [
     ("models.py:detached --world 4", r"the loss depends on no trainable parameter"),
     ("models.py:sparse --world 4", r"the model that build\(\) returns is an Embedding with sparse=True.*sparse=False"),
     ("models.py:autocast --world 4", r"torch.autocast.*mp_policy"),
+    ("models.py:offloads --world 4", r"keeps activations in the host's memory .*save_on_cpu"),
     ("models.py:item --world 4", r"models.py:\d+ \(.*\) asks for a number that depends on data.*--footprint models.py:\d+="),
     ("models.py:branch --world 4", r"models.py:\d+ \(.*\) depends on data, and the step depends on it .*--footprint models.py:\d+=True"),
     ("models.py:tolist --world 4", r"models.py:\d+ \(.*\) copies values to the host"),

@@ -115,7 +115,7 @@ def page(found: Sequence[Facts]) -> str:
     seconds = max(r.timeline.seconds for r in found) or 1.0
     parts = [_section(r, scale_bytes, seconds, number if len(found) > 1 else 0) for number, r in enumerate(found, 1)]
     return (
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(title_of(found[0]))}</title>"
+        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(title_of(found[0]))}</title>"
         f"<link rel='icon' href='data:,'><style>{STYLE}</style></head><body><h1>{escape(title_of(found[0]))}</h1>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
@@ -273,7 +273,7 @@ def figure_of(r: Facts) -> Any:
         above.annotate(name, (second * 1e3, 1), xycoords=("data", "axes fraction"), va="top", fontsize=7)
     above.set_ylabel("GiB")
     above.set_title(f"{title_of(r)}\n{report(r).splitlines()[0]}", fontsize=9)
-    above.legend(loc="upper right", fontsize=8)
+    above.legend(loc="upper left", bbox_to_anchor=(1.005, 1), fontsize=8)
     above.margins(x=0)
     used = [lane for lane in LANES if lane != "wait" and any(span.lane == lane for span in r.timeline.spans)]
     for lane, colour in LANES.items():

@@ -640,6 +640,7 @@ class _Step:
             _computing_in(model, self._precision.parameters),
             _torch.on_autocast(_refuse_autocast),
             _torch.on_compiled(self._see_compiled),
+            _torch.on_activation_offload(_refuse_activation_offload),
             _torch.on_numpy(recorder.numpy),
             fused_kernels() if self._accelerator else host_kernels(),
         ):
@@ -695,6 +696,13 @@ def _computing_in(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterat
             parameter.data = data
         for held, key, one in places:
             held[key] = one
+
+
+def _refuse_activation_offload() -> None:
+    raise Untraceable(
+        "the model keeps activations in the host's memory (torch.autograd.graph.save_on_cpu), which is not simulated: leave it "
+        "out, and say recompute= to see what recomputation would free instead"
+    )
 
 
 def _refuse_autocast() -> None:
