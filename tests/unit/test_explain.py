@@ -432,7 +432,7 @@ def test_the_page_is_well_formed_and_names_units_and_needs_no_network(tmp_path: 
 
 def test_a_page_is_entitled_by_what_it_is_of_and_has_limits_phases_and_steps(tmp_path: Path) -> None:
     r = explain(rows=4096, world=16, recompute="block", reshard_after_forward=False, microbatches=2)
-    r = replace(r, gpu=replace(r.gpu, memory=r.needed, context=0))
+    r = replace(r, gpu=replace(r.gpu, memory=r.reserved, context=0))
     r.html(tmp_path / "step.html")
     text = (tmp_path / "step.html").read_text()
     title = "Sequential, 16 h100-sxm, ib-400, 4096 rows x 2, 5 units, recomputes block, reshard_after_forward=False"

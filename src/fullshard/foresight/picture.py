@@ -112,7 +112,7 @@ def page(found: Sequence[Facts]) -> str:
     """One HTML document with the report and the pictures of each, at the same scales."""
     highest = max(max(level.total for level in levels(r)) for r in found)
     near = [nbytes for r in found for nbytes, _, _ in lines_of(r) if nbytes <= 3 * highest]
-    scale_bytes = max(1, highest, *(1.04 * nbytes for nbytes in near))
+    scale_bytes = max(1, highest, *(int(1.04 * nbytes) for nbytes in near))
     seconds = max(r.timeline.seconds for r in found) or 1.0
     parts = [_section(r, scale_bytes, seconds, number if len(found) > 1 else 0) for number, r in enumerate(found, 1)]
     return (
