@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -154,3 +155,33 @@ def test_parameters_that_move_to_another_unit_after_their_averages_were_made_are
     with pytest.raises(fullshard.StateError, match=r"'.*' moved to another unit after EMA\(\)"):
         ema.update()
     assert ema.updates == 0
+
+
+@ranks(1, 2)
+def test_averages_refuse_a_model_that_changed_and_updates_of_themselves(world: World) -> None:
+    model = filled(world, "flat")
+    ema = fullshard.EMA(model, 0.9)
+    before = {name: full(value).clone() for name, value in ema.state_dict()["averages"].items()}
+    with ema.swapped(), pytest.raises(fullshard.StateError, match=r"EMA.update\(\) inside of swapped\(\)"):
+        ema.update()
+    ema.update()
+    with pytest.raises(fullshard.StateError, match="belongs to its model and cannot be copied or pickled"):
+        copy.deepcopy(ema)
+    for state, told in (
+        ({}, "the state has no 'averages': .* got a dict of nothing"),
+        (None, "the state has no 'averages': .* got a NoneType"),
+        ({"averages": {}}, "the state has no 'calls': .* got a dict of 'averages'"),
+        ({"averages": {"column": 3}, "calls": 1, "updates": 1}, "the average of 'column' must be a tensor, got a int"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            ema.load_state_dict(state)  # type: ignore[arg-type]
+    for name, value in ema.state_dict()["averages"].items():
+        assert torch.equal(full(value), before[name]), "nothing was changed"
+    model.register_parameter("late", nn.Parameter(torch.ones(3)))
+    with pytest.raises(fullshard.StateError, match=r"EMA.update\(\): 'late' was added after EMA\(\)"):
+        ema.update()
+    del model.late
+    ema.update()
+    fullshard.undo(model)
+    with pytest.raises(fullshard.StateError, match=r"undo\(\) was called since: make it anew"):
+        ema.update()

@@ -14,15 +14,17 @@ import pytest
 import torch
 from hypothesis import given
 from rotation import random_cases
-from torch import Tensor
+from torch import Tensor, nn
 
+import fullshard
+from fullshard import load_weights, save_weights
 from fullshard.sharding.layout import Extent
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import NAMES, BadFile, FileTensor, header_bytes, parse_header, read_checkpoint, read_header
 from fullshard.weights.holdings import Holdings, ModelTensor
 from fullshard.weights.key_map import Computed, MapError, Mapped, map_keys
 from fullshard.weights.plan import Part, Use, plan_load
-from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
+from fullshard.weights.rules import Convert, Drop, Merge, Rename, RenameBy, Split, Stack, Transpose, Unstack
 
 # --- boxes ---
 
@@ -382,3 +384,58 @@ def test_files_of_a_checkpoint_are_found_and_checked(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "empty")
     with pytest.raises(BadFile, match="source must be a directory"):
         read_checkpoint(3)
+
+
+# --- bad input, named ---
+
+
+@pytest.mark.parametrize(
+    "key_map, told",
+    [
+        (5, "key_map must be a dict, a function of a name, or a list of rules, got a int"),
+        ([5], "key_map takes rules as Rename or Merge, got 5"),
+        ({5: "a"}, "key_map must be of names to names, got 5"),
+        ({"weight": None}, "key_map must be of names to names, got None"),
+        (lambda name: 5, "the function of key_map gives 5 for 'weight'|the function of key_map gives 5 for 'bias'"),
+        ([Rename(None, "a")], r"Rename\(.*: pattern must be text, got None"),  # type: ignore[arg-type]
+        ([Rename("weight", None)], r"Rename\(.*: to must be text, got None"),  # type: ignore[arg-type]
+        ([Merge(None, "a")], r"Merge\(.*: sources must be a list of texts, got None"),  # type: ignore[arg-type]
+        ([Split("weight", [])], r"Split\(.*: to must be a list of texts, got \[\]"),
+        ([Split("weight", "ab")], r"Split\(.*: to must be a list of texts, got 'ab'"),
+        ([Transpose("weight", 5)], r"Transpose\(.*: expected an int for each dim, got 5"),  # type: ignore[arg-type]
+        ([RenameBy(3)], r"RenameBy\(.*: function must be one, got 3"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_key_map_that_cannot_be_is_named(key_map: Any, told: str, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    save_weights(model, tmp_path / "saved")
+    with pytest.raises(ValueError, match=told):
+        load_weights(model, tmp_path / "saved", key_map=key_map)
+
+
+def test_models_and_directories_that_are_none_are_named(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    for wrong in (None, [model], model.state_dict()):
+        for call in (load_weights, save_weights):
+            with pytest.raises(ValueError, match=f"model must be an nn.Module, got a {type(wrong).__name__}"):
+                call(wrong, tmp_path / "nowhere")
+    for place in (None, 5, []):
+        with pytest.raises(ValueError, match=f"directory must be the path of a directory, got a {type(place).__name__}"):
+            save_weights(model, place)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="source is '', expected the path of a directory or file"):
+        load_weights(model, "")
+    with pytest.raises(ValueError, match="extra must be a dict of names and contents, or a function of a path, got a list"):
+        save_weights(model, tmp_path / "saved", extra=["a"])  # type: ignore[call-overload]
+    assert not (tmp_path / "nowhere").exists() and not (tmp_path / "saved").exists()
+
+
+def test_names_are_given_by_a_function_within_rules(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    save_weights(model, tmp_path / "saved", key_map=[RenameBy(str.upper, "upper")])
+    report = load_weights(nn.Linear(4, 4), tmp_path / "saved", key_map=[Rename("^W", "w"), RenameBy(str.lower, "lower")])
+    assert report.rules == {"Rename(pattern='^W', to='w')": 1, "RenameBy(title='lower')": 2}
+
+
+def test_rules_of_transformers_need_its_models() -> None:
+    with pytest.raises(ValueError, match=r"transformers_rules\(\) (needs transformers 5|takes a PreTrainedModel)"):
+        fullshard.weights.transformers_rules(nn.Linear(4, 4))

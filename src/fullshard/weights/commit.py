@@ -129,6 +129,9 @@ class Replacement:
         before = {entry.name: entry.stat().st_ino for entry in self.path.iterdir()}
         if callable(extra):
             extra(self.path)
+        if not (extra is None or callable(extra) or isinstance(extra, Mapping)):
+            kind = type(extra).__name__
+            raise ValueError(f"extra must be a dict of names and contents, or a function of a path, got a {kind}")
         for name, content in ({} if extra is None or callable(extra) else extra).items():
             if not isinstance(name, str) or Path(name).name != name or is_weights(name):
                 raise ValueError(f"extra has {name!r}, which is no name of a further file")
@@ -258,7 +261,9 @@ class Replacement:
 
 
 def resolved(directory: str | os.PathLike[str]) -> Path:
-    """Return the directory itself, behind links. Raises ValueError if the path is empty."""
+    """Return the directory itself, behind links. Raises ValueError if the path is empty, or is none."""
+    if not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"directory must be the path of a directory, got a {type(directory).__name__}")
     if not os.fspath(directory):
         raise ValueError("directory is '', expected the path of a directory")
     return Path(os.path.realpath(directory))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.errors import StateError
+from fullshard.frontend.module import units_of
 from fullshard.params.group import ParamGroup
 from fullshard.runtime.runtime import runtime_of
 from fullshard.weights.allocating import check_values, has_marks
@@ -93,6 +94,14 @@ class EMA:
         plain = [held for held in tensors.held if isinstance(held.plain, nn.Parameter) and held.local.is_floating_point()]
         self._plain = {held.names[0]: held.local.to(dtype=dtype, device=self._device, copy=True) for held in plain}
         self._slots = [(held.names[0], *slots[id(held.plain)]) for held in plain]
+        self._names = [name for name, _ in model.named_parameters()]
+        self._swapped = 0  # how many blocks of swapped() there are around
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "EMA belongs to its model and cannot be copied or pickled: make EMA(the other model), and give it "
+            "load_state_dict(ema.state_dict())"
+        )
 
     def _flat_of(self, group: ParamGroup) -> _Flat:
         return _Flat(group, self._dtype, self._device)
@@ -102,6 +111,7 @@ class EMA:
 
     def _settle(self, doing: str) -> None:
         """Have shards in the modules, and the averages in their layout."""
+        self._check_same_parameters(doing)
         for unit in self._units:
             requests = runtime_of(unit).requests
             requests.check_idle(unit, doing=doing)
@@ -111,6 +121,17 @@ class EMA:
         groups = self._groups()
         if len(groups) != len(self._flats) or any(flat.group is not group for flat, group in zip(self._flats, groups)):
             self._follow(groups)
+
+    def _check_same_parameters(self, doing: str) -> None:
+        """Refuse a model with other parameters or units than it had. Raises StateError naming one."""
+        if sum(1 for _ in self._model.parameters()) != len(self._names):
+            names = [name for name, _ in self._model.named_parameters()]
+            added = next((name for name in names if name not in set(self._names)), None)
+            gone = next((name for name in self._names if name not in set(names)), "a parameter")
+            told = f"'{gone}' was taken away" if added is None else f"'{added}' was added"
+            raise StateError(f"{doing}: {told} after EMA(), and there is no average for it: make the averages anew")
+        if self._units and not any(True for _ in units_of(self._model, True)):
+            raise StateError(f"{doing}: the model was sharded when EMA() was made, and undo() was called since: make it anew")
 
     def _tensors(self, doing: str) -> ModelTensors:
         """The model's, with shards in its modules."""
@@ -144,8 +165,10 @@ class EMA:
         """Average the weights of now into the averages; to be called after each optimizer step.
 
         Raises:
-            StateError: inside a forward or backward, or if the model was sharded since.
+            StateError: inside a forward or backward, inside `swapped()`, or if the model was sharded or changed since.
         """
+        if self._swapped:
+            raise StateError("EMA.update() inside of swapped(), where the averages are the weights: update before or after it")
         self.calls += 1
         if self.calls % self.every:
             return
@@ -194,9 +217,11 @@ class EMA:
             ...     evaluate(model)
         """
         before = self._exchange(self.values())
+        self._swapped += 1
         try:
             yield
         finally:
+            self._swapped -= 1
             self._exchange(before)
 
     @torch.no_grad()
@@ -239,7 +264,13 @@ class EMA:
             ValueError: for names that do not fit; nothing was changed then.
             StateError: for an average of another shape.
         """
+        missing = [key for key in ("averages", "calls", "updates") if not isinstance(state, Mapping) or key not in state]
+        if missing:
+            raise ValueError(f"the state has no {missing[0]!r}: expected what EMA.state_dict() gives, got {_short(state)}")
         values, averages = self.values(), state["averages"]
+        wrong = [name for name, value in averages.items() if not isinstance(value, Tensor)]
+        if wrong:
+            raise ValueError(f"the average of {wrong[0]!r} must be a tensor, got a {type(averages[wrong[0]]).__name__}")
         for name in sorted({*values} ^ {*averages}):
             told = ("no ", "the model has it") if name in values else ("", "the model has none of that name")
             raise ValueError(f"the state has {told[0]}average of '{name}', and {told[1]}")
@@ -258,6 +289,12 @@ class EMA:
 
     def _held(self) -> tuple[Held, ...]:
         return tensors_of(self._model).held
+
+
+def _short(state: Any) -> str:
+    if not isinstance(state, Mapping):
+        return f"a {type(state).__name__}"
+    return f"a dict of {', '.join(map(repr, list(state)[:4])) or 'nothing'}"
 
 
 def _as_dtensor(held: Held, value: Tensor) -> Tensor:

@@ -351,6 +351,8 @@ def read_checkpoint(source: Any, files: OpenFiles | None = None) -> list[Header]
     Raises:
         BadFile: for what is none, or if two files have the same tensor, or the index names what is not there.
     """
+    if source == "":
+        raise BadFile("source is '', expected the path of a directory or file")
     if files is None:
         with OpenFiles() as files:
             return read_checkpoint(source, files)

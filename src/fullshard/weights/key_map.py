@@ -157,6 +157,9 @@ def map_keys(key_map: KeyMap, state: State, *, strict: bool = True, counts: dict
     if key_map is None:
         return state
     if isinstance(key_map, Mapping):
+        wrong = [one for pair in key_map.items() for one in pair if not isinstance(one, str)]
+        if wrong:
+            raise MapError(f"key_map must be of names to names, got {wrong[0]!r}")
         unknown = [name for name in key_map if name not in state]
         if unknown:
             raise MapError(f"key_map names '{unknown[0]}', which the checkpoint does not have{nearest(unknown[0], state)}")
@@ -165,6 +168,7 @@ def map_keys(key_map: KeyMap, state: State, *, strict: bool = True, counts: dict
         key_map = [key_map]
     if isinstance(key_map, Sequence) and not isinstance(key_map, str):
         for rule in key_map:
+            _check(rule)
             try:
                 fits = _fits(rule, state, strict=strict)
                 state = _applied(rule, state)
@@ -176,6 +180,31 @@ def map_keys(key_map: KeyMap, state: State, *, strict: bool = True, counts: dict
     if callable(key_map):
         return _named_by(key_map, state)
     raise MapError(f"key_map must be a dict, a function of a name, or a list of rules, got a {type(key_map).__name__}")
+
+
+def _check(rule: Any) -> None:
+    """Refuse a rule whose fields are not what they should be.
+
+    Raises:
+        MapError: naming the rule.
+    """
+    if not isinstance(rule, Rule):
+        raise MapError(f"key_map takes rules as Rename or Merge, got {rule!r}")
+    for name in ("pattern", "source", "sources", "to"):
+        if not hasattr(rule, name):
+            continue
+        value = getattr(rule, name)
+        several = name == "sources" or (name == "to" and isinstance(rule, Split))
+        if several and (isinstance(value, str) or not isinstance(value, Sequence) or not value):
+            raise MapError(f"{rule}: {name} must be a list of texts, got {value!r}")
+        wrong = [one for one in (value if several else [value]) if not isinstance(one, str)]
+        if wrong:
+            raise MapError(f"{rule}: {name} must be text, got {wrong[0]!r}")
+    dims = rule.dims if isinstance(rule, Transpose) else (0, getattr(rule, "dim", 0))
+    if not isinstance(dims, Sequence) or len(dims) != 2 or not all(isinstance(dim, int) for dim in dims):
+        raise MapError(f"{rule}: expected an int for each dim, got {dims!r}")
+    if isinstance(rule, Convert | RenameBy) and not callable(rule.function):
+        raise MapError(f"{rule}: function must be one, got {rule.function!r}")
 
 
 def _patterns(rule: Any) -> tuple[tuple[str, ...], bool]:
@@ -224,6 +253,9 @@ def _(rule: RenameBy, state: State) -> State:
 
 def _named_by(function: Callable[[str], str | None], state: State) -> State:
     named = [(function(name), tensor) for name, tensor in state.items()]
+    for (to, _), name in zip(named, state):
+        if not (to is None or isinstance(to, str)):
+            raise MapError(f"the function of key_map gives {to!r} for '{name}': expected a name, or None to leave it out")
     return _unique((name, tensor) for name, tensor in named if name is not None)
 
 

@@ -76,8 +76,11 @@ def tensors_of(model: nn.Module) -> ModelTensors:
     """The tensors that state dicts of a model have: parameters and persistent buffers, each once with all its names.
 
     Raises:
+        ValueError: for what is no module.
         StateError: for a DTensor that no unit holds, or units on meshes of which none has all ranks of the others.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got a {type(model).__name__}")
     units = tuple(units_of(model, True))
     mesh = _mesh_of_all(units)
     ranks = (0,) if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
