@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import stat
@@ -22,7 +23,7 @@ from checkpoints import Net, contents
 from torch import nn
 
 import fullshard
-from fullshard.weights import commit, load_weights, reading, save_weights
+from fullshard.weights import Drop, Keep, commit, load_weights, reading, save_weights
 from fullshard.weights.commit import Replacement, beside
 from fullshard.weights.headers import BadFile
 from fullshard.weights.layout import lay_out
@@ -130,7 +131,7 @@ sys.path[:0] = {sys.path!r}
 from pathlib import Path
 from test_directories import uniform
 from fullshard.weights import commit, save_weights
-def killed(old, new, ours):
+def killed(old, new, ours, single):
     (old / "made").write_text("unseen")
     os._exit(9)
 commit._move_over = killed
@@ -179,7 +180,7 @@ def test_a_killed_save_whose_children_live_on_holds_nobody_up_and_loses_nothing(
     folder = tmp_path / "run"
     save_weights(uniform(1.0), folder)
     how = """
-def ended(old, new, ours):
+def ended(old, new, ours, single):
     (old / "made").write_text("unseen")
     child = os.fork()
     if not child:
@@ -228,7 +229,7 @@ def test_an_interrupt_behind_the_exchange_leaves_the_rest_to_the_next_save(tmp_p
     folder = tmp_path / "run"
     save_weights(uniform(1.0), folder)
 
-    def interrupted(old: Path, new: Path, ours: object) -> None:
+    def interrupted(old: Path, new: Path, ours: object, single: str) -> None:
         (old / "made").write_text("unseen")
         raise KeyboardInterrupt
 
@@ -556,3 +557,34 @@ def test_further_files_are_no_weights_and_have_contents(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=told):
             save_weights(uniform(1.0), tmp_path / "run", extra=extra)  # type: ignore[arg-type]
         assert not list(tmp_path.iterdir())
+
+
+def test_adapters_alone_are_saved_beside_the_weights_and_other_weights_are_named(tmp_path: Path) -> None:
+    class Adapted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.lora_a, self.lora_b = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.zeros(4, 2))
+
+    model, folder = Adapted(), tmp_path / "both"
+    save_weights(model, folder, key_map=[Drop("lora_")])
+    (folder / "pytorch_model.bin").write_bytes(b"old")
+    (folder / "optimizer.bin").write_bytes(b"state")
+    before = contents(folder)
+    saved = save_weights(model, folder, key_map=[Keep("lora_")], filename="adapter_model.safetensors", max_shard_bytes=32)
+    names = {f"adapter_model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    assert set(saved.files) == names and sorted(saved.others) == ["model.safetensors", "pytorch_model.bin"]
+    assert set(contents(folder)) == {*before, *names, "adapter_model.safetensors.index.json"}
+    assert {name: data for name, data in contents(folder).items() if name in before} == before, "others' files are as they were"
+    index = json.loads((folder / "adapter_model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {"lora_a", "lora_b"} and set(index["weight_map"].values()) == names
+    again = save_weights(model, folder, key_map=[Keep("lora_")], filename="adapter_model.safetensors")
+    assert again.files == ("adapter_model.safetensors",) and not names & set(contents(folder)), "the old ones are replaced"
+    with torch.no_grad():
+        model.lora_a.fill_(7.0)
+    loaded = load_weights(model, folder / "adapter_model.safetensors", missing=["^(weight|bias)$"])
+    assert loaded.missing == ("weight", "bias") and bool((model.lora_a == 1).all())
+    for name in ("adapter.bin", "a/b.safetensors", "", 5):
+        with pytest.raises(ValueError, match="filename must be a name that ends in .safetensors"):
+            save_weights(model, folder, filename=name)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="Keep.*'lorra_'.* fits no tensor"):
+        save_weights(model, folder, key_map=[Keep("lorra_")])

@@ -39,7 +39,7 @@ from fullshard.weights.converting import Converted, convert_weights
 from fullshard.weights.ema import EMA
 from fullshard.weights.loading import Loaded, load_weights
 from fullshard.weights.published import transformers_rules
-from fullshard.weights.rules import Convert, Drop, Merge, Rename, RenameBy, Sort, Split, Stack, Transpose, Unstack
+from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Sort, Split, Stack, Transpose, Unstack
 from fullshard.weights.saving import Saved, save_weights
 from fullshard.weights.streaming import iter_full
 
@@ -48,6 +48,7 @@ __all__ = [
     "Convert",
     "Converted",
     "Drop",
+    "Keep",
     "Loaded",
     "Merge",
     "Rename",

@@ -25,7 +25,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fullshard.weights.layout import CheckpointLayout, is_weights
+from fullshard.weights.headers import SINGLE
+from fullshard.weights.layout import CheckpointLayout, index_of, is_weights, may_be_weights
 
 Extra = Mapping[str, str | bytes | os.PathLike[str]] | Callable[[Path], object]
 
@@ -42,13 +43,15 @@ class Replacement:
 
     directory: links are followed, so that a link stays one, and its target is replaced.
     token: unique to this save; alike on all ranks, of which the first calls `prepare`, `add` and `commit`.
+    single: of the file of weights if there is one.
 
     Raises:
         ValueError: if the path is empty.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], token: str) -> None:
-        self.directory = resolved(directory)
+    def __init__(self, directory: str | os.PathLike[str], token: str, single: str = SINGLE) -> None:
+        self.directory, self._single = resolved(directory), single
+        self.others: tuple[str, ...] = ()  # files beside those of this save that may be weights, after `commit`
         self._staging = beside(self.directory)
         self.path = self._staging / token
         self._owner: int | None = None  # descriptor of the locked file
@@ -80,7 +83,7 @@ class Replacement:
             finally:
                 os.close(descriptor)
         if layout.index is not None:
-            (self.path / "model.safetensors.index.json").write_text(layout.index, encoding="utf-8")
+            (self.path / index_of(layout.name)).write_text(layout.index, encoding="utf-8")
 
     def _clear_leftovers(self, owner: Mapping[str, object]) -> None:
         """Remove what an unfinished save left; what others put into the directory during its exchange is moved over.
@@ -98,7 +101,7 @@ class Replacement:
         for entry in (entry for entry in found if entry.is_dir() and not entry.is_symlink()):
             is_old = entry.name.endswith(_OLD) or (entry.name == owner.get("token") and _inode(entry) != owner.get("inode"))
             if is_old and isinstance(ours, list) and self.directory.is_dir():
-                _move_over(entry, self.directory, ours)
+                _move_over(entry, self.directory, ours, self._single)
         for entry in found:
             _remove(entry)
 
@@ -133,7 +136,7 @@ class Replacement:
             kind = type(extra).__name__
             raise ValueError(f"extra must be a dict of names and contents, or a function of a path, got a {kind}")
         for name, content in ({} if extra is None or callable(extra) else extra).items():
-            if not isinstance(name, str) or Path(name).name != name or is_weights(name):
+            if not isinstance(name, str) or Path(name).name != name or is_weights(name, self._single):
                 raise ValueError(f"extra has {name!r}, which is no name of a further file")
             if isinstance(content, str | bytes):
                 (self.path / name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -143,7 +146,7 @@ class Replacement:
                 kind = type(content).__name__
                 raise ValueError(f"extra has a {kind} for {name!r}, expected its text or bytes, or the pathlib.Path of a file")
         for entry in self.path.iterdir():
-            if is_weights(entry.name) and before.get(entry.name) != entry.stat().st_ino:
+            if is_weights(entry.name, self._single) and before.get(entry.name) != entry.stat().st_ino:
                 raise ValueError(
                     f"extra wrote {entry.name!r}, which is a name of weights, over those of the model: give it another name"
                 )
@@ -181,7 +184,7 @@ class Replacement:
         """Take the old content apart, and give the staging folder up."""
         if old is not None:
             try:
-                _move_over(old, self.directory, ours)
+                _move_over(old, self.directory, ours, self._single)
             except OSError as failure:
                 warnings.warn(
                     f"{self.directory} is saved, but its old content could not be removed from {old}, and may have files of "
@@ -196,12 +199,13 @@ class Replacement:
             return
         for entry in sorted(self.directory.iterdir()):
             place = self.path / entry.name
-            if is_weights(entry.name) or os.path.lexists(place):
+            if is_weights(entry.name, self._single) or os.path.lexists(place):
                 continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.copytree(entry, place, symlinks=True, copy_function=_link)
             else:
                 _link(entry, place)
+                self.others += (entry.name,) if may_be_weights(entry.name) else ()
         status = os.stat(self.directory)
         with suppress(PermissionError):
             os.chown(self.path, status.st_uid, status.st_gid)
@@ -412,14 +416,14 @@ def warn_of_leftover(source: object) -> None:
 # --- files that others have there ---
 
 
-def _move_over(old: Path, new: Path, ours: Container[str]) -> None:
+def _move_over(old: Path, new: Path, ours: Container[str], single: str) -> None:
     """Remove the old content, and move to the new one what others created meanwhile.
 
-    ours: names that the save wrote.
+    ours: names that the save wrote.      single: of a file of weights if there is one.
     """
     for _ in range(_LOOKS):
         for entry in sorted(old.iterdir()):
-            if is_weights(entry.name) or entry.name in ours:
+            if is_weights(entry.name, single) or entry.name in ours:
                 _remove(entry)
             else:
                 _merge(entry, new / entry.name)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.holdings import ModelTensor
-from fullshard.weights.rules import Convert, Drop, Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
+from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
 from fullshard.weights.texts import nearest, printable
 
 
@@ -209,7 +209,7 @@ def _check(rule: Any) -> None:
 
 def _patterns(rule: Any) -> tuple[tuple[str, ...], bool]:
     """The regular expressions of a rule, and whether they stand for whole names."""
-    if isinstance(rule, Rename | Drop | Transpose):
+    if isinstance(rule, Rename | Drop | Keep | Transpose):
         return (rule.pattern,), False
     if isinstance(rule, Merge | Convert):
         return tuple(rule.sources), True
@@ -266,6 +266,12 @@ def _(rule: Drop, state: State) -> State:
     if state and not left:
         raise MapError(f"{rule} leaves no tensor")
     return left
+
+
+@_applied.register
+def _(rule: Keep, state: State) -> State:
+    """The state with nothing else."""
+    return {name: tensor for name, tensor in state.items() if re.search(rule.pattern, name)} or state
 
 
 @_applied.register

@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from fullshard.weights.headers import INDEX, SINGLE, FileTensor, header_bytes
+from fullshard.weights.headers import SINGLE, FileTensor, header_bytes
 
 _ALIGNMENT = [
     torch.bool,
@@ -55,10 +55,14 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """The files of a checkpoint. index: the text of the index, None if there is one file."""
+    """The files of a checkpoint.
+
+    index: the text of the index, None if there is one file.      name: of the file if there is one.
+    """
 
     files: tuple[OutputFile, ...]
     index: str | None
+    name: str = SINGLE
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +77,7 @@ def lay_out(
     parameters: int,
     together: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
+    name: str = SINGLE,
 ) -> CheckpointLayout:
     """Say where each tensor is.
 
@@ -82,6 +87,7 @@ def lay_out(
         parameters: elements of all parameters, for the index.
         together: by name, alike for tensors that are in one file, as if they were one.
         metadata: of each file; {"format": "pt"} if None.
+        name: of the file if there is one; several are numbered before its ending.
     """
     files: list[list[Named]] = []
     current: list[Named] = []
@@ -98,15 +104,15 @@ def lay_out(
         size += nbytes
     if current or not files:
         files.append(current)
-    names = [SINGLE if len(files) == 1 else _numbered(number, len(files)) for number in range(len(files))]
-    found = tuple(_output(name, members, metadata or {"format": "pt"}) for name, members in zip(names, files))
+    names = [name if len(files) == 1 else _numbered(name, number, len(files)) for number in range(len(files))]
+    found = tuple(_output(one, members, metadata or {"format": "pt"}) for one, members in zip(names, files))
     if len(files) == 1:
-        return CheckpointLayout(found, None)
+        return CheckpointLayout(found, None, name)
     told = {
         "metadata": {"total_parameters": parameters, "total_size": sum(map(_nbytes, tensors))},
-        "weight_map": {name: file for file, members in zip(names, files) for name, _, _ in members},
+        "weight_map": {tensor: file for file, members in zip(names, files) for tensor, _, _ in members},
     }
-    return CheckpointLayout(found, json.dumps(told, indent=2, sort_keys=True) + "\n")
+    return CheckpointLayout(found, json.dumps(told, indent=2, sort_keys=True) + "\n", name)
 
 
 def _blocks(tensors: Sequence[Named], together: Mapping[str, str]) -> list[list[Named]]:
@@ -118,8 +124,8 @@ def _blocks(tensors: Sequence[Named], together: Mapping[str, str]) -> list[list[
     return list(found.values())
 
 
-def _numbered(number: int, many: int) -> str:
-    return SINGLE.replace(".", f"-{number + 1:05d}-of-{many:05d}.", 1)
+def _numbered(name: str, number: int, many: int) -> str:
+    return name.replace(".", f"-{number + 1:05d}-of-{many:05d}.", 1)
 
 
 def _nbytes(tensor: Named) -> int:
@@ -136,10 +142,20 @@ def _output(name: str, members: Sequence[Named], metadata: Mapping[str, str]) ->
     return OutputFile(name, header, at, tuple(found))
 
 
-def is_weights(name: str) -> bool:
-    """Whether a file of this name is one of a checkpoint, which the next one replaces."""
-    head, _, tail = SINGLE.partition(".")
-    return name in (SINGLE, INDEX) or (name.startswith(f"{head}-") and name.endswith(f".{tail}"))
+def index_of(single: str) -> str:
+    """The name of the index of files that are called so."""
+    return f"{single}.index.json"
 
 
-__all__ = ["CheckpointLayout", "OutputFile", "is_weights", "lay_out"]
+def is_weights(name: str, single: str = SINGLE) -> bool:
+    """Whether a file of this name is one of a checkpoint, which the next one replaces. single: of the file if there is one."""
+    head, _, tail = single.partition(".")
+    return name in (single, index_of(single)) or (name.startswith(f"{head}-") and name.endswith(f".{tail}"))
+
+
+def may_be_weights(name: str) -> bool:
+    """Whether a file of this name may have weights of another save or program."""
+    return name.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")) and "optim" not in name
+
+
+__all__ = ["CheckpointLayout", "OutputFile", "index_of", "is_weights", "lay_out", "may_be_weights"]

@@ -62,6 +62,23 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Leave all other tensors out, as to save adapters alone.
+
+    Args:
+        pattern: a regular expression, found anywhere in the names that stay.
+        optional: whether it may fit no tensor, as in rules for several models; then all stay. Otherwise that is an error.
+
+    Example:
+        >>> Keep("[.]lora_[AB][.]")
+        Keep(pattern='[.]lora_[AB][.]')
+    """
+
+    pattern: str
+    optional: bool = field(default=False, kw_only=True, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Merge:
     r"""Join several tensors to one, behind each other along a dim.
 
@@ -202,6 +219,6 @@ class Sort:
     """
 
 
-Rule = Rename | RenameBy | Drop | Merge | Split | Stack | Unstack | Transpose | Convert | Sort
+Rule = Rename | RenameBy | Drop | Keep | Merge | Split | Stack | Unstack | Transpose | Convert | Sort
 
-__all__ = ["Convert", "Drop", "Merge", "Rename", "RenameBy", "Rule", "Sort", "Split", "Stack", "Transpose", "Unstack"]
+__all__ = ["Convert", "Drop", "Keep", "Merge", "Rename", "RenameBy", "Rule", "Sort", "Split", "Stack", "Transpose", "Unstack"]

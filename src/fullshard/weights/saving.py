@@ -19,7 +19,7 @@ from fullshard.weights.background import Saving, StoreMeeting, join_saves
 from fullshard.weights.commit import Extra, Replacement
 from fullshard.weights.ema import EMA
 from fullshard.weights.exchange import Exchange, Receive, Send
-from fullshard.weights.headers import FileTensor
+from fullshard.weights.headers import SINGLE, FileTensor
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
 from fullshard.weights.meeting import Meeting
@@ -42,6 +42,8 @@ class Saved:
         seconds: in all.
         files: names of the files with weights.
         directory: where they are.
+        others: further files there that may be weights, and that this save did not write, as those of an older model; on the
+            first rank.
 
     Example:
         >>> save_weights(model, "checkpoint").files                                           # doctest: +SKIP
@@ -53,6 +55,7 @@ class Saved:
     seconds: float
     files: tuple[str, ...]
     directory: str
+    others: tuple[str, ...] = ()
 
 
 @overload
@@ -67,6 +70,7 @@ def save_weights(
     weights: EMA | None = ...,
     step: int | None = ...,
     keep: int | None = ...,
+    filename: str = ...,
     threads: int = ...,
     buffer_bytes: int = ...,
     background: Literal[False] = ...,
@@ -85,6 +89,7 @@ def save_weights(
     weights: EMA | None = ...,
     step: int | None = ...,
     keep: int | None = ...,
+    filename: str = ...,
     threads: int = ...,
     buffer_bytes: int = ...,
     background: Literal[True],
@@ -102,6 +107,7 @@ def save_weights(
     weights: EMA | None = None,
     step: int | None = None,
     keep: int | None = None,
+    filename: str = SINGLE,
     threads: int = 8,
     buffer_bytes: int = 256 << 20,
     background: bool = False,
@@ -126,6 +132,8 @@ def save_weights(
         step: of the training: the checkpoint is the directory `step-{step}` in `directory`, beside those of other steps, and
             the link `latest` leads to it in the end.
         keep: how many steps stay, those that were saved last; None keeps all.
+        filename: of the file of weights if there is one, as "adapter_model.safetensors" for adapters alone (with `Keep`);
+            several are numbered before its ending. Weights of other names in the directory are kept, and named in the report.
         threads: that write at a time.
         buffer_bytes: of host memory for what cannot be written from the shards: other dtypes and devices, rows of other ranks.
         background: whether to copy what this rank writes to the memory of the host, return, and write behind the training,
@@ -150,6 +158,8 @@ def save_weights(
     _check(max_shard_bytes=max_shard_bytes, threads=threads, buffer_bytes=buffer_bytes, dtype=dtype, background=background)
     if keep is not None and step is None:
         raise ValueError(f"keep={keep!r} is of steps: pass step=, too")
+    if not isinstance(filename, str) or os.path.basename(filename) != filename or not filename.endswith(".safetensors"):
+        raise ValueError(f"filename must be a name that ends in .safetensors, as 'adapter_model.safetensors', got {filename!r}")
     steps = None if step is None else Steps(directory, step, keep)
     tensors = tensors_of(model)
     for unit in tensors.units:
@@ -160,12 +170,12 @@ def save_weights(
     meeting = Meeting(tensors, "save_weights()")
     meeting.run(join_saves)
     meeting.run(lambda: check_values(model, tensors.units, "save_weights()"))
-    layout, outputs = meeting.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes))
+    layout, outputs = meeting.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes, filename))
     meeting.check_alike("key_map, dtype or max_shard_bytes", _told(layout, outputs))
     limit = max(1, buffer_bytes // 4)
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
     token = meeting.first(uuid.uuid4().hex.encode()).decode()
-    replacement = Replacement(directory if steps is None else steps.directory, token)
+    replacement = Replacement(directory if steps is None else steps.directory, token, filename)
     save = _Save(meeting, tensors, layout, replacement, steps, began, threads=threads, limit=limit, keeps=background)
     # All ranks connect before one of them goes on: a connection to one that has ended waits for minutes.
     connect = partial(StoreMeeting, token, meeting.index, len(meeting.ranks))
@@ -195,7 +205,7 @@ def _check(*, max_shard_bytes: object, threads: object, buffer_bytes: object, dt
 
 
 def _outputs(
-    tensors: ModelTensors, key_map: KeyMap, dtype: torch.dtype | None, max_shard_bytes: int
+    tensors: ModelTensors, key_map: KeyMap, dtype: torch.dtype | None, max_shard_bytes: int, filename: str
 ) -> tuple[CheckpointLayout, list[tuple[FileTensor, Mapped]]]:
     """The files, and what each tensor in them is made of."""
     on_meta = [held.names[0] for held in tensors.held if held.local.device.type == "meta"]
@@ -208,7 +218,7 @@ def _outputs(
     named = [(name, _dtype_of(one.dtype, dtype), one.shape) for name, one in mapped.items()]
     parameters = sum(held.target.nbytes // held.target.dtype.itemsize for held in tensors.held if held.is_parameter)
     together = {name: one.together for name, one in mapped.items() if one.together is not None}
-    layout = lay_out(named, max_shard_bytes=max_shard_bytes, parameters=parameters, together=together)
+    layout = lay_out(named, max_shard_bytes=max_shard_bytes, parameters=parameters, together=together, name=filename)
     places = {tensor.name: tensor for file in layout.files for tensor in file.tensors}
     return layout, [(places[name], one) for name, one in mapped.items()]
 
@@ -295,7 +305,8 @@ class _Save:
         self.writer.close()
         files = tuple(file.name for file in self._layout.files)
         seconds = time.perf_counter() - self._began
-        return Saved(self.writer.written, self._exchange.sent, seconds, files, str(self.replacement.directory))
+        where, others = str(self.replacement.directory), self.replacement.others
+        return Saved(self.writer.written, self._exchange.sent, seconds, files, where, others)
 
     def _commit(self) -> None:
         if self._is_first:
