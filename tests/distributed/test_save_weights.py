@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import CUTS, Net, check, contents, expected, loaded, saved, sharded, values
+from checkpoints import CUTS, Net, check, contents, expected, loaded, saved, sharded, values, written
 from harness import World, ranks
+from torch import nn
 
 import fullshard
+from fullshard import load_weights, save_weights
 from fullshard.weights.rules import Convert, Merge, Rename, Split, Transpose
 
 
@@ -158,3 +161,60 @@ def test_every_call_that_fails_leaves_the_old_directory_whole(world: World, call
     again = sharded(world, "rows")
     fullshard.load_weights(again, folder)
     check(again, {name: tensor + 1 if name != "mean" else tensor for name, tensor in values().items()})
+
+
+@ranks(2)
+def test_every_rank_puts_files_of_its_own_into_the_same_commit(world: World) -> None:
+    torch.manual_seed(0)
+    model = fullshard.fully_shard(nn.Linear(8, 8), mesh=world.mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    ema = fullshard.EMA(model, 0.9)
+    folder = world.folder("training") / "run"
+
+    def write(path: Path) -> None:
+        local = {k: v.to_local() for k, v in optimizer.state[model.weight].items() if hasattr(v, "to_local")}
+        state = {"optimizer": local, "averages": {k: v.to_local() for k, v in ema.state_dict()["averages"].items()}}
+        torch.save({**state, "generator": torch.get_rng_state(), "step": 1}, path / f"training-{world.rank}.pt")
+
+    save_weights(model, folder, each_rank=write)
+    dist.barrier()
+    assert {path.name for path in folder.iterdir()} == {"model.safetensors", "training-0.pt", "training-1.pt"}
+    mine = torch.load(folder / f"training-{world.rank}.pt")
+    assert torch.equal(mine["optimizer"]["exp_avg"], optimizer.state[model.weight]["exp_avg"].to_local()) and mine["step"] == 1
+
+    def fails(path: Path) -> None:
+        if world.rank == 1:
+            raise OSError("no room")
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3.0)
+    with pytest.raises((OSError, RuntimeError), match="no room"):
+        save_weights(model, folder, each_rank=fails)
+    with pytest.raises((ValueError, RuntimeError), match="each_rank wrote 'model.safetensors', which is a name of weights"):
+        save_weights(model, folder, each_rank=lambda path: (path / "model.safetensors").unlink() or _touch(path))
+    dist.barrier()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "all or nothing"
+
+
+def _touch(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"")
+
+
+@ranks(2)
+def test_a_state_dict_of_what_a_load_left_without_values_is_said(world: World) -> None:
+    folder = written(world, "half", {"weight": torch.ones(8, 8)})
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    fullshard.fully_shard(model, mesh=world.mesh)
+    load_weights(model, folder, strict=False)
+    with pytest.warns(UserWarning, match=r"state_dict\(\) of unit .*load_weights\(\) allocated parameter 'bias', and nothing"):
+        model.state_dict()
+    with torch.no_grad():
+        model.bias.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.state_dict()

@@ -24,6 +24,7 @@ from fullshard.runtime.late_grads import check_hidden
 from fullshard.runtime.replicas import share_buffers
 from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit
+from fullshard.runtime.unwritten import warn_of_unwritten
 from fullshard.schedule.records import ForwardCall
 from fullshard.schedule.residency import Residency
 
@@ -181,6 +182,8 @@ class StateHooks:
             return
         if self._unit.residency is not Residency.SHARDED:
             runtime_of(self._unit).requests.ensure_sharded(self._unit, doing="state_dict()")
+        if self._unit.checks.uninitialized is not None:
+            warn_of_unwritten(self._unit)
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from fullshard.errors import StateError
+from fullshard.errors import StateError, warn_once
 from fullshard.params.uninitialized import UninitializedTensors
 from fullshard.runtime.unit import Unit, own_modules
 
@@ -57,4 +57,16 @@ def check_written(unit: Unit) -> None:
     unit.checks.uninitialized = None
 
 
-__all__ = ["check_written", "mark_unwritten", "on_meta"]
+def warn_of_unwritten(unit: Unit) -> None:
+    """Say, in a state dict, what `load_weights` left without values. It is no error: a load may be about to fill the dict."""
+    fresh = unit.checks.uninitialized
+    left = fresh.remaining() if fresh is not None and fresh.by.startswith("load_weights()") else []
+    if fresh is not None and left:
+        names = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
+        warn_once(
+            f"state_dict() of unit '{unit.name}': {fresh.by} {names}, and nothing has written it since. What the dict holds "
+            "there are no values: fill it by a load before it is saved"
+        )
+
+
+__all__ = ["check_written", "mark_unwritten", "on_meta", "warn_of_unwritten"]

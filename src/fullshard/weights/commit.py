@@ -129,7 +129,7 @@ class Replacement:
         Raises:
             ValueError: for the name of a weights file, for a path, and for content that is no text, bytes or path.
         """
-        before = {entry.name: entry.stat().st_ino for entry in self.path.iterdir()}
+        before = self.weights()
         if callable(extra):
             extra(self.path)
         if not (extra is None or callable(extra) or isinstance(extra, Mapping)):
@@ -145,11 +145,25 @@ class Replacement:
             else:
                 kind = type(content).__name__
                 raise ValueError(f"extra has a {kind} for {name!r}, expected its text or bytes, or the pathlib.Path of a file")
-        for entry in self.path.iterdir():
-            if is_weights(entry.name, self._single) and before.get(entry.name) != entry.stat().st_ino:
-                raise ValueError(
-                    f"extra wrote {entry.name!r}, which is a name of weights, over those of the model: give it another name"
-                )
+        self.check_weights(before, "extra")
+
+    def weights(self) -> dict[str, int]:
+        """The inode of each file of weights."""
+        return {entry.name: entry.stat().st_ino for entry in self.path.iterdir() if is_weights(entry.name, self._single)}
+
+    def check_weights(self, before: Mapping[str, int], who: str) -> None:
+        """Refuse files of weights that somebody else wrote. Raises ValueError naming one."""
+        wrong = [name for name, inode in self.weights().items() if before.get(name) != inode]
+        if wrong:
+            raise ValueError(
+                f"{who} wrote {wrong[0]!r}, which is a name of weights, over those of the model: give it another name"
+            )
+
+    def sync_others(self) -> None:
+        """Have what is beside the weights on the disk, as far as this process sees it."""
+        for entry in self.path.rglob("*"):
+            if entry.is_file() and not is_weights(entry.name, self._single):
+                _sync(entry)
 
     # --- into its place ---
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -71,6 +72,7 @@ def save_weights(
     step: int | None = ...,
     keep: int | None = ...,
     filename: str = ...,
+    each_rank: Callable[[Path], object] | None = ...,
     threads: int = ...,
     buffer_bytes: int = ...,
     background: Literal[False] = ...,
@@ -90,6 +92,7 @@ def save_weights(
     step: int | None = ...,
     keep: int | None = ...,
     filename: str = ...,
+    each_rank: Callable[[Path], object] | None = ...,
     threads: int = ...,
     buffer_bytes: int = ...,
     background: Literal[True],
@@ -108,6 +111,7 @@ def save_weights(
     step: int | None = None,
     keep: int | None = None,
     filename: str = SINGLE,
+    each_rank: Callable[[Path], object] | None = None,
     threads: int = 8,
     buffer_bytes: int = 256 << 20,
     background: bool = False,
@@ -134,6 +138,8 @@ def save_weights(
         keep: how many steps stay, those that were saved last; None keeps all.
         filename: of the file of weights if there is one, as "adapter_model.safetensors" for adapters alone (with `Keep`);
             several are numbered before its ending. Weights of other names in the directory are kept, and named in the report.
+        each_rank: called on every rank with the path of the new content, to write files of its own into the same commit, as
+            the optimizer's part of a rank; their names must differ from rank to rank.
         threads: that write at a time.
         buffer_bytes: of host memory for what cannot be written from the shards: other dtypes and devices, rows of other ranks.
         background: whether to copy what this rank writes to the memory of the host, return, and write behind the training,
@@ -184,6 +190,8 @@ def save_weights(
         meeting.run(save.prepare)
         save.run(plan)
         meeting.run(lambda: save.add(extra))
+        if each_rank is not None:
+            meeting.run(lambda: save.add_of_rank(each_rank))
         if behind is None:
             return save.finish(meeting)
     except BaseException:
@@ -292,6 +300,13 @@ class _Save:
         """Add further files."""
         if self._is_first:
             self.replacement.add(extra)
+
+    def add_of_rank(self, write: Callable[[Path], object]) -> None:
+        """Add files that this rank writes, and have them on the disk."""
+        before = self.replacement.weights()
+        write(self.replacement.path)
+        self.replacement.check_weights(before, "each_rank")
+        self.replacement.sync_others()
 
     def finish(self, meeting: Meeting | StoreMeeting) -> Saved:
         """Have all of it on the disk, and in its place. Collective."""
