@@ -348,6 +348,7 @@ def predicted(o: argparse.Namespace, ranks: int) -> fullshard.Explanation:
         plan=ModuleWrapPolicy({Block}),
         mp_policy=bf16 if o.bf16 else fullshard.MixedPrecisionPolicy(),
         loss=lambda logits: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) / o.accumulate,
+        keep_output=False,  # the loop gives the logits no name
         optimizer=lambda parameters: torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1),
         microbatches=o.accumulate,
     )

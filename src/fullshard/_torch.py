@@ -187,6 +187,7 @@ __all__ = [
     "whole_of",
     "world_size",
     "writes",
+    "written_to",
 ]
 
 
@@ -398,6 +399,15 @@ def makes_parameter() -> bool:
 def writes(operation: Any) -> bool:
     """Whether an operation of torch writes to what it is given."""
     return operation._schema.is_mutable
+
+
+def written_to(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation of torch was given and writes to, also those of lists."""
+    if not operation._schema.is_mutable:
+        return []
+    names = [(at, known.name) for at, known in enumerate(operation._schema.arguments) if known.is_write]
+    given = [args[at] if at < len(args) else kwargs.get(name) for at, name in names]
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
 
 
 def only_writes(operation: Any) -> bool:

@@ -65,6 +65,19 @@ def of_a_written_tensor(m: Any, x: Tensor, mask: Tensor) -> Tensor:
     return twice(m, x, mask) if int(torch.full((2,), 3).sum()) == 6 and _unknown(six) else once(m, x, mask)
 
 
+def of_an_alias(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    known = [torch.full((2,), 3, device=x.device) for _ in range(4)]
+    known[0].data.mul_(mask.sum())
+    known[1].view(2, 1)[0].copy_(mask[:1])
+    torch._foreach_mul_([known[2]], [mask.sum()])
+    return twice(m, x, mask) if [_unknown(one.sum()) for one in known] == [True, True, True, False] else once(m, x, mask)
+
+
+def of_numbers(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    made = torch.tensor([1.0, 2.0], device=x.device), torch.as_tensor(data=[3, 4], device=x.device)
+    return twice(m, x, mask) if float(made[0].sum()) == 3.0 and int(made[1].sum()) == 7 else once(m, x, mask)
+
+
 def _unknown(tensor: Tensor) -> bool:
     try:
         int(tensor)
@@ -85,7 +98,7 @@ def of_equal(m: Any, x: Tensor, mask: Tensor) -> Tensor:
     return once(m, x, mask) if torch.equal(m.turns, m.turns + 1) or torch.equal(m.turns, x) else twice(m, x, mask)
 
 
-@pytest.mark.parametrize("forward_of", [of_positions, of_a_written_tensor, of_a_buffer, of_equal])
+@pytest.mark.parametrize("forward_of", [of_positions, of_a_written_tensor, of_an_alias, of_numbers, of_a_buffer, of_equal])
 def test_what_shapes_constants_and_buffers_decide_is_computed(forward_of: Callable[..., Tensor]) -> None:
     assert flops(forward_of) == TWICE
 

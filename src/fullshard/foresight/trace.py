@@ -634,7 +634,6 @@ class _Step:
     def run(self, answers: Answers, known: Mapping[str, Known]) -> Trace:
         """Trace it once."""
         model, recorder = self._model, _Recorder(self._footprints, answers)
-        versions = {name: buffer._version for name, buffer in model.named_buffers()}
         with (
             collector_paused(),
             _computing_in(model, self._precision.parameters),
@@ -651,7 +650,10 @@ class _Step:
             _run_step(model, self._batch, self._loss, self._precision, recorder, keep_output=self._keep_output)
         self.asked = self.asked or bool(answers.asked)
         self.used |= answers.used
-        self.written |= {name for name, buffer in model.named_buffers() if versions.get(name) != buffer._version}
+        wrote = recorder.values.written
+        self.written |= {
+            name for name, buffer in model.named_buffers() if _torch.storage_key(_torch.local_part(buffer)) in wrote
+        }
         seen = {name: frozenset(dtypes) for name, dtypes in recorder.inputs.items()}
         return Trace(tuple(recorder.events), buffers, inputs, recorder.kept, recorder.recomputed, seen, compiled=self.compiled)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class Known:
 _WITHOUT_VALUES = {
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
+    torch.ops.aten.empty_permuted,
     torch.ops.aten.empty_strided,
     torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
@@ -76,32 +78,50 @@ _WITHOUT_VALUES = {
 
 
 class Values:
-    """What tensors on meta hold, by tensor and as long as nothing unknown is written to it."""
+    """What tensors on meta hold, by tensor and until something is written to their storage, by whatever view or alias.
+
+    written: storages that were written to, as `_torch.storage_key` numbers them.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Tensor], Known, int]] = {}
+        self._found: dict[int, tuple[weakref.ref[Tensor], Known]] = {}
+        self._in: dict[int, set[int]] = {}  # by storage, the tensors in it of which something is known
+        self.written: set[int] = set()
 
-    def keep(self, tensor: Tensor, known: Known, written: int = 0) -> None:
-        """A tensor holds this. written: how often it will have been written to more than so far."""
-        key = id(tensor)
+    def keep(self, tensor: Tensor, known: Known) -> None:
+        """A tensor holds this."""
+        key, storage = id(tensor), _torch.storage_key(tensor)
 
         def forget(ref: object) -> None:
             if key in self._found and self._found[key][0] is ref:
                 del self._found[key]
+                self._in.get(storage, set()).discard(key)
 
-        if not tensor.is_inference():  # which count no writes
-            self._found[key] = weakref.ref(tensor, forget), known, tensor._version + written
+        self._found[key] = weakref.ref(tensor, forget), known
+        self._in.setdefault(storage, set()).add(key)
 
     def find(self, tensor: Tensor) -> Known | None:
         """What a tensor holds, None if that is not known."""
         found = self._found.get(id(tensor))
         if found is None:
             return None if tensor.device.type == "meta" else Known.constant(tensor)
-        ref, known, version = found
-        return known if ref() is tensor and tensor._version == version else None
+        ref, known = found
+        return known if ref() is tensor else None
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """An operator ran: what it returns is known if all that it was given is."""
+        made = self._made_by(func, args, kwargs, out)
+        for tensor in _torch.written_to(func, args, kwargs):
+            self._forget_storage(_torch.storage_key(tensor))
+        for tensor, known in made:
+            self.keep(tensor, known)
+
+    def _forget_storage(self, storage: int) -> None:
+        self.written.add(storage)
+        for key in self._in.pop(storage, ()):
+            self._found.pop(key, None)
+
+    def _made_by(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> list[tuple[Tensor, Known]]:
         of_batch = False
 
         def known(given: Any) -> Any:
@@ -117,23 +137,21 @@ class Values:
             return given
 
         if func.overloadpacket in _WITHOUT_VALUES or torch.Tag.nondeterministic_seeded in func.tags:
-            return
+            return []
         outs = out if isinstance(out, (list, tuple)) else [out]
         if not any(isinstance(one, Tensor) and one.device.type == "meta" for one in outs):
-            return
+            return []
         try:
             given = [known(arg) for arg in args]
             named = {name: known(arg) for name, arg in kwargs.items()}
         except LookupError:
-            return
-        for index, one in enumerate(outs):
-            if isinstance(one, Tensor):
-                which = index if isinstance(out, (list, tuple)) else None
-                self.keep(
-                    one,
-                    Known(func, given, named, one.numel(), which, of_batch=of_batch),
-                    written=int(_torch.writes(func)),
-                )
+            return []
+        several = isinstance(out, (list, tuple))
+        return [
+            (one, Known(func, given, named, one.numel(), index if several else None, of_batch=of_batch))
+            for index, one in enumerate(outs)
+            if isinstance(one, Tensor)
+        ]
 
     def computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool] | None:
         """(what an operator returns whose shape depends on values, whether the batch has a part in it); None if unknown."""
@@ -170,9 +188,10 @@ class ConstantsMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _OF_DATA and isinstance(out, Tensor) and out.device.type == "meta" and not isinstance(args[0], Tensor):
-            with torch.device("cpu"):
-                self._values.keep(out, Known.constant(func(*args, **{**(kwargs or {}), "device": "cpu"})))
+        if func in _OF_DATA and isinstance(out, Tensor) and out.device.type == "meta":
+            with torch.device("cpu"), suppress(Exception):  # of tensors that have no values: not known
+                made = func(*args, **{**(kwargs or {}), "device": "cpu"})
+                self._values.keep(out, Known.constant(made))
         return out
 
 
