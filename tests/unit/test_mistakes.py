@@ -110,6 +110,12 @@ def offloads():
         with torch.autograd.graph.save_on_cpu():
             return m.a(x)
     return changes(forward)
+def steps_in_backward():
+    def hook(p): p.grad = None
+    def build(m): [p.register_post_accumulate_grad_hook(hook) for p in m.a.parameters()]
+    return changes(lambda m, x: m.a(x), build=build)
+def sparse_call():
+    return changes(lambda m, x: F.embedding(x, m.a.weight, sparse=True), batch=torch.zeros(4).long())
 def needs_more():
     class Two(nn.Linear):
         def forward(self, x, mask): return super().forward(x)
@@ -150,7 +156,7 @@ a_number = 3
     "empty.py": "",
     "bad.json": "{",
     "other.json": '{"gpu": {"name": "mine", "speed": 3}}',
-    "a_file": "",
+    "slow.json": '{"gpu": {"name": "mine", "memory": 1, "bf16": 1, "fp32": 1, "bandwidth": 0, "link": 1}}',
 }
 
 CASES: list[tuple[str, str]] = [
@@ -185,7 +191,7 @@ CASES: list[tuple[str, str]] = [
     ("models.py:good --world 4 --with deep=3", r"--with does not fit the factory, good\(rows=4\)"),
     ("models.py:good --world 4 --with rows=many", r"raises TypeError"),
     # models
-    ("models.py:build_raises --world 4", r"build\(\) fails.*ZeroDivisionError"),
+    ("models.py:build_raises --world 4", r"build\(\) raises ZeroDivisionError.*at models.py:\d+"),
     ("models.py:build_item --world 4", r"build\(\) fails.*make there what needs values under torch.device\('cpu'\)"),
     ("models.py:build_number --world 4", r"build\(\) must return an nn.Module, got a int"),
     ("models.py:built --world 4", r"build must be a function that returns the model.*got a module"),
@@ -234,7 +240,7 @@ CASES: list[tuple[str, str]] = [
     ("models.py:good --world 4 --gpu missing.json", r"gpu='missing.json': no such file"),
     ("models.py:good --world 4 --gpu bad.json", r"gpu='bad.json' is no file of `calibrate`"),
     ("models.py:good --world 4 --gpu other.json", r"gpu='other.json' is no file of `calibrate` .*speed"),
-    ("models.py:good --world 4 --gpu folder.json", r"gpu='folder.json': no such file"),
+    ("models.py:good --world 4 --gpu folder.json", r"gpu='folder.json': is a directory"),
     ("models.py:good --world 4 --net pigeon", r"net='pigeon' is not known: give one of ib-200"),
     ("models.py:good --world 4 --plan models.py:missing", r"has no 'missing'"),
     ("models.py:good --world 4 --plan models.py:a_number", r"policy|plan"),
@@ -260,6 +266,18 @@ CASES: list[tuple[str, str]] = [
     ("models.py:good --world 4 --html missing/a.html", r"--html 'missing/a.html' cannot be written: there is no directory"),
     ("models.py:good --world 4 --html folder.py", r"--html 'folder.py' cannot be written: expected the path of a file"),
     ("models.py:good --world 4 --json /dev/full", r"--json '/dev/full' cannot be written: No space left"),
+    ("models.py:good --world 4 --html models.py", r"--html 'models.py' is read by this command and would be overwritten"),
+    ("models.py:good --world 4 --gpu slow.json --json slow.json", r"--json 'slow.json' is read by this command"),
+    ("models.py:good --world 4 --gpu slow.json", r"gpu='slow.json' is no file of `calibrate` \(bandwidth is 0, expected a number above 0"),
+    ("models.py:good --world 4 --png a.docx", r"--png takes a path that ends in .png, got 'a.docx'"),
+    ("models.py:good --world 4 --mesh 2x²", r"--mesh takes sizes"),
+    ("models.py:good --world 4 --with rows=2 --with rows=4", r"--with gives 'rows' twice"),
+    ("models.py:chosen --world 4 --footprint aten::nonzero=routed(1/0)", r"--footprint aten::nonzero takes a number"),
+    ("models.py:chosen --world 4 --footprint aten::nonzero=7", r"the footprint of aten.nonzero gives 7, and the operator returns a tensor"),
+    ("models.py:good --world 4 --microbatches 100000", r"microbatches must be at most 4,096"),
+    ("models.py:good --world 4 --plan whole", r"--plan whole: expected module:name or file.py:name"),
+    ("models.py:steps_in_backward --world 4", r"the gradient of 'a.\w+' is gone where it was to be taken"),
+    ("models.py:sparse_call --world 4", r"the step makes a sparse tensor.*sparse=False"),
     ("models.py:good --world 4 --json a.json --perfetto a.json", r"--perfetto and --json are both 'a.json'"),
 ]  # fmt: skip
 

@@ -100,15 +100,23 @@ def run_explain(options: argparse.Namespace, parts: dict[str, Any], load: Load) 
         raise ValueError(
             f"the factory gives {min(unknown)!r}, which is no argument of explain(): {', '.join(Question.__dataclass_fields__)}"
         )
-    plans = [load(name) for name in options.plan] or [told.pop("plan", "auto")]
+    plans = [_plan(name, load) for name in options.plan] or [told.pop("plan", "auto")]
     told.pop("plan", None)
     found = [explain(**told, plan=plan) for plan in plans]
+    better = search(**told, plan=plans[0], goal=options.find) if options.find else None
+    written = _write(options, found)
     for name, r in zip(options.plan or [""], found):
         print(f"{name}:\n{r}" if len(found) > 1 else r)
-    if options.find:
-        print(search(**told, plan=plans[0], goal=options.find))
-    _write(options, found)
+    for line in (*([] if better is None else [better]), *written):
+        print(line)
     return 0 if found[0].fits else 1
+
+
+def _plan(name: str, load: Load) -> Any:
+    try:
+        return "auto" if name == "auto" else load(name)
+    except ValueError as wrong:
+        raise ValueError(f"--plan {name}: {wrong}") from wrong
 
 
 def _told(options: argparse.Namespace) -> dict[str, Any]:
@@ -142,6 +150,8 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"--with takes NAME=VALUE, as in length=8192, got {text!r}")
+        if name in found:
+            raise ValueError(f"--with gives {name!r} twice: give it once")
         try:
             found[name] = literal_eval(value)
         except (ValueError, SyntaxError):
@@ -164,13 +174,16 @@ def _footprints(given: Sequence[str], load: Load) -> dict[str, Any]:
         if not equals or not name or not value:
             raise ValueError(f"--footprint takes NAME=VALUE, as in model.py:12=True, got {text!r}")
         asked = _ROUTED.fullmatch(value)
-        if asked:
-            share, of, imbalance = asked.groups()
-            found[name] = routed(float(share) / float(of or 1), float(imbalance or 1))
-            continue
         try:
-            found[name] = literal_eval(value)
-        except (ValueError, SyntaxError):
+            if asked:
+                share, of, imbalance = asked.groups()
+                found[name] = routed(float(share) / float(of or 1), float(imbalance or 1))
+            else:
+                found[name] = literal_eval(value)
+        except (ValueError, SyntaxError, ZeroDivisionError) as wrong:
+            if asked or ":" not in value:
+                takes = "a number, True or False, routed(1/8, 1.3), or file.py:function"
+                raise ValueError(f"--footprint {name} takes {takes}, got {value!r} ({wrong})") from wrong
             found[name] = load(value)
     return found
 
@@ -184,19 +197,29 @@ def check_outputs(options: argparse.Namespace) -> None:
     Raises:
         ValueError: naming the option and the path.
     """
+    read = [options.factory, *options.plan]
+    files = [Path(name.rpartition(":")[0]) for name in read] + [Path(name) for name in (options.gpu, options.net) if name]
+    sources = {path.resolve() for path in files if path.suffix in (".py", ".json")}
     seen: dict[Path, str] = {}
     for name in OUTPUTS:
         told = getattr(options, name)
         if told is None:
             continue
-        path, folder = Path(told), Path(told).absolute().parent
         where = f"--{name} {told!r} cannot be written"
-        if not told or path.is_dir():
-            raise ValueError(f"{where}: expected the path of a file")
-        if not folder.is_dir():
-            raise ValueError(f"{where}: there is no directory {str(folder)!r}; make it first")
-        if not os.access(path if path.exists() else folder, os.W_OK):
-            raise ValueError(f"{where}: permission denied")
+        path, folder = Path(told), Path(told).absolute().parent
+        try:
+            if not told or told.endswith(os.sep) or path.is_dir():
+                raise ValueError(f"{where}: expected the path of a file")
+            if not folder.is_dir():
+                raise ValueError(f"{where}: there is no directory {str(folder)!r}; make it first")
+            if not os.access(path if path.exists() else folder, os.W_OK):
+                raise ValueError(f"{where}: permission denied")
+        except OSError as wrong:
+            raise ValueError(f"{where}: {(wrong.strerror or str(wrong)).lower()}") from wrong
+        if name == "png" and path.suffix.lower() != ".png":
+            raise ValueError(f"--png takes a path that ends in .png, got {told!r}")
+        if path.resolve() in sources:
+            raise ValueError(f"--{name} {told!r} is read by this command and would be overwritten: give another path")
         other = seen.setdefault(path.resolve(), name)
         if other != name:
             raise ValueError(f"--{other} and --{name} are both {told!r}: give each a file of its own")
@@ -206,7 +229,7 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 def _sizes(text: str) -> tuple[int, ...]:
     parts = text.lower().split("x")
-    if not all(part.strip().isdigit() for part in parts):
+    if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--mesh takes sizes, as in 8x16, got {text!r}")
     return tuple(int(part) for part in parts)
 
@@ -214,12 +237,14 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _reshard(text: str) -> bool | int:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ValueError(f"--reshard takes true, false, or a number of ranks, got {text!r}")
     return int(text)
 
 
-def _write(options: argparse.Namespace, found: list[Explanation]) -> None:
+def _write(options: argparse.Namespace, found: list[Explanation]) -> list[str]:
+    """Write the files. Returns a line for each."""
+    lines: list[str] = []
     first, *others = found
     write: dict[str, Callable[[str], None]] = {
         "html": lambda path: first.html(path, *others),
@@ -234,7 +259,8 @@ def _write(options: argparse.Namespace, found: list[Explanation]) -> None:
                 write[name](path)
             except OSError as wrong:
                 raise ValueError(f"--{name} {path!r} cannot be written: {wrong.strerror or wrong}") from wrong
-            print(f"written: {Path(path)}")
+            lines.append(f"written: {Path(path)}")
+    return lines
 
 
 __all__ = ["add_calibrate", "add_explain", "check_outputs", "given", "run_calibrate", "run_explain"]

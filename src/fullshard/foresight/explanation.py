@@ -224,6 +224,9 @@ def explain(
     return answer(Question(**locals()))
 
 
+MOST_MICROBATCHES = 4096
+
+
 def answer(question: Question, known: Traced | None = None) -> Explanation:
     """Trace the model, unless what is known serves, and simulate a step."""
     with collector_paused():
@@ -237,6 +240,9 @@ def _answer(question: Question, known: Traced | None) -> Explanation:
     check_machines(question.world, gpu)
     if question.price is not None and not 0 <= question.price < float("inf"):
         raise ValueError(f"price must be that of an hour of one GPU, at least 0, got {question.price!r}")
+    many = question.microbatches
+    if isinstance(many, int) and many > MOST_MICROBATCHES:
+        raise ValueError(f"microbatches must be at most {MOST_MICROBATCHES:,}, each of which is simulated, got {many:,}")
     network = network_of(question.net, gpu)
     check_tensor_parallel(question)
     mesh_of(question.world // question.tensor_parallel, question.mesh)  # all of it is refused before anything is traced

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
+from torch import nn
 
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.allocator import reserved_for
@@ -46,7 +47,20 @@ class Facts:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the answer rests on or leaves out, in lines of the report."""
-        return (*self._of_compiling(), *self._of_float8(), *self._of_network, *self.traced.trace.notes)
+        return (*self._of_compiling(), *self._of_float8(), *self._of_network, *self._of_modules, *self.traced.trace.notes)
+
+    @cached_property
+    def _of_modules(self) -> tuple[str, ...]:
+        """Lines of modules whose step has more than is simulated."""
+        modules = list(self.traced.model.modules())
+        found = []
+        if any(isinstance(module, nn.SyncBatchNorm) for module in modules):
+            found.append("SyncBatchNorm sends messages of its own, which are not simulated")
+        if any(isinstance(module, nn.RNNBase) for module in modules):
+            found.append("recurrent layers are traced step by step, and not as one kernel of cuDNN or of the CPU")
+        if len(self.plan.units) == 1 and sum(any(True for _ in m.parameters(recurse=False)) for m in modules) > 2:
+            found.append("the plan has one unit, which is the whole model: nothing is gathered ahead, and all of it at once")
+        return tuple(found)
 
     @cached_property
     def _of_network(self) -> tuple[str, ...]:

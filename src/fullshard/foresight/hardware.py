@@ -184,6 +184,11 @@ def network_of(asked: str | Path | Network | None, gpu: Gpu) -> Network:
     return NETWORKS[name] if name in NETWORKS else _from_file("net", Network, name, NETWORKS)
 
 
+_POSITIVE = (
+    "memory", "bf16", "fp32", "bandwidth", "link", "per_node", "matmul", "attention", "streaming", "overlap", "per_gpu", "efficiency",
+)  # fmt: skip
+"""What a file of `calibrate` must have more of than nothing."""
+
 _Kind = TypeVar("_Kind")
 
 
@@ -192,11 +197,18 @@ def _from_file(key: str, kind: Callable[..., _Kind], asked: str | Path, presets:
     if path.suffix != ".json":
         raise ValueError(f"{key}={str(asked)!r} is not known: give one of {', '.join(presets)}, or a .json of `calibrate`")
     if not path.is_file():
-        raise ValueError(f"{key}={str(asked)!r}: no such file; `python -m fullshard calibrate --out {path.name}` writes one")
+        what = "is a directory" if path.is_dir() else "no such file"
+        raise ValueError(f"{key}={str(asked)!r}: {what}; `python -m fullshard calibrate --out {path.name}` writes one")
     try:
-        return kind(**json.loads(path.read_text())[key])
-    except (ValueError, KeyError, TypeError) as wrong:
-        raise ValueError(f"{key}={str(asked)!r} is no file of `calibrate` ({wrong}): have it written anew") from None
+        told = json.loads(path.read_text())[key]
+        wrong = [name for name in _POSITIVE if name in told and not (isinstance(told[name], (int, float)) and told[name] > 0)]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {told[wrong[0]]!r}, expected a number above 0")
+        return kind(**told)
+    except OSError as failure:
+        raise ValueError(f"{key}={str(asked)!r}: {(failure.strerror or str(failure)).lower()}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as failure:
+        raise ValueError(f"{key}={str(asked)!r} is no file of `calibrate` ({failure}): have it written anew") from None
 
 
 def write_machine(path: Path, gpu: Gpu, network: Network) -> None:

@@ -172,7 +172,11 @@ def _built(build: Build) -> tuple[nn.Module, Mapping[str, Known]]:
         with torch.device("meta"), ValuesMode(values), ConstantsMode(values):
             model = build()
     except Exception as failure:
-        text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+        text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}{_where(failure, nn.Module())}"
+        if not isinstance(failure, (NotImplementedError, RuntimeError)):
+            raise ValueError(
+                f"build() raises {text}; it is called under torch.device('meta'), without a process group"
+            ) from failure
         raise ValueError(
             f"build() fails, where it runs under torch.device('meta') ({text}): make there what needs values under "
             "torch.device('cpu')"
@@ -306,7 +310,7 @@ def _recomputed(model: nn.Module, plan: Plan, blocks: list[str], recompute: Reco
         units = [name for unit in plan.units for name in unit.modules if name]
         return [name for name in units if recompute(name, model.get_submodule(name))]
     head, _, every = recompute.partition(":") if isinstance(recompute, str) else ("", "", "")
-    each = 1 if head in ("block", "selective") and not every else int(every) if head == "every" and every.isdigit() else 0
+    each = 1 if head in ("block", "selective") and not every else int(every) if head == "every" and every.isdecimal() else 0
     if each < 1:
         raise ValueError(
             "recompute must be 'none', 'block', 'selective', 'every:2' or a function (name, module) -> bool of the units, got "
@@ -331,6 +335,8 @@ def _why(part: str, failure: BaseException, model: nn.Module) -> str:
     if "torch.nonzero()" in text:
         op = "aten::nonzero"
     where = _where(failure, model)
+    if "SparseTensorImpl" in text:
+        return f"the step makes a sparse tensor{where}, whose gradients cannot be reduced: call embeddings with sparse=False"
     if op is not None and isinstance(failure, (NotImplementedError, RuntimeError)) and "meta" in text.lower():
         return (
             f"the model's step depends on values, which meta does not have{where}: say what {op} returns by "

@@ -419,7 +419,13 @@ class _Recorder(_torch.TorchDispatchMode):
             return None
         footprint = self._footprint(str(func.overloadpacket))
         if footprint is not None:
-            return footprint(*args, **kwargs)
+            found = footprint(*args, **kwargs)
+            if func._schema.returns and not isinstance(found, (Tensor, list, tuple)) and func is not _torch.item.default:
+                name = str(func.overloadpacket)
+                raise Untraceable(
+                    f"the footprint of {name} gives {found!r}, and the operator returns a tensor: give one on meta"
+                )
+            return found
         if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_) and _has_mask(args[1]):
             nonzero = torch.ops.aten.nonzero.default
             places = [
@@ -521,7 +527,11 @@ class _Recorder(_torch.TorchDispatchMode):
     def take_gradient(self, name: str, parameter: Tensor) -> None:
         """The gradient of a parameter is whole."""
         grad = parameter.grad
-        assert grad is not None
+        if grad is None:
+            raise Untraceable(
+                f"the gradient of '{name}' is gone where it was to be taken: a hook of the parameter takes it, as an optimizer in the "
+                "backward does; leave that out"
+            )
         if not self._in_backward:
             raise Untraceable(
                 f"the forward or the loss runs a backward, which gives '{name}' a gradient: have the step end with it"

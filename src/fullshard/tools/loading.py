@@ -133,6 +133,8 @@ def load_factory(name: str, told: Mapping[str, Any]) -> Any:
         ValueError: if it is none, or does not take these.
     """
     factory = load(name)
+    if inspect.iscoroutinefunction(factory):
+        raise ValueError(f"{name!r} is a coroutine: expected a function that returns (build, batch)")
     if not callable(factory):
         raise ValueError(f"{name!r} is a {type(factory).__name__}: expected a function that returns (build, batch)")
     try:
