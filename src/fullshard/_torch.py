@@ -158,6 +158,7 @@ __all__ = [
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
     "replace_parameters",
+    "returns_tensors",
     "run_wrap_policy",
     "same_memory",
     "same_storage",
@@ -408,6 +409,11 @@ def written_to(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     names = [(at, known.name) for at, known in enumerate(operation._schema.arguments) if known.is_write]
     given = [args[at] if at < len(args) else kwargs.get(name) for at, name in names]
     return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+
+
+def returns_tensors(operation: Any) -> bool:
+    """Whether an operation of torch returns tensors, and no number."""
+    return any("Tensor" in str(known.type) for known in operation._schema.returns)
 
 
 def only_writes(operation: Any) -> bool:

@@ -420,7 +420,7 @@ class _Recorder(_torch.TorchDispatchMode):
         footprint = self._footprint(str(func.overloadpacket))
         if footprint is not None:
             found = footprint(*args, **kwargs)
-            if func._schema.returns and not isinstance(found, (Tensor, list, tuple)) and func is not _torch.item.default:
+            if _torch.returns_tensors(func) and not isinstance(found, (Tensor, list, tuple)):
                 name = str(func.overloadpacket)
                 raise Untraceable(
                     f"the footprint of {name} gives {found!r}, and the operator returns a tensor: give one on meta"
@@ -529,8 +529,8 @@ class _Recorder(_torch.TorchDispatchMode):
         grad = parameter.grad
         if grad is None:
             raise Untraceable(
-                f"the gradient of '{name}' is gone where it was to be taken: a hook of the parameter takes it, as an optimizer in the "
-                "backward does; leave that out"
+                f"the gradient of '{name}' is gone where it was to be taken: a hook of the parameter takes it, as an optimizer "
+                "in the backward does; leave that out"
             )
         if not self._in_backward:
             raise Untraceable(
