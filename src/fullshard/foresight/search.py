@@ -161,7 +161,7 @@ def search(
     budget: float = 0.92,
     over: Mapping[str, Sequence[Any]] | None = None,
     tolerance: float = 0.01,
-    seconds: float = 10.0,
+    seconds: float = 8.0,
     **told: Any,
 ) -> Found:
     """Try settings, and say which fit, which is fastest, and the smallest single change that fits.
@@ -207,7 +207,7 @@ def search(
 LEANEST = 3
 """Settings of each world that are tried to find out where anything fits."""
 
-LONGER = 1.2
+LONGER = 1.5
 """How many times the seconds a search goes on for as long as nothing fits."""
 
 
@@ -289,7 +289,9 @@ class _Search:
             best = self._best(self._of_world(world))
             if best is not None:
                 return best
-        return None
+        return (
+            self._best(self._of_world(question.world)) if self._stopped else None
+        )  # time was up: at least as many as asked for
 
     def _leanest(self, worlds: Sequence[int]) -> int:
         """The index of the first world where one of the settings fits that need least, as if all larger ones had one, too."""
@@ -332,6 +334,9 @@ class _Search:
             self._push(heap, number, changes)
         known = [self._known[name] for _, _, _, changes in heap if (name := _named(changes)) in self._known]
         best = max((one for one in known if self._fits(one)), key=lambda one: one.speed, default=None)
+        if best is None and heap:  # so that something is found before time is up: first what needs least
+            lean = self._attempt(min((changes for *_, changes in heap), key=self._least_bytes))
+            best = lean if lean is not None and self._fits(lean) else None
         while heap:
             bound, number, exact, changes = heapq.heappop(heap)
             if best is not None and 1 / bound <= best.speed * (1 + self._tolerance):
