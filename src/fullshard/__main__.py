@@ -1,4 +1,4 @@
-"""The command line, `python -m fullshard`.
+"""The command line, `fullshard` or `python -m fullshard`.
 
 run script.py             an FSDP2 program on fullshard
 verify module:factory     a model sharded against plain
@@ -12,6 +12,7 @@ import argparse
 import runpy
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 from fullshard.foresight.command import add_calibrate, add_explain, check_outputs, given, run_calibrate, run_explain
@@ -23,7 +24,7 @@ from fullshard.weights.command import add_weights, run_weights
 
 def parser() -> argparse.ArgumentParser:
     """The command line: `run` and `verify` with their options."""
-    top = Parser(prog="python -m fullshard", description=__doc__)
+    top = Parser(prog=_name(), description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a script with fullshard in place of torch's FSDP2 (works under torchrun, too)")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
@@ -44,6 +45,10 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _name() -> str:
+    return "fullshard" if Path(sys.argv[0]).stem == "fullshard" else "python -m fullshard"
+
+
 def main() -> None:
     """Run the command that the command line names.
 
@@ -55,12 +60,15 @@ def main() -> None:
         return _run(options)
     sys.path.insert(0, "")
     try:
-        status = _answered(options)
+        with warnings.catch_warnings():
+            if not (sys.warnoptions or options.traceback):  # the answer is on stdout, and on stderr one line at most
+                warnings.simplefilter("ignore")
+            status = _answered(options)
     except (Exception, SystemExit) as failure:  # a factory that exits with 0 must not be taken for a model that fits
         if options.traceback:
             traceback.print_exc()
         doing = getattr(options, "factory", options.command)
-        print(f"python -m fullshard: {failure_line(failure, doing)}", file=sys.stderr)
+        print(f"{_name()}: {failure_line(failure, doing)}", file=sys.stderr)
         status = 2
     sys.exit(status)
 

@@ -163,6 +163,7 @@ __all__ = [
     "same_memory",
     "same_storage",
     "scale",
+    "sends_messages",
     "set_grad_dtype",
     "set_gradients",
     "show_collective",
@@ -839,6 +840,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+_SENDS_NOTHING = {
+    getattr(torch.ops._c10d_functional, name)
+    for name in ("wait_tensor", "_wrap_tensor_autograd")
+    if hasattr(torch.ops._c10d_functional, name)  # the second is not in torch 2.11
+}
 _FUNCTIONAL: dict[Any, tuple[str, int]] = {  # what it is, and where its group is among the arguments
     torch.ops._c10d_functional.all_reduce.default: ("all_reduce", 2),
     torch.ops._c10d_functional.all_gather_into_tensor.default: ("all_gather", 2),
@@ -851,6 +857,11 @@ def functional_collective(operation: Any, args: Sequence[Any]) -> tuple[Any, int
     """Say what a functional collective, as DTensor calls them, sends, and over how many ranks; None for any other operator."""
     found = _FUNCTIONAL.get(operation)
     return None if found is None else (found[0], dist.distributed_c10d._resolve_process_group(args[found[1]]).size())  # type: ignore[attr-defined]
+
+
+def sends_messages(operation: Any) -> bool:
+    """Say whether an operator is a collective of torch.distributed."""
+    return operation.namespace in ("c10d", "_c10d_functional") and operation.overloadpacket not in _SENDS_NOTHING
 
 
 @contextmanager

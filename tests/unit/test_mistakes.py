@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.__main__ import main
 
@@ -21,6 +23,7 @@ import functools, os, sys
 import torch
 from torch import nn
 import torch.nn.functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 number = 3
 
@@ -141,8 +144,62 @@ def backward_raises():
         @staticmethod
         def backward(ctx, g): raise ValueError("not today")
     return changes(lambda m, x: Raises.apply(m.a(x)))
+def int8(): return changes(lambda m, x: x @ torch.zeros(8, 8, dtype=torch.int8) + m.a(x))
+def double(): return changes(lambda m, x: m.a(x.double()))
+def makes_cuda(): return changes(lambda m, x: m.a(x) + torch.zeros(8, device="cuda"))
+def keyword_only():
+    class Masked(nn.Linear):
+        def forward(self, x, *, mask): return super().forward(x)
+    return of(lambda: Masked(8, 8))
+def fsdp2_in_build():
+    def make():
+        from torch.distributed.fsdp import fully_shard
+        model = nn.Linear(8, 8)
+        fully_shard(model)
+        return model
+    return of(make)
+def ours_in_build():
+    def make():
+        import fullshard
+        return fullshard.shard_model(nn.Linear(8, 8))
+    return of(make)
+def fsdp1():
+    def make():
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        try:
+            return torch.distributed.fsdp.FullyShardedDataParallel(nn.Linear(8, 8, device="cpu"), device_id=torch.device("cpu"))
+        finally:
+            torch.distributed.destroy_process_group()
+    return of(make)
+def mse(): return of(lambda: nn.Linear(8, 8), loss="mse")
+def listed(): return {**good(), "footprints": [3]}
+def no_number(): return of(lambda: nn.Linear(8, 8), lambda: torch.empty(4, 8))
+def warns():
+    import warnings
+    warnings.warn("rows are few")
+    return of(lambda: nn.Linear(8, 8), torch.empty(4, 7))
+a_module = nn.Linear(8, 8)
 def own_operator():
     return changes(lambda m, x: torch.ops.mistakes.own(m.a(x)))
+
+# answers with a note
+def synced(): return of(lambda: nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8)))
+def recurrent():
+    return of(lambda: nn.LSTM(8, 8), torch.empty(5, 4, 8), loss=lambda out: out[0].sum())
+def one_unit():
+    return changes(lambda m, x: m.c(m.b(m.a(x))), build=lambda m: (setattr(m, "b", nn.LayerNorm(8)), setattr(m, "c", nn.Linear(8, 8))))
+def unused(): return changes(lambda m, x: m.a(x))
+def penalty():
+    def forward(m, x):
+        x = x.requires_grad_()
+        out = m.a(x).relu().square()
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + grad
+    return changes(forward)
+def reduces(): return changes(lambda m, x: torch.distributed.all_reduce(y := m.a(x)) or y)
+def broadcasts():
+    import torch.distributed._functional_collectives as c
+    return changes(lambda m, x: m.a(x) + c.broadcast(x, 0, torch.distributed.group.WORLD))
 
 # plans
 whole = "auto"
@@ -153,6 +210,8 @@ a_number = 3
     "raises.py": "import torch\nraise RuntimeError('not on this machine')\n",
     "ends.py": "import sys\nsys.exit(0)\n",
     "imports.py": "import not_installed_here\n",
+    "script.py": "import argparse\nto = argparse.ArgumentParser()\nto.add_argument('--data', required=True)\nto.parse_args([])\n",
+    "relative.py": "from . import models\n",
     "empty.py": "",
     "bad.json": "{",
     "other.json": '{"gpu": {"name": "mine", "speed": 3}}',
@@ -164,6 +223,7 @@ CASES: list[tuple[str, str]] = [
     ("syntax.py:small --world 4", r"SyntaxError: .*\(at syntax.py:1\)"),
     ("raises.py:small --world 4", r"RuntimeError: not on this machine \(at raises.py:2\)"),
     ("ends.py:small --world 4", r"ends.py ends the program when it is imported"),
+    ("script.py:small --world 4", r"script.py ends the program .*the following arguments are required: --data"),
     ("imports.py:small --world 4", r"imports 'not_installed_here', which is not installed"),
     ("empty.py:small --world 4", r"'empty.py' has no 'small'; it has nothing callable"),
     ("missing.py:small --world 4", r"missing.py is no file"),
@@ -216,11 +276,11 @@ CASES: list[tuple[str, str]] = [
     ("models.py:tolist --world 4", r"models.py:\d+ \(.*\) copies values to the host"),
     ("models.py:numpy --world 4", r"models.py:\d+ \(.*\) copies values to the host"),
     ("models.py:chosen --world 4", r"aten::nonzero.*routed"),
-    ("models.py:to_cuda --world 4", r"does not take this batch: .*\(at models.py:\d+\)|in .*at models.py:\d+"),
+    ("models.py:to_cuda --world 4", r"the forward asks for a device of its own .*models.py:\d+"),
     ("models.py:needs_more --world 4", r"does not take this batch.*missing 1 required positional argument: 'mask'"),
     ("models.py:own_backward --world 4", r"the forward or the loss runs a backward, which gives"),
     ("models.py:in_place --world 4", r"the backward raises RuntimeError: .*modified by an inplace operation"),
-    ("models.py:distributed --world 4", r"does not take this batch: .*process group.*models.py:\d+"),
+    ("models.py:distributed --world 4", r"the forward needs a process group, and explain\(\) makes none .*models.py:\d+"),
     ("models.py:backward_raises --world 4", r"the backward raises ValueError: not today \(at models.py:\d+\)"),
     ("models.py:own_operator --world 4", r"mistakes::own.*register"),
     # options
@@ -278,6 +338,23 @@ CASES: list[tuple[str, str]] = [
     ("models.py:good --world 4 --plan whole", r"--plan whole: expected module:name or file.py:name"),
     ("models.py:steps_in_backward --world 4", r"the gradient of 'a.\w+' is gone where it was to be taken"),
     ("models.py:sparse_call --world 4", r"the step makes a sparse tensor.*sparse=False"),
+    # what is asked of meta, and cannot be
+    ("models.py:int8 --world 4", r"aten.mm gets bfloat16 and int8, which no device multiplies.* \(at models.py:\d+\)"),
+    ("models.py:double --world 4", r"gets bfloat16 and float64, which no device multiplies.* \(in 'a', at models.py:\d+\)"),
+    ("models.py:makes_cuda --world 4", r"the forward asks for a device of its own .*models.py:\d+.*device=x.device"),
+    ("models.py:keyword_only --world 4", r"'mask'.*give a dict of arguments by name"),
+    ("models.py:fsdp2_in_build --world 4", r"build\(\) needs a process group.*models.py:\d+.*return the model as it is before"),
+    ("models.py:ours_in_build --world 4", r"build\(\) needs a process group.*models.py:\d+.*return the model as it is before"),
+    ("models.py:fsdp1 --world 4", r"is sharded already \(FullyShardedDataParallel\): give the model as it is before"),
+    ("models.py:mse --world 4", r"loss must be a function of what the model returns"),
+    ("models.py:listed --world 4", r"footprints must be a dict"),
+    ("models.py:no_number --world 4", r"batch is a function, which is called with the number of a step.*raises TypeError"),
+    ("models.py:warns --world 4", r"does not take this batch"),
+    ("models.py:a_module --world 4", r"is a module \(Linear\): expected a function"),
+    ("relative.py:good --world 4", r"relative.py is part of a package .*give module:name, as in package.file:good"),
+    ("models.py:good --world 4 --mesh 0x8", r"--mesh takes sizes, as in 8x16, got '0x8'"),
+    ("models.py:good --world 4 --budget 0.9", r"unrecognized arguments: --budget 0.9 \("),
+    ("models.py:good --world 4 --plan raises.py:whole", r"--plan raises.py:whole: raises.py raises RuntimeError: not on this machine"),
     ("models.py:good --world 4 --json a.json --perfetto a.json", r"--perfetto and --json are both 'a.json'"),
 ]  # fmt: skip
 
@@ -329,3 +406,44 @@ def test_a_file_with_the_name_of_a_module_that_is_loaded_is_taken_by_its_path(
 ) -> None:
     status, out, _ = run(f"{name}:good --world 4", monkeypatch, capsys)
     assert status == 0 and out.startswith("fits: ")
+
+
+def test_the_command_is_one_line_whatever_the_directory_holds_and_the_program_warns_of(folder: Path, tmp_path: Path) -> None:
+    """The `fullshard` of a pip install: a json.py, random.py or torch.py beside the model is not taken for the library's."""
+    entry = tmp_path / "bin" / "fullshard"
+    entry.parent.mkdir()
+    entry.write_text("import sys\nfrom fullshard.__main__ import main\nsys.exit(main())\n")
+    (folder / "random.py").write_text("raise RuntimeError('not the standard library')\n")
+    arguments = ["explain", "json.py:warns", "--world", "4"]
+    ran = subprocess.run([sys.executable, str(entry), *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert (ran.returncode, ran.stdout) == (2, "") and len(ran.stderr.splitlines()) == 1, ran.stderr
+    assert ran.stderr.startswith("fullshard: the model does not take this batch")
+
+
+# --- answers say what they leave out ---
+
+LEFT_OUT: list[tuple[str, str]] = [
+    ("synced", r"SyncBatchNorm sends messages of its own, which are not simulated"),
+    ("recurrent", r"recurrent layers are traced step by step"),
+    ("one_unit", r"the plan has one unit, which is the whole model: nothing is gathered ahead"),
+    ("unused", r"'e.weight' take no part in the loss: .* neither gradients nor states"),
+    ("penalty", r"the forward or the loss computes gradients, as a gradient penalty does"),
+    ("reduces", r"the step sends messages of its own \(c10d::allreduce_\), which are not simulated"),
+    ("broadcasts", r"the step sends messages of its own \(_c10d_functional::broadcast\), which are not simulated"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@pytest.mark.parametrize("factory, told", LEFT_OUT, ids=[f"{name}-{told[:20]}" for name, told in LEFT_OUT])
+def test_an_answer_says_what_it_leaves_out(
+    factory: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if factory in ("reduces", "broadcasts"):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        status, out, err = run(f"models.py:{factory} --world 4", monkeypatch, capsys)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert (status, err) == (0, "")
+    assert re.search(f"^note: .*{told}", out, re.MULTILINE), out

@@ -190,7 +190,9 @@ def test_a_tolerance_leaves_settings_out_and_says_what_they_may_be_worth() -> No
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"over": {"speed": (1, 2)}}, "over has 'speed', which is no argument of explain"),
+        ({"over": {"speed": (1, 2)}}, "over has 'speed', which a search does not change: expected some of recompute"),
+        ({"over": {"gpu": ("h200",)}}, "over has 'gpu', which a search does not change"),
+        ({"over": {"world": (4, 8)}}, "over has 'world', which a search does not change"),
         ({"over": {"recompute": "block"}}, r"over\['recompute'\] must be a sequence of values to try, got 'block'"),
         ({"tolerance": 1.0}, "tolerance must be from 0 to below 1"),
         ({"seconds": 0}, "seconds more than 0"),

@@ -229,7 +229,7 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 def _sizes(text: str) -> tuple[int, ...]:
     parts = text.lower().split("x")
-    if not all(part.strip().isdecimal() for part in parts):
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise ValueError(f"--mesh takes sizes, as in 8x16, got {text!r}")
     return tuple(int(part) for part in parts)
 

@@ -240,8 +240,16 @@ def _answer(question: Question, known: Traced | None) -> Explanation:
     check_machines(question.world, gpu)
     if question.price is not None and not 0 <= question.price < float("inf"):
         raise ValueError(f"price must be that of an hour of one GPU, at least 0, got {question.price!r}")
+    if question.loss is not None and not callable(question.loss):
+        raise ValueError(f"loss must be a function of what the model returns, as F.mse_loss in a lambda, got {question.loss!r}")
+    if not isinstance(question.footprints, Mapping):
+        raise ValueError(
+            f"footprints must be a dict of what the step is told, as {{'model.py:12': True}}, got {question.footprints!r}"
+        )
     many = question.microbatches
-    if isinstance(many, int) and many > MOST_MICROBATCHES:
+    if not isinstance(many, int) or isinstance(many, bool) or many < 1:
+        raise ValueError(f"microbatches must be an int of at least 1, got {many!r}")
+    if many > MOST_MICROBATCHES:
         raise ValueError(f"microbatches must be at most {MOST_MICROBATCHES:,}, each of which is simulated, got {many:,}")
     network = network_of(question.net, gpu)
     check_tensor_parallel(question)

@@ -289,9 +289,8 @@ class _Search:
             best = self._best(self._of_world(world))
             if best is not None:
                 return best
-        return (
-            self._best(self._of_world(question.world)) if self._stopped else None
-        )  # time was up: at least as many as asked for
+        # Where time was up, the ranks that were asked for may fit without having been looked at.
+        return self._best(self._of_world(question.world)) if self._stopped else None
 
     def _leanest(self, worlds: Sequence[int]) -> int:
         """The index of the first world where one of the settings fits that need least, as if all larger ones had one, too."""
@@ -338,10 +337,10 @@ class _Search:
             lean = self._attempt(min((changes for *_, changes in heap), key=self._least_bytes))
             best = lean if lean is not None and self._fits(lean) else None
         while heap:
-            bound, number, exact, changes = heapq.heappop(heap)
+            bound, number, traced, changes = heapq.heappop(heap)
             if best is not None and 1 / bound <= best.speed * (1 + self._tolerance):
                 return self._stop(best, len(heap) + 1, bound)
-            if not exact and self._tries.is_traced(changes):
+            if not traced and self._tries.is_traced(changes):
                 self._push(heap, number, changes)
                 continue
             if self._is_late(found=best is not None) and _named(changes) not in self._known:
@@ -368,7 +367,7 @@ class _Search:
         per_row = self.base.explanation.traced.tokens / self._tries.rows
         tokens = per_row * self._tries.rows_of(changes) * self._tries.question_of(changes).microbatches
         seconds = bound.seconds * self.base.explanation.seconds / self.base.explanation.timeline.seconds  # where it is compiled
-        heapq.heappush(heap, (max(seconds / tokens, 1e-30), number, bound.exact, changes))
+        heapq.heappush(heap, (max(seconds / tokens, 1e-30), number, bound.traced, changes))
 
     def _stop(self, best: Candidate | None, left: int, bound: float) -> Candidate | None:
         self._left += left

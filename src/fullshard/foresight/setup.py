@@ -23,7 +23,7 @@ from fullshard.foresight.precision import Precision
 from fullshard.foresight.question import Build, Question, Recompute
 from fullshard.foresight.simulate import Setting
 from fullshard.foresight.trace import Gradient, StepFailed, Trace, trace
-from fullshard.foresight.values import Untraceable, place_of
+from fullshard.foresight.values import Untraceable, UntraceablePlace, place_of
 from fullshard.frontend.known_values import ConstantsMode, Known, Values, ValuesMode, values_of_buffers
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import plan_model
@@ -65,7 +65,7 @@ class Traced:
         same = same and before.footprints == question.footprints and before.keep_output == question.keep_output
         if not same or before.accelerator != question.accelerator:
             return None
-        plan = self.plan if question.plan is before.plan else plan_model(self.model, question.plan)
+        plan = self.planned_for(question).plan
         blocks = _blocks(self.model, plan)
         recomputed = _recomputed(self.model, plan, blocks, question.recompute)
         precision = Precision.of(plan, question.dtypes)
@@ -74,6 +74,12 @@ class Traced:
         if not self.precision.computes_like(precision, self.trace.inputs):
             return None
         return replace(self, question=question, plan=plan, blocks=tuple(blocks))
+
+    def planned_for(self, question: Question) -> Traced:
+        """The same with the plan of another question, for what depends on no trace: what units hold and send."""
+        if question.plan is self.question.plan:
+            return self
+        return replace(self, question=question, plan=plan_model(self.model, question.plan))
 
     def step_of(self, factory: Factory | None, ranks: int) -> OptimizerStep | None:
         """A step of this optimizer over a rank's shards."""
@@ -122,6 +128,8 @@ def _trace_model(question: Question, mesh: DeviceMesh | None) -> Traced:
                 keep_output=question.keep_output,
                 warm=mesh is not None,
             )
+        except UntraceablePlace as why:
+            raise Untraceable(f"{why}{_where(why, model)}") from why
         except StepFailed as failed:
             assert failed.__cause__ is not None
             raise ValueError(_why(failed.part, failed.__cause__, model)) from failed.__cause__
@@ -173,6 +181,11 @@ def _built(build: Build) -> tuple[nn.Module, Mapping[str, Known]]:
             model = build()
     except Exception as failure:
         text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}{_where(failure, nn.Module())}"
+        if _needs_group(failure):
+            raise ValueError(
+                f"build() needs a process group, and runs without one ({text}): have it return the model as it is before "
+                "fully_shard(), shard_model() or init_device_mesh(), on one rank"
+            ) from failure
         if not isinstance(failure, (NotImplementedError, RuntimeError)):
             raise ValueError(
                 f"build() raises {text}; it is called under torch.device('meta'), without a process group"
@@ -204,6 +217,12 @@ def _built(build: Build) -> tuple[nn.Module, Mapping[str, Known]]:
         ) from failure
 
 
+def _needs_group(failure: BaseException) -> bool:
+    """Whether this was raised for want of a process group."""
+    text = str(failure).lower()
+    return any(words in text for words in ("process group", "init_process_group", "torchrun", "env:// rendezvous"))
+
+
 def _refuse_wrapped(model: nn.Module) -> None:
     """Refuse modules whose step is another one than that of the model inside.
 
@@ -220,7 +239,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
             raise ValueError(f"{which} is a {kind}, which keeps whole parameters on each rank: give the module inside of it")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(f"{which} is an {kind} with sparse=True, whose gradients cannot be reduced: give it sparse=False")
-        if isinstance(module, _torch.TorchFSDPModule):
+        if isinstance(module, _torch.TorchFSDPModule) or kind == "FullyShardedDataParallel":  # torch's, or that of compat
             raise ValueError(f"{which} is sharded already ({kind}): give the model as it is before")
 
 
@@ -242,8 +261,15 @@ def tensors_of(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
         ValueError: for what are no arguments, or has no rows.
     """
     if callable(batch) and not isinstance(batch, Tensor):
-        with torch.device("meta"):
-            batch = batch(0)
+        try:
+            with torch.device("meta"):
+                batch = batch(0)
+        except Exception as failure:
+            told = " ".join(str(failure).split())[:300]
+            raise ValueError(
+                "batch is a function, which is called with the number of a step under torch.device('meta'), and raises "
+                f"{type(failure).__name__}: {told}{_where(failure, nn.Module())}"
+            ) from failure
     if isinstance(batch, Tensor):
         batch = (batch,)
     if not isinstance(batch, (Sequence, Mapping)) or isinstance(batch, str):
@@ -345,9 +371,27 @@ def _why(part: str, failure: BaseException, model: nn.Module) -> str:
     if isinstance(failure, NotImplementedError):
         return f"an operator has no kernel for meta ({text[:160]}){where}: register one by torch.library.register_fake"
     told = f"{type(failure).__name__}: {text[:300] or 'without a text'}{where}"
+    if _needs_group(failure):
+        return (
+            f"the {part} needs a process group, and explain() makes none ({told}): leave its collectives out, or call "
+            "explain() in a program that has one; context parallelism is not simulated"
+        )
+    if _needs_device(text):
+        return (
+            f"the {part} asks for a device of its own ({told}), and runs on meta: make tensors on the device of those that it "
+            "gets, as by device=x.device"
+        )
+    if "required keyword-only argument" in text:
+        return f"the model does not take this batch: {told}; give a dict of arguments by name"
     if part == "forward":
         return f"the model does not take this batch: {told}"
     return f"the {part} raises {told}" + (", called with what the model returns" if part == "loss" else "")
+
+
+def _needs_device(text: str) -> bool:
+    return any(
+        words in text for words in ("Torch not compiled with CUDA", "NVIDIA driver", "CUDA-capable device", "No CUDA GPUs")
+    )
 
 
 def _where(failure: BaseException, model: nn.Module) -> str:

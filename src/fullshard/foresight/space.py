@@ -38,6 +38,19 @@ WAYS = ("none", "block", "every:2", "selective")
 QUICK = 0.3
 """Seconds: a model that is traced in less is traced for each batch and way of recomputation, which gives better bounds."""
 
+MAY_CHANGE = (
+    "recompute",
+    "microbatches",
+    "accumulate",
+    "reshard_after_forward",
+    "mesh",
+    "mp_policy",
+    "comm_policy",
+    "offload_policy",
+    "plan",
+)
+"""What a search may change: the bounds below hold for these, and the goals change `world` and rows."""
+
 LARGEST_VALUES = 1 << 22
 """Elements of a tensor of a batch whose values are kept when its rows change."""
 
@@ -46,14 +59,17 @@ def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list
     """What may change: of `over` by name, or all that is known.
 
     Raises:
-        ValueError: for a name of `over` that is no argument of explain(), or that has no values.
+        ValueError: for a name of `over` that a search may not change, or that has no values.
     """
     question = base.traced.question
     if over is not None:
         axes: list[list[Changes]] = []
         for name, values in over.items():
-            if name not in Question.__dataclass_fields__ or name in ("build", "batch", "loss"):
-                raise ValueError(f"over has {name!r}, which is no argument of explain() that a search may change")
+            if name not in MAY_CHANGE:
+                raise ValueError(
+                    f"over has {name!r}, which a search does not change: expected some of {', '.join(MAY_CHANGE)}; search once "
+                    "for each value of another argument"
+                )
             if isinstance(values, str) or not isinstance(values, Sequence) or not values:
                 raise ValueError(f"over[{name!r}] must be a sequence of values to try, got {values!r}")
             asked = getattr(question, name)
@@ -143,13 +159,14 @@ class Bound:
     """What a step cannot do without.
 
     seconds: of all its microbatches.      nbytes: of the device's memory.      pinned: of the host's.
-    exact: whether its own batch and way of recomputation were traced; else it may be better than this by nothing, and is worse.
+    traced: whether its own batch and way of recomputation were traced. Else activations are not counted, and the seconds are
+        those of the batch that was asked for, so the bound is lower than it could be.
     """
 
     seconds: float
     nbytes: int
     pinned: int
-    exact: bool
+    traced: bool
 
 
 class Tries:
@@ -217,21 +234,21 @@ class Tries:
                 self.run(
                     {name: value for name, value in changes.items() if name in ("rows", "recompute", "microbatches", "world")}
                 )
-            exact = self.is_traced(changes)
-            work = self._work_of(self._traced[id(question.batch), question.recompute] if exact else self._anchor())
+            is_traced = self.is_traced(changes)
+            work = self._work_of(self._traced[id(question.batch), question.recompute] if is_traced else self._anchor())
             held = self._held_of(question, self._anchor())
         except ValueError as why:
             self.skipped.append((dict(changes), str(why)))
             return None
         links = many * held.gather + (1 if question.accumulate else many) * held.reduce
         nbytes = held.nbytes + (held.gradients if many > 1 and question.accumulate else 0) + question.machine.context
-        if exact:
-            return Bound(max(many * work.seconds, links), nbytes + work.kept, held.pinned, exact)
+        if is_traced:
+            return Bound(max(many * work.seconds, links), nbytes + work.kept, held.pinned, is_traced)
         whole = self.rows_of(changes) * many == self.rows * self.question.microbatches  # cut in parts it takes no less
-        return Bound(max(self.question.microbatches * work.seconds if whole else 0.0, links), nbytes, held.pinned, exact)
+        return Bound(max(self.question.microbatches * work.seconds if whole else 0.0, links), nbytes, held.pinned, is_traced)
 
     def _anchor(self) -> Traced:
-        """The batch that was asked for, with as little recomputation as may be."""
+        """A trace of the batch that was asked for, without recomputation where a search may leave it out."""
         named = isinstance(self.question.recompute, str)
         key = id(self._batch), "none" if named else self.question.recompute
         if key not in self._traced:
@@ -246,9 +263,8 @@ class Tries:
     def _held_of(self, question: Question, traced: Traced) -> _Held:
         key = question.world, question.mesh, question.mp_policy, id(question.plan), _offloads(question)
         if key not in self._held:
-            same = replace(question, batch=traced.question.batch, recompute=traced.question.recompute)
-            served, gpu = traced.serves(same) or traced, question.machine
-            self._held[key] = _held(served, setting_of(question, served), gpu, network_of(question.net, gpu))
+            planned, gpu = traced.planned_for(question), question.machine
+            self._held[key] = _held(planned, setting_of(question, planned), gpu, network_of(question.net, gpu))
         return self._held[key]
 
 

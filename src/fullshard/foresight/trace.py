@@ -20,7 +20,7 @@ from fullshard import _torch
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.kernels import fused_kernels, host_kernels
 from fullshard.foresight.precision import NOTHING_CAST, Precision
-from fullshard.foresight.values import Answers, Untraceable, decide
+from fullshard.foresight.values import Answers, Untraceable, UntraceablePlace, decide
 from fullshard.frontend.api import collector_paused
 from fullshard.frontend.hooks import cast_floats, tensors_in
 from fullshard.frontend.known_values import ConstantsMode, Known, Values
@@ -117,7 +117,8 @@ class Trace:
     kept: storages that a forward leaves to its backward, which are activations; all others are temporaries.
     recomputed: flops of forwards that a backward runs again.
     inputs: by module, the floating-point dtypes of its inputs before they are cast; modules without any are left out.
-    notes: lines of a report: what values of the batch decided that others might decide otherwise, and unused footprints.
+    notes: lines of a report: what values of the batch decided that others might decide otherwise, what the step does that is
+        not simulated, and unused footprints.
     compiled: whether it calls anything that torch.compile made; it is traced as it was written.
     """
 
@@ -208,27 +209,30 @@ def _op_of(
     return Op(str(func), flops, nbytes, dtype, causal, _torch.sizes_of_product(func, args) if flops else ())
 
 
-_OF_ONE_DTYPE = {
+_PRODUCTS = {
     torch.ops.aten.mm,
     torch.ops.aten.addmm,
     torch.ops.aten.bmm,
     torch.ops.aten.baddbmm,
     torch.ops.aten.convolution,
-    _torch.flash_attention,
-    _torch.efficient_attention,
 }
+_ATTENTION = {_torch.flash_attention, _torch.efficient_attention}
 
 
 def _refuse_mixed(func: Any, given: Sequence[Tensor]) -> None:
     """Refuse a product of several dtypes, as devices do, and meta does not."""
-    if func.overloadpacket in _OF_ONE_DTYPE:
+    if func.overloadpacket in _PRODUCTS:
+        found = dict.fromkeys(tensor.dtype for tensor in given)
+    elif func.overloadpacket in _ATTENTION:  # lengths and seeds are integers, masks may be bools
         found = dict.fromkeys(tensor.dtype for tensor in given if tensor.dtype.is_floating_point)
-        if len(found) > 1:
-            names = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
-            raise Untraceable(
-                f"{func.overloadpacket} gets {names}, which no device multiplies: cast one of them, as by "
-                ".to(), or choose another mp_policy= (parameters compute in its param_dtype)"
-            )
+    else:
+        return
+    if len(found) > 1:
+        names = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
+        raise UntraceablePlace(
+            f"{func.overloadpacket} gets {names}, which no device multiplies: cast one of them, as by .to(), or choose another "
+            "mp_policy= (parameters compute in its param_dtype)"
+        )
 
 
 def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
@@ -324,6 +328,7 @@ class _CallHook:
     def __call__(self, *_: object) -> None:
         if not self._reached:
             self._reached = True
+            self._recorder.nested |= not self._recorder.in_backward
             self._recorder.events.append(self.event)
 
 
@@ -342,7 +347,9 @@ class _Recorder(_torch.TorchDispatchMode):
         self._known_ops: dict[object, tuple[Op, Callable[[Sequence[Any]], Any]]] = {}
         self._storages = self._calls = 0
         self.recomputed = 0  # flops
-        self._in_backward = False
+        self.not_simulated: dict[str, None] = {}  # names of operators that send messages of the model's own
+        self.nested = False  # whether the forward or the loss computes gradients
+        self.in_backward = False
         self.kept: frozenset[int] = frozenset()
 
     def know(self, tensors: Sequence[Tensor]) -> int:
@@ -391,6 +398,8 @@ class _Recorder(_torch.TorchDispatchMode):
             outs = [leaf for leaf in _torch.tree_leaves(out) if isinstance(leaf, Tensor)]
             given = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             _refuse_mixed(func, given)
+            if _torch.sends_messages(func):
+                self.not_simulated[str(func.overloadpacket).replace(".", "::")] = None
             op = _op_of(func, args, kwargs, out, given, outs)
             for tensor in outs:
                 self._note(tensor)
@@ -501,7 +510,7 @@ class _Recorder(_torch.TorchDispatchMode):
     def begin_backward(self) -> None:
         """What lives now is what the forward leaves to its backward."""
         self.kept = frozenset(number for number in self._known.values() if number >= 0)
-        self._in_backward = True
+        self.in_backward = True
 
     # --- modules and parameters ---
 
@@ -530,9 +539,9 @@ class _Recorder(_torch.TorchDispatchMode):
         if grad is None:
             raise Untraceable(
                 f"the gradient of '{name}' is gone where it was to be taken: a hook of the parameter takes it, as an optimizer "
-                "in the backward does; leave that out"
+                "in the backward does, or an operator has no gradient, as torch.distributed's broadcast; leave that out"
             )
-        if not self._in_backward:
+        if not self.in_backward:
             raise Untraceable(
                 f"the forward or the loss runs a backward, which gives '{name}' a gradient: have the step end with it"
             )
@@ -594,7 +603,9 @@ def trace(
         known = {name: value for name, value in known.items() if name not in step.written}
         found, notes = decide(partial(step.run, known=known), at_places, _difference)
     unused = [name for name in footprints if not {name, name.replace("::", ".")} & step.used]
-    return replace(found, notes=(*notes, *(f"footprint {name!r} was not needed: nothing asks for it" for name in unused)))
+    return replace(
+        found, notes=(*found.notes, *notes, *(f"footprint {name!r} was not needed: nothing asks for it" for name in unused))
+    )
 
 
 def split_footprints(footprints: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -665,10 +676,42 @@ class _Step:
             name for name, buffer in model.named_buffers() if _torch.storage_key(_torch.local_part(buffer)) in wrote
         }
         seen = {name: frozenset(dtypes) for name, dtypes in recorder.inputs.items()}
-        return Trace(tuple(recorder.events), buffers, inputs, recorder.kept, recorder.recomputed, seen, compiled=self.compiled)
+        return Trace(
+            tuple(recorder.events),
+            buffers,
+            inputs,
+            recorder.kept,
+            recorder.recomputed,
+            seen,
+            notes=tuple(_left_out(model, self._precision, recorder)),
+            compiled=self.compiled,
+        )
 
     def _see_compiled(self) -> None:
         self.compiled = True
+
+
+def _left_out(model: nn.Module, precision: Precision, recorder: _Recorder) -> Iterator[str]:
+    """What a step does that is not simulated, and parameters that it gives no gradient."""
+    if recorder.not_simulated:
+        yield (
+            f"the step sends messages of its own ({', '.join(recorder.not_simulated)}), which are not simulated: their time "
+            "and buffers come on top"
+        )
+    if recorder.nested:
+        yield (
+            "the forward or the loss computes gradients, as a gradient penalty does: units that are gathered for that alone "
+            "are not simulated"
+        )
+    graded = {event.parameter for event in recorder.events if isinstance(event, Gradient)}
+    names = names_of(model, precision.parameters)
+    unused = [name for parameter, name in names.items() if parameter.requires_grad and name not in graded]
+    if unused:
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        yield (
+            f"{', '.join(map(repr, unused[:3]))}{more} take no part in the loss: they are gathered with their units, and have "
+            "neither gradients nor states of the optimizer"
+        )
 
 
 def _difference(one: Trace, other: Trace) -> str | None:
@@ -711,14 +754,14 @@ def _computing_in(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterat
 
 
 def _refuse_activation_offload() -> None:
-    raise Untraceable(
+    raise UntraceablePlace(
         "the model keeps activations in the host's memory (torch.autograd.graph.save_on_cpu), which is not simulated: leave it "
         "out, and say recompute= to see what recomputation would free instead"
     )
 
 
 def _refuse_autocast() -> None:
-    raise Untraceable(
+    raise UntraceablePlace(
         "the model runs under torch.autocast, whose casts meta does not have: say explain(mp_policy=...) instead, whose dtype "
         "is also the one that parameters are gathered in"
     )

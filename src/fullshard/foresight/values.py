@@ -29,6 +29,10 @@ class Untraceable(ValueError):
     """What cannot be traced, in a line that says what to do."""
 
 
+class UntraceablePlace(Untraceable):
+    """The same, of a line of the program that the text does not name yet: that of its traceback."""
+
+
 # --- who asks ---
 
 
@@ -262,4 +266,4 @@ def _undecided(asked: Asked, differs: str) -> Untraceable:
     )
 
 
-__all__ = ["Answers", "Asked", "Untraceable", "decide", "place_of"]
+__all__ = ["Answers", "Asked", "Untraceable", "UntraceablePlace", "decide", "place_of"]

@@ -7,14 +7,18 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import io
 import re
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+
+from torch import nn
 
 _OURS = str(Path(__file__).parent.parent)
 _LIBRARIES = re.compile(r"site-packages|dist-packages|lib/python3|<frozen")
@@ -25,15 +29,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the line, and exit with 2."""
-        known = [option for parser in (self, *self._inner()) for action in parser._actions for option in action.option_strings]
+        known = [option for action in self._of_command()._actions for option in action.option_strings]
         wrong = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
-        near = [found for word in wrong for found in difflib.get_close_matches(word, known, 1)]
+        near = [found for word in wrong for found in difflib.get_close_matches(word, known, 1, cutoff=0.7)]
         meant = f"; is {' '.join(near)} meant?" if near else ""
         self.exit(2, f"{self.prog}: {one_line(message)}{meant} ({self.prog} --help lists the options)\n")
 
-    def _inner(self) -> list[Parser]:
-        found = [action.choices for action in self._actions if isinstance(action.choices, dict)]
-        return [parser for choices in found for parser in choices.values() if isinstance(parser, Parser)]
+    def _of_command(self) -> argparse.ArgumentParser:
+        """The parser of the command that is given: options that it does not know come to the one of all commands."""
+        for action in self._actions:
+            for name, parser in action.choices.items() if isinstance(action.choices, dict) else ():
+                if name in sys.argv[1:2]:
+                    return parser._of_command() if isinstance(parser, Parser) else parser
+        return self
 
 
 def one_line(text: object, most: int = 600) -> str:
@@ -77,13 +85,27 @@ def load(name: str) -> Any:
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         raise ValueError(f"expected module:name or file.py:name, got {name!r}")
+    printed = io.StringIO()
     try:
-        found = vars(_module_of(where, name))
+        with redirect_stderr(printed):
+            found = vars(_module_of(where, name))
     except SystemExit as ends:
-        raise ValueError(f"{where} ends the program when it is imported (sys.exit({ends.code!r})): call that only under "
-                         "if __name__ == '__main__'") from ends  # fmt: skip
+        said = one_line(printed.getvalue().strip().rpartition("\n")[2])
+        raise ValueError(
+            f"{where} ends the program when it is imported (sys.exit({ends.code!r}){f', {said}' if said else ''}): call that "
+            "only under if __name__ == '__main__'"
+        ) from ends
+    except ImportError as wrong:
+        if "relative import" not in str(wrong):
+            raise ValueError(failure_line(wrong, where)) from wrong
+        raise ValueError(f"{where} is part of a package ({wrong}): give module:name, as in package.file:{attribute}, from the "
+                         "directory above the package") from wrong  # fmt: skip
+    except Exception as failure:
+        raise ValueError(failure_line(failure, where)) from failure
+    sys.stderr.write(printed.getvalue())
     if attribute not in found:
-        names = [known for known, value in found.items() if callable(value) and not known.startswith("_")]
+        own = {name: value for name, value in found.items() if getattr(value, "__module__", "") == found["__name__"]}
+        names = [known for known, value in own.items() if callable(value) and not known.startswith("_")]
         raise ValueError(f"{where!r} has no {attribute!r}; it has {', '.join(names[:8]) or 'nothing callable'}")
     return found[attribute]
 
@@ -135,6 +157,8 @@ def load_factory(name: str, told: Mapping[str, Any]) -> Any:
     factory = load(name)
     if inspect.iscoroutinefunction(factory):
         raise ValueError(f"{name!r} is a coroutine: expected a function that returns (build, batch)")
+    if isinstance(factory, nn.Module):
+        raise ValueError(f"{name!r} is a module ({type(factory).__name__}): expected a function that returns (build, batch)")
     if not callable(factory):
         raise ValueError(f"{name!r} is a {type(factory).__name__}: expected a function that returns (build, batch)")
     try:
