@@ -426,7 +426,7 @@ LEFT_OUT: list[tuple[str, str]] = [
     ("synced", r"SyncBatchNorm sends messages of its own, which are not simulated"),
     ("recurrent", r"recurrent layers are traced step by step"),
     ("one_unit", r"the plan has one unit, which is the whole model: nothing is gathered ahead"),
-    ("unused", r"'e.weight' take no part in the loss: .* neither gradients nor states"),
+    ("unused", r"no gradient reaches 'e.weight': gathered with their units, but not reduced"),
     ("penalty", r"the forward or the loss computes gradients, as a gradient penalty does"),
     ("reduces", r"the step sends messages of its own \(c10d::allreduce_\), which are not simulated"),
     ("broadcasts", r"the step sends messages of its own \(_c10d_functional::broadcast\), which are not simulated"),

@@ -709,8 +709,8 @@ def _left_out(model: nn.Module, precision: Precision, recorder: _Recorder) -> It
     if unused:
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         yield (
-            f"{', '.join(map(repr, unused[:3]))}{more} take no part in the loss: they are gathered with their units, and have "
-            "neither gradients nor states of the optimizer"
+            f"no gradient reaches {', '.join(map(repr, unused[:3]))}{more}: gathered with their units, but not reduced, and "
+            "without states of the optimizer"
         )
 
 
