@@ -71,7 +71,9 @@ def test_a_failure_behind_is_told_on_every_rank(world: World, call: str, failing
             with pytest.raises(RuntimeError, match=f"the save in the background to .*new failed: .*{told}"):
                 saving.wait()
             dist.barrier()
-            assert not (folder / "new").exists() and not list(folder.glob(".*"))
+            assert not (folder / "new").exists()
+            assert bool(list(folder.glob(".new.saving/*/*.safetensors"))) == (call == "rename"), "what is whole is kept"
+            dist.barrier()
             fullshard.save_weights(model, folder / "new", background=True)
             with pytest.raises(RuntimeError, match=f"the save in the background to .*new failed: .*{told}"):
                 fullshard.save_weights(model, folder / "other")  # nobody was told before

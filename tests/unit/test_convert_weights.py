@@ -175,7 +175,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     (tmp_path / ".in.saving" / "token").mkdir(parents=True)
     code, told, _ = run("show", str(source))
     assert code == 0 and "experts.*.w" in told and "[3, 5]" in told
-    assert "left over: stale.safetensors" in told and ".in.saving, of a save that was not finished" in told
+    assert "left over: stale.safetensors" in told and ".in.saving is left over of a save that was not finished" in told
     assert "experts.2.w" in run("show", str(source), "--all")[1]
     code, told, _ = run("convert", str(source), str(out), "--map", f"{source}/map.py:rules", "--dtype", "bf16")
     assert code == 0 and "model.safetensors" in told and read(out)["m.scale"].dtype == torch.bfloat16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -13,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -454,11 +455,12 @@ def test_an_empty_directory_is_replaced_and_one_without_exchange_is_moved_aside(
         with (
             mock.patch.object(os, "rename", broken),
             pytest.warns(UserWarning, match="cannot exchange"),
-            pytest.raises(RuntimeError, match="injected"),
+            pytest.raises(RuntimeError, match="injected.*is whole in .* and .*run is as it was"),
         ):
             save_weights(uniform(3.0), folder)
-        load_weights(model, folder)
-        assert values_of(model) == {2.0} and not beside(folder).exists(), "the old one is back"
+        with pytest.warns(UserWarning, match="is a whole checkpoint that a save could not put into its place"):
+            load_weights(model, folder)
+        assert values_of(model) == {2.0}, "the old one is back"
 
         def ended(source: object, target: object, rename: object = os.rename) -> None:
             if Path(str(target)) == folder and not folder.exists():  # between the two
@@ -481,6 +483,86 @@ def test_an_empty_directory_is_replaced_and_one_without_exchange_is_moved_aside(
     replacement.discard()
     load_weights(model, folder)
     assert values_of(model) == {2.0}, "the one of before is in its place again"
+
+
+def kept_in(failure: BaseException) -> Path:
+    """Where a save says that it left what it could not put into its place."""
+    told = re.search(r"is whole in (.+?), and ", str(failure))
+    assert told is not None, failure
+    return Path(told[1])
+
+
+def test_what_is_whole_and_cannot_be_put_into_its_place_stays_until_a_later_save_is(tmp_path: Path) -> None:
+    folder, model = tmp_path / "run", Net()
+    save_weights(uniform(1.0), folder)
+    places: list[Path] = []
+    for value in (2.0, 3.0):
+        with mock.patch.object(commit, "exchange", side_effect=OSError(errno.EIO, "injected")):
+            with pytest.raises(RuntimeError, match="injected") as raised:
+                save_weights(uniform(value), folder, extra={"config.json": str(value)})
+        places.append(kept_in(raised.value))
+        load_weights(model, places[-1])
+        assert values_of(model) == {value} and (places[-1] / "config.json").read_text() == str(value)
+        with pytest.warns(UserWarning, match=f"{places[-1].name} is a whole checkpoint .*run is whole without it"):
+            load_weights(model, folder)
+        assert values_of(model) == {1.0}
+    assert not places[0].exists(), "one is kept, not one of each failure"
+    full = OSError(errno.ENOSPC, "full")
+    with (
+        mock.patch.object(os, "posix_fallocate", side_effect=full),
+        pytest.raises(ValueError, match=rf"remove \S+{places[1].name}"),
+    ):
+        save_weights(uniform(4.0), folder)
+    assert places[1].exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_weights(uniform(5.0), folder)
+        load_weights(model, folder)
+    assert values_of(model) == {5.0} and not beside(folder).exists()
+
+
+def test_a_second_failure_while_it_is_kept_costs_nothing_of_before(tmp_path: Path) -> None:
+    folder, model, number = tmp_path / "run", Net(), 0
+    save_weights(uniform(1.0), folder)
+    while True:
+        number += 1
+        failed: list[int] = []
+
+        def fails(original: object, left: list[int] = [number], failed: list[int] = failed) -> object:  # noqa: B006
+            def call(*arguments: object, **options: object) -> object:
+                if exchanged:
+                    left[0] -= 1
+                    if left[0] == 0:
+                        failed.append(1)
+                        raise OSError(errno.EIO, "second")
+                return original(*arguments, **options)  # type: ignore[operator]
+
+            return call
+
+        exchanged: list[int] = []
+
+        def exchange(one: Path, other: Path, exchanged: list[int] = exchanged) -> None:
+            exchanged.append(1)
+            raise OSError(errno.EIO, "first")
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(commit, "exchange", exchange))
+            for name in ("open", "fsync", "pwrite", "ftruncate", "unlink", "rmdir", "rename", "replace"):
+                stack.enter_context(mock.patch.object(os, name, fails(getattr(os, name))))
+            with pytest.raises((RuntimeError, OSError), match="first|second"):
+                save_weights(uniform(2.0), folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load_weights(model, folder)
+            assert values_of(model) == {1.0}
+        if not failed:
+            break
+    assert number > 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_weights(uniform(3.0), folder)
+    load_weights(model, folder)
+    assert values_of(model) == {3.0} and not beside(folder).exists()
 
 
 # --- what is no checkpoint ---

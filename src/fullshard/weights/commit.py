@@ -7,6 +7,9 @@ What is written lies in a staging folder beside the directory:
         owner                 JSON: who saves; locked as long as that process saves, and no longer
         <token>/              the new content, under a name that no other save has; after the exchange the old content
         <token>.old/          the old content, where the file system cannot exchange directories
+
+What a save wrote and synced but could not put into its place stays as <token>/, named by the owner file, until a later save is
+in its place.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import socket
 import stat
 import time
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,6 +59,7 @@ class Replacement:
         self.path = self._staging / token
         self._owner: int | None = None  # descriptor of the locked file
         self._inode: int | None = None  # of the new content: what lies at `path` after the exchange has another one
+        self._finished: list[str] = []  # earlier contents that are whole, and could not be put into their place
 
     # --- before anything is written ---
 
@@ -71,8 +75,9 @@ class Replacement:
         self._owner = _take(self._staging, self.directory)
         before = _owner_of(self._staging)
         self._note_owner(before)  # this process has it now, and what is left over is still known if it is killed
+        self._finished = _finished(self._staging)
         self._clear_leftovers(before)
-        self._note_owner({"token": self.path.name})
+        self._note_owner({"token": self.path.name, "finished": self._finished})
         os.mkdir(self.path)
         self._inode = os.stat(self.path).st_ino
         for file in layout.files:
@@ -90,7 +95,8 @@ class Replacement:
 
         owner: what that save said of itself.
         """
-        found = sorted(entry for entry in self._staging.iterdir() if not entry.name.startswith(_OWNER))
+        entries = sorted(entry for entry in self._staging.iterdir() if not entry.name.startswith(_OWNER))
+        found = [entry for entry in entries if entry.name not in self._finished]
         if not found:
             return
         warnings.warn(f"{self._staging} is left over of a save that was not finished; it is removed", stacklevel=2)
@@ -119,8 +125,10 @@ class Replacement:
             if failure.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             free = shutil.disk_usage(self.path).free
+            earlier = f"; remove {self._staging / self._finished[0]}, an earlier checkpoint" if self._finished else ""
             raise ValueError(
-                f"not enough room for {self.directory}: {total:,} bytes are needed, {free:,} are free ({failure.strerror})"
+                f"not enough room for {self.directory}: {total:,} bytes are needed, {free:,} are free "
+                f"({failure.strerror}){earlier}"
             ) from failure
 
     def add(self, extra: Extra | None) -> None:
@@ -181,21 +189,58 @@ class Replacement:
                 f"{self._staging} is gone or another save's, so {self.directory} is left as it was: save from one job at a time"
             )
         ours = sorted(entry.name for entry in self.path.iterdir())
-        self._note_owner({"token": self.path.name, "inode": self._inode, "ours": ours})
-        os.fsync(self._owner)
-        self._keep()
-        for entry in self.path.rglob("*"):
-            if entry.is_dir() or entry.is_file():  # neither a dangling link nor a socket
-                _sync(entry)
-        _sync(self.path)
-        old = self._replace()
+        facts = {"token": self.path.name, "inode": self._inode, "ours": ours, "finished": self._finished}
+        try:
+            self._note_owner(facts)
+            os.fsync(self._owner)
+            self._keep()
+            self._sync_all(self.path.rglob("*"))
+            old = self._replace()
+        except OSError as failure:
+            self._leave_finished(failure, ours)
+            raise
         try:
             _sync(self.directory.parent)
         finally:  # whether or not that is on the disk, the new content is in its place
             self._settle(old, ours)
 
+    def _sync_all(self, entries: Iterable[Path]) -> None:
+        """Have the new content on the disk."""
+        for entry in entries:
+            if entry.is_dir() or entry.is_file():  # neither a dangling link nor a socket
+                _sync(entry)
+        _sync(self.path)
+
+    def _leave_finished(self, failure: OSError, ours: Sequence[str]) -> None:
+        """Leave the new content in the staging folder if it is on the disk, in place of an earlier one.
+
+        Raises:
+            RuntimeError: from the failure, saying where it is.
+        """
+        assert self._owner is not None
+        try:
+            self._sync_all(entry for name in ours for entry in (self.path / name, *(self.path / name).rglob("*")))
+            self._note_owner({"finished": [self.path.name]})
+            os.fsync(self._owner)
+        except OSError:  # it may not be on the disk: `discard` removes it
+            return
+        self._inode = None  # `discard` leaves it
+        self._remove_earlier()
+        aside = self._staging / f"{self.path.name}{_OLD}"
+        before = f"the checkpoint of before is in {aside}" if aside.exists() else f"{self.directory} is as it was"
+        raise RuntimeError(
+            f"{failure}. The new checkpoint is whole in {self.path}, and {before}: load it from there, or move it. It stays "
+            "until a later save is in its place"
+        ) from failure
+
+    def _remove_earlier(self) -> None:
+        for name in self._finished:
+            _remove(self._staging / name)
+        self._finished = []
+
     def _settle(self, old: Path | None, ours: Sequence[str]) -> None:
-        """Take the old content apart, and give the staging folder up."""
+        """Take the old content apart, and earlier ones that had not come into their place, and give the staging folder up."""
+        self._remove_earlier()
         if old is not None:
             try:
                 _move_over(old, self.directory, ours, self._single)
@@ -390,6 +435,13 @@ def _owner_of(staging: Path) -> dict[str, object]:
     return told if isinstance(told, dict) else {}
 
 
+def _finished(staging: Path) -> list[str]:
+    """Return the names of contents in a staging folder that are whole, and could not be put into their place."""
+    told = _owner_of(staging).get("finished")
+    names = told if isinstance(told, list) else []
+    return [name for name in names if isinstance(name, str) and Path(name).name == name and (staging / name).is_dir()]
+
+
 def _inode(path: Path) -> int | None:
     try:
         return os.stat(path).st_ino
@@ -424,7 +476,15 @@ def warn_of_leftover(source: object) -> None:
     """Say that a save to this directory was not finished."""
     left = left_over(source) if isinstance(source, (str, os.PathLike)) else None
     if left is not None:
-        warnings.warn(f"{left} is left over of a save that was not finished; {source} is whole without it", stacklevel=2)
+        warnings.warn(f"{left_over_text(left)}; {source} is whole without it", stacklevel=2)
+
+
+def left_over_text(staging: Path) -> str:
+    """Say what is in the staging folder of an unfinished save."""
+    finished = _finished(staging)
+    if finished:
+        return f"{staging / finished[0]} is a whole checkpoint that a save could not put into its place"
+    return f"{staging} is left over of a save that was not finished"
 
 
 # --- files that others have there ---
@@ -517,4 +577,4 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["Extra", "Replacement", "beside", "exchange", "left_over", "resolved", "warn_of_leftover"]
+__all__ = ["Extra", "Replacement", "beside", "exchange", "left_over", "left_over_text", "resolved", "warn_of_leftover"]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fullshard.weights.commit import left_over as unfinished
+from fullshard.weights.commit import left_over_text
 from fullshard.weights.headers import INDEX, NAMES, BadFile, FileTensor, Header, OpenFiles, files_of, read_header, read_index
 from fullshard.weights.reading import Read, Reader
 from fullshard.wrap.tables import aligned, bytes_text
@@ -64,7 +65,7 @@ def left_over(source: Any) -> list[str]:
         ]
     left = unfinished(path)
     if left is not None:
-        found.append(f"left over: {left}, of a save that was not finished")
+        found.append(f"left over: {left_over_text(left)}")
     return found
 
 

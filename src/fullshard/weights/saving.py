@@ -155,6 +155,8 @@ def save_weights(
             have no values, the directory cannot be replaced (a mount point, the current one), or another save to it is
             under way.
         RuntimeError: on every rank: if a rank could not write, now or in the background before; the directory is as it was.
+            If all is written and only the exchange fails, the text says where the new checkpoint lies whole; it stays there
+            until a later save succeeds.
         StateError: inside a forward or backward.
 
     Example:
