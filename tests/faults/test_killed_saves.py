@@ -52,10 +52,19 @@ def counting(reached: Callable[[int], None]) -> list[int]:
 
 
 def job(
-    rank: Rank, directory: str, victims: list[int], number: int, background: bool, seed: int, step: int | None = None
+    rank: Rank,
+    directory: str,
+    victims: list[int],
+    number: int,
+    background: bool,
+    seed: int,
+    step: int | None = None,
+    stays: bool = False,
 ) -> None:
-    """Saves; the victims are killed before their call of this number."""
+    """Saves; the victims are killed before their call of this number. stays: whether the directory is taken for a mount point."""
     rank.begin()
+    if stays:
+        os.path.ismount = lambda path: Path(path) == Path(directory)
     behind.PATIENCE = 2.0
     torch.manual_seed(seed)
     model = Net()
@@ -81,7 +90,16 @@ def job(
     rank.say("saved", calls=calls[0])
 
 
-def saved(folder: Path, *, victims: list[int], number: int, background: bool, seed: int, step: int | None = None) -> Any:
+def saved(
+    folder: Path,
+    *,
+    victims: list[int],
+    number: int,
+    background: bool,
+    seed: int,
+    step: int | None = None,
+    stays: bool = False,
+) -> Any:
     return run_job(
         job,
         2,
@@ -92,6 +110,7 @@ def saved(folder: Path, *, victims: list[int], number: int, background: bool, se
         background=background,
         seed=seed,
         step=step,
+        stays=stays,
     )
 
 
@@ -127,6 +146,35 @@ def test_a_rank_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_
             fullshard.save_weights(Net(), folder)
         assert not list(tmp_path.glob(".*"))
     assert False in seen and seen == sorted(seen), "it is the new one from some call on"
+
+
+def test_a_rank_that_is_killed_at_any_call_leaves_whole_weights_in_a_directory_that_stays(tmp_path: Path) -> None:
+    old, folder = tmp_path / "old", tmp_path / "checkpoint"
+    old.mkdir()
+    assert saved(old, victims=[], number=0, background=False, seed=1, stays=True)[0].code == 0
+    shutil.copytree(old, folder)
+    done = saved(folder, victims=[], number=0, background=False, seed=2, stays=True)
+    before, after = whole(old), whole(folder)
+    assert before != after
+    seen = []
+    for number in share(range(1, done[0].first("saved")["calls"] + 1)):
+        shutil.rmtree(folder)
+        shutil.copytree(old, folder)
+        ended = saved(folder, victims=[0], number=number, background=False, seed=2, stays=True)
+        assert ended[0].code == -signal.SIGKILL and ended[1].code is not None, str(ended)
+        seen.append(whole(folder))
+        assert saved(folder, victims=[], number=0, background=False, seed=2, stays=True)[0].code == 0
+        assert whole(folder) == after and len(os.listdir(folder)) == len(os.listdir(old)), "nothing is left over"
+    assert set(seen) <= {before, after} and seen == sorted(seen, key=[before, after].index)
+
+
+def whole(folder: Path) -> str:
+    """The values in a directory, as a reader finds them."""
+    model = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fullshard.load_weights(model, folder)
+    return str([tensor.tolist() for tensor in model.state_dict().values()])
 
 
 def test_a_rank_that_is_killed_at_any_call_leaves_the_link_at_a_whole_step(tmp_path: Path) -> None:

@@ -417,23 +417,128 @@ def test_a_link_stays_one_and_its_target_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "not there yet" / "model.safetensors").exists()
 
 
-def test_directories_that_cannot_be_replaced_are_refused_before_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here" / "below").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here" / "below")
+def test_paths_that_are_no_directory_of_a_checkpoint_are_refused_before_anything(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
     for directory, told in (
         ("", "directory is '', expected the path of a directory"),
-        ("/", "/ is the root of the file system, it cannot be replaced in one step: save to a directory in it"),
-        ("/proc", "/proc is a mount point, it cannot be replaced"),
-        (".", "below is the current directory, or one above it"),
-        ("..", "here is the current directory, or one above it"),
+        ("/", "/ is the root of the file system: save to a directory in it"),
+        (tmp_path / "file", "file is a file, expected a directory or nothing"),
     ):
         with pytest.raises(ValueError, match=told):
             save_weights(uniform(1.0), directory)
     with pytest.raises(ValueError, match="directory is ''"):
         save_weights(uniform(1.0), "", step=1)
-    assert [path.name for path in tmp_path.rglob("*")] == ["here", "below"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]
+
+
+# --- directories that stay ---
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, which cannot be exchanged with another one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+STAYS = "is the current directory, or one above it, so files are moved into it one by one"
+
+
+def loaded(directory: Path) -> set[float]:
+    model = Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load_weights(model, directory)
+    return values_of(model)
+
+
+@pytest.mark.parametrize("shards", [[10**9, 10**9], [300, 300], [10**9, 300], [300, 10**9]])
+def test_a_directory_that_stays_gets_the_files_one_by_one(here: Path, shards: list[int]) -> None:
+    """One file after one, several after several, and each after the other."""
+    for value, most in zip((1.0, 2.0), shards):
+        (here / "other").write_text("kept")
+        with pytest.warns(UserWarning, match=STAYS):
+            saved = save_weights(
+                uniform(value), ".", max_shard_bytes=most, extra=lambda folder, value=value: further(folder, value)
+            )
+        assert loaded(here) == {value} and saved.directory == str(here)
+        weights = {path.name for path in here.glob("model*")}
+        assert weights == {*saved.files, *(["model.safetensors.index.json"] if most == 300 else [])}
+    assert (here / "config.json").read_text() == (here / "deep" / "more").read_text() == "2.0"
+    assert (here / "other").read_text() == "kept" and not list(here.glob(".*")) and len(os.listdir(here)) == 3 + len(weights)
+    inspected = subprocess.run([sys.executable, "-m", "fullshard", "weights", "check", "."], capture_output=True, text=True)
+    assert inspected.returncode == 0 and "left over" not in inspected.stdout, inspected.stdout
+
+
+def in_place(folder: Path) -> dict[str, str]:
+    return {name: digest for name, digest in contents(folder).items() if not name.startswith(".saving")}
+
+
+def further(folder: Path, value: float) -> None:
+    (folder / "deep").mkdir()
+    for name in ("config.json", "deep/more"):
+        (folder / name).write_text(str(value))
+
+
+def test_a_mount_point_gets_the_files_one_by_one_and_readers_see_whole_checkpoints(tmp_path: Path) -> None:
+    folder, seen = tmp_path / "mount", set[float]()
+    folder.mkdir()
+    with mock.patch.object(os.path, "ismount", lambda path: Path(path) == folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_weights(uniform(0.0), folder, max_shard_bytes=300)
+
+        def read() -> None:
+            found = loaded(folder)
+            assert len(found) == 1
+            seen.update(found)
+
+        with beside_it(read):
+            for number in range(30):
+                save_weights(uniform(float(number)), folder, max_shard_bytes=300 if number % 3 else 10**9)
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize("most", [10**9, 300])
+def test_a_failure_at_any_call_leaves_a_directory_that_stays_as_it_was(here: Path, most: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_weights(uniform(1.0), ".", max_shard_bytes=300, extra=lambda folder: further(folder, 1.0))
+    before, number, kept = in_place(here), 0, 0
+    while True:
+        number += 1
+        left = [number]
+
+        def fails(original: object, left: list[int] = left) -> object:
+            def call(*arguments: object, **options: object) -> object:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise OSError(errno.EIO, "injected")
+                return original(*arguments, **options)  # type: ignore[operator]
+
+            return call
+
+        with ExitStack() as stack, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in ("fsync", "link", "rename", "replace", "unlink"):
+                stack.enter_context(mock.patch.object(os, name, fails(getattr(os, name))))
+            try:
+                save_weights(uniform(2.0), ".", max_shard_bytes=most, extra=lambda folder: further(folder, 2.0))
+            except (RuntimeError, OSError) as failure:
+                assert "injected" in str(failure)
+                if "is whole in" in str(failure):
+                    kept += 1
+                    assert loaded(kept_in(failure)) == {2.0}
+                    assert (kept_in(failure) / "deep" / "more").read_text() == "2.0"
+        if left[0] > 0:
+            break
+        found = loaded(here)
+        assert found == {2.0} or in_place(here) == before, f"call {number}"
+        if found == {2.0}:  # it failed while what is old was removed
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                save_weights(uniform(1.0), ".", max_shard_bytes=300, extra=lambda folder: further(folder, 1.0))
+            before = in_place(here)
+    assert number > 10 and kept > 3 and loaded(here) == {2.0} and not list(here.glob(".*"))
 
 
 def test_an_empty_directory_is_replaced_and_one_without_exchange_is_moved_aside(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ layout.py     which tensor is where in which file, as save_pretrained has it
 save_plan.py  which rank writes which rows, and from whom it gets them
 writing.py    writes memory to files, by a thread per file
 commit.py     a directory that is replaced in one step
+inside.py     a directory that stays, into which files are moved
 background.py a save behind the training: its ranks settle through the store
 steps.py      a directory for each step, and a link to the latest
 saving.py     save_weights()

@@ -7,6 +7,10 @@ What is written lies in a staging folder beside the directory:
         owner                 JSON: who saves; locked as long as that process saves, and no longer
         <token>/              the new content, under a name that no other save has; after the exchange the old content
         <token>.old/          the old content, where the file system cannot exchange directories
+        <token>.aside/        what `inside` needs meanwhile
+
+Where the directory cannot be exchanged (a mount point, the current directory), the folder is `.saving` in it, and files are
+moved one by one, as `inside` says.
 
 What a save wrote and synced but could not put into its place stays as <token>/, named by the owner file, until a later save is
 in its place.
@@ -23,12 +27,14 @@ import shutil
 import socket
 import stat
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from fullshard.weights.headers import SINGLE
+from fullshard.weights.inside import move_in, name_in_place, remove_old, stays
 from fullshard.weights.layout import CheckpointLayout, index_of, is_weights, may_be_weights
 
 Extra = Mapping[str, str | bytes | os.PathLike[str]] | Callable[[Path], object]
@@ -37,6 +43,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _OWNER, _OLD = "owner", ".old"
+_INSIDE = "inside-"  # begins the token of a save whose directory stays
 _LOOKS = 20  # at the old content, for files that others create there meanwhile
 _TRIES, _PAUSE = 10, 0.01  # to lock the owner, and seconds between two: a load that looks for leftovers holds it for a moment
 
@@ -45,7 +52,7 @@ class Replacement:
     """The new content of a directory, until it is in its place. path: where it is written.
 
     directory: links are followed, so that a link stays one, and its target is replaced.
-    token: unique to this save; alike on all ranks, of which the first calls `prepare`, `add` and `commit`.
+    token: of `new_token`, alike on all ranks, of which the first calls `prepare`, `add` and `commit`.
     single: of the file of weights if there is one.
 
     Raises:
@@ -55,11 +62,16 @@ class Replacement:
     def __init__(self, directory: str | os.PathLike[str], token: str, single: str = SINGLE) -> None:
         self.directory, self._single = resolved(directory), single
         self.others: tuple[str, ...] = ()  # files beside those of this save that may be weights, after `commit`
-        self._staging = beside(self.directory)
+        self._stays = token.startswith(_INSIDE)
+        self._staging = inside(self.directory) if self._stays else beside(self.directory)
         self.path = self._staging / token
         self._owner: int | None = None  # descriptor of the locked file
         self._inode: int | None = None  # of the new content: what lies at `path` after the exchange has another one
         self._finished: list[str] = []  # earlier contents that are whole, and could not be put into their place
+
+    def name_in_place(self, name: str) -> str:
+        """The name that a file of weights of this save has in the directory."""
+        return name_in_place(name, self.path.name, self._single) if self._stays else name
 
     # --- before anything is written ---
 
@@ -195,12 +207,12 @@ class Replacement:
             os.fsync(self._owner)
             self._keep()
             self._sync_all(self.path.rglob("*"))
-            old = self._replace()
+            old = self._move_in() if self._stays else self._replace()
         except OSError as failure:
             self._leave_finished(failure, ours)
             raise
         try:
-            _sync(self.directory.parent)
+            _sync(self.directory if self._stays else self.directory.parent)
         finally:  # whether or not that is on the disk, the new content is in its place
             self._settle(old, ours)
 
@@ -241,6 +253,8 @@ class Replacement:
     def _settle(self, old: Path | None, ours: Sequence[str]) -> None:
         """Take the old content apart, and earlier ones that had not come into their place, and give the staging folder up."""
         self._remove_earlier()
+        if self._stays:
+            remove_old(self.directory, {self.name_in_place(name) for name in ours}, self._single)
         if old is not None:
             try:
                 _move_over(old, self.directory, ours, self._single)
@@ -253,22 +267,42 @@ class Replacement:
         self._leave()
 
     def _keep(self) -> None:
-        """Link the other files of the directory into the new content, and copy its mode and owner."""
+        """Link the other files of the directory into the new content, and copy its mode and owner, unless it stays."""
         if not self.directory.is_dir():
             return
         for entry in sorted(self.directory.iterdir()):
             place = self.path / entry.name
             if is_weights(entry.name, self._single) or os.path.lexists(place):
                 continue
-            if entry.is_dir() and not entry.is_symlink():
+            if self._stays:
+                self.others += (entry.name,) if may_be_weights(entry.name) else ()
+            elif entry.is_dir() and not entry.is_symlink():
                 shutil.copytree(entry, place, symlinks=True, copy_function=_link)
             else:
                 _link(entry, place)
                 self.others += (entry.name,) if may_be_weights(entry.name) else ()
+        if self._stays:
+            return
         status = os.stat(self.directory)
         with suppress(PermissionError):
             os.chown(self.path, status.st_uid, status.st_gid)
         os.chmod(self.path, stat.S_IMODE(status.st_mode))
+
+    def _move_in(self) -> Path | None:
+        """Move the files of the new content into the directory, which stays."""
+        warnings.warn(
+            f"{self.directory} {stays(self.directory) or 'stays'}, so files are moved into it one by one: whoever reads "
+            "weights by their index finds the old or the new ones, but further files of a save may be there before its weights",
+            stacklevel=2,
+        )
+        aside = self._staging / f"{self.path.name}.aside"
+        try:
+            move_in(self.path, self.directory, aside, self.path.name, self._single)
+        finally:
+            _remove(aside)
+        self._inode = None
+        _remove(self.path)
+        return None
 
     def _replace(self) -> Path | None:
         """Put the new content into its place. Returns where the old content is now, None if there was none."""
@@ -333,25 +367,28 @@ def resolved(directory: str | os.PathLike[str]) -> Path:
 
 
 def _check_replaceable(directory: Path) -> None:
-    """Raises ValueError for what cannot be replaced by another directory."""
+    """Raises ValueError for what is no directory of a checkpoint."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file, expected a directory or nothing")
-    instead = f"it cannot be replaced in one step: save to a directory in it, such as {directory / 'checkpoint'}"
     if directory == directory.parent:
-        raise ValueError(f"{directory} is the root of the file system, {instead}")
-    if os.path.ismount(directory):
-        raise ValueError(f"{directory} is a mount point, {instead}")
-    try:
-        here = Path(os.path.realpath(os.getcwd()))
-    except FileNotFoundError:  # it was removed
-        return
-    if directory == here or directory in here.parents:
-        raise ValueError(f"{directory} is the current directory, or one above it, {instead}")
+        raise ValueError(
+            f"{directory} is the root of the file system: save to a directory in it, such as {directory / 'checkpoint'}"
+        )
+
+
+def new_token(directory: str | os.PathLike[str]) -> str:
+    """Return what names a save: unique, and saying whether its directory stays, which the first rank finds out for all."""
+    return f"{_INSIDE if stays(resolved(directory)) else ''}{uuid.uuid4().hex}"
 
 
 def beside(directory: Path) -> Path:
     """Where the next content of a directory is written."""
     return directory.parent / f".{directory.name}.saving"
+
+
+def inside(directory: Path) -> Path:
+    """Where the next content of a directory that stays is written."""
+    return directory / ".saving"
 
 
 def _take(staging: Path, directory: Path) -> int:
@@ -455,7 +492,11 @@ def _same(one: os.stat_result, other: os.stat_result) -> bool:
 
 def left_over(directory: str | os.PathLike[str]) -> Path | None:
     """Return the staging folder of an unfinished save to this directory; None without one, or if the save is under way."""
-    staging = beside(Path(os.path.realpath(directory)))
+    path = Path(os.path.realpath(directory))
+    return _left_in(beside(path)) or _left_in(inside(path))
+
+
+def _left_in(staging: Path) -> Path | None:
     try:
         owner = os.open(staging / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -577,4 +618,14 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["Extra", "Replacement", "beside", "exchange", "left_over", "left_over_text", "resolved", "warn_of_leftover"]
+__all__ = [
+    "Extra",
+    "Replacement",
+    "beside",
+    "exchange",
+    "left_over",
+    "left_over_text",
+    "new_token",
+    "resolved",
+    "warn_of_leftover",
+]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fullshard.weights.boxes import Box
-from fullshard.weights.commit import Extra, Replacement
+from fullshard.weights.commit import Extra, Replacement, new_token
 from fullshard.weights.computing import Calculator
 from fullshard.weights.headers import FileTensor, OpenFiles, read_checkpoint
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, Piece, map_keys
@@ -87,7 +86,7 @@ def convert_weights(
             raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
-    replacement = Replacement(directory, uuid.uuid4().hex)
+    replacement = Replacement(directory, new_token(directory))
     files = OpenFiles()
     reader = Reader(files, threads=threads)
     writer = Writer(replacement.path, threads=threads)
@@ -110,7 +109,8 @@ def convert_weights(
         reader.close()
         files.close()
         writer.close()
-    return Converted(reader.read, writer.written, time.perf_counter() - began, tuple(file.name for file in layout.files))
+    names = tuple(replacement.name_in_place(file.name) for file in layout.files)
+    return Converted(reader.read, writer.written, time.perf_counter() - began, names)
 
 
 def _outputs(

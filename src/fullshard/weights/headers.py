@@ -85,6 +85,7 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._directories: dict[str, int] = {}
+        self._changed: dict[str, int] = {}  # when files were last made or removed in each, as it was opened
         self._files: dict[str, int] = {}
         self._times: dict[str, int] = {}  # of the last write to each, as it was opened
 
@@ -101,6 +102,7 @@ class OpenFiles:
         self._files.clear()
         self._times.clear()
         self._directories.clear()
+        self._changed.clear()
 
     def directory(self, path: str | Path) -> int:
         """The descriptor of a directory.
@@ -111,6 +113,7 @@ class OpenFiles:
         folder = str(path) or "."
         if folder not in self._directories:
             self._directories[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._changed[folder] = os.fstat(self._directories[folder]).st_mtime_ns
         return self._directories[folder]
 
     def file(self, path: str | Path) -> int:
@@ -134,8 +137,8 @@ class OpenFiles:
         return self._files[name]
 
     def were_replaced(self) -> bool:
-        """Return whether another directory is at the path of one that is open: its files may be removed."""
-        for path, descriptor in self._directories.items():
+        """Return whether another directory or file is at the path of one that is open: files may be removed."""
+        for path, descriptor in (*self._directories.items(), *self._files.items()):
             try:
                 now = os.stat(path)
             except OSError:
@@ -144,6 +147,11 @@ class OpenFiles:
             if (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino):
                 return True
         return False
+
+    def may_have_changed(self) -> bool:
+        """Return whether files were made or removed since a directory was opened, or another one is at its path."""
+        changed = any(os.fstat(found).st_mtime_ns != self._changed[path] for path, found in self._directories.items())
+        return changed or self.were_replaced()
 
     def check_unchanged(self) -> None:
         """Check that no file was written to since it was opened. Raises BadFile naming it."""
@@ -362,7 +370,7 @@ def read_checkpoint(source: Any, files: OpenFiles | None = None) -> list[Header]
             headers = [read_header(path, files) for path in paths]
             break
         except BadFile:
-            if attempt == ATTEMPTS - 1 or not files.were_replaced():
+            if attempt == ATTEMPTS - 1 or not files.may_have_changed():
                 raise
             files.close()  # a save put another checkpoint into its place, and removes this one
             time.sleep(PAUSE)

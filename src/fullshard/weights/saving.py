@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from fullshard.runtime.runtime import runtime_of
 from fullshard.weights.allocating import check_values
 from fullshard.weights.background import Saving, StoreMeeting, join_saves
-from fullshard.weights.commit import Extra, Replacement
+from fullshard.weights.commit import Extra, Replacement, new_token
 from fullshard.weights.ema import EMA
 from fullshard.weights.exchange import Exchange, Receive, Send
 from fullshard.weights.headers import SINGLE, FileTensor
@@ -126,7 +125,9 @@ def save_weights(
         model: sharded or not.
         directory: on a file system that all ranks share. Other files in it are kept, also those that somebody makes there
             meanwhile. Two saves at a time are refused. Whoever opens files of it by their paths while a save ends may get files
-            of both checkpoints; `load_weights` does not, and with `step` nobody does.
+            of both checkpoints; `load_weights` does not, and with `step` nobody does. A directory that cannot be exchanged (a
+            mount point, the current one, one in a directory without write permission) gets the files one by one, with a
+            warning: weights of several files have names of this save alone, and their index comes last.
         max_shard_bytes: of the tensors in one file; a tensor that is larger has a file of its own.
         dtype: of floating-point tensors in the files; None keeps that of the shards.
         key_map: from names of the model to those in the files, as of `load_weights`; without `Convert`.
@@ -152,8 +153,7 @@ def save_weights(
 
     Raises:
         ValueError: on every rank, before anything is written: if there is no room on the disk, rules do not fit, parameters
-            have no values, the directory cannot be replaced (a mount point, the current one), or another save to it is
-            under way.
+            have no values, the directory is a file or the root, or another save to it is under way.
         RuntimeError: on every rank: if a rank could not write, now or in the background before; the directory is as it was.
             If all is written and only the exchange fails, the text says where the new checkpoint lies whole; it stays there
             until a later save succeeds.
@@ -182,8 +182,9 @@ def save_weights(
     meeting.check_alike("key_map, dtype or max_shard_bytes", _told(layout, outputs))
     limit = max(1, buffer_bytes // 4)
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
-    token = meeting.first(uuid.uuid4().hex.encode()).decode()
-    replacement = Replacement(directory if steps is None else steps.directory, token, filename)
+    where = directory if steps is None else steps.directory
+    token = meeting.first(meeting.run(lambda: new_token(where)).encode()).decode()
+    replacement = Replacement(where, token, filename)
     save = _Save(meeting, tensors, layout, replacement, steps, began, threads=threads, limit=limit, keeps=background)
     # All ranks connect before one of them goes on: a connection to one that has ended waits for minutes.
     connect = partial(StoreMeeting, token, meeting.index, len(meeting.ranks))
@@ -320,7 +321,7 @@ class _Save:
             self.discard()
             raise
         self.writer.close()
-        files = tuple(file.name for file in self._layout.files)
+        files = tuple(self.replacement.name_in_place(file.name) for file in self._layout.files)
         seconds = time.perf_counter() - self._began
         where, others = str(self.replacement.directory), self.replacement.others
         return Saved(self.writer.written, self._exchange.sent, seconds, files, where, others)
