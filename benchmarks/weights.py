@@ -1,11 +1,11 @@
 """Weights in and out: `load_weights`, `save_weights` and `iter_full` beside the ways that torch has.
 
-    python benchmarks/weights.py [--ranks 2] [--gigabytes 2] [--repeat 3] [--directory /dev/shm]
+    python benchmarks/weights.py [--ranks 2] [--gigabytes 2] [--repeat 3] [--directory /dev/shm] [--what load "first load" save stream]
 
 Load and save, of an ordinary checkpoint in safetensors: torch's distributed checkpoint (its reader and writer of Hugging Face's
 format, with consolidation), and the first rank alone (full state dicts). Each job does it three times, and jobs of the libraries
 follow each other, over and over: medians of the seconds of the slowest rank, and by how much resident memory grew at most on any
-rank the first time. Only fullshard has the files on the disk when it returns; the others leave them in the page cache. Streaming: `full_tensor()` of each parameter, on four ranks, both ways in one job. Transfers are gloo's on one machine.
+rank the first time. "first load" does it once in each job, as a training does, with files in the page cache (warm) and not (cold). Only fullshard has the files on the disk when it returns; the others leave them in the page cache. Streaming: `full_tensor()` of each parameter, on four ranks, both ways in one job. Transfers are gloo's on one machine.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import fullshard
 
 DIM, NARROW, WIDE, WORDS = 2048, 512, 5632, 16_384  # of a small Llama
 FILE = "model.safetensors"
+WHAT = ("load", "first load", "save", "stream")
 WAYS = ("fullshard", "fullshard, background", "DCP", "first rank")
 
 
@@ -168,6 +169,16 @@ def stream(count: int, dim: int, repeat: int) -> dict[str, float]:
     return {name: statistics.median(found[2:]) for name, found in times.items()}
 
 
+def cache(path: Path, *, keep: bool) -> None:
+    """Have a file in the page cache, or not."""
+    if keep:
+        path.read_bytes()
+        return
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def as_rank(rank: int, ranks: int, port: int, told: Path, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -198,7 +209,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of the checkpoint")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--directory", help="where checkpoints are written (default: that of temporary files)")
-    parser.add_argument("--what", nargs="+", default=["load", "save", "stream"], choices=("load", "save", "stream"))
+    parser.add_argument("--what", nargs="+", default=list(WHAT), choices=WHAT)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     layers = max(1, round((options.gigabytes * 1e9 / 4 - numel_of(0)) / (numel_of(1) - numel_of(0))))
@@ -208,15 +219,17 @@ def main() -> None:
         source = Path(base) / "source"
         job(options.ranks, measure, "save", "fullshard", layers, source, source, 1)
         print(f"checkpoint of {nbytes / 1e9:.2f} GB, {options.ranks} ranks, each with {nbytes / options.ranks / 2**20:.0f} MiB")
-        for what in [one for one in options.what if one != "stream"]:
+        kinds = [one for what in options.what for one in ((f"{what}, warm", f"{what}, cold") if "first" in what else (what,))]
+        for what in [one for one in kinds if one != "stream"]:
             ways = [way for way in WAYS if what == "save" or "," not in way]
             found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
             for _ in range(options.repeat):
                 for way in ways:
                     target = Path(base) / "target"
                     for path in source.iterdir():
-                        path.read_bytes()  # in the page cache
-                    found[way].append(job(options.ranks, measure, what, way, layers, source, target, 3))
+                        cache(path, keep="cold" not in what)
+                    kind, times = ("load", 1) if "first" in what else (what, 3)
+                    found[way].append(job(options.ranks, measure, kind, way, layers, source, target, times))
                     shutil.rmtree(target, ignore_errors=True)
             for way, listed in found.items():
                 results[f"{what}, {way}"] = {key: statistics.median(one[key] for one in listed) for key in listed[0]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,18 @@ def counted() -> Iterator[list[int]]:
         yield found
     finally:
         os.pread, os.preadv = pread, preadv
+
+
+def noted(into: list[tuple[int, int]]) -> Callable[[int, int], None]:
+    """A `progress` that notes what it is told."""
+    return lambda done, total: into.append((done, total))
+
+
+def check_told(told: list[tuple[int, int]], nbytes: int) -> None:
+    """What a `progress` was told grows, to all bytes of this rank."""
+    done = [one for one, _ in told]
+    assert done == sorted(set(done)) and {total for _, total in told} <= {nbytes}, told
+    assert (done or [0])[-1] == nbytes
 
 
 # --- models ---

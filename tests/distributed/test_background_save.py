@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import CUTS, check, contents, expected, loaded, saved, sharded, values
+from checkpoints import CUTS, check, check_told, contents, expected, loaded, noted, saved, sharded, values
 from harness import World, ranks
 
 import fullshard
@@ -30,9 +30,12 @@ def test_the_weights_of_the_call_are_saved(world: World, cut: str) -> None:
         return
     model, folder = loaded(world, cut), world.folder(f"behind {cut}")
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in saved().values())
-    saving = fullshard.save_weights(model, folder / "new", max_shard_bytes=200, buffer_bytes=300, background=True)
+    told: list[tuple[int, int]] = []
+    options = {"max_shard_bytes": 200, "buffer_bytes": 300}
+    saving = fullshard.save_weights(model, folder / "new", background=True, progress=noted(told), **options)
     add_one(model)
     found = saving.wait()
+    check_told(told, found.bytes_written)
     assert saving.done and saving.wait() is found
     assert contents(folder / "new") == expected(saved(), most=200)
     total = torch.tensor([found.bytes_written])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import CUTS, Net, check, counted, saved, sharded, values, write, written
+from checkpoints import CUTS, Net, check, check_told, counted, loaded, noted, saved, sharded, values, write, written
 from harness import World, ranks
 from rotation import share_of
 from torch import nn
@@ -32,9 +32,11 @@ def test_every_rank_reads_its_share_and_has_its_values(world: World, cut: str, m
     folder = written(world, f"load {cut} {meta}", saved())
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in saved().values())
     model = sharded(world, cut, meta=meta)
+    told: list[tuple[int, int]] = []
     with counted() as reads:
-        found = load_weights(model, folder, buffer_bytes=400)
+        found = load_weights(model, folder, buffer_bytes=400, progress=noted(told))
     assert found.bytes_read == found.bytes_useful
+    check_told(told, found.bytes_read)
     everything = torch.tensor([found.bytes_read, sum(reads)])
     dist.all_reduce(everything)
     size = sum(file.stat().st_size for file in folder.iterdir())
@@ -102,7 +104,9 @@ def test_rules_dtypes_and_several_files(world: World) -> None:
         Convert(["half"], "column", lambda half: half * 2),
     ]
     model = sharded(world, "rows")
-    found = load_weights(model, folder, key_map=key_map, strict=False, buffer_bytes=256)
+    told: list[tuple[int, int]] = []
+    found = load_weights(model, folder, key_map=key_map, strict=False, buffer_bytes=256, progress=noted(told))
+    check_told(told, found.bytes_read)
     check(model, {**state, "blocks.1.bias": state["blocks.1.bias"].bfloat16().float()})
     assert found.conversions == {
         "embed.weight": "float64 -> float32",
@@ -111,6 +115,25 @@ def test_rules_dtypes_and_several_files(world: World) -> None:
     }
     with pytest.raises(ValueError, match="embed.weight is float64 in the file, float32 in the model, which rounds it"):
         load_weights(model, folder, key_map=key_map)
+
+
+@ranks(2)
+def test_a_progress_that_raises_ends_loads_and_saves_on_all_ranks(world: World) -> None:
+    folder = written(world, "raises", saved())
+
+    def raises(done: int, total: int) -> None:
+        if world.rank == 1:
+            raise LookupError("no bar")
+
+    with pytest.raises(RuntimeError, match="no bar"):
+        load_weights(sharded(world, "rows"), folder, progress=raises)
+    model = loaded(world, "rows")
+    for background in (False, True):
+        with pytest.raises(RuntimeError, match="no bar"):
+            found = fullshard.save_weights(model, folder / "new", progress=raises, background=background)
+            found.wait()  # type: ignore[union-attr]
+        dist.barrier()
+        assert not (folder / "new").exists() and not list(folder.glob(".*"))
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -332,6 +355,7 @@ def test_a_model_without_units_is_loaded_too(world: World) -> None:
         ({"threads": 0}, "threads must be an int of at least 1, got 0"),
         ({"buffer_bytes": "1G"}, "buffer_bytes must be an int of at least 1, got '1G'"),
         ({"strict": 1}, "strict must be True or False, got 1"),
+        ({"progress": True}, r"progress must be a function \(bytes so far, bytes in all\), got True"),
         ({"replicas": "all"}, "replicas must be 'auto' or 'read', got 'all'"),
     ],
 )

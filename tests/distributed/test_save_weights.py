@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import CUTS, Net, check, contents, expected, loaded, saved, sharded, values, written
+from checkpoints import CUTS, Net, check, check_told, contents, expected, loaded, noted, saved, sharded, values, written
 from harness import World, ranks
 from torch import nn
 
@@ -31,7 +31,10 @@ def test_files_are_those_of_one_process_for_every_cut(world: World, cut: str) ->
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in saved().values())
     for most, buffer_bytes in ((10**9, 1 << 20), (200, 300)):
         folder = world.folder(f"saved {cut} {most}")
-        found = fullshard.save_weights(model, folder / "new", max_shard_bytes=most, buffer_bytes=buffer_bytes)
+        told: list[tuple[int, int]] = []
+        options = {"max_shard_bytes": most, "buffer_bytes": buffer_bytes}
+        found = fullshard.save_weights(model, folder / "new", progress=noted(told), **options)
+        check_told(told, found.bytes_written)
         assert contents(folder / "new") == expected(saved(), most=most)
         total = torch.tensor([found.bytes_written])
         dist.all_reduce(total)

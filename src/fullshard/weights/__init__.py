@@ -1,6 +1,7 @@
 """Weights in and out: each rank reads and writes its own bytes of ordinary checkpoints, and full tensors stream.
 
 texts.py      texts of errors
+progress.py   what a load or a save tells its caller on the way
 boxes.py      rectangular parts of tensors
 headers.py    files of safetensors: their headers, and the files of a checkpoint
 rules.py      the rules of key maps, as values

@@ -36,6 +36,7 @@ from fullshard.weights.headers import (
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, State, map_keys
 from fullshard.weights.meeting import Meeting
 from fullshard.weights.plan import LoadPlan, Part, Use, plan_load
+from fullshard.weights.progress import Progress, check_progress, of_total
 from fullshard.weights.reading import Read, Reader, place_in_file
 from fullshard.weights.rounds import Round
 from fullshard.weights.staging import Stage, batches
@@ -90,6 +91,7 @@ def load_weights(
     buffer_bytes: int = 256 << 20,
     replicas: Replicas = "auto",
     buffers: Callable[[], nn.Module] | None = None,
+    progress: Progress | None = None,
 ) -> Loaded:
     """Load a checkpoint of safetensors into a model, sharded or not, on meta or not. Collective.
 
@@ -112,6 +114,8 @@ def load_weights(
         replicas: "auto" reads once what several ranks need; with "read" each of them reads it, and nothing is sent.
         buffers: builds the model anew, as in `lambda: Llama(config)`; called on the meta device, for the values of buffers on
             meta that no checkpoint has, as frequencies of rotary embeddings. None leaves them without values.
+        progress: called now and then on each rank with the bytes that it has read and the bytes that it reads in all; what it
+            raises ends the load on all ranks.
 
     Returns:
         The report of this rank.
@@ -130,6 +134,7 @@ def load_weights(
     """
     began = time.perf_counter()
     _check(strict=strict, missing=missing, threads=threads, buffer_bytes=buffer_bytes, replicas=replicas)
+    check_progress(progress)
     tensors = tensors_of(model)
     for unit in tensors.units:
         runtime_of(unit).requests.reshard(unit, doing="load_weights()")
@@ -157,7 +162,9 @@ def load_weights(
         fresh = allocate(model, tensors)
         tensors = tensors_of(model)  # what was on meta is another tensor now
         local = {held.target.name: held.local for held in tensors.held}
-        load = _Load(meeting, [local[held.target.name] for held, _ in match.found], files, threads=threads, limit=limit)
+        told = of_total(progress, plan.nbytes(meeting.index))
+        into = [local[held.target.name] for held, _ in match.found]
+        load = _Load(meeting, into, files, threads=threads, limit=limit, told=told)
         try:
             with torch.no_grad():
                 load.run(plan)
@@ -365,9 +372,18 @@ class _Load:
     is written; in a round, a quarter each is read, was read, is sent, and comes.
     """
 
-    def __init__(self, meeting: Meeting, local: Sequence[Tensor], files: OpenFiles, *, threads: int, limit: int) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        local: Sequence[Tensor],
+        files: OpenFiles,
+        *,
+        threads: int,
+        limit: int,
+        told: Callable[[int], object] | None,
+    ) -> None:
         self._meeting, self._local, self._limit = meeting, local, limit
-        self.reader = Reader(files, threads=threads)
+        self.reader = Reader(files, threads=threads, told=told)
         self._calculator = Calculator(self.reader)
         self._exchange = Exchange(meeting)
         self._useful = 0

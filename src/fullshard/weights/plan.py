@@ -66,6 +66,24 @@ class LoadPlan:
         shared = (part.source for turn in self.rounds for part in turn.parts if part.reader == rank)
         return sorted({file for source in (*(part.source for part in self.own), *shared) for file in _files(source)})
 
+    def nbytes(self, rank: int) -> int:
+        """Bytes of files that this rank reads."""
+        shared = (part for turn in self.rounds for part in turn.parts if part.reader == rank)
+        total, last = 0, None
+        for part in (*self.own, *shared):
+            if isinstance(part.source, FileTensor):
+                total += part.nbytes
+            elif part.source is not last:  # what is computed is kept until the next one
+                total, last = total + _read_for(part.source), part.source
+        return total
+
+
+def _read_for(source: Source) -> int:
+    if isinstance(source, FileTensor):
+        return source.nbytes
+    inputs = source.inputs if isinstance(source, Computed) else ()
+    return sum(_read_for(piece.source) for mapped in inputs for piece in mapped.pieces)
+
 
 def _files(source: Source) -> Iterator[str]:
     if isinstance(source, FileTensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +36,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class Reader:
-    """Reads for one rank, from files that the caller opened, and closes. read: bytes so far."""
+    """Reads for one rank, from files that the caller opened, and closes.
 
-    def __init__(self, files: OpenFiles, *, threads: int) -> None:
+    read: bytes so far.      told: called with them by `finish`, now and then; what it raises is raised there.
+    """
+
+    def __init__(self, files: OpenFiles, *, threads: int, told: Callable[[int], object] | None = None) -> None:
+        self._told = told
         self._files, self._pool = files, ThreadPoolExecutor(threads, thread_name_prefix="fullshard-read")
         self._begun: list[Future[int]] = []
         self.read = 0
@@ -73,8 +77,18 @@ class Reader:
             BadFile: naming the file.
         """
         tasks, self._begun = self._begun, []
-        failures = [failure for task in tasks if (failure := task.exception()) is not None]
-        self.read += sum(task.result() for task in tasks if task.exception() is None)
+        failures: list[BaseException] = []
+        for task in tasks:  # all are waited for, also behind a failure: they write to memory of the caller's
+            failure = task.exception()
+            if failure is not None:
+                failures.append(failure)
+                continue
+            self.read += task.result()
+            if self._told is not None and not failures:
+                try:
+                    self._told(self.read)
+                except Exception as raised:
+                    failures.append(raised)
         if failures:
             raise failures[0]
 

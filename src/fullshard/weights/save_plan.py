@@ -63,6 +63,11 @@ class SavePlan:
     own: tuple[Written, ...]
     rounds: tuple[Round[Written], ...]
 
+    def nbytes(self, rank: int) -> int:
+        """Bytes that this rank writes."""
+        shared = (part for turn in self.rounds for part in turn.parts if part.writer == rank)
+        return sum(part.nbytes for part in (*self.own, *shared))
+
 
 def plan_save(outputs: Sequence[tuple[FileTensor, Mapped]], *, rank: int, ranks: int, limit: int) -> SavePlan:
     """Say which rows a rank writes.

@@ -23,6 +23,7 @@ from fullshard.weights.headers import SINGLE, FileTensor
 from fullshard.weights.key_map import Computed, KeyMap, Mapped, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
 from fullshard.weights.meeting import Meeting
+from fullshard.weights.progress import Progress, check_progress, of_total
 from fullshard.weights.reading import place_in_file
 from fullshard.weights.rounds import Round
 from fullshard.weights.save_plan import SavePlan, Supply, Written, plan_save
@@ -74,6 +75,7 @@ def save_weights(
     each_rank: Callable[[Path], object] | None = ...,
     threads: int = ...,
     buffer_bytes: int = ...,
+    progress: Progress | None = ...,
     background: Literal[False] = ...,
 ) -> Saved: ...
 
@@ -94,6 +96,7 @@ def save_weights(
     each_rank: Callable[[Path], object] | None = ...,
     threads: int = ...,
     buffer_bytes: int = ...,
+    progress: Progress | None = ...,
     background: Literal[True],
 ) -> Saving[Saved]: ...
 
@@ -113,6 +116,7 @@ def save_weights(
     each_rank: Callable[[Path], object] | None = None,
     threads: int = 8,
     buffer_bytes: int = 256 << 20,
+    progress: Progress | None = None,
     background: bool = False,
 ) -> Saved | Saving[Saved]:
     """Save a model as an ordinary checkpoint of safetensors, in the files and bytes of `save_pretrained`. Collective.
@@ -143,6 +147,8 @@ def save_weights(
             the optimizer's part of a rank; their names must differ from rank to rank.
         threads: that write at a time.
         buffer_bytes: of host memory for what cannot be written from the shards: other dtypes and devices, rows of other ranks.
+        progress: called now and then on each rank with the bytes that it has written and the bytes that it writes in all, with
+            `background` in its thread; what it raises ends the save on all ranks.
         background: whether to copy what this rank writes to the memory of the host, return, and write behind the training,
             which may change the weights meanwhile. It costs each rank the memory of its rows. No messages are sent behind:
             the ranks settle through the store of the process group.
@@ -163,6 +169,7 @@ def save_weights(
         >>> save_weights(model, "checkpoint", extra={"config.json": config.to_json_string()})  # doctest: +SKIP
     """
     began = time.perf_counter()
+    check_progress(progress)
     _check(max_shard_bytes=max_shard_bytes, threads=threads, buffer_bytes=buffer_bytes, dtype=dtype, background=background)
     if keep is not None and step is None:
         raise ValueError(f"keep={keep!r} is of steps: pass step=, too")
@@ -185,7 +192,8 @@ def save_weights(
     where = directory if steps is None else steps.directory
     token = meeting.first(meeting.run(lambda: new_token(where)).encode()).decode()
     replacement = Replacement(where, token, filename)
-    save = _Save(meeting, tensors, layout, replacement, steps, began, threads=threads, limit=limit, keeps=background)
+    writer = Writer(replacement.path, threads=threads, told=of_total(progress, plan.nbytes(tensors.index)))
+    save = _Save(meeting, tensors, layout, replacement, steps, began, writer, limit=limit, keeps=background)
     # All ranks connect before one of them goes on: a connection to one that has ended waits for minutes.
     connect = partial(StoreMeeting, token, meeting.index, len(meeting.ranks))
     behind = meeting.run(connect) if background else None
@@ -259,8 +267,8 @@ class _Save:
         replacement: Replacement,
         steps: Steps | None,
         began: float,
+        writer: Writer,
         *,
-        threads: int,
         limit: int,
         keeps: bool,
     ) -> None:
@@ -272,7 +280,7 @@ class _Save:
         self._exchange = Exchange(meeting)
         self._kept: list[Write] = []
         self.replacement, self._steps = replacement, steps
-        self.writer = Writer(replacement.path, threads=threads)
+        self.writer = writer
 
     def prepare(self) -> None:
         """Make the files."""

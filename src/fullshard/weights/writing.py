@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from fullshard.weights.reading import LARGEST, bytes_of
+
+_BETWEEN = 0.1  # seconds between two looks at how many bytes are written
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +31,12 @@ class Writer:
 
     A file system lets one thread write to a file at a time, and the others spin.
 
-    written: bytes so far.
+    written: bytes so far.      told: called with them by `finish`, now and then; what it raises is raised there.
     """
 
-    def __init__(self, folder: Path, *, threads: int) -> None:
+    def __init__(self, folder: Path, *, threads: int, told: Callable[[int], object] | None = None) -> None:
+        self._told, self._said = told, 0
+        self._under_way, self._lock = 0, threading.Lock()
         self._folder = folder
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fullshard-write")
         self._open: dict[str, int] = {}
@@ -53,7 +58,7 @@ class Writer:
         for write in writes:
             files.setdefault(write.file, deque()).append(write)
         for file, waiting in files.items():
-            self._tasks.append(self._pool.submit(_write_all, self._descriptor(file), waiting))
+            self._tasks.append(self._pool.submit(_write_all, self._descriptor(file), waiting, self._count))
 
     def finish(self) -> None:
         """Wait for the writes that were begun.
@@ -62,10 +67,29 @@ class Writer:
             OSError: naming the file.
         """
         tasks, self._tasks = self._tasks, []
+        raised = self._tell_until_done(tasks) if self._told is not None else None
         failures = [failure for task in tasks if (failure := task.exception()) is not None]
         self.written += sum(task.result() for task in tasks if task.exception() is None)
-        if failures:
-            raise failures[0]
+        if failures or raised is not None:
+            raise failures[0] if failures else raised  # type: ignore[misc]
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._under_way += nbytes
+
+    def _tell_until_done(self, tasks: Sequence[Future[int]]) -> Exception | None:
+        """Tell how many bytes are written, until all are. Returns what that raised."""
+        assert self._told is not None
+        pending, raised = set(tasks), None
+        while pending:
+            _, pending = wait(pending, timeout=_BETWEEN)
+            if raised is None and self._under_way > self._said:
+                self._said = self._under_way
+                try:
+                    self._told(self._said)
+                except Exception as failure:
+                    raised = failure
+        return raised
 
     def _descriptor(self, file: str) -> int:
         if file not in self._open:
@@ -85,8 +109,8 @@ class Writer:
         self._open.clear()
 
 
-def _write_all(descriptor: int, waiting: deque[Write]) -> int:
-    """Returns how many bytes. The memory of each is let go when it is written."""
+def _write_all(descriptor: int, waiting: deque[Write], count: Callable[[int], None]) -> int:
+    """Returns how many bytes, and counts them on the way. The memory of each is let go when it is written."""
     total = 0
     while waiting:
         write = waiting.popleft()
@@ -94,10 +118,12 @@ def _write_all(descriptor: int, waiting: deque[Write]) -> int:
         while done < len(view):
             offset = write.offset + done
             try:
-                done += os.pwrite(descriptor, view[done : done + LARGEST], offset)
+                written = os.pwrite(descriptor, view[done : done + LARGEST], offset)
             except OSError as failure:
                 text = f"cannot be written at byte {offset:,}: {failure.strerror}"
                 raise OSError(failure.errno, text, write.file) from failure
+            done += written
+            count(written)
         total += done
     return total
 
