@@ -139,6 +139,7 @@ __all__ = [
     "on_autocast",
     "on_backward_end",
     "on_compiled",
+    "on_context_parallel",
     "on_differentiation",
     "on_numpy",
     "on_registration",
@@ -951,6 +952,24 @@ def on_activation_offload(tell: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         offload.__init__ = made
+
+
+@contextmanager
+def on_context_parallel(tell: Callable[[], None]) -> Iterator[None]:
+    """For the length of a block, call this where attention is to be computed by context parallelism."""
+    import torch.distributed.tensor.experimental._context_parallel._attention as attention  # which takes 12 ms to import
+
+    before = attention._enable_context_parallel_dispatcher_impl
+
+    def enable(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return before(*args, **kwargs)
+
+    attention._enable_context_parallel_dispatcher_impl = enable
+    try:
+        yield
+    finally:
+        attention._enable_context_parallel_dispatcher_impl = before
 
 
 @contextmanager

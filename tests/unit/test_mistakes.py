@@ -182,6 +182,15 @@ a_module = nn.Linear(8, 8)
 def own_operator():
     return changes(lambda m, x: torch.ops.mistakes.own(m.a(x)))
 
+def shares_sequences():
+    def forward(m, x):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+        with context_parallel(init_device_mesh("cpu", (4,)), buffers=[x], buffer_seq_dims=[2]):
+            q = m.a(x)
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return changes(forward, batch=torch.empty(2, 4, 128, 8))
+
 # answers with a note
 def synced(): return of(lambda: nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8)))
 def recurrent():
@@ -431,6 +440,16 @@ LEFT_OUT: list[tuple[str, str]] = [
     ("reduces", r"the step sends messages of its own \(c10d::allreduce_\), which are not simulated"),
     ("broadcasts", r"the step sends messages of its own \(_c10d_functional::broadcast\), which are not simulated"),
 ]
+
+
+def test_context_parallelism_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        status, out, err = run("models.py:shares_sequences --world 4", monkeypatch, capsys)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (status, out) == (2, "")
+    assert re.search(r"attention by context parallelism .*not simulated: .* \(at models.py:\d+\)$", err.strip()), err
 
 
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")

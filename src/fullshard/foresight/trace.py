@@ -661,6 +661,7 @@ class _Step:
             _torch.on_autocast(_refuse_autocast),
             _torch.on_compiled(self._see_compiled),
             _torch.on_activation_offload(_refuse_activation_offload),
+            _torch.on_context_parallel(_refuse_context_parallel),
             _torch.on_numpy(recorder.numpy),
             fused_kernels() if self._accelerator else host_kernels(),
         ):
@@ -757,6 +758,13 @@ def _refuse_activation_offload() -> None:
     raise UntraceablePlace(
         "the model keeps activations in the host's memory (torch.autograd.graph.save_on_cpu), which is not simulated: leave it "
         "out, and say recompute= to see what recomputation would free instead"
+    )
+
+
+def _refuse_context_parallel() -> None:
+    raise UntraceablePlace(
+        "the model computes attention by context parallelism (torch's context_parallel), which is not simulated: leave it out, "
+        "and give a batch with the part of a sequence that one rank has, whose attention then takes less than it will"
     )
 
 

@@ -9,6 +9,7 @@ Models of transformers ask such things in most forwards, as `if attention_mask.a
 from __future__ import annotations
 
 import linecache
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -147,6 +148,7 @@ def _short(value: Tensor) -> str:
 
 _OURS = str(Path(__file__).parent.parent)
 _TORCHS = str(Path(torch.__file__).parent)
+_STANDARD = sysconfig.get_path("stdlib")
 
 
 def asking() -> tuple[str, str]:
@@ -158,8 +160,9 @@ def asking() -> tuple[str, str]:
 
 
 def place_of(file: str, line: int) -> str:
-    """As in "model.py:12"; "" of a line of torch or of this library."""
-    return "" if file.startswith((_OURS, _TORCHS, "<frozen")) else f"{Path(file).name}:{line}"
+    """As in "model.py:12"; "" of a line of torch, of this library or of the standard one."""
+    is_standard = file.startswith(_STANDARD) and "-packages" not in file
+    return "" if is_standard or file.startswith((_OURS, _TORCHS, "<frozen")) else f"{Path(file).name}:{line}"
 
 
 # --- both ways ---
