@@ -18,6 +18,7 @@ from memory import Linear, Product
 from rotation import random_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -258,6 +259,7 @@ SETTINGS = st.builds(
     microbatches=st.sampled_from([1, 1, 3]),
     accumulate=st.booleans(),
     listed=st.sampled_from([False, False, True]),
+    columns=st.sampled_from([False, False, True]),
 )
 
 
@@ -268,8 +270,13 @@ def test_a_simulated_step_allocates_and_sends_what_a_run_does(parts: tuple[Part,
     ranks = told["ranks"]
     reshard = told["reshard"] if told["reshard"] != "half" else max(1, ranks // 2) if ranks % 2 == 0 else True
     options = {name: told[name] for name in ("mp_policy", "comm_policy", "offload_policy")} | {"reshard_after_forward": reshard}
+    dims: dict[str, int] = {}
+    if told["columns"]:
+        with torch.device("meta"):
+            dims = {name: 1 for name, parameter in Model(parts).named_parameters() if parameter.dim() == 2}
     setting = Setting(
         ranks,
+        dims=dims,
         replicas=told["replicas"] or 1,
         hybrid=told["replicas"] is not None,
         microbatches=told["microbatches"],
@@ -277,6 +284,8 @@ def test_a_simulated_step_allocates_and_sends_what_a_run_does(parts: tuple[Part,
         accelerator=False,
         **options,
     )
+    if dims:
+        options["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.dim() == 2 else None
     check(parts, setting, listed=told["listed"], **options)
 
 

@@ -270,7 +270,10 @@ class SimulatedReduction:
         """There torch._chunk_cat pads by copies of all uneven tensors, and casts by way of a copy of one after the other."""
         group, layout = self.group, self.plan.layout
         sizes = [(segment.parameter, layout.ranks * segment.size * dtype.itemsize) for segment in packed.pieces]
-        padded = [group.take(nbytes, "staging") for index, nbytes in sizes if index >= 0 and not layout.is_even(index)]
+        uneven = [(index, nbytes) for index, nbytes in sizes if index >= 0 and not layout.is_even(index)]
+        padded = [
+            group.take(nbytes, "staging") for index, nbytes in uneven if layout.places[index].dim == 0
+        ]  # else it is above
         for _, nbytes in sizes if dtype != self.plan.dtypes.reduce else ():
             group.ledger.give(group.take(nbytes, "staging"))
         for block in padded:

@@ -66,6 +66,7 @@ class Setting:
         engine: "fullshard", or "fsdp2": as torch's FSDP2 uses memory and messages, to compare.
         keep_unsharded_storage: whether the memory of full parameters and messages stays where it is.
         tensor_parallel: how many ranks that follow each other share each of these shards' parameters.
+        dims: by name, along which dim a parameter is cut, where that is not 0.
 
     Raises:
         ValueError: if ranks, replicas or microbatches are not at least 1.
@@ -86,6 +87,7 @@ class Setting:
     engine: Engine = "fullshard"
     keep_unsharded_storage: bool = False
     tensor_parallel: int = 1
+    dims: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -514,6 +516,7 @@ def _group_plan(
         ranks=ranks,
         itemsize=min(dtypes.storage.itemsize, dtypes.compute.itemsize),
         direct=DirectRule.by_default(default) if told is None else DirectRule(told),
+        dims=[setting.dims.get(entry.name, 0) for entry in entries],
     )
     as_is = dtypes.compute == dtypes.reduce
     subgroup = options.subgroup_size

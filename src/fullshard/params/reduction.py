@@ -20,7 +20,7 @@ from fullshard.params.arena import MessageArena
 from fullshard.params.grad_commit import GradCommit
 from fullshard.params.group import ParamGroup
 from fullshard.params.unsharded import dim_permutation
-from fullshard.sharding.layout import Slice
+from fullshard.sharding.layout import ParamOffsets, Slice
 
 ReduceHook = Callable[[Tensor], None]
 
@@ -388,6 +388,19 @@ def _pack_one_by_one(group: ParamGroup, grads: Sequence[Tensor | None], message:
             torch._foreach_copy_(of_blocks, of_grad)
 
 
+def _zeros_or_permuted(
+    grad: Tensor | None, place: ParamOffsets, ranks: int, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What stands in a message for a missing gradient, and for one of a parameter that is cut along another dim than 0."""
+    if place.dim == 0:
+        return torch.zeros(place.shape, dtype=dtype, device=device)
+    blocks = torch.zeros((ranks, place.size), dtype=dtype, device=device)
+    if grad is not None:
+        of_grad, of_blocks = dim_permutation(grad, blocks, place)
+        torch._foreach_copy_(of_blocks, of_grad)
+    return blocks
+
+
 def _pack(
     group: ParamGroup,
     grads: Sequence[Tensor | None],
@@ -417,11 +430,7 @@ def _pack(
             if grad is not None and place.dim == 0:
                 parts.append(grad.contiguous())
                 continue
-            shape = place.shape if place.dim == 0 else (layout.ranks, place.size)
-            parts.append(torch.zeros(shape, dtype=dtype, device=device))
-            if grad is not None:
-                of_grad, of_blocks = dim_permutation(grad, parts[-1], place)
-                torch._foreach_copy_(of_blocks, of_grad)
+            parts.append(_zeros_or_permuted(grad, place, layout.ranks, dtype=dtype, device=device))
         if parts:
             _torch.chunk_cat(parts, message.view(layout.ranks, -1))
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))
