@@ -17,6 +17,7 @@ import torch.distributed as dist
 from harness import World, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard.foresight.calibrate import calibrate
@@ -69,6 +70,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "packed": {"comm_policy": fullshard.CommPolicy(direct_min_bytes=float("inf"))},
     "direct": {"comm_policy": fullshard.CommPolicy(direct_min_bytes=0, reductions_in_flight=2)},
     "no prefetch": {"comm_policy": fullshard.CommPolicy(prefetch_bytes=0)},
+    "columns": {"shard_placement_fn": lambda parameter: Shard(1) if parameter.dim() == 2 else None},
 }
 
 

@@ -16,6 +16,7 @@ import torch
 from exits import command_line
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard.collectives.traffic import Message
@@ -784,6 +785,27 @@ def test_options_that_would_be_answered_for_something_else_are_refused(options: 
     with pytest.raises(ValueError, match=told):
         explain(**options)
     assert explain(world=12, per_node=4).timeline.links["between"] > 0 == explain(world=8).timeline.links.get("between", 0)
+
+
+def test_cuts_along_other_dims_need_the_copies_that_undo_them_and_are_refused_where_they_cannot_be() -> None:
+    def columns(parameter: nn.Parameter) -> Shard | None:
+        return Shard(-1) if parameter.dim() == 2 else None
+
+    direct = fullshard.CommPolicy(direct_min_bytes=0)  # rows arrive where they are used, and columns cannot
+    rows, found = (explain(comm_policy=direct, shard_placement_fn=function) for function in (None, columns))
+    assert found.setting.dims == {name: 1 for name, parameter in build().named_parameters() if parameter.dim() == 2}
+    assert found.peak > rows.peak and found.setting.optimizer is not None
+    narrow = [explain(dim=12, optimizer="sgd-momentum", shard_placement_fn=function) for function in (None, columns)]
+    states = [sum(r.setting.optimizer.states) for r in narrow if r.setting.optimizer is not None]
+    assert states[1] > states[0], "12 columns are cut over 8 ranks in twos, 48 rows in sixes"
+    for function, told in (
+        (lambda parameter: Shard(2), r"shard_placement_fn cuts '0.up.weight' of shape \(512, 128\) along dim 2"),
+        (lambda parameter: 1, "shard_placement_fn gives 1 for '0.up.weight': expected None or Shard"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            explain(shard_placement_fn=function)
+    with pytest.raises(ValueError, match="is simulated with engine='fullshard' alone"):
+        explain(shard_placement_fn=columns, engine="fsdp2")
 
 
 class Float8(nn.Linear):

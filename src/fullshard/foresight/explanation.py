@@ -22,6 +22,7 @@ from fullshard.foresight.simulate import Engine, simulate
 from fullshard.foresight.trace import Footprint
 from fullshard.frontend.api import collector_paused
 from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.sharding.param_sharding import PlacementFn
 from fullshard.wrap.tables import bytes_text
 
 
@@ -158,6 +159,7 @@ def explain(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     comm_policy: CommPolicy = CommPolicy(),
     reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     optimizer: str | Factory | None = "adamw",
     loss: Loss | None = None,
     keep_output: bool = True,
@@ -191,6 +193,7 @@ def explain(
         offload_policy: as of `fully_shard`.
         comm_policy: as of `fully_shard`; `collectives` and `lanes` have no effect.
         reshard_after_forward: as of `fully_shard`.
+        shard_placement_fn: as of `fully_shard`, returning None or `Shard(dim)`.
         optimizer: a name out of adamw, adam, adamw-fused, sgd, sgd-momentum, adagrad, rmsprop; or a function of
             parameters; None has none.
         loss: of what the model returns; None takes its output, if it is one number, or its `.loss`.

@@ -16,6 +16,7 @@ from fullshard.foresight.optimizer import Factory
 from fullshard.foresight.simulate import Engine
 from fullshard.foresight.trace import Footprint
 from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, resolve_mp
+from fullshard.sharding.param_sharding import PlacementFn
 
 Loss = Callable[[Any], Tensor]
 Build = Callable[[], nn.Module]
@@ -41,6 +42,7 @@ class Question:
     offload_policy: OffloadPolicy
     comm_policy: CommPolicy
     reshard_after_forward: bool | int | None
+    shard_placement_fn: PlacementFn | None
     optimizer: str | Factory | None
     loss: Loss | None
     keep_output: bool

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fullshard import _torch
@@ -22,7 +22,7 @@ from fullshard.foresight.optimizer import Factory, OptimizerStep, named, optimiz
 from fullshard.foresight.precision import Precision
 from fullshard.foresight.question import Build, Question, Recompute
 from fullshard.foresight.simulate import Setting
-from fullshard.foresight.trace import Gradient, StepFailed, Trace, trace
+from fullshard.foresight.trace import Gradient, StepFailed, Trace, names_of, trace
 from fullshard.foresight.values import Untraceable, UntraceablePlace, place_of
 from fullshard.frontend.known_values import ConstantsMode, Known, Values, ValuesMode, values_of_buffers
 from fullshard.wrap.plan import Plan
@@ -85,9 +85,11 @@ class Traced:
         """A step of this optimizer over a rank's shards."""
         if factory is None:
             return None
-        key = factory, ranks, self.question.accelerator
+        question = self.question
+        key = factory, ranks, question.accelerator, question.shard_placement_fn
         if key not in self._steps:
-            self._steps[key] = optimizer_step(factory, local_shards(self, ranks), accelerator=self.question.accelerator)
+            shards = local_shards(self, ranks, dims_of(self, question))
+            self._steps[key] = optimizer_step(factory, shards, accelerator=question.accelerator)
         return self._steps[key]
 
 
@@ -407,11 +409,45 @@ def _where(failure: BaseException, model: nn.Module) -> str:
     return f" ({', '.join(told)})" if told else ""
 
 
-def local_shards(traced: Traced, ranks: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """(shape, dtype) of the shards that get gradients, of the first rank, which has the largest."""
+def local_shards(traced: Traced, ranks: int, dims: Mapping[str, int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """(shape, dtype) of the shards that get gradients, of the first rank, which has the largest. dims: as `Setting.dims`."""
     graded = {event.parameter for event in traced.trace.events if isinstance(event, Gradient)}
-    entries = (entry for entry in traced.plan.outline.parameters if entry.name in graded)
-    return [((-(-e.shape[0] // ranks), *e.shape[1:]) if e.shape else (), e.dtype) for e in entries]
+    found = []
+    for entry in (entry for entry in traced.plan.outline.parameters if entry.name in graded):
+        shape = list(entry.shape)
+        if shape:
+            dim = dims.get(entry.name, 0)
+            shape[dim] = -(-shape[dim] // ranks)
+        found.append((tuple(shape), entry.dtype))
+    return found
+
+
+def dims_of(traced: Traced, question: Question) -> dict[str, int]:
+    """By name, along which dim `shard_placement_fn` cuts a parameter, where that is not 0.
+
+    Raises:
+        ValueError: naming the parameter, for what is no dim of it; and with the engine "fsdp2".
+    """
+    function = question.shard_placement_fn
+    if function is None:
+        return {}
+    found: dict[str, int] = {}
+    for parameter, name in names_of(traced.model, (entry.name for entry in traced.plan.outline.parameters)).items():
+        chosen = function(parameter)
+        if not isinstance(chosen, (Shard, type(None))):
+            raise ValueError(f"shard_placement_fn gives {chosen!r} for '{name}': expected None or Shard(dim) to simulate it")
+        if chosen is None or not parameter.ndim:
+            continue
+        if not -parameter.ndim <= chosen.dim < parameter.ndim:
+            raise ValueError(f"shard_placement_fn cuts '{name}' of shape {tuple(parameter.shape)} along dim {chosen.dim}")
+        if chosen.dim % parameter.ndim:
+            found[name] = chosen.dim % parameter.ndim
+    if found and question.engine == "fsdp2":
+        raise ValueError(
+            f"shard_placement_fn cuts '{min(found)}' along dim {found[min(found)]}, which is simulated with engine='fullshard' "
+            "alone: torch's FSDP2 makes further copies of such parameters"
+        )
+    return found
 
 
 def check_tensor_parallel(question: Question) -> None:
@@ -468,6 +504,7 @@ def setting_of(question: Question, traced: Traced) -> Setting:
         keep_unsharded_storage=question.keep_unsharded_storage,
         engine=question.engine,
         tensor_parallel=question.tensor_parallel,
+        dims=dims_of(traced, question),
     )
 
 

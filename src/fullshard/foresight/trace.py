@@ -900,6 +900,7 @@ __all__ = [
     "StepFailed",
     "Trace",
     "Untraceable",
+    "names_of",
     "recorded",
     "routed",
     "trace",

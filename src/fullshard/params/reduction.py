@@ -430,6 +430,7 @@ def _pack(
             if grad is not None and place.dim == 0:
                 parts.append(grad.contiguous())
                 continue
+            assert dtype is not None  # or there would be no segments here
             parts.append(_zeros_or_permuted(grad, place, layout.ranks, dtype=dtype, device=device))
         if parts:
             _torch.chunk_cat(parts, message.view(layout.ranks, -1))
