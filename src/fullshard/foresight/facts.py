@@ -19,6 +19,7 @@ from fullshard.foresight.setup import Traced
 from fullshard.foresight.simulate import Setting, Simulation
 from fullshard.foresight.trace import Op
 from fullshard.wrap.plan import Plan
+from fullshard.wrap.tables import bytes_text
 
 BUDGET = 0.92
 """The part of a GPU's memory that a step may take and still fits: fragments of the allocator come and go."""
@@ -57,7 +58,16 @@ class Facts:
         if any(isinstance(module, nn.SyncBatchNorm) for module in modules):
             found.append("SyncBatchNorm sends messages of its own, which are not simulated")
         if any(isinstance(module, nn.RNNBase) for module in modules):
-            found.append("recurrent layers are traced step by step, and not as one kernel of cuDNN or of the CPU")
+            found.append(
+                "recurrent layers are traced step by step, and not as one kernel of cuDNN or of the CPU, whose memory and time "
+                "are others: an LSTM on the CPU took up to twice the memory"
+            )
+        convolved = [e.nbytes for e in self.traced.trace.events if isinstance(e, Op) and e.name.startswith("aten.convolution")]
+        if convolved and self.gpu.synchronous:
+            found.append(
+                "convolutions on the CPU copy tensors to layouts of the processor's own while they run, which is not "
+                f"simulated: the peak may be up to {bytes_text(2 * max(convolved))} higher"
+            )
         if len(self.plan.units) == 1 and sum(any(True for _ in m.parameters(recurse=False)) for m in modules) > 2:
             found.append("the plan has one unit, which is the whole model: nothing is gathered ahead, and all of it at once")
         return tuple(found)
