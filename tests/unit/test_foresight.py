@@ -27,7 +27,7 @@ from fullshard.foresight.allocations import memory_events
 from fullshard.foresight.ledger import Ledger
 from fullshard.foresight.precision import Precision
 from fullshard.foresight.simulate import Setting, Simulation, simulate
-from fullshard.foresight.trace import Born, Died, Gradient, Op, trace
+from fullshard.foresight.trace import Born, Died, Gradient, Op, recorded, trace
 from fullshard.wrap.plan import ModelSummary, Plan, PlannedUnit
 
 ROWS = 1  # of the batch: activations are small, and the library's memory is large
@@ -303,6 +303,13 @@ def test_a_trace_counts_the_flops_of_both_directions_and_leaves_the_model_as_it_
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert all(parameter.grad is None and not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_product_of_complex_numbers_is_four_of_real_ones() -> None:
+    x, y = (torch.empty(4, 8, dtype=dtype, device="meta", requires_grad=True) for dtype in (torch.complex64, torch.float32))
+    complex_, real = (recorded(lambda one=one: one @ one.t(), [one]) for one in (x, y))
+    flops = [[(op.flops, op.dtype) for op in events if isinstance(op, Op) and op.flops] for events in (complex_, real)]
+    assert flops == [[(4 * 2 * 4 * 8 * 4, torch.float32)], [(2 * 4 * 8 * 4, torch.float32)]]
 
 
 def test_what_cannot_be_simulated_is_said() -> None:

@@ -58,7 +58,8 @@ class Backward:
 class Op:
     """An operator computes. flops: of matrix products and attention, a multiply-add is two; nbytes: read and written.
 
-    dtype: of its first floating-point input, None if it has none.      causal: whether it computes half of these flops.
+    dtype: of its first floating-point input (of the real part, if that is complex), None if it has none.
+    causal: whether it computes half of these flops.
     sizes: of a product (rows, inner, columns), of attention (elements of a head, keys of a row), of others none.
     """
 
@@ -204,7 +205,10 @@ def _op_of(
     nbytes = 0 if func.overloadpacket in _NO_KERNEL else sum(t.numel() * t.itemsize for t in (*given, *outs))
     if func.overloadpacket is torch.ops.aten.embedding:  # of the table it reads some rows
         nbytes -= args[0].numel() * args[0].itemsize
-    dtype = next((tensor.dtype for tensor in given if tensor.dtype.is_floating_point), None)
+    numbers = next((t.dtype for t in given if t.dtype.is_floating_point or t.dtype.is_complex), None)
+    dtype = None if numbers is None else numbers.to_real()
+    if numbers is not None and numbers.is_complex:
+        flops *= 4  # multiplications of real numbers
     causal = bool(flops) and bool(_torch.argument(func, "is_causal", args, kwargs))
     return Op(str(func), flops, nbytes, dtype, causal, _torch.sizes_of_product(func, args) if flops else ())
 
