@@ -12,7 +12,7 @@ from typing import Any, get_args
 from fullshard.foresight.comparison import Comparison, compare
 from fullshard.foresight.facts import Facts
 from fullshard.foresight.hardware import Gpu, Network, network_of
-from fullshard.foresight.optimizer import Factory, named
+from fullshard.foresight.optimizer import Factory, OptimizerStep, named
 from fullshard.foresight.picture import chrome_trace, draw_png, page
 from fullshard.foresight.question import Build, Loss, Parallelize, Question, Recompute
 from fullshard.foresight.recorded import Recorded
@@ -230,13 +230,13 @@ def explain(
 MOST_MICROBATCHES = 4096
 
 
-def answer(question: Question, known: Traced | None = None) -> Explanation:
-    """Trace the model, unless what is known serves, and simulate a step."""
+def answer(question: Question, known: Traced | None = None, steps: dict[object, OptimizerStep] | None = None) -> Explanation:
+    """Trace the model, unless what is known serves, and simulate a step. steps: of optimizers, which several answers share."""
     with collector_paused():
-        return _answer(question, known)
+        return _answer(question, known, steps)
 
 
-def _answer(question: Question, known: Traced | None) -> Explanation:
+def _answer(question: Question, known: Traced | None, steps: dict[object, OptimizerStep] | None) -> Explanation:
     if question.engine not in get_args(Engine):
         raise ValueError(f"engine must be 'fullshard' or 'fsdp2', got {question.engine!r}")
     gpu = question.machine
@@ -260,6 +260,8 @@ def _answer(question: Question, known: Traced | None) -> Explanation:
     if question.optimizer is not None:
         named(question.optimizer)
     traced = (None if known is None else known.serves(question)) or trace_model(question)
+    if steps is not None:
+        traced = replace(traced, steps=steps)
     for dtype in traced.trace.multiplied:
         gpu.peak(dtype)  # refuses what it cannot multiply
     setting = setting_of(question, traced)

@@ -161,7 +161,7 @@ def search(
     budget: float = 0.92,
     over: Mapping[str, Sequence[Any]] | None = None,
     tolerance: float = 0.01,
-    seconds: float = 8.0,
+    seconds: float = 7.0,
     **told: Any,
 ) -> Found:
     """Try settings, and say which fit, which is fastest, and the smallest single change that fits.
@@ -320,9 +320,10 @@ class _Search:
         axes = [axis for axis in self._axes if not set(axis[-1]) & set(fewer)]
         return [{**changes, **fewer} for changes in settings(axes, replace(question, **fewer))]
 
-    def _with(self, **changes: Any) -> list[dict[str, Any]]:
-        """All settings with so many microbatches as were asked for, and these changes."""
-        return [{**other, **changes} for other in self._all if "microbatches" not in other]
+    def _with(self, *, rows: int) -> list[dict[str, Any]]:
+        """All settings with so many microbatches as were asked for, and so many rows."""
+        changed = {} if rows == self._tries.rows else {"rows": rows}  # so that what was tried is known again
+        return [{**other, **changed} for other in self._all if "microbatches" not in other]
 
     # --- settings ---
 
@@ -333,7 +334,8 @@ class _Search:
             self._push(heap, number, changes)
         known = [self._known[name] for _, _, _, changes in heap if (name := _named(changes)) in self._known]
         best = max((one for one in known if self._fits(one)), key=lambda one: one.speed, default=None)
-        if best is None and heap:  # so that something is found before time is up: first what needs least
+        if best is None and heap and not (self._has_found() and self._is_late(found=True)):
+            # What needs least comes first, so that something is found before time is up.
             lean = self._attempt(min((changes for *_, changes in heap), key=self._least_bytes))
             best = lean if lean is not None and self._fits(lean) else None
         while heap:
@@ -349,6 +351,9 @@ class _Search:
             if candidate is not None and self._fits(candidate) and (best is None or candidate.speed > best.speed):
                 best = candidate
         return best
+
+    def _has_found(self) -> bool:
+        return any(self._fits(one) for one in self._known.values())
 
     def _is_late(self, *, found: bool) -> bool:
         """Whether time is up; a search in which nothing fits yet has longer."""

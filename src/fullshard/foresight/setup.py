@@ -50,7 +50,7 @@ class Traced:
     counted: str
     recomputed: tuple[str, ...]
     blocks: tuple[str, ...]
-    _steps: dict[object, OptimizerStep] = field(default_factory=dict)  # by optimizer, ranks and whether on an accelerator
+    steps: dict[object, OptimizerStep] = field(default_factory=dict)  # by optimizer, shards and whether on an accelerator
 
     @property
     def numel(self) -> int:
@@ -86,11 +86,11 @@ class Traced:
         if factory is None:
             return None
         question = self.question
-        key = factory, ranks, question.accelerator, question.shard_placement_fn
-        if key not in self._steps:
-            shards = local_shards(self, ranks, dims_of(self, question))
-            self._steps[key] = optimizer_step(factory, shards, accelerator=question.accelerator)
-        return self._steps[key]
+        shards = tuple(local_shards(self, ranks, dims_of(self, question)))
+        key = factory, shards, question.accelerator
+        if key not in self.steps:
+            self.steps[key] = optimizer_step(factory, shards, accelerator=question.accelerator)
+        return self.steps[key]
 
 
 def trace_model(question: Question) -> Traced:

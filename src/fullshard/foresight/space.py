@@ -21,6 +21,7 @@ from fullshard.foresight.clock import message_seconds, op_seconds
 from fullshard.foresight.explanation import Explanation, answer
 from fullshard.foresight.group import GroupPlan
 from fullshard.foresight.hardware import Gpu, Network, network_of
+from fullshard.foresight.optimizer import OptimizerStep
 from fullshard.foresight.question import Question
 from fullshard.foresight.setup import Traced, setting_of, sizes_of, tensors_of
 from fullshard.foresight.simulate import Setting, group_plans, options_of
@@ -178,6 +179,7 @@ class Tries:
         self.rows = sizes_of(self._batch)[0]
         self._batches = {self.rows: self._batch}
         self._traced: dict[object, Traced] = {}
+        self._steps: dict[object, OptimizerStep] = {}
         self._works: dict[int, _Work] = {}
         self._held: dict[object, _Held] = {}
         self.quick: bool | None = None
@@ -206,7 +208,7 @@ class Tries:
         question = self.question_of(changes)
         key = id(question.batch), question.recompute
         started = time.process_time()
-        found = answer(question, self._traced.get(key))
+        found = answer(question, self._traced.get(key), self._steps)
         if self.quick is None:
             self.quick = time.process_time() - started < QUICK
         self._traced.setdefault(key, found.traced)
