@@ -295,7 +295,7 @@ class _Search:
     def _leanest(self, worlds: Sequence[int]) -> int:
         """The index of the first world where one of the settings fits that need least, as if all larger ones had one, too."""
         low, high = 0, len(worlds)
-        while low < high:
+        while low < high and not self._is_late(found=False):
             middle = (low + high) // 2
             candidates = sorted(self._of_world(worlds[middle]), key=self._least_bytes)[:LEANEST]
             if any(
@@ -304,7 +304,7 @@ class _Search:
                 high = middle
             else:
                 low = middle + 1
-        return low
+        return high
 
     def _least_bytes(self, changes: Changes) -> float:
         bound = self._tries.bound(changes)
