@@ -168,8 +168,9 @@ class Replacement:
         self.check_weights(before, "extra")
 
     def weights(self) -> dict[str, int]:
-        """The inode of each file of weights."""
-        return {entry.name: entry.stat().st_ino for entry in self.path.iterdir() if is_weights(entry.name, self._single)}
+        """The inode of each file of weights, but of one that another rank replaces in this moment."""
+        found = {entry.name: _inode(entry) for entry in self.path.iterdir() if is_weights(entry.name, self._single)}
+        return {name: inode for name, inode in found.items() if inode is not None}
 
     def check_weights(self, before: Mapping[str, int], who: str) -> None:
         """Refuse files of weights that somebody else wrote. Raises ValueError naming one."""
