@@ -60,10 +60,12 @@ def main() -> None:
         return _run(options)
     sys.path.insert(0, "")
     try:
-        with warnings.catch_warnings():
-            if not (sys.warnoptions or options.traceback):  # the answer is on stdout, and on stderr one line at most
-                warnings.simplefilter("ignore")
+        # Warnings come behind an answer. A failure is one line: `--traceback` and `python -W` show them as they come.
+        hold = options.command == "explain" and not (sys.warnoptions or options.traceback)
+        with warnings.catch_warnings(record=hold) as held:
             status = _answered(options)
+        for one in held or ():
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
     except (Exception, SystemExit) as failure:  # a factory that exits with 0 must not be taken for a model that fits
         if options.traceback:
             traceback.print_exc()

@@ -841,11 +841,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-_SENDS_NOTHING = {
-    getattr(torch.ops._c10d_functional, name)
-    for name in ("wait_tensor", "_wrap_tensor_autograd")
-    if hasattr(torch.ops._c10d_functional, name)  # the second is not in torch 2.11
-}
+_SENDS_NOTHING = {torch.ops._c10d_functional.wait_tensor, torch.ops._c10d_functional._wrap_tensor_autograd}
 _FUNCTIONAL: dict[Any, tuple[str, int]] = {  # what it is, and where its group is among the arguments
     torch.ops._c10d_functional.all_reduce.default: ("all_reduce", 2),
     torch.ops._c10d_functional.all_gather_into_tensor.default: ("all_gather", 2),

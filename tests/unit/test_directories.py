@@ -206,7 +206,7 @@ def test_a_disk_that_fails_behind_the_exchange_costs_no_file_of_others(tmp_path:
     """What was given up then was the old content, with files that nobody had looked at."""
     folder = tmp_path / "run"
     save_weights(uniform(1.0), folder)
-    replace, sync = Replacement._replace, commit._sync
+    replace, sync = Replacement._replace, commit.sync
 
     def late(self: Replacement) -> Path | None:
         (self.directory / "made").write_text("unseen")
@@ -219,7 +219,7 @@ def test_a_disk_that_fails_behind_the_exchange_costs_no_file_of_others(tmp_path:
 
     with (
         mock.patch.object(Replacement, "_replace", late),
-        mock.patch.object(commit, "_sync", broken),
+        mock.patch.object(commit, "sync", broken),
         pytest.raises(RuntimeError, match="injected"),
     ):
         save_weights(uniform(2.0), folder)

@@ -19,7 +19,7 @@ LIBRARY.define("own(Tensor x) -> Tensor")
 
 FILES = {
     "models.py": """
-import functools, os, sys
+import functools, logging, os, sys, warnings
 import torch
 from torch import nn
 import torch.nn.functional as F
@@ -190,6 +190,12 @@ def shares_sequences():
             q = m.a(x)
             return F.scaled_dot_product_attention(q, q, q, is_causal=True)
     return changes(forward, batch=torch.empty(2, 4, 128, 8))
+
+logging.basicConfig()
+def logs():
+    logging.getLogger("mine").warning("of the factory")
+    warnings.warn("mixed")
+    return good()
 
 # answers with a note
 def synced(): return of(lambda: nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8)))
@@ -429,6 +435,16 @@ def test_the_command_is_one_line_whatever_the_directory_holds_and_the_program_wa
     ran = subprocess.run([sys.executable, str(entry), *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout) == (2, "") and len(ran.stderr.splitlines()) == 1, ran.stderr
     assert ran.stderr.startswith("fullshard: the model does not take this batch")
+
+
+def test_what_a_program_logs_and_warns_of_reaches_stderr(folder: Path) -> None:
+    """Handlers keep the stream that they found when the file was imported."""
+    code = "from fullshard.__main__ import main; main()"
+    command = [sys.executable, "-c", code, "explain", str(folder / "models.py:logs"), "--world", "4"]
+    ran = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
+    lines = ran.stderr.splitlines()
+    assert ran.returncode == 0 and lines[0] == "WARNING:mine:of the factory", ran.stderr
+    assert lines[1].endswith("UserWarning: mixed"), "warnings come behind the answer"
 
 
 # --- answers say what they leave out ---

@@ -768,7 +768,7 @@ def _refuse_activation_offload() -> None:
 def _refuse_context_parallel() -> None:
     raise UntraceablePlace(
         "the model computes attention by context parallelism (torch's context_parallel), which is not simulated: leave it out, "
-        "and give a batch with the part of a sequence that one rank has, whose attention then takes less than it will"
+        "and give the rows of one rank: the answer then lacks the attention over the rest of each sequence"
     )
 
 

@@ -16,7 +16,7 @@ from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from torch import nn
 
@@ -85,7 +85,7 @@ def load(name: str) -> Any:
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         raise ValueError(f"expected module:name or file.py:name, got {name!r}")
-    printed = io.StringIO()
+    printed = _Held(sys.stderr)
     try:
         with redirect_stderr(printed):
             found = vars(_module_of(where, name))
@@ -102,12 +102,29 @@ def load(name: str) -> Any:
                          "directory above the package") from wrong  # fmt: skip
     except Exception as failure:
         raise ValueError(failure_line(failure, where)) from failure
-    sys.stderr.write(printed.getvalue())
+    printed.release()
     if attribute not in found:
         own = {name: value for name, value in found.items() if getattr(value, "__module__", "") == found["__name__"]}
         names = [known for known, value in own.items() if callable(value) and not known.startswith("_")]
         raise ValueError(f"{where!r} has no {attribute!r}; it has {', '.join(names[:8]) or 'nothing callable'}")
     return found[attribute]
+
+
+class _Held(io.StringIO):
+    """Keep what is written until `release`, and pass on what comes then: handlers of `logging` hold on to a stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream, self._held = stream, True
+
+    def write(self, text: str) -> int:
+        """Write to memory, or to the stream."""
+        return super().write(text) if self._held else self._stream.write(text)
+
+    def release(self) -> None:
+        """Write what was kept to the stream."""
+        self._held = False
+        self._stream.write(self.getvalue())
 
 
 def _module_of(where: str, name: str) -> ModuleType:

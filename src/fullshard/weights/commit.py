@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fullshard.weights.headers import SINGLE
-from fullshard.weights.inside import move_in, name_in_place, remove_old, stays
+from fullshard.weights.inside import move_in, name_in_place, remove_old, stays, sync
 from fullshard.weights.layout import CheckpointLayout, index_of, is_weights, may_be_weights
 
 Extra = Mapping[str, str | bytes | os.PathLike[str]] | Callable[[Path], object]
@@ -70,7 +70,7 @@ class Replacement:
         self._finished: list[str] = []  # earlier contents that are whole, and could not be put into their place
 
     def name_in_place(self, name: str) -> str:
-        """The name that a file of weights of this save has in the directory."""
+        """Return the name that a file of weights gets in the directory."""
         return name_in_place(name, self.path.name, self._single) if self._stays else name
 
     # --- before anything is written ---
@@ -184,7 +184,7 @@ class Replacement:
         """Have what is beside the weights on the disk, as far as this process sees it."""
         for entry in self.path.rglob("*"):
             if entry.is_file() and not is_weights(entry.name, self._single):
-                _sync(entry)
+                sync(entry)
 
     # --- into its place ---
 
@@ -213,7 +213,7 @@ class Replacement:
             self._leave_finished(failure, ours)
             raise
         try:
-            _sync(self.directory if self._stays else self.directory.parent)
+            sync(self.directory if self._stays else self.directory.parent)
         finally:  # whether or not that is on the disk, the new content is in its place
             self._settle(old, ours)
 
@@ -221,8 +221,8 @@ class Replacement:
         """Have the new content on the disk."""
         for entry in entries:
             if entry.is_dir() or entry.is_file():  # neither a dangling link nor a socket
-                _sync(entry)
-        _sync(self.path)
+                sync(entry)
+        sync(self.path)
 
     def _leave_finished(self, failure: OSError, ours: Sequence[str]) -> None:
         """Leave the new content in the staging folder if it is on the disk, in place of an earlier one.
@@ -368,7 +368,7 @@ def resolved(directory: str | os.PathLike[str]) -> Path:
 
 
 def _check_replaceable(directory: Path) -> None:
-    """Raises ValueError for what is no directory of a checkpoint."""
+    """Check that a path can be the directory of a checkpoint. Raises ValueError if it is a file or the root."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file, expected a directory or nothing")
     if directory == directory.parent:
@@ -609,14 +609,6 @@ def _link(source: str | Path, place: str | Path) -> None:
             mode = os.lstat(source).st_mode
             if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a socket or a pipe of a running program stays where it is
                 shutil.copy2(source, place, follow_symlinks=False)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 __all__ = [

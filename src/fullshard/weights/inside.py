@@ -66,7 +66,7 @@ def move_in(path: Path, directory: Path, aside: Path, token: str, single: str) -
         for name in sorted(names.keys() - {first.name}):
             os.rename(path / name, directory / names[name])
             back.append(_renaming(directory / names[name], path / name))
-        _sync(directory)
+        sync(directory)
         back += _place(first, directory / first.name, aside / "before" / first.name)
         other = directory / (single if first.name != single else index_of(single))
         if os.path.lexists(other):  # of an older save; readers differ in which of both they begin with
@@ -112,7 +112,7 @@ def _index(index: Path, aside: Path, names: dict[str, str]) -> Path:
     aside.mkdir(exist_ok=True)
     found = aside / index.name
     found.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _sync(found)
+    sync(found)
     return found
 
 
@@ -124,7 +124,8 @@ def remove_old(directory: Path, names: Container[str], single: str) -> None:
                 os.unlink(directory / name)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file or the entries of a directory on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -132,4 +133,4 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["move_in", "name_in_place", "remove_old", "stays"]
+__all__ = ["move_in", "name_in_place", "remove_old", "stays", "sync"]

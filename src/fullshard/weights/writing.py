@@ -70,8 +70,10 @@ class Writer:
         raised = self._tell_until_done(tasks) if self._told is not None else None
         failures = [failure for task in tasks if (failure := task.exception()) is not None]
         self.written += sum(task.result() for task in tasks if task.exception() is None)
-        if failures or raised is not None:
-            raise failures[0] if failures else raised  # type: ignore[misc]
+        if failures:
+            raise failures[0]
+        if raised is not None:
+            raise raised
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
