@@ -10,7 +10,7 @@ import torch.distributed as dist
 from harness import World, ranks
 
 from fullshard.collectives.backends import collectives_for
-from fullshard.collectives.base import SingleRank
+from fullshard.collectives.base import Collectives, SingleRank
 from fullshard.collectives.coalesced import CoalescedCollectives
 from fullshard.collectives.gloo import GlooCollectives
 
@@ -26,7 +26,9 @@ def finish(pending: object) -> None:
 @ranks(1, 2, 3, 4)
 def test_a_gather_puts_every_rank_in_order_again_and_again(world: World, dtype: torch.dtype) -> None:
     group = dist.group.WORLD
-    kinds = [SingleRank()] if world.size == 1 else [GlooCollectives(group)]
+    kinds: list[Collectives] = [SingleRank()] if world.size == 1 else [GlooCollectives(group)]
+    if world.size > 1 and dtype is not torch.bool:
+        kinds.append(CoalescedCollectives(group, stages=True))
     for collectives in kinds:
         sizes = (3, 0, 64, 1)
         outs = [torch.zeros(world.size * size, dtype=dtype) for size in sizes]
@@ -49,13 +51,12 @@ def test_a_gather_puts_every_rank_in_order_again_and_again(world: World, dtype: 
 @ranks(1, 2, 3, 4)
 def test_a_reduction_sums_and_scales(world: World, dtype: torch.dtype) -> None:
     group = dist.group.WORLD
-    kinds = [SingleRank()] if world.size == 1 else [GlooCollectives(group), CoalescedCollectives(group)]
+    alone = world.size == 1
+    coalesced = [CoalescedCollectives(group), CoalescedCollectives(group, stages=True)]
+    kinds: list[Collectives] = [SingleRank()] if alone else [GlooCollectives(group), *coalesced]
     for collectives in kinds:
         for scale in (1.0, 1.0 / world.size, 0.25):
-            if isinstance(collectives, CoalescedCollectives):
-                sizes: tuple[int, ...] = (8,)  # gloo coalesces no reduce-scatters
-            else:
-                sizes = (4, 8)
+            sizes = (8,) if collectives is coalesced[0] else (4, 8)  # gloo coalesces no reduce-scatters
             fulls = [torch.arange(world.size * size).to(dtype) + world.rank for size in sizes]
             kept = [full.clone() for full in fulls]
             outs = [torch.empty(size, dtype=dtype) for size in sizes]

@@ -21,4 +21,4 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: 
     backend = _torch.backend_name(group, device)
     if device.type == "cpu" and backend == "gloo":
         return GlooCollectives(group, tag)
-    return CoalescedCollectives(group, averages=backend not in _SUM_ONLY and device.type != "mtia")
+    return CoalescedCollectives(group, averages=backend not in _SUM_ONLY and device.type != "mtia", stages=backend == "gloo")

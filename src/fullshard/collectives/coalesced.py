@@ -37,32 +37,39 @@ class CoalescedCollectives:
     """The collectives of nccl and everything like it: all buckets of a group go out as one coalesced call."""
 
     direct_min_bytes: float = DIRECT_MIN_BYTES
-    in_order = True
 
-    def __init__(self, group: dist.ProcessGroup, *, averages: bool = False) -> None:
-        """`averages`: whether the backend divides by the ranks itself, which saves a pass over the sums."""
-        self._held, self._averages = held(group), averages
-        self.ranks, self.rank = group.size(), group.rank()
+    def __init__(self, group: dist.ProcessGroup, *, averages: bool = False, stages: bool = False) -> None:
+        """`averages`: whether the backend divides by the ranks itself, which saves a pass over the sums.
+
+        stages: whether it carries device memory by way of the host's, as gloo does. Waits then hold the host. Each tensor goes
+            in a call of its own: gloo's coalesced gather reads device memory from the host, which ends the process (seen with
+            torch 2.11), and its coalesced reduce-scatter is not there in every torch.
+        """
+        self._held, self._averages, self._stages = held(group), averages, stages
+        self.ranks, self.rank, self.in_order = group.size(), group.rank(), not stages
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """As `Collectives.gatherer`: one call of the backend per gather."""
+        """As `Collectives.gatherer`: one call of the backend per gather, if it can."""
         held = self._held
         if outs[0].dtype not in _CARRIED:
             outs, shards = [out.view(torch.uint8) for out in outs], [shard.view(torch.uint8) for shard in shards]
         if len(outs) == 1:
             out, shard = outs[0], shards[0]
             return lambda: StartedWork((_torch.all_gather_base(held.group, out, shard) or _QUEUED,))
+        if self._stages:
+            return lambda: StartedWork([_torch.all_gather_base(held.group, *pair) or _QUEUED for pair in zip(outs, shards)])
         return lambda: StartedWork((_torch.all_gather_coalesced(held.group, outs, shards) or _QUEUED,))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """As `Collectives.reduce_scatter`: sums, scaled behind them unless the backend can make the mean."""
         average = self._averages and scale == 1.0 / self.ranks
-        if len(outs) == 1:
-            work = _torch.reduce_scatter_base(self._held.group, outs[0], fulls[0], average=average)
+        group = self._held.group
+        if len(outs) == 1 or self._stages:
+            works = [_torch.reduce_scatter_base(group, *pair, average=average) or _QUEUED for pair in zip(outs, fulls)]
         else:
-            work = _torch.reduce_scatter_coalesced(self._held.group, outs, fulls, average=average)
+            works = [_torch.reduce_scatter_coalesced(group, outs, fulls, average=average) or _QUEUED]
         then = None if average or scale == 1.0 else partial(_torch.scale, outs, scale)
-        return StartedWork((work or _QUEUED,), then)
+        return StartedWork(works, then)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """As `Collectives.all_reduce`."""
