@@ -15,7 +15,10 @@ import pytest
 import torch
 from harness import World, ranks
 from models import Stack, batch, shard_stack, square
+from torch import nn
 
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.frontend.module import units_of
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +42,22 @@ def test_forward_needs_two_units_and_backward_three() -> None:
             assert direct["forward"] == pytest.approx(2, rel=0.02) and direct["backward"] == pytest.approx(3, rel=0.02)
             # From torch 2.15 on, gradients of norms come in float32, so that all are packed without torch._chunk_cat's memory.
             assert packed["forward"] == pytest.approx(3, rel=0.02) and packed["backward"] <= 1.02 * whole
+
+
+@ranks(1)
+def test_a_rank_alone_casts_gradients_into_their_sum(world: World) -> None:
+    """Nothing is sent, so there is no message: the peak is that of the gradients, and of what one unit computes with."""
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)])
+    for module in (*model, model):
+        fully_shard(module, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    x = torch.randn(1, 512)
+    model(x).float().square().mean().backward()
+    model.zero_grad()
+    watch = AllocationWatch()
+    model(x).float().square().mean().backward()
+    peak = peak_of_new(watch.stop()) / (512 * 512 * 2)
+    gradients, one_unit = 6 * 2, 2  # in bytes of one unit in bf16: fp32 sums; its parameters and its gradient
+    assert peak == pytest.approx(gradients + one_unit, rel=0.02)
 
 
 @ranks(2)

@@ -47,6 +47,8 @@ class Collectives(Protocol):
         direct_min_bytes: chunks of at least this many bytes are worth a message of their own.
         in_order: whether collectives run one behind the other on the current stream, so that to wait for one does not hold the
             host: large gradients that must be cast then go slice by slice through one buffer. False if it is left out.
+        in_place: whether a packed message of `reduce_scatter` may lie where its sum goes, so that gradients are cast straight
+            into the sum. False if it is left out.
     """
 
     ranks: int
@@ -111,6 +113,7 @@ class SingleRank:
     ranks, rank = 1, 0
     direct_min_bytes: float = 0
     in_order = False  # one call packs and casts the gradients of all parameters, and nothing is sent
+    in_place = True
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """Copy each shard to its out, where it does not lie there already."""
@@ -124,9 +127,12 @@ class SingleRank:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """Copy each full to its out, times `scale`."""
+        """Copy each full to its out, times `scale`, where it does not lie there already."""
         for out, full in zip(outs, fulls):
-            torch.mul(full, scale, out=out) if scale != 1.0 else out.copy_(full)
+            if scale != 1.0:
+                torch.mul(full, scale, out=out)
+            elif out.data_ptr() != full.data_ptr():
+                out.copy_(full)
         return StartedWork()
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:

@@ -69,6 +69,7 @@ class CountedCollectives:
         self.inner, self._counter, self._keeps = inner, counter, keeps
         self.ranks, self.rank, self.direct_min_bytes = inner.ranks, inner.rank, inner.direct_min_bytes
         self.in_order: bool = getattr(inner, "in_order", False)
+        self.in_place: bool = getattr(inner, "in_place", False)
         self.gather_memory: Allocate | None = getattr(inner, "gather_memory", None)
         self.reduce_memory: Allocate | None = getattr(inner, "reduce_memory", None)
 

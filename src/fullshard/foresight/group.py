@@ -219,7 +219,7 @@ class SimulatedReduction:
         self._held: list[int] = []  # until the messages are sent
         if plan.keep:
             self._use_arena(dtype)
-        elif packed is not None:
+        elif packed is not None and plan.layout.ranks > 1:  # a rank alone packs into the sum
             self._held.append(group.take(plan.layout.ranks * packed.size * itemsize, "staging"))
         zeros = [] if packed is None else self._zeros(grads, dtype)
         if packed is not None and not plan.accelerator:
@@ -248,7 +248,7 @@ class SimulatedReduction:
         packed, most = plan.reduction.packed, [0, 0]
         most[0] = max((ranks * sum(part.size for part in parts) for parts in plan.reduction.slices), default=0)
         most[1] = max((sum(part.size for part in parts) for parts in plan.reduction.sums), default=0)
-        sizes = [0 if packed is None else ranks * packed.size * itemsize, *(numel * itemsize for numel in most)]
+        sizes = [0 if packed is None or ranks == 1 else ranks * packed.size * itemsize, *(numel * itemsize for numel in most)]
         sizes += [self.group.numel(index) * dtype.itemsize for index in plan.reduction.direct]
         self.group.ledger.reserve(sum(-(-size // 512) * 512 for size in sizes), plan.unit)
 

@@ -416,7 +416,10 @@ def _pack(
     layout, plan, device = group.layout, group.reduction, group.storage.device
     messages: list[tuple[Tensor, Tensor]] = []
     if plan.numel:
-        message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
+        if group.collectives.reduce.in_place:  # a rank alone: what is packed is the sum already
+            message = total[: plan.numel]
+        else:
+            message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
         found = {grad.dtype for grad in grads if grad is not None}
         dtype = found.pop() if len(found) == 1 else _packed_dtype(group, grads)
         if dtype is None:
