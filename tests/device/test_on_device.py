@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -355,6 +357,18 @@ def test_a_recorded_run_trains_the_same_and_says_when_the_device_did_what(world:
     assert {span.lane for span in run.spans} >= {"gather", "reduce", "wait"} and run.peak is not None and run.peak > 0
     assert all(0 <= span.start <= span.end for span in run.spans)
     assert sum(run.waiting.values()) > 0, "compute waits for gathers that are late"
+
+
+@ranks(1, 2, device="sim")
+def test_a_recorded_model_is_freed_when_it_goes(world: World) -> None:
+    """Its last heartbeat is read in the next step, which another model may have."""
+    model = sharded(world.mesh)
+    with fullshard.record(model, memory=True):
+        train(world, model, "sim", steps=2)
+    ref = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ref() is None
 
 
 # --- what holds the host ---

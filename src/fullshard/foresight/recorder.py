@@ -148,6 +148,8 @@ class _Recorder:
             self._end_step()
         if self._watch is not None:
             self._watch.stop()
+        self._optimizers.clear()  # a heartbeat that nobody has read yet refers to us
+        del self._model
 
     def record(self, process_group: dist.ProcessGroup | None) -> Record:
         """All of it, with what the other ranks say. Collective."""
