@@ -96,7 +96,7 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 pictures: $(READY)  ## draw the pictures of the documentation from the planner, the layout and the tables of moves
 	@$(PYTHON) docs/pictures/draw.py
 
-gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about eight minutes)
+gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about six minutes)
 	@$(PYTHON) tests/gpu/gpu_check.py
 
 docs: $(DOCS)  ## build the site into build/site; warnings, and links that lead nowhere, are errors
