@@ -1,5 +1,5 @@
-# Two commands on a fresh machine: `make train` runs the main job, `make test` the tests. Both set everything up first.
-# TORCH=2.15.0 behind any of them takes that torch, in an environment of its own.
+# On a fresh machine, `make train` trains a small model and `make test` runs the tests. Both create the environment first.
+# With TORCH=2.15.0, a target uses that version of torch, in a separate environment.
 TORCH ?=
 VENV := .venv$(TORCH:%=-torch-%)
 CLIENTS := .venv-clients
@@ -13,19 +13,19 @@ FINETUNE ?=
 CHAOS ?=
 REPEAT ?= 20
 LANES ?= --numprocesses 2 --dist loadfile
-unexport PYTHONDONTWRITEBYTECODE  # every rank of the tests would compile the same files
+unexport PYTHONDONTWRITEBYTECODE  # without bytecode files every rank of the tests compiles all modules again
 
 .PHONY: help setup train finetune test test-all test-newest repeat chaos test-clients check format bench gpu-check pictures docs docs-links clean
 
-help:  ## show what there is
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
 
-setup: $(READY)  ## make .venv with everything
+setup: $(READY)  ## create .venv with all dependencies
 
 $(READY): pyproject.toml constraints.txt
-	@echo "== setting up $(VENV) (once; a minute or two, most of it torch)"
+	@echo "== creating $(VENV) (once; one or two minutes, mostly for torch)"
 	@if [ -z '$(TORCH)' ] && python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-		echo "== using the CUDA build of torch that is installed"; \
+		echo "== using the installed CUDA build of torch"; \
 		python3 -m venv --system-site-packages $(VENV) && \
 		$(PYTHON) -m pip --disable-pip-version-check install --quiet --editable '.[test,examples,dev]'; \
 	else \
@@ -33,84 +33,84 @@ $(READY): pyproject.toml constraints.txt
 	fi
 	@touch $(READY)
 
-train: $(READY)  ## train a small language model on two processes (one per GPU if there are any); TRAIN='--steps 50 ...' passes options
+train: $(READY)  ## train a small language model on two processes, or on one per GPU; TRAIN='--steps 50 ...' passes options
 	@ranks=$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)'); \
 	echo "== training a byte-level language model on $$ranks processes; about three minutes on two cores"; \
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/train_lm.py --foresight $(TRAIN)
 
-finetune: $(CLIENTS)/.ready  ## fine-tune a tiny model of transformers on two processes, its checkpoint in and out; FINETUNE='--lora 8 ...' passes options
+finetune: $(CLIENTS)/.ready  ## load, fine-tune and save a tiny model of transformers on two processes; FINETUNE='--lora 8 ...' passes options
 	@ranks=$$($(CLIENTS)/bin/python -c 'import torch; print(torch.cuda.device_count() or 2)'); \
 	echo "== fine-tuning on $$ranks processes; half a minute on two cores"; \
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/finetune_hf.py $(FINETUNE)
 
-test: $(READY)  ## run the tests, in two lanes; of those that repeat themselves a part, another one each day
-	@echo "== running the tests in two lanes; make test-all runs every case"
+test: $(READY)  ## run the tests in two pytest workers; repeated tests run a part of their cases, another part each day
+	@echo "== running the tests in two pytest workers; make test-all runs every case"
 	@$(PYTHON) -m pytest $(LANES)
 
-test-all: $(READY)  ## run the tests, with every case of those that repeat themselves
-	@echo "== running the tests in two lanes, every case"
+test-all: $(READY)  ## run the tests with every case of repeated tests
+	@echo "== running the tests in two pytest workers, every case"
 	@FULLSHARD_TESTS=all $(PYTHON) -m pytest $(LANES)
 
-# What a new torch breaks first: names, parity, schedules, and what went wrong before.
+# The tests that a new torch breaks first: names, parity, schedules, and regressions.
 ON_NEWEST := $(addprefix tests/,$(addprefix distributed/test_,fsdp2_surface.py finalization.py grad_dtypes.py addresses.py \
 	parity.py sharded_tensor.py docs.py) device regressions clients/test_pipelining.py)
 
-test-newest:  ## run a fixed part of the tests on the newest torch that was tried, or on TORCH=
+test-newest:  ## run a fixed part of the tests on the newest supported torch, or on TORCH=
 	@$(MAKE) --no-print-directory TORCH=$(or $(TORCH),$(NEWEST)) LANES='$(LANES) $(ON_NEWEST)' test
 
-repeat: $(READY)  ## run the tests of several processes 20 times, or REPEAT times, and count those that fail
+repeat: $(READY)  ## run the multi-process tests 20 times, or REPEAT times, and count failed runs
 	@failed=0; for run in $$(seq $(REPEAT)); do \
 		$(PYTHON) -m pytest -m processes > .repeat 2>&1 && echo "== run $$run: clean" && continue; \
 		failed=$$((failed + 1)); echo "== run $$run failed"; cat .repeat; \
 	done; rm -f .repeat; echo "== $$failed of $(REPEAT) failed"; test $$failed = 0
 
-chaos: $(READY)  ## every ending of a rank at every place of a job, 336 jobs; CHAOS='--what SIGKILL --verbose' passes options
-	@echo "== ending ranks of small jobs; fifteen minutes at most"
+chaos: $(READY)  ## end a rank in every way at every place of a small job, 336 jobs; CHAOS='--what SIGKILL --verbose' passes options
+	@echo "== ending ranks of small jobs; at most fifteen minutes"
 	@OMP_NUM_THREADS=1 $(PYTHON) tests/chaos.py $(CHAOS)
 
-check: $(READY)  ## formatting, lint, types and docstrings
+check: $(READY)  ## check format, lint, types and docstrings
 	@echo "== checking format, lint, types and docstrings"
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(PYTHON) scripts/docstrings.py
 
-format: $(READY)  ## rewrite the code in its format
+format: $(READY)  ## format the code, and fix lint findings
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/ruff check --fix .
 
-bench: $(READY)  ## host time, memory and two-rank speed beside torch's FSDP2 and DDP, in one table
+bench: $(READY)  ## compare host time, memory and two-rank speed with torch's FSDP2 and DDP, in one table
 	@$(PYTHON) benchmarks/run.py
 
 test-clients: $(CLIENTS)/.ready  ## run accelerate, Trainer, Lightning, peft, torchao, transformers and pipelining on fullshard (installs them)
-	@echo "== running programs of other libraries on fullshard, two ranks each; about five minutes"
+	@echo "== running programs of other libraries on fullshard, on two ranks each; about five minutes"
 	@$(CLIENTS)/bin/python -m pytest tests/clients
 
 $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
-	@echo "== setting up $(CLIENTS) (once; several minutes)"
+	@echo "== creating $(CLIENTS) (once; several minutes)"
 	@python3 -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test]' -r tests/clients/requirements.txt
 	@touch $@
 
-pictures: $(READY)  ## draw the pictures of the documentation from the planner, the layout and the tables of moves
+pictures: $(READY)  ## draw the pictures of the documentation from the scheduler, the layout and the tables of legal moves
 	@$(PYTHON) docs/pictures/draw.py
 
 gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about six minutes)
 	@$(PYTHON) tests/gpu/gpu_check.py
 
-docs: $(DOCS)  ## build the site into build/site; warnings, and links that lead nowhere, are errors
+docs: $(DOCS)  ## build the site into build/site; warnings and broken links are errors
 	@echo "== building the site"
 	@$(PYTHON) -m sphinx --quiet --fail-on-warning --keep-going -b html -d build/doctrees docs build/site
 	@echo "== open build/site/index.html"
 
-docs-links: $(DOCS)  ## check the site's links to other sites
+docs-links: $(DOCS)  ## check the links to other sites
 	@$(PYTHON) -m sphinx --quiet -b linkcheck -d build/doctrees docs build/links
 
 $(DOCS): $(READY)
-	@echo "== adding what builds the site to $(VENV)"
+	@echo "== adding the tools that build the site to $(VENV)"
 	@$(PYTHON) -m pip --disable-pip-version-check install --quiet --editable '.[docs]'
 	@touch $@
 
-clean:  ## remove what was set up and produced
+clean:  ## remove environments, caches and outputs
 	rm -rf $(VENV) $(CLIENTS) runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,11 +1,11 @@
-"""What the checks cost: ledger, tags, watch, heartbeat and examinations, beside the same program without them.
+"""Measure the cost of the checks (collective log, tags, watchdog, heartbeat) against the same program without them.
 
     python benchmarks/checks.py [--pairs 400] [--units 32] [--steps 40]
 
-Forward and backward of small units on a fake process group, which is time of the host, and of the model of `make train` on two
-gloo ranks; interleaved, in one process. In a loop of its own each check would find its code in the processor's caches and take a
-fifth of what it takes in a step. "Without" skips every entry, tag and watched wait, and the heartbeat; what remains are tests of
-attributes.
+It measures forward and backward of small units on a fake process group (host time), and of the model of `make train` on two
+gloo ranks. Steps with and without checks are interleaved in one process. The checks are measured within a step: in a loop of
+its own, the code of a check stays in the processor's caches and takes a fifth of its time within a step. "Without" skips every
+log entry, tag and watched wait, and the heartbeat; only tests of attributes remain.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Collectives go straight to their lanes."""
+    """Run collectives on their streams without log and watchdog, inside the block."""
 
     def send(
         self: Communicator,
@@ -65,7 +65,7 @@ def unchecked() -> Iterator[None]:
 def interleaved(
     model: nn.Module, step: Callable[[], None], pairs: int, ready: Callable[[], object] = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds of each step with and without, in pairs of neighbours; what `ready` takes before a step does not count."""
+    """Return the seconds of each step with and without checks. Steps run in pairs, and `ready` before each is not timed."""
     times: dict[str, list[float]] = {"with": [], "without": []}
     for pair in range(pairs + 3):
         for name in ("with", "without") if pair % 2 else ("without", "with"):
@@ -83,7 +83,7 @@ def interleaved(
 
 
 def host(pairs: int, units: int) -> dict[str, float]:
-    """Microseconds of the host per unit and step: without, and what the checks add to that (medians)."""
+    """Return the host time per unit and step in microseconds (medians): without checks, and the addition of the checks."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     mesh = init_device_mesh("cpu", (8,))
@@ -91,17 +91,21 @@ def host(pairs: int, units: int) -> dict[str, float]:
     for module in (*model, model):
         fullshard.fully_shard(module, mesh=mesh)
     for unit in units_of(model, True):
-        unit.runtime.communicator.wait_state = WaitState()  # as with processes that can be asked
+        # A fake process group has no watchdog: record waits as with one.
+        unit.runtime.communicator.wait_state = WaitState()
     x = torch.randn(2, 16)
     times = interleaved(model, lambda: model(x).sum().backward(), pairs)
     dist.destroy_process_group()
-    added = median(one - other for one, other in zip(times["with"], times["without"]))  # neighbours in time: drift cancels
+    # The steps of a pair are adjacent in time, so drift cancels.
+    added = median(one - other for one, other in zip(times["with"], times["without"]))
     return {"without": median(times["without"]) / units * 1e6, "per unit": added / units * 1e6}
 
 
 def entry_of_steps(units: int, steps: int) -> dict[str, float]:
-    """Microseconds by which the entry of one optimizer step in the ledger delays it, within training steps (medians): with the
-    same options as in the step before, and with another learning rate. The clock's own time is subtracted.
+    """Return the microseconds (medians) that the log entry of one optimizer step takes within training steps.
+
+    There are two figures: with the options of the previous step, and with another learning rate. The time of reading the clock
+    is subtracted.
     """
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     mesh = init_device_mesh("cpu", (8,))
@@ -111,7 +115,7 @@ def entry_of_steps(units: int, steps: int) -> dict[str, float]:
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(2, 16)
     spent: list[int] = []
     empty: list[int] = []
-    say = StepEntries.say
+    say = StepEntries.log_step
 
     def timed(self: StepEntries, groups: Any) -> None:
         first = time.perf_counter_ns()
@@ -120,7 +124,7 @@ def entry_of_steps(units: int, steps: int) -> dict[str, float]:
         spent.append(time.perf_counter_ns() - begin)
         empty.append(begin - first)
 
-    StepEntries.say = timed  # type: ignore[method-assign]
+    StepEntries.log_step = timed  # type: ignore[method-assign]
     found: dict[str, float] = {}
     for name in ("same options", "another rate"):
         for step in range(steps):
@@ -132,7 +136,7 @@ def entry_of_steps(units: int, steps: int) -> dict[str, float]:
         found[name] = (median(spent[5:]) - median(empty[5:])) / 1e3
         spent.clear()
         empty.clear()
-    StepEntries.say = say  # type: ignore[method-assign]
+    StepEntries.log_step = say  # type: ignore[method-assign]
     dist.destroy_process_group()
     return found
 
@@ -145,19 +149,22 @@ def _train(rank: int, steps: int, port: int, results: Any) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    model = Decoder(dim=192, depth=4, heads=6, length=128, recompute=False)  # one: where two lie in memory differs by 3%
+    # One model for both: the addresses of two models differ, which changes times by 3%.
+    model = Decoder(dim=192, depth=4, heads=6, length=128, recompute=False)
     for module in (*model.blocks, model):
         fullshard.fully_shard(module, mesh=mesh)
     x = torch.randint(0, 256, (12, 128))
 
     def step() -> None:
         model(x).float().square().mean().backward()
-        dist.barrier()  # until all ranks are done: the heartbeat waits for the slower one, and so would the next gather
+        # Wait until all ranks are done: the heartbeat waits for the slower rank, and without it the next all-gather would.
+        dist.barrier()
 
     times = interleaved(model, step, steps, dist.barrier)
     dist.destroy_process_group()
     if rank == 0:
-        pairs = [one / other for one, other in zip(times["with"], times["without"])]  # neighbours in time: drift cancels
+        # The steps of a pair are adjacent in time, so drift cancels.
+        pairs = [one / other for one, other in zip(times["with"], times["without"])]
         results.put({name: median(values) * 1e3 for name, values in times.items()} | {"ratio": median(pairs)})
 
 

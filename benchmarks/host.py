@@ -1,9 +1,9 @@
-"""Host time per unit above the plain module: fullshard beside torch's FSDP2, same process, interleaved, fake process group.
+"""Compare the host time per unit of fullshard and torch's FSDP2, minus that of the plain module, on a fake process group.
 
     python benchmarks/host.py [--parameters 2 11 50] [--worlds 8 64 512] [--units 8] [--repeats 30]
 
-The fake group moves no bytes between ranks, so what is left is what the engines cost the host. Figures are microseconds
-per unit for one forward and backward, medians of interleaved repeats; ratios carry over to other machines, times do not.
+The fake group moves no bytes between ranks, so only the host time of the engines remains. Figures are microseconds per unit for
+one forward and backward: medians of repeats that are interleaved in one process. Compare ratios; times depend on the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ import fullshard
 
 
 class Unit(nn.Module):
-    """Eleven parameters, as in a decoder block (two norms, four attention and three MLP matrices, two biases), or others so mixed."""
+    """A unit of `parameters` parameters; 11, the default, are those of a decoder block.
+
+    A decoder block has two norms, four attention matrices, three MLP matrices and two biases. Other numbers keep this mixture.
+    """
 
     def __init__(self, dim: int = 16, parameters: int = 11) -> None:
         super().__init__()
@@ -73,7 +76,7 @@ def main() -> None:
 def measure(
     parameters: int, world: int, param: torch.dtype | None, reduce: torch.dtype | None, options: argparse.Namespace
 ) -> tuple[dict[str, float], float]:
-    """(microseconds per unit above the plain module by library, those of the plain module)."""
+    """Return the microseconds per unit, by library, in excess of the plain module, and those of the plain module."""
     mesh = init_device_mesh("cpu", (world,))
     base = nn.Sequential(*[Unit(parameters=parameters) for _ in range(options.units)])
     x = torch.randn(2, 16)

@@ -1,11 +1,11 @@
-"""Peak memory above the sharded baseline, in units of U (one unit's full parameters in the compute dtype), both libraries.
+"""Measure the peak memory of fullshard and FSDP2 above the memory at rest, in U.
 
     python benchmarks/memory.py [--ranks 8 64 512 4096] [--dims 2048] [--of fullshard FSDP2 packed]
 
-At the defaults that a user gets (`packed`: fullshard with `direct_min_bytes=inf`): six equal units (two matrices of dim x 2 dim
-and a norm) over fake groups of so many ranks. Every allocation of the CPU allocator is counted by torch's profiler, so the figures
-are exact and repeatable; activations are a few kilobytes. The baseline is the memory at rest, shards included; gradient shards that
-are there at the end are not counted.
+U is the size of the unsharded parameters of one unit in the compute dtype. Options have their defaults (`packed`: fullshard
+with `direct_min_bytes=inf`). The model has six equal units (two matrices of dim x 2 dim and a norm); process groups are fake.
+torch's profiler counts every allocation of the CPU allocator, so figures are exact and repeatable; activations are a few
+kilobytes. The memory at rest includes the shards. Gradient shards that exist at the end are not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from fullshard.foresight.allocations import memory_events
 
 
 def peak_of(events: list[tuple[int, int]], delivered: set[int]) -> int:
-    """The largest sum of bytes, without those that are at addresses of `delivered` gradients at the end."""
+    """Return the largest sum of allocated bytes, without the memory that holds the `delivered` gradients at the end.
+
+    Args:
+        events: (address, bytes) of each allocation, with negative bytes where memory is freed, in order.
+        delivered: addresses of the gradient shards.
+    """
     last = {address: at for at, (address, nbytes) in enumerate(events) if nbytes > 0}
     level = peak = 0
     for at, (address, nbytes) in enumerate(events):
@@ -40,7 +45,7 @@ def peak_of(events: list[tuple[int, int]], delivered: set[int]) -> int:
 
 
 class Product(torch.autograd.Function):
-    """Rows of a weight, and a gradient of its size: as much memory as a product needs, but for what a CPU's takes for itself."""
+    """A replacement of a matrix product: it saves and allocates the same tensors, without the workspace of a CPU kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -54,7 +59,7 @@ class Product(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """The parameters of nn.Linear."""
+    """A linear layer with the weight of nn.Linear, computed by `Product`."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -70,7 +75,7 @@ def block_of(dim: int) -> nn.Module:
 
 
 def messages_of(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
-    """Of fullshard: messages per unit in each direction, and MiB over all ranks of the smallest one."""
+    """Return fullshard's messages per unit, for all-gathers and reductions, and the MiB of the smallest over all ranks."""
     if not isinstance(model, fullshard.FSDPModule):
         return {}
     with fullshard.counting(model) as messages:
@@ -78,7 +83,7 @@ def messages_of(model: nn.Module, x: torch.Tensor) -> dict[str, float]:
     model.zero_grad()
     sent = [one for one in messages if one.kind != "heartbeat"]
     gathers = [one for one in sent if one.kind == "all_gather" or not one.dtype.is_floating_point]
-    per_gather = 2 * len(model) - 1  # the last unit stays for its backward
+    per_gather = 2 * len(model) - 1  # the last unit stays unsharded for its backward
     return {
         "gathers": len(gathers) / per_gather,
         "reductions": (len(sent) - len(gathers)) / len(model),
@@ -112,7 +117,7 @@ def peaks(shard: Callable[[nn.Module], object], dtype: torch.dtype, dim: int, de
 def peaks_of(
     names: list[str], ranks: int, param: torch.dtype | None, reduce: torch.dtype | None, dim: int
 ) -> dict[str, dict[str, float]]:
-    """By name of the library."""
+    """Return the peaks, by name of the library."""
     mesh = init_device_mesh("cpu", (ranks,))
     ours: Any = {"mesh": mesh, "mp_policy": fullshard.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)}
     theirs: Any = {"mesh": mesh, "mp_policy": TorchPolicy(param_dtype=param, reduce_dtype=reduce)}

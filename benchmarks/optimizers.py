@@ -1,8 +1,9 @@
-"""Optimizer steps, clipping and averages over 300 sharded parameters, beside plain tensors of the local sizes and torch's FSDP2.
+"""Measure optimizer steps, clipping and averages over 300 sharded parameters.
 
     python benchmarks/optimizers.py
 
-A fake group of eight ranks; 30 units of ten small parameters. Steps of all three are interleaved; medians.
+fullshard is compared with plain tensors of the local sizes and with torch's FSDP2: 30 units of ten small parameters on a fake
+process group of eight ranks. Steps of all three are interleaved; figures are medians.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import fullshard
 
 
 class Lion(optim.Optimizer):
-    """One that torch does not have, which fullshard runs under `local_view`."""
+    """An optimizer that torch does not have, so fullshard needs `local_view` for it."""
 
     def __init__(self, params: Any, lr: float = 1e-4) -> None:
         super().__init__(params, {"lr": lr})
@@ -52,7 +53,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 
 def model_of(shard: Callable[[nn.Module], object] | None, dim: int, ranks: int) -> nn.Module:
-    """With gradients."""
+    """Return a model with gradients: sharded by `shard`, or, if it is None, of plain tensors of the local sizes."""
     model = nn.Sequential(*[nn.Sequential(*[nn.Linear(dim, dim) for _ in range(5)]) for _ in range(30)])
     if shard is None:
         for parameter in model.parameters():
@@ -66,7 +67,7 @@ def model_of(shard: Callable[[nn.Module], object] | None, dim: int, ranks: int) 
 
 
 def medians(runs: dict[str, Callable[[], object]], count: int, warm: int = 10) -> dict[str, float]:
-    """Milliseconds of each, one after the other, over and over."""
+    """Return the median milliseconds of each run. The runs are interleaved."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(count + warm):
         for name, run in runs.items():
@@ -96,7 +97,7 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {}
     for label, make in OPTIMIZERS.items():
         made = {name: make(listed) for name, listed in parameters.items()}
-        fullshard.local_view(made["fullshard"])  # of torch's it does nothing
+        fullshard.local_view(made["fullshard"])  # no effect on torch's optimizers
         results[label] = medians({name: one.step for name, one in made.items()}, options.steps)
     clips = {name: fullshard.clip_grad_norm_ if name == "fullshard" else nn.utils.clip_grad_norm_ for name in parameters}
     results["clipping"] = medians(

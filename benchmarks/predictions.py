@@ -1,10 +1,11 @@
-"""Predictions of `fullshard.explain` beside published runs: memory and tokens per second of one GPU.
+"""Compare the predictions of `fullshard.explain` with published runs: memory and tokens per second of one GPU.
 
     python benchmarks/predictions.py            # half a minute, on any machine
 
-The models are written as the programs that were run have them (torchtitan: RMSNorm by hand in fp32, complex rotary embedding, logits
-in fp32), with `engine="fsdp2"`, fused AdamW and the allocator at its defaults. `fitted` are the rows that constants are from: 1 and 9 of
-the part of the peak that products reach on H100 and A100, MPT 760m and 7b of its fall with their size, MPT 65,536 of the Triton kernel.
+The models are written like those of the published programs (torchtitan: RMSNorm by hand in fp32, complex rotary embedding,
+logits in fp32), with `engine="fsdp2"`, fused AdamW and the allocator's defaults. Constants of the predictions were fitted to
+the rows marked `fitted`: rows 1 and 9 for the share of peak FLOPS that matrix products reach on H100 and A100, MPT 760m and 7b
+for the decrease of this share with smaller products, MPT 65,536 for the Triton kernel.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Block(nn.Module):
 
 
 def every_second_product() -> Any:
-    """Selective recomputation of torchtitan ("op"): attention and every second matrix product are saved."""
+    """Return the contexts of torchtitan's selective recomputation ("op"), which saves attention and every second product."""
     counts = {True: 0, False: 0}
 
     def choose(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -125,7 +126,7 @@ class Shape:
 
 
 class MptBlock(nn.Module):
-    """As llm-foundry has it: norms in the compute dtype, no bias, products of 3 and 4 times the width."""
+    """A block of llm-foundry: norms in the compute dtype, no bias, matrices of 3 and 4 times the width."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -156,7 +157,7 @@ class Mpt(nn.Module):
         x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.wte.weight)  # its loss is one kernel, of logits in bf16
+        return F.linear(self.norm(x), self.wte.weight)  # the loss of llm-foundry is one kernel on bf16 logits
 
 
 LLAMA2_7B = Shape(4096, 32, 32, 32, 11008, 32000)
@@ -167,8 +168,9 @@ LLAMA3_8B = Shape(4096, 32, 32, 8, 14336, 128256)
 class Row:
     """A published run.
 
-    held: whether the program kept its logits while it ran backward, as torchtitan did at first.
-    attention: how fast its kernel of attention is, in parts of torch's.
+    Attributes:
+        held: True if the program kept its logits during backward, as torchtitan did at first.
+        attention: speed of its attention kernel, relative to torch's.
     """
 
     name: str
@@ -204,7 +206,7 @@ ROWS = (
 )
 
 TRITON = 0.62
-"""Of the speed of FlashAttention-2: the Triton kernel of the first one, which llm-foundry ran, fitted to its rows of 65,536."""
+"""Speed of llm-foundry's Triton kernel of FlashAttention-1, relative to FlashAttention-2. Fitted to the rows of 65,536."""
 
 MPT = {
     "760m": Shape(1536, 24, 12, 12, 0, 0),
@@ -255,7 +257,7 @@ FOUNDRY = (
     mpt("30b", "a100-80", 8, 2048, 3, 21, True, 916),
     mpt("70b", "a100-80", 64, 2048, 8, 4, True, 410),
 )
-"""H100 and A100 of llm-foundry, scripts/train/benchmarking/README.md: FSDP1, reduced in fp32."""
+"""Runs on H100 and A100 of llm-foundry, scripts/train/benchmarking/README.md: FSDP1, gradients reduced in fp32."""
 
 
 def loss(output: Tensor) -> Tensor:

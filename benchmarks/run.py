@@ -1,4 +1,4 @@
-"""All benchmarks, one after the other, and their ratios in one table.
+"""Run all benchmarks, one after the other, and print their ratios in one table.
 
 python benchmarks/run.py
 """
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def run(script: str, *arguments: str) -> dict[str, dict[str, float]]:
-    """The JSON a benchmark ends with; what it prints before is passed on."""
+    """Run a benchmark, print its output, and return the JSON of its last line."""
     print(f"== {script}", flush=True)
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "5"}
     command = [sys.executable, str(HERE / script), "--json", *arguments]

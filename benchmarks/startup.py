@@ -1,10 +1,11 @@
-"""Seconds and host memory to shard a model on meta, fullshard beside torch's FSDP2, over fake groups.
+"""Measure the seconds and the host memory to shard a model on meta with fullshard and torch's FSDP2, over fake process groups.
 
     python benchmarks/startup.py [--worlds 8 1024 16384] [--models decoder mixture] [--of fullshard FSDP2]
 
-`decoder`: 126 layers of nine parameters, as the largest Llama has. `mixture`: 60 layers of 128 experts of two matrices each, and a
-router, a norm and an attention matrix: 15,540 parameters, one unit per layer. Each figure is a process of its own: the seconds that
-`fully_shard` takes for all units and the root (torch's imports apart), and by how much the resident memory of the host grew.
+`decoder` has 126 layers of nine parameters, like the largest Llama. `mixture` has 60 layers of 128 experts with two matrices
+each, a router, a norm and an attention matrix: 15,540 parameters, one unit per layer. Each figure comes from a separate
+process: the seconds of `fully_shard` for all units and the root (without torch's imports), and the growth of the host's
+resident memory.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def model_of(name: str) -> nn.Sequential:
 
 
 def measure(library: str, name: str, world: int) -> dict[str, Any]:
-    """In this process: seconds, MiB of growth, parameters."""
+    """Shard a model in this process, and return the seconds, the MiB by which memory grew, and the number of parameters."""
     import fullshard
 
     warnings.simplefilter("ignore")
@@ -66,7 +67,7 @@ def measure(library: str, name: str, world: int) -> dict[str, Any]:
     fully_shard: Any = fullshard.fully_shard
     if library == "FSDP2":
         from torch.distributed.fsdp import fully_shard
-    fully_shard(nn.Linear(4, 4), mesh=mesh)  # torch's first use of DTensor imports
+    fully_shard(nn.Linear(4, 4), mesh=mesh)  # the first use of DTensor imports modules
     model = model_of(name)
     parameters = len(list(model.parameters()))
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()

@@ -1,9 +1,9 @@
-"""Forward and backward of a decoder stack on two gloo ranks: fullshard, torch's FSDP2 and DDP, interleaved.
+"""Measure forward and backward of a decoder stack on two gloo ranks with fullshard, torch's FSDP2 and DDP, interleaved.
 
     python benchmarks/train_cpu.py [--dims 128 512 1024] [--repeats 9]
 
-Medians in milliseconds over interleaved repeats; one thread per rank. Machines are noisy: read the ratios. They depend on
-how much there is to compute per byte sent: `--length` sets it (the default makes FSDP2 about twice as slow as DDP).
+Figures are medians in milliseconds over interleaved repeats, with one thread per rank. Machines are noisy: compare ratios.
+Ratios depend on the compute per byte sent, which `--length` sets (with the default FSDP2 is about twice as slow as DDP).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import fullshard
 
 
 class Block(nn.Module):
-    """A decoder block: causal attention and SwiGLU, eight matrices' worth of parameters per dim squared."""
+    """A decoder block with causal attention and SwiGLU."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

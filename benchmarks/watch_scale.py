@@ -1,7 +1,7 @@
-"""What the watch asks of the store, by the number of ranks: requests and bytes per second of the whole job, and seconds to a verdict.
+"""Measure the load of the watchdogs on the store, by the number of ranks: requests and bytes per second, seconds to a verdict.
 
-The watches are the real ones, one per rank, over a store in memory and a clock of their own; nothing is sent. Each rank looks
-ten times a second, as its thread does.
+The figures are of the whole job. The real watchdogs run, one per rank, over a store in memory and a simulated clock; nothing
+is sent over a network. Each watchdog checks ten times a second, like its thread.
 
     python benchmarks/watch_scale.py [--ranks 8 64 1024 16384]
 """
@@ -14,17 +14,17 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fullshard.consistency.board import NOW, NoticeBoard
+from fullshard.consistency.board import NOW, StateStore
 from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName
 from fullshard.consistency.watchdog import Watchdog
 
 TICK = 0.1  # seconds
-HEAD = 8  # bytes that a key or value takes beside itself
+HEAD = 8  # bytes of overhead per key or value
 PREFIX = len("fullshard/0/")
 
 
 class Store:
-    """A store in memory that counts what a TCPStore would be asked: by the second, requests and bytes of both ways."""
+    """A store in memory that counts, per second, the requests to a TCPStore and their bytes in both directions."""
 
     def __init__(self) -> None:
         self.data: dict[str, bytes] = {}
@@ -65,24 +65,24 @@ class Store:
 
 
 class Job:
-    """The watches of all ranks of a job, and one ledger over all of them."""
+    """The watchdogs of all ranks of a job, with one collective log per rank."""
 
     def __init__(self, ranks: int) -> None:
         self.store = Store()
         every = tuple(range(ranks))
         self.rung: dict[int, int] = {}
-        self.boards = [NoticeBoard(self.store, rank, ranks) for rank in every]
+        self.boards = [StateStore(self.store, rank, ranks) for rank in every]
         self.watches = [Watchdog(board, lambda: self.store.now) for board in self.boards]
         self.ledgers = [CollectiveLog("all", every, rank) for rank in every]
         self.lines = [GroupFingerprints(ledger, UnitName("blocks.7"), "7") for ledger in self.ledgers]
         self.waiters = [watch.new_wait_state() for watch in self.watches]
         for board, watch, ledger in zip(self.boards, self.watches, self.ledgers):
-            board.ring = self.ring  # type: ignore[method-assign]
+            board.wake = self.ring  # type: ignore[method-assign]
             watch.add(ledger, start=False)
         for _ in range(5):
             for line in self.lines:
                 line.log_call("forward gather")
-        self.run(2.0 + 1.2 * ranks / 1950)  # all have said where their bells are
+        self.run(2.0 + 1.2 * ranks / 1950)  # until all ranks have published their addresses
         self.store.requests.clear()
         self.store.bytes.clear()
 
@@ -91,31 +91,35 @@ class Job:
             self.rung[rank] = max(urgency, self.rung.get(rank, 0))
 
     def wait(self, actions: Mapping[int, str]) -> None:
-        """All ranks wait in a gather, but those that wait in another call, or (the action is "") for nothing."""
+        """Make all ranks wait in an all-gather, except for the ranks in `actions`.
+
+        Args:
+            actions: by rank, the call that it waits in instead; "" if it waits in none.
+        """
         for rank, line in enumerate(self.lines):
             action = actions.get(rank, "forward gather")
             if action:
                 self.waiters[rank].enter(line.log_call(action))
 
     def run(self, seconds: float, *, until_verdict: bool = False) -> float | None:
-        """Let time pass; after how long the first rank had a verdict."""
+        """Advance the clock. With `until_verdict`, stop at the first verdict and return the seconds until then, else None."""
         begin = self.store.now
         while self.store.now < begin + seconds:
             self.store.now = round(self.store.now + TICK, 3)
             for rank, watch in enumerate(self.watches):
-                watch.look(self.rung.pop(rank, 0) if self.rung else 0)
+                watch.check(self.rung.pop(rank, 0) if self.rung else 0)
             if until_verdict and any(ledger.desync_error is not None for ledger in self.ledgers):
                 return self.store.now - begin
         return None
 
     @property
     def peak(self) -> tuple[int, int]:
-        """Most requests and most bytes in one second."""
+        """Largest number of requests, and of bytes, in one second."""
         return max(self.store.requests.values(), default=0), max(self.store.bytes.values(), default=0)
 
 
 def measure(ranks: int, seconds: float) -> dict[str, float]:
-    """One number of ranks: while nobody waits, while one rank stalls, and while two part."""
+    """Measure a job of `ranks` ranks while no rank waits, while one rank stalls, and while two ranks diverge."""
     begin = time.perf_counter()
     job = Job(ranks)
     job.run(10.0)
@@ -129,7 +133,7 @@ def measure(ranks: int, seconds: float) -> dict[str, float]:
     named = job.run(30.0, until_verdict=True)
     find_desync = job.peak
     text = next((ledger.desync_error for ledger in job.ledgers if ledger.desync_error is not None), "")
-    assert named is not None and all(f"rank {rank}: " in text for rank in (ranks // 3, ranks - 2)), text
+    assert named is not None and all(f"rank {rank} ran " in text for rank in (ranks // 3, ranks - 2)), text
     return {
         "idle": idle,
         "requests": max(stalled[0], find_desync[0]),

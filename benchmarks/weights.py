@@ -1,11 +1,16 @@
-"""Weights in and out: `load_weights`, `save_weights` and `iter_full` beside the ways that torch has.
+"""Compare `load_weights`, `save_weights` and `iter_full` with the functions of torch.
 
     python benchmarks/weights.py [--ranks 2] [--gigabytes 2] [--repeat 3] [--directory /dev/shm] [--what load "first load" save stream]
 
-Load and save, of an ordinary checkpoint in safetensors: torch's distributed checkpoint (its reader and writer of Hugging Face's
-format, with consolidation), and the first rank alone (full state dicts). Each job does it three times, and jobs of the libraries
-follow each other, over and over: medians of the seconds of the slowest rank, and by how much resident memory grew at most on any
-rank the first time. "first load" does it once in each job, as a training does, with files in the page cache (warm) and not (cold). Only fullshard has the files on the disk when it returns; the others leave them in the page cache. Streaming: `full_tensor()` of each parameter, on four ranks, both ways in one job. Transfers are gloo's on one machine.
+Loading and saving of an ordinary safetensors checkpoint are compared with torch's distributed checkpoint (its reader and writer
+of Hugging Face's format, with consolidation), and with the first rank alone (full state dicts). Each job loads or saves three
+times, and the jobs of the libraries are interleaved. Figures are medians of the seconds of the slowest rank, and the largest
+growth of resident memory on any rank the first time. "first load" loads once per job, like a training job, with the files in
+the page cache (warm) and not (cold). Only fullshard has written the files to the disk when it returns; the others leave them in
+the page cache.
+
+Streaming is compared with `full_tensor()` of each parameter, on four ranks, both in one job. All ranks communicate by gloo on
+one machine.
 """
 
 from __future__ import annotations
@@ -34,14 +39,14 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fullshard
 
-DIM, NARROW, WIDE, WORDS = 2048, 512, 5632, 16_384  # of a small Llama
+DIM, NARROW, WIDE, WORDS = 2048, 512, 5632, 16_384  # sizes of a small Llama
 FILE = "model.safetensors"
 WHAT = ("load", "first load", "save", "stream")
 WAYS = ("fullshard", "fullshard, background", "DCP", "first rank")
 
 
 class Block(nn.Module):
-    """The parameters of a decoder block: 44 million."""
+    """The 44 million parameters of a decoder block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +69,7 @@ def numel_of(layers: int) -> int:
 
 
 def model_of(library: str, layers: int) -> nn.Module:
-    """On meta, sharded block by block."""
+    """Return a model on meta, sharded block by block."""
     with torch.device("meta"):
         model = Decoder(layers)
     shard: Callable[[nn.Module], object] = fullshard.fully_shard if library.startswith("fullshard") else torch_fully_shard
@@ -105,17 +110,18 @@ def save(library: str, model: nn.Module, folder: Path) -> Callable[[], object] |
 
 
 def resident(field: str) -> float:
-    """MiB of this process: "VmRSS" now, or "VmHWM", the most since the last `forget`."""
+    """Return the resident memory of this process in MiB: "VmRSS" now, or "VmHWM", the peak since the last `forget`."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[field].split()[0]) / 1024
 
 
 def forget() -> None:
+    """Reset the peak of resident memory ("VmHWM")."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure(what: str, library: str, layers: int, source: Path, target: Path, times: int) -> dict[str, float]:
-    """On this rank: median seconds, and the growth of resident memory in MiB the first time."""
+    """Return this rank's median seconds, and the MiB by which resident memory grew the first time."""
     seconds: list[float] = []
     whole: list[float] = []
     grown: list[float] = []
@@ -144,7 +150,7 @@ def measure(what: str, library: str, layers: int, source: Path, target: Path, ti
 
 
 def stream(count: int, dim: int, repeat: int) -> dict[str, float]:
-    """On this rank: median seconds of both ways over all parameters."""
+    """Return this rank's median seconds of `iter_full` and of `full_tensor` over all parameters."""
     model = nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(count)])
     for start in range(0, count, 10):
         fullshard.fully_shard(list(model[start : start + 10]))
@@ -170,7 +176,7 @@ def stream(count: int, dim: int, repeat: int) -> dict[str, float]:
 
 
 def cache(path: Path, *, keep: bool) -> None:
-    """Have a file in the page cache, or not."""
+    """Read a file into the page cache, or remove it from there."""
     if keep:
         path.read_bytes()
         return
@@ -192,7 +198,7 @@ def as_rank(rank: int, ranks: int, port: int, told: Path, function: Callable[...
 
 
 def job(ranks: int, function: Callable[..., object], *arguments: Any) -> dict[str, float]:
-    """The largest figure of any rank, by name."""
+    """Run `function` on `ranks` new processes and return, by name, the largest figure of any rank."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Bottom-up on blocks: each `fully_shard` call is a unit, which gathers its parameters while it runs.
+"""Shard a model bottom-up: each `fully_shard` call makes a unit, which all-gathers its parameters when it runs.
 
 torchrun --nproc-per-node 2 examples/bottom_up.py
 """
@@ -16,7 +16,7 @@ def main() -> None:
     dist.init_process_group()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_default_device(device)
-    torch.manual_seed(0)  # ranks begin with the same weights; fully_shard says so if they do not
+    torch.manual_seed(0)  # ranks begin with the same weights; fully_shard raises if they differ
 
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, num_layers=4, enable_nested_tensor=False)
@@ -27,7 +27,7 @@ def main() -> None:
     mine = sum(parameter.to_local().numel() for parameter in model.parameters())
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = torch.Generator(device).manual_seed(dist.get_rank())  # each rank has data of its own; the global seed stays alike
+    data = torch.Generator(device).manual_seed(dist.get_rank())  # different data on each rank, with the same global seed
     batch, losses = torch.randn(4, 16, 64, generator=data), []
     with counting(model) as messages:
         for _ in range(5):

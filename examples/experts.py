@@ -1,4 +1,4 @@
-"""A mixture of experts: a rank that has no token for an expert joins it, so that all ranks take part in its messages.
+"""Train a mixture of experts: a rank without tokens for an expert joins it, so that all ranks take part in its collectives.
 
 torchrun --nproc-per-node 2 examples/experts.py
 """
@@ -13,7 +13,7 @@ from fullshard import fully_shard
 
 
 class Experts(nn.Module):
-    """Each token goes to one expert, which the router chooses."""
+    """A mixture of experts: the router chooses one expert for each token."""
 
     def __init__(self, dim: int, count: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Experts(nn.Module):
                 out = out.index_add(0, mine, expert(tokens[mine]) * weights[mine, index, None])
                 ran.append(index)
             else:
-                out = out + expert.join()  # a zero
+                out = out + expert.join()  # join() returns a zero, whose backward takes part in the expert's reduction
         return out, ran
 
 
@@ -40,14 +40,14 @@ def main() -> None:
     dist.init_process_group()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_default_device(device)
-    torch.manual_seed(0)  # all ranks alike: they build the same model
+    torch.manual_seed(0)  # all ranks build the same model
     model = Experts(16, 4)
     for expert in model.experts:
         fully_shard(expert)
     fully_shard(model)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = torch.Generator(device).manual_seed(dist.get_rank())  # each rank has data of its own
+    data = torch.Generator(device).manual_seed(dist.get_rank())  # different data on each rank
     tokens, losses = torch.randn(3, 16, generator=data), []
     for _ in range(10):
         output, ran = model(tokens)

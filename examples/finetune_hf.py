@@ -1,8 +1,8 @@
-"""Fine-tune a model of transformers: its checkpoint goes in and out of the shards, and no rank ever holds all of it.
+"""Fine-tune a model of transformers: load and save its checkpoint shard by shard, so that no rank ever holds the whole model.
 
     pip install transformers
-    torchrun --nproc-per-node 2 examples/finetune_hf.py                          # a tiny Llama, made on the spot
-    torchrun --nproc-per-node 2 examples/finetune_hf.py --lora 8                 # low-rank adapters alone are trained
+    torchrun --nproc-per-node 2 examples/finetune_hf.py                          # a tiny Llama with random weights
+    torchrun --nproc-per-node 2 examples/finetune_hf.py --lora 8                 # train only low-rank adapters
     torchrun --nproc-per-node 8 examples/finetune_hf.py --model path/to/Llama-3.1-8B --text mine.txt --bf16
 
 The model is built on meta and sharded layer by layer; each rank reads its own rows of the files, trains, averages the
@@ -32,7 +32,7 @@ BYTES = 256
 
 
 class LoRALinear(nn.Linear):
-    """A linear map that is kept, and a low-rank one beside it that is trained (Hu et al., arXiv 2106.09685)."""
+    """A frozen linear layer with a trained low-rank update (Hu et al., arXiv 2106.09685)."""
 
     rank: int
     lora_a: nn.Parameter  # (rank, in)
@@ -40,7 +40,7 @@ class LoRALinear(nn.Linear):
 
     @classmethod
     def around(cls, linear: nn.Linear, rank: int) -> None:
-        """Turn a Linear into one, in place."""
+        """Convert a Linear into a LoRALinear, in place."""
         linear.__class__ = cls
         linear.rank = rank
         linear.lora_a = nn.Parameter(linear.weight.new_empty(rank, linear.in_features))
@@ -54,12 +54,12 @@ class LoRALinear(nn.Linear):
         return super().forward(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
 
     def merge(self) -> None:
-        """Add the low-rank map to the kept one: each rank to its rows, for which it has those of lora_b."""
+        """Add the low-rank update to the weight. Each rank updates its own rows, since it has the same rows of lora_b."""
         self.weight.to_local().add_(self.lora_b.to_local() @ self.lora_a.full_tensor())
 
 
 def add_lora(model: nn.Module, rank: int) -> None:
-    warnings.filterwarnings("ignore", message=".* mixes parameters that are trainable")  # which is meant here
+    warnings.filterwarnings("ignore", message=".* mixes parameters that are trainable")  # intended here
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.endswith("_proj"):
@@ -67,7 +67,7 @@ def add_lora(model: nn.Module, rank: int) -> None:
 
 
 def tiny(folder: Path) -> Path:
-    """A Llama of random weights, whose tokens are bytes."""
+    """Save a tiny Llama with random weights, whose tokens are bytes, and return its folder."""
     config = LlamaConfig(
         vocab_size=BYTES, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -86,7 +86,7 @@ def tokens(text: Path, source: Path) -> Tensor:
 
 
 def batch_of(ids: Tensor, step: int, options: argparse.Namespace) -> Tensor:
-    """(rows, length): this rank's rows of a batch that depends on the step alone."""
+    """Return this rank's rows of a batch that depends only on the step, (rows, length)."""
     starts = torch.randint(len(ids) - options.length, (options.rows,), generator=torch.Generator().manual_seed(step))
     mine = starts.chunk(dist.get_world_size())[dist.get_rank()]
     return torch.stack([ids[start : start + options.length] for start in mine.tolist()])
@@ -151,18 +151,18 @@ def main() -> None:
 
     other_files = {path.name: path for path in source.iterdir() if path.suffix in (".json", ".txt", ".model", ".jinja")}
     other_files.pop("model.safetensors.index.json", None)
-    with ema.swapped():  # the averages are the weights, until the end of the block
+    with ema.swapped():  # inside the block the averages are the weights
         with torch.no_grad():
             for module in model.modules():
                 if isinstance(module, LoRALinear):
                     module.merge()
-        kept = fullshard.weights.Drop(r"[.]lora_[ab]$", optional=True)  # there are none in full fine-tuning
+        kept = fullshard.weights.Drop(r"[.]lora_[ab]$", optional=True)  # optional: full fine-tuning has no adapters
         saved = fullshard.save_weights(model, options.out / "saved", key_map=[kept, *saving], extra=other_files)
         model.eval()
         probe = batch_of(ids, 0, options).to(device)
         for module in model.modules():
             if isinstance(module, LoRALinear):
-                nn.init.zeros_(module.lora_b)  # it is in the weight now
+                nn.init.zeros_(module.lora_b)  # merged into the weight above
         with torch.no_grad():
             logits = model(input_ids=probe, use_cache=False).logits
     print(f"rank {rank}: wrote {saved.bytes_written:,} bytes in {saved.seconds:.2f} s", flush=True)

@@ -1,4 +1,4 @@
-"""HSDP: shards within a group of ranks, replicas over the groups. One node's links carry the gathers, the others only sums.
+"""HSDP: shard within a group of ranks (a node), replicate over the groups. Only all-reduces leave a node.
 
 torchrun --nproc-per-node 4 examples/hybrid.py
 """
@@ -17,7 +17,7 @@ def main() -> None:
     dist.init_process_group()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_default_device(device)
-    torch.manual_seed(0)  # all ranks alike: they build the same model
+    torch.manual_seed(0)  # all ranks build the same model
     mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)])
@@ -26,7 +26,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.Generator(device).manual_seed(dist.get_rank())  # each rank has data of its own
+    data = torch.Generator(device).manual_seed(dist.get_rank())  # different data on each rank
     batch = torch.randn(8, 64, generator=data)
     with counting(model) as messages:
         loss = (model(batch) - 1).square().mean()

@@ -1,10 +1,10 @@
-"""Llama's shapes, for `python -m fullshard explain`: will it fit, what does a step cost, and where does that go?
+"""Models with Llama's shapes for `python -m fullshard explain`, which predicts memory, time and communication of a step.
 
     python -m fullshard explain examples/llama.py:llama --world 64
     python -m fullshard explain examples/llama.py:llama --with size=70b --with length=4096 --world 128 --gpu h200 --find fits
     python -m fullshard explain examples/llama.py:llama --with rows=2 --world 8 --recompute block --html step.html
 
-Nothing is computed and nothing is downloaded: the model is built on the meta device. Shapes are those of arXiv 2407.21783, table 3.
+The model is built on the meta device, so nothing is computed or downloaded. The shapes are from arXiv 2407.21783, table 3.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Shape:
     dim: int
     layers: int
     heads: int
-    shared: int  # heads of keys and values
+    shared: int  # number of key-value heads
     hidden: int
     vocabulary: int = 128256
 
@@ -74,7 +74,7 @@ class Block(nn.Module):
 
 
 def attention_only() -> Any:
-    """Contexts of a selective checkpoint that keeps what attention returns, and computes the rest again."""
+    """Return the contexts of a selective checkpoint that keeps the outputs of attention and recomputes everything else."""
     kept = {
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -114,11 +114,14 @@ def next_token_loss(logits: Tensor) -> Tensor:
 
 blocks = ModuleWrapPolicy({Block})
 whole = CustomPolicy(lambda module: False)
-"""Policies for `--plan`: each block is a unit, or only the model is."""
+"""Policies for `--plan`: one unit per block, or one unit for the whole model."""
 
 
 def llama(size: str = "8b", length: int = 8192, rows: int = 1, keep: str = "everything") -> dict[str, Any]:
-    """The arguments of explain(); `--with size=70b` and so on change them. keep: "everything" for backward, or "attention"."""
+    """Return the arguments of explain(); `--with size=70b` and others set the parameters of this function.
+
+    keep: the activations to keep for backward, "everything" or "attention".
+    """
     return {
         "build": lambda: Llama(SHAPES[size], length, keep),
         "batch": torch.empty(rows, length, dtype=torch.long, device="meta"),

@@ -1,4 +1,4 @@
-"""Deferred initialisation: a model that no rank could hold is built without memory, sharded, and then gets its values.
+"""Deferred initialisation: build a model without memory, shard it, then allocate and initialise it. No rank holds all of it.
 
 torchrun --nproc-per-node 2 examples/meta_init.py
 """
@@ -23,12 +23,13 @@ def main() -> None:
     for layer in model:
         fullshard.fully_shard(layer, mesh=mesh)
     fullshard.fully_shard(model, mesh=mesh)
-    # Memory for this rank's part, and first values by the modules' own reset_parameters(), the same for any number of ranks.
+    # Allocate this rank's shards and initialise them by reset_parameters() of the modules. The values do not depend on the
+    # number of ranks.
     fullshard.materialize(model, device, seed=0)
 
     with fullshard.full_params(model):
         total = model[0].weight.double().sum().item()
-    data = torch.Generator(device).manual_seed(dist.get_rank())  # each rank has data of its own
+    data = torch.Generator(device).manual_seed(dist.get_rank())  # different data on each rank
     tokens = torch.randint(1000, (2, 8), device=device, generator=data)
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     loss.backward()

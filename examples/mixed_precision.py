@@ -17,17 +17,17 @@ def main() -> None:
     dist.init_process_group()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_default_device(device)
-    torch.manual_seed(0)  # all ranks alike: they build the same model
+    torch.manual_seed(0)  # all ranks build the same model
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)])
     for index, block in enumerate(model):
-        block.compile()  # before sharding: what is compiled is the block alone, without what surrounds it
+        block.compile()  # before sharding and checkpointing, so that only the block itself is compiled
         model[index] = fully_shard(checkpoint_wrapper(block), mp_policy=policy)
     fully_shard(model, mp_policy=policy)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # of float32 shards
-    data = torch.Generator(device).manual_seed(dist.get_rank())  # each rank has data of its own
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # steps the float32 shards
+    data = torch.Generator(device).manual_seed(dist.get_rank())  # different data on each rank
     batch, losses = torch.randn(8, 64, generator=data), []
     for _ in range(10):
         output = model(batch)

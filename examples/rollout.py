@@ -1,9 +1,9 @@
-"""Weights for inference engines, as in a loop of reinforcement learning: trained on two ranks, used on a third.
+"""Send weights to an inference engine, as in reinforcement learning: two ranks train, a third one runs the engine.
 
     torchrun --nproc-per-node 3 examples/rollout.py
 
-The trainers stream full tensors to the first of them, which packs them into buffers and broadcasts these to the engine. The
-engine loads names and tensors as vLLM's models do: parts of one matrix, as q, k and v, come as tensors of their own.
+The trainers stream full tensors to rank 0, which packs them into buffers and broadcasts the buffers to the engine. The engine
+loads names and tensors as vLLM's models do: it receives the parts of a fused matrix (q, k and v) as separate tensors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 
 TRAINERS, ENGINE = 2, 2
-DIM, PACKED = 64, 64 << 10  # bytes of a packed buffer; some hundred MiB in earnest
+DIM, PACKED = 64, 64 << 10  # PACKED: bytes of a packed buffer; use some hundred MiB for a real model
 
 
 class Attention(nn.Module):
-    """As trained: three maps."""
+    """Attention in the trainers: separate matrices for q, k and v."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """As used: one matrix instead of three."""
+    """Attention in the engine: one matrix for q, k and v."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class FusedAttention(nn.Module):
 
 
 class Engine(nn.Sequential):
-    """The loader of vLLM's models: `load_weights(pairs)` copies each tensor to its place."""
+    """An engine with the loader interface of vLLM's models: `load_weights(pairs)` copies each tensor to its place."""
 
     STACKED = (("qkv_proj", "q_proj", 0), ("qkv_proj", "k_proj", 1), ("qkv_proj", "v_proj", 2))
 
@@ -66,13 +66,13 @@ class Engine(nn.Sequential):
         return loaded
 
 
-# --- packed buffers: the sender and the receiver know names and shapes of all tensors beforehand ---
+# --- packed buffers: sender and receiver have the same list of names, shapes and dtypes ---
 
 Told = list[tuple[str, tuple[int, ...], torch.dtype]]
 
 
 def packs(told: Told) -> Iterator[Told]:
-    """Tensors that travel together."""
+    """Split the list of tensors into packs of at most PACKED bytes (a larger tensor has its own pack)."""
     pack: Told = []
     for one in told:
         if pack and sum(prod(shape) * dtype.itemsize for _, shape, dtype in [*pack, one]) > PACKED:
@@ -83,21 +83,22 @@ def packs(told: Told) -> Iterator[Told]:
 
 
 def send(tensors: Iterator[tuple[str, Tensor]], told: Told, group: dist.ProcessGroup) -> int:
-    """Broadcast all tensors. Returns how many messages that took."""
+    """Broadcast all tensors and return the number of broadcasts."""
     messages = 0
     for messages, pack in enumerate(packs(told), 1):  # noqa: B007
         parts = []
         for name, _, _ in pack:
             found, tensor = next(tensors)
             assert found == name
-            parts.append(tensor.reshape(-1).view(torch.uint8).clone())  # it is a view until the next one is asked for
+            # A copy, since the tensor may be a view of a bucket that iter_full reuses.
+            parts.append(tensor.reshape(-1).view(torch.uint8).clone())
         dist.broadcast(torch.cat(parts), 0, group=group)
     assert next(tensors, None) is None
     return messages
 
 
 def receive(told: Told, group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of all messages."""
+    """Yield the name and tensor of each entry of all packs."""
     for pack in packs(told):
         sizes = [prod(shape) * dtype.itemsize for _, shape, dtype in pack]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -112,7 +113,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank = dist.get_rank()
-    mesh = init_device_mesh(device.type, (TRAINERS,))  # groups are made by all ranks, those outside of them too
+    mesh = init_device_mesh(device.type, (TRAINERS,))  # all ranks create all groups, also ranks outside of them
     to_engine = dist.new_group([0, ENGINE])
     torch.manual_seed(0)
     model = nn.Sequential(*[Attention() for _ in range(4)]).to(device)
@@ -133,7 +134,7 @@ def main() -> None:
             if rank == 0:
                 messages = send(weights, told, to_engine)
             else:
-                list(weights)  # takes part, and gets nothing
+                list(weights)  # takes part in the collectives and yields nothing
             output = model(x)
             loss = output.square().mean()
             loss.backward()

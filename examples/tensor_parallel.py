@@ -1,4 +1,4 @@
-"""2-D: tensor parallelism within a node, sharding over the nodes. Parameters that are DTensors already stay so.
+"""2-D parallelism: tensor parallelism within a node, sharding over the nodes. The parameters are DTensors on both mesh dims.
 
 torchrun --nproc-per-node 4 examples/tensor_parallel.py
 """
@@ -18,7 +18,7 @@ def main() -> None:
     dist.init_process_group()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_default_device(device)
-    torch.manual_seed(0)  # all ranks alike: they build the same model
+    torch.manual_seed(0)  # all ranks build the same model
     mesh = init_device_mesh(device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("shard", "tensor"))
 
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)])
@@ -28,7 +28,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh["shard"])
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # Ranks of one tensor-parallel group compute with the same batch.
+    # All ranks of a tensor-parallel group need the same batch, so the seed is the rank on the other mesh dim.
     data = torch.Generator(device).manual_seed(mesh["shard"].get_local_rank())
     batch, losses = torch.randn(8, 32, generator=data), []
     for _ in range(10):

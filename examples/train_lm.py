@@ -1,16 +1,15 @@
 """Train a byte-level decoder language model on Python's own standard library, sharded over every process.
 
     torchrun --nproc-per-node 2 examples/train_lm.py                    # about three minutes on two cores
-    torchrun --nproc-per-node 3 examples/train_lm.py --resume --steps 600   # go on, on another number of ranks
-    torchrun --nproc-per-node 2 examples/train_lm.py --compare --steps 50   # beside the unsharded model
-    torchrun --nproc-per-node 2 examples/train_lm.py --foresight            # and hold it against a prediction
+    torchrun --nproc-per-node 3 examples/train_lm.py --resume --steps 600   # resume on another number of ranks
+    torchrun --nproc-per-node 2 examples/train_lm.py --compare --steps 50   # train the unsharded model too, and compare
+    torchrun --nproc-per-node 2 examples/train_lm.py --foresight            # compare the run with a prediction
 
-The text is what every machine has: the source files of the standard library. The model is built on meta, sharded block
-by block, and only then materialized, from one seed on all ranks: the first weights are the same on any number of ranks.
-Batches depend on the step alone, drawn by a generator of their own, and each rank takes its rows of them by its number. So
-a run gives the same losses on any number of ranks that divides the batch. `--out` receives checkpoints
-(torch.distributed.checkpoint), a picture of the curves and a JSON of figures. With GPUs, the same command uses nccl and
-one process per GPU.
+The training text is the source code of the standard library, which every machine has. The model is built on meta, sharded
+block by block, and then materialized from one seed on all ranks, so the first weights are the same on any number of ranks.
+Each batch depends only on the step, and each rank takes its rows of the batch. So a run has the same losses on any number of
+ranks that divides the batch. `--out` is the folder for checkpoints (torch.distributed.checkpoint), a plot of the loss curves
+and a JSON file of figures. With GPUs, the same command uses nccl and one process per GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ BYTES = 256
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding (Su et al., arXiv 2104.09864). Its tables are computed, not loaded."""
+    """Rotary position embedding (Su et al., arXiv 2104.09864). Its tables are computed and in no checkpoint."""
 
     def __init__(self, dim: int, length: int) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ class Decoder(nn.Module):
 
 
 def initialise(module: nn.Module) -> None:
-    """A module's own initialisation; embeddings small, so that the first loss is that of guessing."""
+    """Initialise a module; embeddings get small values, so that the first loss is that of uniform guessing."""
     module.reset_parameters()
     if isinstance(module, nn.Embedding):
         module.weight.mul_(0.02)
@@ -119,7 +118,7 @@ def initialise(module: nn.Module) -> None:
 
 
 def corpus(limit: int) -> tuple[Tensor, Tensor]:
-    """(training bytes, validation bytes): standard library modules in order of name; every tenth file is for validation."""
+    """Return (training bytes, validation bytes): standard library modules in order of name, every tenth file for validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
         path
@@ -134,15 +133,15 @@ def corpus(limit: int) -> tuple[Tensor, Tensor]:
 
 
 def entropy(text: Tensor) -> float:
-    """Of byte frequencies, in nats: what a model that ignores context reaches at best."""
+    """Return the entropy of the byte frequencies, in nats: the best loss of a model that ignores context."""
     p = torch.bincount(text.long(), minlength=BYTES).double() / len(text)
     return float(-(p[p > 0] * p[p > 0].log()).sum())
 
 
 def rows(text: Tensor, *, seed: int, count: int, length: int, mine: slice) -> tuple[Tensor, Tensor]:
-    """This rank's rows of the global batch `seed`: inputs and targets (rows, length).
+    """Return this rank's rows of the global batch `seed`: inputs and targets, each (rows, length).
 
-    A generator of their own, not the global seed, decides which rows: that one stays alike on all ranks.
+    The rows are chosen by a separate generator, so that the global random state stays the same on all ranks.
     """
     starts = torch.randint(0, len(text) - length - 1, (count,), generator=torch.Generator().manual_seed(seed))[mine]
     windows = torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
@@ -180,7 +179,7 @@ def options() -> argparse.Namespace:
 
 
 def start() -> tuple[torch.device, int, int]:
-    """(device, rank, ranks) of this process."""
+    """Start the process group and return (device, rank, number of ranks)."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     for name, value in (("RANK", rank), ("WORLD_SIZE", ranks), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", 29500)):
         os.environ.setdefault(name, str(value))
@@ -196,8 +195,8 @@ def start() -> tuple[torch.device, int, int]:
 
 
 def build(o: argparse.Namespace, device: torch.device, ranks: int) -> nn.Module:
-    """On meta, sharded, then materialized: no rank ever holds the whole model."""
-    torch.manual_seed(o.seed)  # all ranks alike, before the model is built: with other seeds each would have another model
+    """Build the model on meta, shard it and materialize it, so that no rank ever holds the whole model."""
+    torch.manual_seed(o.seed)  # one seed on all ranks: with different seeds each rank would hold shards of a different model
     with torch.device("meta"):
         model = Decoder(o.dim, o.depth, o.heads, o.length, o.recompute)
     mesh = init_device_mesh(device.type, (ranks,))
@@ -211,7 +210,7 @@ def build(o: argparse.Namespace, device: torch.device, ranks: int) -> nn.Module:
 
 
 def learning_rate(step: int, o: argparse.Namespace) -> float:
-    """Linear warmup over a twentieth of the schedule, then cosine to a tenth."""
+    """Return the rate of a step: linear warmup over a twentieth of the schedule, then cosine decay to a tenth."""
     total = o.schedule or o.steps
     warmup = max(1, total // 20)
     if step < warmup:
@@ -233,7 +232,7 @@ def train_step(
     mine: slice,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """(mean loss of this rank's rows, gradient norm)."""
+    """Run one optimizer step and return (mean loss of this rank's rows, gradient norm)."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, o)
     total = torch.zeros((), device=device)
@@ -270,7 +269,7 @@ def validate(model: nn.Module, text: Tensor, o: argparse.Namespace, mine: slice,
 
 @torch.no_grad()
 def sample(model: nn.Module, prompt: bytes, count: int, device: torch.device, seed: int) -> str:
-    """Every rank generates the same bytes, since each forward gathers parameters from all of them."""
+    """Generate text. All ranks call this and generate the same bytes, since each forward all-gathers parameters from all ranks."""
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
@@ -282,14 +281,14 @@ def sample(model: nn.Module, prompt: bytes, count: int, device: torch.device, se
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes this rank held: of device memory, or of the process on the CPU."""
+    """Return the peak memory of this rank in bytes: of the device, or of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Checkpoints:
-    """One folder per saved step, readable on any number of ranks."""
+    """Checkpoints in one folder per saved step, which can be loaded on any number of ranks."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -320,7 +319,7 @@ def adamw(model: nn.Module, o: argparse.Namespace) -> torch.optim.Optimizer:
 
 
 def plain_copy(model: nn.Module, o: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The unsharded model with the same weights."""
+    """Return the unsharded model with the same weights."""
     plain = Decoder(o.dim, o.depth, o.heads, o.length, o.recompute)
     plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
     return plain.to(device)
@@ -329,11 +328,11 @@ def plain_copy(model: nn.Module, o: argparse.Namespace, device: torch.device) ->
 # --- foresight ---------------------------------------------------------------------------------------------------------
 
 RECORDED = range(3, 24)
-"""Steps that are recorded, if there are as many; on the CPU one of the first is for counting memory."""
+"""Steps to record, counted from the first step of the run. On the CPU one of the first of them counts memory."""
 
 
 def predicted(o: argparse.Namespace, ranks: int) -> fullshard.Explanation:
-    """A step of this job, found out without running it, on constants of this machine. Every rank takes part in measuring those."""
+    """Predict a step of this job from measured constants of this machine. Collective, since all ranks measure together."""
     machine = o.out / "machine.json"
     fullshard.calibrate(machine)
     share = o.batch // ranks
@@ -348,7 +347,7 @@ def predicted(o: argparse.Namespace, ranks: int) -> fullshard.Explanation:
         plan=ModuleWrapPolicy({Block}),
         mp_policy=bf16 if o.bf16 else fullshard.MixedPrecisionPolicy(),
         loss=lambda logits: F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) / o.accumulate,
-        keep_output=False,  # the loop gives the logits no name
+        keep_output=False,  # the training loop keeps no reference to the logits
         optimizer=lambda parameters: torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1),
         microbatches=o.accumulate,
     )

@@ -1,4 +1,4 @@
-"""In a program that was written for accelerate: two lines put fullshard in the place of torch's FSDP2.
+"""Use fullshard in a program for accelerate: two lines replace torch's FSDP2 by fullshard.
 
 pip install accelerate
 torchrun --nproc-per-node 2 examples/with_accelerate.py
@@ -15,7 +15,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin  # noqa: E402
 
 
 class Model(nn.Module):
-    """Its layers are found by the name of their class."""
+    """A small encoder; accelerate finds its layers by the name of their class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,11 +30,11 @@ def main() -> None:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["TransformerEncoderLayer"]
     )
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=not torch.cuda.is_available())
-    torch.manual_seed(0)  # all ranks alike: they build the same model
+    torch.manual_seed(0)  # all ranks build the same model
     model = Model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
-    data = torch.Generator(accelerator.device).manual_seed(accelerator.process_index)  # each rank has data of its own
+    data = torch.Generator(accelerator.device).manual_seed(accelerator.process_index)  # different data on each rank
     batch, losses = torch.randn(4, 8, 32, device=accelerator.device, generator=data), []
     for _ in range(5):
         loss = (model(batch) - 1).square().mean()

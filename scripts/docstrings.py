@@ -1,7 +1,8 @@
-"""Checks docstrings of the public surface against the code: `make check` runs it, and a place that fails is named.
+"""Check the docstrings of the public API against the code, and print the place of each problem. `make check` runs it.
 
-The public surface is what `fullshard`, `fullshard.wrap` and `fullshard.compat` export, and what docs/api shows, with the public
-methods of each class. ruff's pydocstyle rules see to the form; this script sees to the content, on Google-style sections:
+The public API is the names that `fullshard`, `fullshard.wrap` and `fullshard.compat` export, and the names on the pages of
+docs/api, with the public methods of each class. ruff's pydocstyle rules check the form. This script checks the content of
+Google-style sections:
 
 - every function, class, method and property has a docstring;
 - Args (or Attributes, of a class) names every parameter, and no other;
@@ -34,7 +35,7 @@ NOTHING = ("None", "NoReturn", "Iterator[None]", "Generator[None]")
 
 
 def surface() -> dict[str, Any]:
-    """The functions and classes of fullshard that callers are told of, by their qualified names."""
+    """Return the functions and classes of the public API, by their qualified names."""
     found: dict[str, Any] = {}
     for module in map(importlib.import_module, EXPORTING):
         found |= {f"{module.__name__}.{name}": getattr(module, name) for name in module.__all__}
@@ -47,7 +48,7 @@ def surface() -> dict[str, Any]:
 
 
 class Source:
-    """A function as it is written."""
+    """The source of a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = inspect.unwrap(function)
@@ -59,7 +60,7 @@ class Source:
 
     @property
     def place(self) -> str:
-        """file:line of the function."""
+        """The place of the function, as file:line."""
         code = self.function.__code__
         path = Path(code.co_filename)
         return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{code.co_firstlineno}"
@@ -72,7 +73,7 @@ class Source:
 
     @property
     def returns(self) -> bool:
-        """Whether the annotation promises a value."""
+        """True if the annotation of the return value is not None."""
         annotation = self.tree.returns
         return annotation is not None and ast.unparse(annotation).strip("'\"") not in NOTHING
 
@@ -92,7 +93,7 @@ class Source:
 
 
 def problems_of_function(name: str, function: Callable[..., Any], *, is_property: bool = False) -> Iterator[str]:
-    """What is wrong with the docstring of a function, one line each."""
+    """Yield the problems of the docstring of a function, one line each."""
     source = Source(function)
     if not inspect.getdoc(source.function):
         yield f"{source.place}: {name} has no docstring"
@@ -105,7 +106,7 @@ def problems_of_function(name: str, function: Callable[..., Any], *, is_property
 
 
 def problems_of_class(name: str, cls: type) -> Iterator[str]:
-    """What is wrong with the docstrings of a class and of its public methods, one line each."""
+    """Yield the problems of the docstrings of a class and of its public methods, one line each."""
     path = Path(inspect.getsourcefile(cls) or "")
     place = f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{inspect.getsourcelines(cls)[1]}: {name}"
     if not cls.__doc__:
@@ -119,7 +120,7 @@ def problems_of_class(name: str, cls: type) -> Iterator[str]:
     for builder in ("__init__", "__post_init__"):
         if getattr(members.get(builder), "__module__", None) == cls.__module__ and inspect.isfunction(members[builder]):
             if builder == "__init__" and dataclasses.is_dataclass(cls):
-                continue  # which is generated
+                continue  # the dataclass decorator generates it
             yield from _problems_of_raises(place, document, Source(members[builder]))
     for own, member in members.items():
         if own.startswith("_") and own != "__call__":
@@ -133,7 +134,7 @@ def problems_of_class(name: str, cls: type) -> Iterator[str]:
 
 
 def problems_of_command(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The options of a command line, and of its commands, that have no help text."""
+    """Yield the options of a command line, and of its subcommands, without a help text."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
@@ -161,7 +162,7 @@ def _problems_of_raises(place: str, document: Docstring, source: Source) -> Iter
 
 
 def problems() -> Iterator[str]:
-    """Everything that is wrong with the docstrings of the public surface."""
+    """Yield all problems of the docstrings of the public API."""
     for name, thing in surface().items():
         if isinstance(thing, type):
             yield from problems_of_class(name, thing)
@@ -171,7 +172,7 @@ def problems() -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is wrong; the exit status is 1 if anything is."""
+    """Print all problems. Return the exit status, 1 if there are any."""
     found = sorted(set(problems()))
     for line in found:
         print(line)

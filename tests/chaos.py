@@ -185,7 +185,7 @@ def faults_of(cell: Cell, job: Job, whole: list[dict[int, float]]) -> Iterator[s
                 yield f"silent: rank {one.rank} raised nothing"
             elif not re.search(rf"\branks? (\d+, )*(\d+ and )?{cell.victim}\b|ranks:dict_keys\(\[{cell.victim}\]", text):
                 yield f"unnamed rank: rank {one.rank}: {text}"
-            elif not re.search(r"'blocks|'Stack|call \d+|fully_shard|forward|backward|step|save|Checkpoint", text):
+            elif not re.search(r"'blocks|'Stack|collective \d+|fully_shard|forward|backward|step|save|Checkpoint", text):
                 yield f"unnamed unit: rank {one.rank}: {text}"
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import HostLane, Interrupted, LaneWork
+from fullshard.collectives.streams import HostStream, Interrupted, Work
 
 
 class Delays:
@@ -23,7 +23,7 @@ class Delays:
         self._dice = random.Random(seed)
         self._queue: deque[_DelayedWork] = deque()
 
-    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
+    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Work:
         work = _DelayedWork(self, start, finish, after)
         self._queue.append(work)
         if self._dice.random() < 0.3:
@@ -43,16 +43,16 @@ class _DelayedWork:
         self, delays: Delays, start: Callable[[], StartedWork], finish: Callable[[], None], after: _DelayedWork | None
     ) -> None:
         self._delays, self._start, self._finish, self._after = delays, start, finish, after
-        self.begun: LaneWork | None = None
+        self.begun: Work | None = None
         self._failure: BaseException | None = None
 
     def start(self) -> None:
         try:
             after = None if self._after is None else self._after.begun
-            self.begun = HostLane().run(self._start, self._finish, after)
+            self.begun = HostStream().run(self._start, self._finish, after)
         except BaseException as failure:  # raised where the work is waited for
             self._failure = failure if isinstance(failure, Exception) else Interrupted("it was interrupted: run the step again")
-            self.begun = HostLane().run(StartedWork, lambda: None)
+            self.begun = HostStream().run(StartedWork, lambda: None)
             if not isinstance(failure, Exception):
                 raise
 

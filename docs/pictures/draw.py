@@ -19,9 +19,7 @@ import fullshard
 from fullshard.foresight.picture import figure_of
 from fullshard.params import reduction
 from fullshard.policies import CommPolicy
-from fullshard.schedule import residency
-from fullshard.schedule.planner import Planner
-from fullshard.schedule.residency import Action, Reduce, Reshard, ReshardPolicy, Unshard, Wait
+from fullshard.schedule.scheduler import TRANSITIONS, Action, Reduce, Reshard, ReshardPolicy, Scheduler, Unshard, Wait
 from fullshard.sharding.layout import DirectRule, plan_layout
 
 HERE = Path(__file__).parent
@@ -84,29 +82,29 @@ class _Clock:
 
 def schedule() -> Drawn:
     """The third step of a root with two blocks: the orders of the units are known by then."""
-    planner = Planner()
+    scheduler = Scheduler()
     for unit in range(3):
-        planner.register(unit, _Options(ReshardPolicy.NEVER if unit else ReshardPolicy.OUTERMOST))
+        scheduler.register(unit, _Options(ReshardPolicy.NEVER if unit else ReshardPolicy.OUTERMOST))
     for _ in range(3):
         clock = _Clock()
         calls = []
-        clock.run(planner.before_forward(0))
+        clock.run(scheduler.before_forward(0))
         clock.compute(0, "forward", 1)
         for unit in (1, 2):
-            clock.run(planner.before_forward(unit))
+            clock.run(scheduler.before_forward(unit))
             clock.compute(unit, "forward", 1)
-            ended = planner.after_forward(unit, grad=True)
-            planner.expect_backward(ended.call)
+            ended = scheduler.after_forward(unit, grad=True)
+            scheduler.expect_backward(ended.call)
             calls.append(ended.call)
             clock.run(ended.actions)
-        ended = planner.after_forward(0, grad=True)
-        planner.expect_backward(ended.call)
+        ended = scheduler.after_forward(0, grad=True)
+        scheduler.expect_backward(ended.call)
         clock.run(ended.actions)
         for call in (ended.call, *reversed(calls)):
-            planner.graph_released(call)
-            clock.run(planner.before_backward(call))
+            scheduler.graph_released(call)
+            clock.run(scheduler.before_backward(call))
             clock.compute(call.unit, "backward", 1 if call.unit == 0 else 2)
-        clock.run(planner.after_backward())
+        clock.run(scheduler.after_backward())
     return {"units": UNITS, "bars": clock.bars, "held": sorted(clock.held)}
 
 
@@ -115,17 +113,17 @@ def parameter() -> Drawn:
     names, shapes = ["weight", "bias", "scale"], [(4, 8), (3,), (4,)]
     layout = plan_layout(shapes, ranks=2, itemsize=4, direct=DirectRule(64))
     segments = [
-        [segment.parameter, bucket.direct, bucket.offset + before, segment.size, segment.full_offset]
+        [segment.parameter, bucket.direct, bucket.offset + before, segment.size, segment.unsharded_offset]
         for bucket in layout.buckets
-        for before, segment in zip(_before([segment.size for segment in bucket.pieces]), bucket.pieces)
+        for before, segment in zip(_before([segment.size for segment in bucket.segments]), bucket.segments)
     ]
     return {
         "parameters": [[name, list(shape)] for name, shape in zip(names, shapes)],
         "ranks": layout.ranks,
         "shard_numel": layout.shard_numel,
-        "full_numel": layout.full_numel,
+        "full_numel": layout.unsharded_numel,
         "segments": segments,  # parameter, direct, offset in the shard, size, offset in the unsharded buffer
-        "moves": [[old.value, new.value, why] for (old, new), why in residency.MOVES.items()],
+        "moves": [[old.value, new.value, why] for (old, new), why in TRANSITIONS.items()],
     }
 
 

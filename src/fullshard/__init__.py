@@ -1,22 +1,22 @@
 """fullshard: composable, per-parameter fully-sharded data parallelism on DTensor.
 
-Each wing is a subpackage whose first paragraph says what it is for, with a line for every file. A wing imports those below it.
+Each subpackage describes its purpose and its files in its docstring. A subpackage imports only subpackages below it.
 
-    weights                ordinary checkpoints in and out, each rank its own bytes
-    foresight              what a step needs and sends, by the planner that runs it
-    wrap  fsdp1  tools     which modules become units; FSDP1's surface; install(), verify()
+    weights                load and save ordinary checkpoints; each rank reads and writes its own bytes
+    foresight              predict the memory, time and collectives of a step, with the scheduler that runs it
+    wrap  fsdp1  tools     choose the modules that become units; FSDP1's interface; install(), verify()
     frontend               fully_shard(), FSDPModule, hooks, full parameters, optimizers
-    runtime                units, the executor of actions, gradients to be handed out, recovery
-    params                 sharded and full parameters, groups of them, reductions
-    schedule               when things move: the pure planner
-    consistency            the log of calls, and the watchdog that compares it between ranks
-    sharding               meshes, placements, layouts: integers
-    collectives            how bytes travel: backends, lanes, custom collectives, counting
+    runtime                units, forward and backward of a unit, gradients, recovery after exceptions
+    params                 sharded and unsharded parameters, parameter groups, reductions
+    schedule               the pure scheduler: when to unshard, reshard and reduce
+    consistency            the collective log, and the watchdog that compares it between ranks
+    sharding               meshes, placements and layouts, as integers
+    collectives            transport: process groups, streams, custom collectives, traffic counters
 
 compat.py    FSDP1's names
 policies.py  MixedPrecisionPolicy, CommPolicy, CheckPolicy, each resolving to a value without None
-errors.py    StateError and InternalError; warnings that are said once
-_torch.py    every private name of torch that fullshard leans on
+errors.py    StateError and InternalError; warnings that are issued once
+_torch.py    all private names of torch that fullshard uses
 __main__.py  python -m fullshard run script.py, python -m fullshard verify module:factory
 """
 

@@ -1,9 +1,10 @@
 """The command line, `fullshard` or `python -m fullshard`.
 
-run script.py             an FSDP2 program on fullshard
-verify module:factory     a model sharded against plain
-explain module:factory    whether it will fit, what it will cost, and where that goes
-weights show|convert|check DIR   what is in a checkpoint, another one made of it, and whether it is whole
+run script.py             run an FSDP2 program with fullshard
+verify module:factory     compare training of a sharded model with the unsharded model
+explain module:factory    predict whether a model fits, what a step costs, and where memory and time go
+calibrate                 measure this machine for explain
+weights show|convert|check DIR   list, convert or check a checkpoint
 """
 
 from __future__ import annotations
@@ -15,22 +16,31 @@ import traceback
 import warnings
 from pathlib import Path
 
-from fullshard.foresight.command import add_calibrate, add_explain, check_outputs, given, run_calibrate, run_explain
+from fullshard.foresight.command import (
+    add_calibrate,
+    add_explain,
+    check_outputs,
+    factory_arguments,
+    run_calibrate,
+    run_explain,
+)
 from fullshard.tools.install import install
 from fullshard.tools.loading import Parser, failure_line, load, load_factory
-from fullshard.tools.verify import parts_of, verify
+from fullshard.tools.verify import verify, verify_arguments
 from fullshard.weights.command import add_weights, run_weights
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: `run` and `verify` with their options."""
+    """Return the parser of the command line, with all commands and their options."""
     top = Parser(prog=_name(), description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a script with fullshard in place of torch's FSDP2 (works under torchrun, too)")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", help="path of a Python file")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to it")
-    check = commands.add_parser("verify", help="train a model sharded and plain on this machine's CPU, and say what differs")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    check = commands.add_parser(
+        "verify", help="train a model sharded and unsharded on this machine's CPU, and print differences"
+    )
     check.add_argument(
         "factory", help="module:function, which returns (build, batch) or a dict of fullshard.verify's arguments"
     )
@@ -41,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add_weights(commands)
     for name, command in commands.choices.items():
         if name != "run":
-            command.add_argument("--traceback", action="store_true", help="show the whole traceback of what is raised")
+            command.add_argument("--traceback", action="store_true", help="print the full traceback of an error")
     return top
 
 
@@ -50,23 +60,25 @@ def _name() -> str:
 
 
 def main() -> None:
-    """Run the command that the command line names.
+    """Run the command on the command line.
 
-    The exit status of `verify` is 1 if something differs, of `explain` if it does not fit, of `weights check` if something is
-    bad; of all 2 if that cannot be told, with one line that says why.
+    The exit status is 1 if `verify` finds a difference, `explain` a model that does not fit, or `weights check` a fault. It is
+    2 if a command fails, with one line on stderr that states the reason.
     """
     options = parser().parse_args()
     if options.command == "run":
         return _run(options)
     sys.path.insert(0, "")
     try:
-        # Warnings come behind an answer. A failure is one line: `--traceback` and `python -W` show them as they come.
-        hold = options.command == "explain" and not (sys.warnoptions or options.traceback)
-        with warnings.catch_warnings(record=hold) as held:
-            status = _answered(options)
-        for one in held or ():
+        # Print warnings after the report, and none after a failure, which is one line only. `--traceback` and `python -W` print
+        # them immediately.
+        defer = options.command == "explain" and not (sys.warnoptions or options.traceback)
+        with warnings.catch_warnings(record=defer) as deferred:
+            status = _run_command(options)
+        for one in deferred or ():
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-    except (Exception, SystemExit) as failure:  # a factory that exits with 0 must not be taken for a model that fits
+    except (Exception, SystemExit) as failure:
+        # SystemExit, too: a factory that exits with status 0 must not look like a model that fits.
         if options.traceback:
             traceback.print_exc()
         doing = getattr(options, "factory", options.command)
@@ -75,8 +87,8 @@ def main() -> None:
     sys.exit(status)
 
 
-def _answered(options: argparse.Namespace) -> int:
-    """Answer, and return the exit status."""
+def _run_command(options: argparse.Namespace) -> int:
+    """Run a command other than `run`, and return the exit status."""
     if options.command == "calibrate":
         run_calibrate(options)
         return 0
@@ -84,8 +96,8 @@ def _answered(options: argparse.Namespace) -> int:
         return run_weights(options, load)
     if options.command == "explain":
         check_outputs(options)
-        return run_explain(options, parts_of(load_factory(options.factory, given(options))), load)
-    parts = parts_of(load_factory(options.factory, {}))
+        return run_explain(options, verify_arguments(load_factory(options.factory, factory_arguments(options))), load)
+    parts = verify_arguments(load_factory(options.factory, {}))
     verdict = verify(**{"ranks": options.ranks, "steps": options.steps, **parts})
     print(verdict)
     return 0 if verdict else 1

@@ -1,4 +1,9 @@
-"""The one door to torch's private parts: every private torch name fullshard leans on, wrapped in the behaviour relied on."""
+"""Wrappers around the private parts of torch that fullshard uses.
+
+A comment "Private:" in a wrapper names the private part, the reason for it, and the consequence of a change in torch. Without
+another consequence, a removed name raises AttributeError, ImportError or TypeError: at `import fullshard` for module-level
+names, else at the first call.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +58,7 @@ __all__ = [
     "StoreError",
     "TorchDispatchMode",
     "TorchFSDPModule",
+    "Undo",
     "accelerator",
     "all_gather_base",
     "all_gather_coalesced",
@@ -62,7 +68,7 @@ __all__ = [
     "allocates",
     "are_dtensors",
     "argument",
-    "at_origin",
+    "as_own_storage",
     "attach_state",
     "attention_taken_apart",
     "axis_of",
@@ -142,6 +148,7 @@ __all__ = [
     "on_context_parallel",
     "on_differentiation",
     "on_numpy",
+    "on_optimizer_step",
     "on_registration",
     "on_stream",
     "only_writes",
@@ -197,79 +204,94 @@ __all__ = [
 K = TypeVar("K")
 V = TypeVar("V")
 
-TorchFSDPModule: Any = torch_fsdp.FSDPModule  # only for `isinstance`: its methods are all our own
-GradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)  # likewise, from torch 2.15 on
-_TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # the key of its states
+TorchFSDPModule: Any = torch_fsdp.FSDPModule  # only for `isinstance`: fullshard overrides all its methods
+GradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)  # for `isinstance`, from torch 2.15 on
+# Private: `__wrapped__`, the undecorated function. `contract`, the decorator, uses it as the key of the states of a module.
+_TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 
-# --- DTensor ---------------------------------------------------------------------------------------------------------
+# --- versions of torch and their differences -------------------------------------------------------------------------
 
 
 VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 """Major and minor version of the installed torch."""
 
 NEWEST_TRIED: tuple[int, int] = (2, 15)
-"""The newest version that the tests have passed on."""
+"""Newest torch version on which the tests have passed."""
 
 HONOURS_SUBCLASSES: bool = VERSION >= (2, 12)
-"""Whether the `__torch_dispatch__` of a subclass of DTensor is called; torch 2.11 takes it for DTensor's own."""
+"""True if torch calls the `__torch_dispatch__` of a DTensor subclass; torch 2.11 runs DTensor's own instead."""
 
 REDUCES_IN_GRAD_DTYPE: bool = VERSION >= (2, 15)
-"""Whether `MixedPrecisionPolicy(reduce_dtype=None)` means the dtype of `.grad` to torch, not the compute dtype."""
+"""True if torch reduces in the dtype of `.grad` by default (`reduce_dtype=None`), False if in the compute dtype."""
 
 TRACKS_GRAD_DTYPE: bool = hasattr(Tensor, "_has_grad_dtype_override")
-"""Whether torch tracks if a `grad_dtype` was set; before 2.15 it cannot be told from the dtype of the parameter."""
+"""True if torch records that `grad_dtype` was set. Before 2.15, setting it to the parameter's own dtype leaves no trace."""
 
 
 def grad_dtype_of(parameter: Tensor) -> tuple[bool, torch.dtype | None]:
-    """Return whether `parameter.grad_dtype` was set, and to which dtype."""
+    """Return a pair: True if `parameter.grad_dtype` was set, and the dtype that it was set to (None allows any dtype)."""
+    # Private: `_has_grad_dtype_override`, the only record of an explicit setting. Without it, the comparison is used, and an
+    # explicit setting to the parameter's own dtype counts as no setting.
     found: torch.dtype | None = parameter.grad_dtype
     explicit = parameter._has_grad_dtype_override if TRACKS_GRAD_DTYPE else found != parameter.dtype  # type: ignore[attr-defined]
     return explicit, found if explicit else None
 
 
 def set_grad_dtype(parameter: Tensor, dtype: torch.dtype | None) -> None:
-    """Set the dtype that a `.grad` must have, None for any."""
+    """Set the dtype that `.grad` must have; None allows any dtype."""
+    # If torch records explicit settings, setting the current dtype is a change, too.
     if parameter.grad_dtype != dtype or TRACKS_GRAD_DTYPE:
         parameter.grad_dtype = dtype
 
 
+# --- DTensor and device meshes ---------------------------------------------------------------------------------------
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape."""
     strides: list[int] = []
     step = 1
     for length in reversed(shape):
         strides.insert(0, step)
-        step *= max(length, 1)
+        step *= max(length, 1)  # as torch does for empty tensors
     return tuple(strides)
 
 
 def spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """The spec of a contiguous tensor of global `shape`."""
+    """Return the spec of a contiguous DTensor of global `shape`."""
+    # Private: `DTensorSpec` and `TensorMeta`. A spec is built once per parameter and then shared by all its gradients and
+    # optimizer states; the public constructors build one for each tensor.
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, contiguous_strides(shape), dtype))
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """The placement of a cut made before another axis to its right cut the same `dim` into `split_factor` parts."""
+    """Return the placement of an FSDP shard of `dim`, which a mesh dim to its right shards into `split_factor` parts."""
+    # Private: `_StridedShard`, the placement of FSDP2 with tensor parallelism. If its meaning changes, `full_tensor()` and
+    # checkpoints get rows in a wrong order, silently.
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def is_cut(placement: Placement, dim: int | None = None) -> bool:
-    """Whether a placement shards (`dim`, if given), strided or not."""
+    """Return True if a placement shards (`dim`, if given), strided or not."""
+    # Private: `_StridedShard`, which is not a subclass of Shard in some versions of torch.
     return isinstance(placement, (Shard, _StridedShard)) and (dim is None or placement.dim == dim)
 
 
 def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The axis `names` of `mesh`, several flattened into one (which makes a process group the first time)."""
+    """Return the mesh dims `names` of `mesh` as one mesh dim. Flattening several creates a process group the first time."""
+    # Private: `_flatten`, for hybrid meshes whose shard or replicate dim consists of several mesh dims.
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def is_alive(group: Any) -> bool:
-    """Whether torch knows a process group still: it was not destroyed."""
+    """Return True until torch destroys the process group."""
+    # Private: `_world.pg_map`, torch's table of process groups. A destroyed group object looks like a live one otherwise.
     return group in dist.distributed_c10d._world.pg_map
 
 
 def groups_of(mesh: DeviceMesh) -> list[Any]:
-    """The process groups of its axes; None for one that was destroyed."""
+    """Return the process group of each mesh dim; None for a destroyed one."""
     found: list[Any] = []
     for axis in range(mesh.ndim):
         try:
@@ -280,7 +302,10 @@ def groups_of(mesh: DeviceMesh) -> list[Any]:
 
 
 def drop_groups(mesh: DeviceMesh) -> None:
-    """Have a mesh forget those of its process groups that were destroyed."""
+    """Remove destroyed process groups from a mesh."""
+    # Private: `_pg_registry`, the references of a mesh to its process groups, which some versions of torch lack. A destroyed
+    # group closes its connections when the last reference is dropped, which other ranks notice. If torch renames the registry,
+    # the connections stay open as long as the mesh lives.
     for one in (mesh, getattr(mesh, "_root_mesh", None)):
         registry = getattr(one, "_pg_registry", {})
         for name in [name for name, group in registry.items() if not is_alive(group)]:
@@ -288,42 +313,55 @@ def drop_groups(mesh: DeviceMesh) -> None:
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the axes of several that were taken from the same mesh. Raises RuntimeError if they were not."""
+    """Return one mesh with the mesh dims of several submeshes. Raise RuntimeError if they are not of the same root mesh."""
+    # Private: `_concatenate`, which FSDP2 uses for the mesh of FSDP and tensor parallelism. It creates no process group.
     return DeviceMesh._concatenate(list(meshes))
 
 
 def waited(tensor: Tensor) -> Tensor:
-    """`tensor`, or what it stands for once a functional collective that makes it is waited for."""
+    """Return `tensor`; if it is the result of a functional collective, wait for it and return the plain tensor."""
+    # Private: `AsyncCollectiveTensor`, a wrapper without a storage. The result is complete only after `wait()`.
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor over `local` without any check or copy, in 2 us.
+    """Return a DTensor over `local` without a check or a copy, in 2 us.
 
-    `DTensor.from_local` costs 7 times that; calling the class runs an `__init__` that does nothing, wrapped for dynamo.
+    `DTensor.from_local` takes 7 times as long.
     """
+    # Private: the arguments of `DTensor.__new__`. Calling the class would also run its empty `__init__` in dynamo's wrapper.
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
 
 
 def dtensor_like(origin: Tensor, local: Tensor, spec: DTensorSpec) -> DTensor:
-    """As `dtensor` of `local`, where `origin` is alike and begins its storage: see `at_origin`."""
+    """Return `dtensor(local, spec)` with the storage offset of `origin`, a tensor like `local` at the start of a storage.
+
+    See `as_own_storage`.
+    """
+    # Private: `_local_tensor`. `__new__` copies dtype, device and storage offset from its argument to the wrapper and keeps
+    # the argument as the local tensor, which is then replaced.
     made = DTensor.__new__(DTensor, origin, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
     made._local_tensor = local
     return made
 
 
 def turned_into_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
-    """This object, as a Parameter. `nn.Parameter` would detach it first, which DTensor dispatches: 30 us."""
+    """Turn `tensor` itself into a Parameter. `nn.Parameter(tensor)` detaches it first, which DTensor dispatches: 30 us."""
+    # Private: `_is_param`, the flag that makes `isinstance(tensor, nn.Parameter)` True for tensor subclasses. If it changes,
+    # modules refuse the sharded parameters with TypeError.
     tensor.requires_grad_(requires_grad)
     tensor._is_param = True  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
 
 
 def set_gradients(gradients: Iterable[tuple[Tensor, Tensor, Tensor, DTensorSpec, str]], mark: object) -> None:
-    """Give each sharded parameter the gradient `dtensor_like(origin, local, spec)`, which bears `mark` under a key.
+    """Set `.grad` of each sharded parameter to `dtensor_like(origin, local, spec)`, with `mark` as its attribute `key`.
 
-    gradients: (parameter, origin, local, spec, key) of each.
+    Args:
+        gradients: (parameter, origin, local, spec, key) of each parameter.
+        mark: value of the attribute, equal for all gradients of one reduction.
     """
+    # `dtensor_like` is inlined: this loop runs for every parameter in every backward.
     for parameter, origin, local, spec, key in gradients:
         made = DTensor.__new__(DTensor, origin, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
         made._local_tensor = local
@@ -332,11 +370,12 @@ def set_gradients(gradients: Iterable[tuple[Tensor, Tensor, Tensor, DTensorSpec,
 
 
 def insides(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The local tensors of two DTensors that are cut alike, or the tensors themselves."""
+    """Return the local tensors of two DTensors with equal placements; other tensors unchanged."""
     return getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
+    # Private: `_spec`. The public properties give mesh and placements, but not the object that other DTensors can share.
     return tensor._spec
 
 
@@ -349,7 +388,8 @@ def are_dtensors(tensors: Sequence[Any]) -> bool:
 
 
 def specs_of(tensors: Sequence[Any]) -> list[Any]:
-    """The spec of each DTensor, None for what is none."""
+    """Return the spec of each DTensor, and None for other values."""
+    # By class first: an optimizer lists thousands of tensors of one class, and `isinstance` on each takes longer.
     kinds = set(map(type, tensors))
     if _all_dtensors(kinds):
         return [tensor._spec for tensor in tensors]
@@ -359,7 +399,7 @@ def specs_of(tensors: Sequence[Any]) -> list[Any]:
 
 
 def locals_of(tensors: Sequence[Any]) -> Sequence[Any]:
-    """The local tensors of DTensors, and the others as they are."""
+    """Return the local tensors of DTensors; other values unchanged."""
     kinds = set(map(type, tensors))
     if _all_dtensors(kinds):
         return [tensor._local_tensor for tensor in tensors]
@@ -368,44 +408,59 @@ def locals_of(tensors: Sequence[Any]) -> Sequence[Any]:
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
-_FIRST = -1  # the key of a hook; torch counts from 0
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+_FIRST = -1  # key of our hook; torch's keys start at 0
 
 
 def list_tensors(optimizer: Optimizer, group: dict[str, Any], *lists: list[Any]) -> Any:
-    """As an optimizer of torch lists the tensors of a step: parameters, gradients, states."""
+    """List the tensors of a step (parameters, gradients, states) as the class of the optimizer does."""
+    # Private: `_init_group`, the method in which each optimizer of torch collects the tensors of a step.
     return type(optimizer)._init_group(optimizer, group, *lists)  # type: ignore[attr-defined]
 
 
 def list_alike(one: type[Optimizer], other: type[Optimizer]) -> bool:
-    """Whether two classes of optimizers list tensors in the same way."""
+    """Return True if two optimizer classes list tensors with the same function."""
     return one._init_group is other._init_group  # type: ignore[attr-defined]
 
 
 def have_listed_by(optimizer: Optimizer, how: Callable[..., Any], after: Callable[..., None]) -> None:
-    """Have `how` list the tensors of this optimizer's steps, and `after` called behind them, before the caller's hooks."""
+    """Let `how` list the tensors of this optimizer's steps, and call `after` at their end, before the caller's hooks."""
+    # Private: an attribute of the instance hides the method `_init_group` of its class. If `step` stops calling `_init_group`,
+    # steps compute with DTensors again: the same values, more slowly.
+    # Private: `_optimizer_step_post_hooks`. The public registration appends, but the caller's hooks must find the states as
+    # DTensors, so `after` has to be first.
     optimizer.__dict__["_init_group"] = how
     optimizer._optimizer_step_post_hooks[_FIRST] = after
     optimizer._optimizer_step_post_hooks.move_to_end(_FIRST, last=False)  # type: ignore[attr-defined]
 
 
 def have_listed_by_itself(optimizer: Optimizer) -> None:
-    """Undo that."""
+    """Undo `have_listed_by`."""
     optimizer.__dict__.pop("_init_group", None)
     optimizer._optimizer_step_post_hooks.pop(_FIRST, None)
 
 
 def makes_parameter() -> bool:
-    """Whether the caller of our caller is the constructor of nn.Parameter."""
+    """Return True if the caller of this function's caller is the constructor of nn.Parameter."""
+    # Private: `nn.Parameter.__new__` calls `detach` directly. If it stops doing so, nn.Parameter(sharded parameter) raises
+    # RuntimeError, since `detach` then returns another class than it requires.
     return sys._getframe(2).f_code is nn.Parameter.__new__.__code__
 
 
+# --- operators -------------------------------------------------------------------------------------------------------
+#
+# Private: `_schema` of an operator, the only source of its argument names and of the arguments that it writes to.
+
+
 def writes(operation: Any) -> bool:
-    """Whether an operation of torch writes to what it is given."""
+    """Return True if an operator writes to any of its arguments."""
     return operation._schema.is_mutable
 
 
 def written_to(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operation of torch was given and writes to, also those of lists."""
+    """Return the argument tensors that an operator writes to, including tensors in lists."""
     if not operation._schema.is_mutable:
         return []
     names = [(at, known.name) for at, known in enumerate(operation._schema.arguments) if known.is_write]
@@ -414,17 +469,17 @@ def written_to(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def returns_tensors(operation: Any) -> bool:
-    """Whether an operation of torch returns tensors, and no number."""
+    """Return True if an operator returns tensors rather than numbers."""
     return any("Tensor" in str(known.type) for known in operation._schema.returns)
 
 
 def only_writes(operation: Any) -> bool:
-    """Whether an operation of torch writes to what it is given, and returns nothing, as `_foreach_add_` does."""
+    """Return True if an operator writes to its arguments and returns nothing, as `_foreach_add_` does."""
     return operation._schema.is_mutable and not operation._schema.returns
 
 
 def operation_name(operation: Any) -> str:
-    """The name of an operation as it is written in Python.
+    """Return the name of an operator as it is written in Python.
 
     >>> operation_name(torch.ops.aten.zero_.default)
     'zero_()'
@@ -432,31 +487,56 @@ def operation_name(operation: Any) -> str:
     return f"{operation._schema.name.partition('::')[2]}()"
 
 
-def extend_trunc_normal(instead: Callable[..., Tensor]) -> None:
-    """Have torch.nn.init.trunc_normal_, however it was imported, call `instead` with its own inner function and arguments."""
+# --- functions of torch that fullshard extends -----------------------------------------------------------------------
+
+
+Undo = Callable[[], None]
+"""Function that reverts a change to torch."""
+
+
+def extend_trunc_normal(instead: Callable[..., Tensor]) -> Undo:
+    """Replace the function inside torch.nn.init.trunc_normal_ by `instead`, which gets that function and its arguments.
+
+    The public function stays the same object, so calls through a name imported earlier are covered, too.
+    """
+    # Private: `_no_grad_trunc_normal_`, which `trunc_normal_` looks up at each call. If `trunc_normal_` stops calling it, the
+    # replacement never runs.
     init: Any = torch.nn.init
-    init._no_grad_trunc_normal_ = functools.wraps(init._no_grad_trunc_normal_)(
-        functools.partial(instead, init._no_grad_trunc_normal_)
-    )
+    inner = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = functools.wraps(inner)(functools.partial(instead, inner))
+    return lambda: setattr(init, "_no_grad_trunc_normal_", inner)
 
 
-def extend_clipping(total_norm: Callable[..., Tensor], clip_with_norm: Callable[..., None]) -> None:
-    """Have torch.nn.utils.get_total_norm and clip_grads_with_norm_, and so clip_grad_norm_, call these instead.
+def extend_clipping(total_norm: Callable[..., Tensor], clip_with_norm: Callable[..., None]) -> Undo:
+    """Replace the functions inside torch.nn.utils.get_total_norm and clip_grads_with_norm_, and thereby in clip_grad_norm_.
 
-    They are called however torch's were imported, with torch's own inner function and arguments, and without grad.
+    The replacements get torch's own function and its arguments, and run without grad. The public functions stay the same
+    objects, so calls through names imported earlier are covered, too.
     """
+    # Private: the public functions are closures of a no-grad wrapper, with the function itself in the cell `func`. If torch
+    # drops the wrapper, this raises TypeError or ValueError when fullshard installs it.
     utils: Any = torch.nn.utils
+    cells: list[tuple[Any, Any]] = []
     for public, instead in ((utils.get_total_norm, total_norm), (utils.clip_grads_with_norm_, clip_with_norm)):
-        inner = public.__closure__[public.__code__.co_freevars.index("func")]
-        inner.cell_contents = functools.wraps(inner.cell_contents)(functools.partial(instead, inner.cell_contents))
+        cell = public.__closure__[public.__code__.co_freevars.index("func")]
+        cells.append((cell, cell.cell_contents))
+        cell.cell_contents = functools.wraps(cell.cell_contents)(functools.partial(instead, cell.cell_contents))
+
+    def undo() -> None:
+        for cell, inner in cells:
+            cell.cell_contents = inner
+
+    return undo
 
 
-def at_origin(tensor: Tensor) -> Tensor:
-    """The same memory as `tensor`, at the beginning of a storage of its own that ends with it; no copy.
+def as_own_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor over the memory of `tensor`, in a storage that begins and ends with it. Nothing is copied.
 
-    DTensor takes over the offset of what it wraps, and torch.save and asynchronous checkpoints then take it for a tensor with
-    memory, empty ones too; and torch.save saves whole storages. The version counter is a new one.
+    A DTensor copies the storage offset of its local tensor. torch.save and asynchronous checkpoints then treat the wrapper as a
+    tensor with memory, even an empty one, and torch.save saves whole storages. The result has a version counter of its own.
     """
+    # Private: a slice of an untyped storage is a storage over the same memory, which keeps the whole one alive. If slicing
+    # copies one day, the result no longer aliases `tensor`, and parameters no longer follow the flat shard.
     if type(tensor) is not Tensor or tensor.device.type == "meta":
         return tensor
     if not tensor.numel():
@@ -468,61 +548,88 @@ def at_origin(tensor: Tensor) -> Tensor:
 
 
 local_tensor: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
-"""The very tensor object a DTensor wraps, not a view of it as `to_local()` gives."""
+"""Return the tensor object that a DTensor wraps. `to_local()` returns a view of it, and autograd records that."""
 
 
 def point_at(tensor: DTensor, local: Tensor) -> None:
-    """Make `tensor` a DTensor over the memory of `local`. Its global shape and dtype must already fit."""
+    """Replace the local tensor of `tensor` by `local`. The global shape and dtype of `tensor` must already fit."""
+    # Private: `_local_tensor`. The wrapper cannot change its shape, dtype or device.
     tensor._local_tensor = local
-    tensor.__dict__.pop("_fullshard_bare", None)
+    tensor.__dict__.pop("_fullshard_bare", None)  # the cached plain DTensor is over the old memory
 
 
-# --- modules and parameters --------------------------------------------------------------------------------------------
+# --- modules and parameters ------------------------------------------------------------------------------------------
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dict that `module.name` reads. Writing to it swaps a parameter without `__setattr__` (0.05 us, not 2 us)."""
+    """Return the dict that `module.name` reads. Writing to it replaces a parameter in 0.05 us, `__setattr__` in 2 us."""
+    # Private: `_parameters`. Every unshard and reshard swaps the parameters of a unit through it.
     return module._parameters
 
 
 def allocates(fn: Callable[..., Any]) -> bool:
-    """Whether `fn`, given to `_apply`, is what `Module.to_empty` gives: memory without values."""
+    """Return True if `fn`, an argument of `Module._apply`, is that of `Module.to_empty`, which allocates without values."""
+    # Private: the name of the lambda in `to_empty`. If it changes, `to_empty` looks like `to`: parameters without values are
+    # not recorded, so the check for parameters that nobody initialized does nothing.
     return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
 
 
 def persists(module: nn.Module, name: str) -> bool:
-    """Whether state dicts have this buffer of `module`."""
+    """Return True if state dicts contain this buffer of `module`."""
+    # Private: `_non_persistent_buffers_set`, the only record of `persistent=False`.
     return name not in module._non_persistent_buffers_set
 
 
 def replace_parameters(module: nn.Module, held: Any) -> None:
-    """Have `module.name` read `held` instead of the dict that `parameters_of` gave."""
+    """Let `module.name` read parameters from `held` instead of the dict of `parameters_of`."""
+    # Private: `nn.Module.__getattr__` reads `_parameters` from the instance at each access and requires a mapping only.
     module.__dict__["_parameters"] = held
 
 
-def on_registration(hook: Callable[[nn.Module, str, object], None]) -> None:
+def on_registration(hook: Callable[[nn.Module, str, object], None]) -> Undo:
     """Call `hook` (module, name, value) before a parameter or submodule is registered in any module."""
-    nn.modules.module.register_module_parameter_registration_hook(hook)
-    nn.modules.module.register_module_module_registration_hook(hook)
+    register = nn.modules.module
+    handles = [
+        register.register_module_parameter_registration_hook(hook),
+        register.register_module_module_registration_hook(hook),
+    ]
+    return lambda: remove_all(handles)
+
+
+def on_optimizer_step(before: Callable[..., None], after: Callable[..., None]) -> Undo:
+    """Call `before` and `after` (optimizer, args, kwargs) around the step of any optimizer."""
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    return lambda: remove_all(handles)
+
+
+def remove_all(handles: Sequence[Any]) -> None:
+    """Remove hooks by their handles."""
+    for handle in handles:
+        handle.remove()
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The dict that a child's `module.name` reads."""
+    """Return the dict that `module.name` reads for submodules."""
+    # Private: `_modules`. `named_children()` skips None and duplicates, and cannot replace a submodule.
     return module._modules
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dict that a buffer's `module.name` reads."""
+    """Return the dict that `module.name` reads for buffers."""
+    # Private: `_buffers`, to read and replace buffers of one module without `__setattr__`.
     return module._buffers
 
 
 def can_assign_data(tensor: Tensor, value: Tensor) -> bool:
     """Return True if `tensor.data = value` is allowed, which depends on their devices."""
+    # Private: the test that `Module._apply` itself uses to choose between `.data` and a new parameter.
     return torch._has_compatible_shallow_copy_type(tensor, value)
 
 
 def carry_hooks(source: Tensor, target: Tensor) -> None:
-    """Let the hooks registered on `source` be those of `target`; handles already given out keep removing them."""
+    """Let `target` share the hooks registered on `source`. Handles returned by `register_hook` still remove them."""
+    # Private: `_backward_hooks` and `_post_accumulate_grad_hooks`, dicts by handle. The dict itself is shared, since handles
+    # refer to it weakly. If torch renames the second one, its hooks are lost silently.
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
     accumulated = getattr(source, "_post_accumulate_grad_hooks", None)
@@ -531,7 +638,7 @@ def carry_hooks(source: Tensor, target: Tensor) -> None:
 
 
 def have_reduction_hooks(parameters: Iterable[Tensor]) -> bool:
-    """Whether any of them has hooks on its gradient, or for when that was accumulated."""
+    """Return True if any parameter has hooks on its gradient or post-accumulate-grad hooks."""
     for parameter in parameters:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return True
@@ -539,20 +646,24 @@ def have_reduction_hooks(parameters: Iterable[Tensor]) -> bool:
 
 
 def parameter_hooks(parameter: Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """(hooks on the gradient, hooks after it was accumulated). Autograd never runs them: it sees the full parameter only."""
+    """Return (hooks on the gradient, post-accumulate-grad hooks) of a sharded parameter.
+
+    Autograd never runs them, since it sees unsharded parameters only.
+    """
     before = list((parameter._backward_hooks or {}).values())
     after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
     return before, after
 
 
 def spmd_types_of(parameter: Tensor) -> Any:
-    """Return the annotations of the package spmd_types on a parameter; empty without that package."""
+    """Return the annotations of the package spmd_types on a parameter; None if the program does not import it."""
     spmd = sys.modules.get("spmd_types")
     return None if spmd is None else spmd.get_local_type(parameter)
 
 
 def is_non_composable(module: nn.Module) -> bool:
-    """Whether torch's `replicate` already owns the gradients of `module`."""
+    """Return True if torch's `replicate` already owns the gradients of `module`."""
+    # Private: `_get_registry`, in which torch's composable APIs record the modules that they manage. FSDP2 uses the same test.
     from torch.distributed._composable.contract import _get_registry
 
     registry = _get_registry(module)
@@ -560,7 +671,9 @@ def is_non_composable(module: nn.Module) -> bool:
 
 
 def attach_state(module: nn.Module, view: object) -> None:
-    """Have torch's own `fully_shard.state(module)` return `view`, and its `replicate()` refuse the module."""
+    """Let torch's `fully_shard.state(module)` return `view`, and let torch's `replicate()` refuse the module."""
+    # Private: `STATE_KEY` and `REGISTRY_KEY`, the attributes that `contract` reads. If `state()` looks elsewhere, it returns
+    # None, and programs that read the state of a module fail; training does not depend on it.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
     module.__dict__.setdefault(STATE_KEY, OrderedDict())[_TORCH_FULLY_SHARD] = view
@@ -568,7 +681,7 @@ def attach_state(module: nn.Module, view: object) -> None:
 
 
 def detach_state(module: nn.Module) -> None:
-    """The opposite of `attach_state`."""
+    """Undo `attach_state`."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
     for key, entry in ((STATE_KEY, _TORCH_FULLY_SHARD), (REGISTRY_KEY, "fully_shard")):
@@ -579,7 +692,9 @@ def detach_state(module: nn.Module) -> None:
 
 
 def is_in_forward(module: nn.Module, *, outer: bool = False) -> bool:
-    """Whether a call of `module` is on this thread's stack; with `outer`, one around the call that asks."""
+    """Return True if a call of `module` is on this thread's stack. With `outer`, its innermost call does not count."""
+    # Private: every call of a module runs `nn.Module._call_impl` with the module as `self`. If it moves to C or is
+    # inlined, this returns False during a forward: the unit looks interrupted and is reset.
     frame, found = sys._getframe(1), 0
     code = nn.Module._call_impl.__code__
     while frame is not None:
@@ -590,25 +705,35 @@ def is_in_forward(module: nn.Module, *, outer: bool = False) -> bool:
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
+    """Return the base of a view; None for a tensor that is no view."""
+    # Private: `_base` and `_is_view`, autograd's record of views.
     return tensor._base if tensor._is_view() else None
 
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
-"""The base class of all batch norms."""
+"""Base class of all batch norms, which torch does not export."""
 
 
 def is_wrap_policy(policy: Any) -> bool:
-    """Whether `policy` is one of FSDP1's policy objects (its policy functions are plain callables)."""
+    """Return True if `policy` is one of FSDP1's policy objects. FSDP1's policy functions are plain callables."""
+    # Private: `_Policy`, their base class.
     return isinstance(policy, torch_fsdp.wrap._Policy)
 
 
 def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that a policy object of FSDP1 chooses, and what it overrides for each."""
+    """Return the modules that a policy object of FSDP1 selects, each with the arguments that it overrides."""
+    # Private: `_run_policy`, the only method of a policy object.
     return policy._run_policy(root, ignored, {})
 
 
 def whole_of(sharded: ShardedTensor, device: torch.device) -> Tensor:
-    """All of a ShardedTensor, on `device`, which its process group can carry (collective over that group)."""
+    """Return the full tensor of a ShardedTensor (collective over its process group).
+
+    Args:
+        sharded: the tensor.
+        device: device of the result; the process group must support it.
+    """
+    # Private: `_process_group`. `ShardedTensor.gather` writes the full tensor on one rank only.
     metadata = sharded.metadata()
     own = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in sharded.local_shards()}
     whole = torch.empty(metadata.size, dtype=metadata.tensor_properties.dtype, device=device)
@@ -623,10 +748,12 @@ def whole_of(sharded: ShardedTensor, device: torch.device) -> Tensor:
 
 
 HYBRID_ZERO2: torch_fsdp.ShardingStrategy = torch_fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2
+"""FSDP1's hybrid strategy that keeps parameters unsharded from forward to backward. torch exports no public name for it."""
 
 
 def left_out_of(mixed_precision: torch_fsdp.MixedPrecision) -> tuple[type[nn.Module], ...]:
-    """The classes of modules that FSDP1's mixed precision leaves alone."""
+    """Return the module classes that FSDP1's mixed precision ignores."""
+    # Private: `_module_classes_to_ignore`, a field of the public dataclass.
     return tuple(mixed_precision._module_classes_to_ignore)
 
 
@@ -634,12 +761,15 @@ def left_out_of(mixed_precision: torch_fsdp.MixedPrecision) -> tuple[type[nn.Mod
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp) is under way."""
+    """Return True inside a transform of torch.func (grad, vmap, jvp)."""
+    # Private: the stack of functorch interpreters. torch has no public test for it.
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def in_functional_call() -> bool:
-    """Whether torch.func.functional_call is on this thread's stack."""
+    """Return True if torch.func.functional_call is on this thread's stack."""
+    # Private: `_functional_call`. It registers the caller's tensors on the modules until it returns. If it stops doing so,
+    # those tensors are taken for values that the caller assigned to the module for good.
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is torch.nn.utils.stateless._functional_call.__code__:
@@ -649,7 +779,9 @@ def in_functional_call() -> bool:
 
 
 def is_in_graph(leaf: Tensor) -> bool:
-    """Whether some graph that is alive leads to `leaf`: the node that collects its gradient then outlives our look at it."""
+    """Return True if a live graph leads to `leaf`."""
+    # A leaf refers weakly to the node that accumulates its gradient, and a graph refers to it strongly. Without a graph, the
+    # node is freed with `first`, and the second lookup creates a new node without the metadata.
     key = "fullshard"
     first: Any = torch.autograd.graph.get_gradient_edge(leaf).node
     first.metadata[key] = True
@@ -659,7 +791,10 @@ def is_in_graph(leaf: Tensor) -> bool:
 
 
 def leads_to(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> set[int]:
-    """The numbers of those `leaves` that the graphs of `outputs` (tensors or edges) lead to. It visits all their nodes."""
+    """Return the indices of the `leaves` to which the graphs of `outputs` (tensors or edges) lead.
+
+    Visits every node of the graphs, unless all leaves are found earlier.
+    """
     edge = torch.autograd.graph.get_gradient_edge
     wanted = {edge(leaf).node: number for number, leaf in enumerate(leaves) if leaf.requires_grad}
     waiting = [edge(one).node if isinstance(one, Tensor) else one.node for one in outputs]
@@ -675,11 +810,14 @@ def leads_to(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> set[int]:
     return found
 
 
-def on_differentiation(check: Callable[[Sequence[Any], Sequence[Any], bool], None]) -> None:
-    """Call `check` before torch.autograd.grad, or a backward that is given inputs, begins.
+def on_differentiation(check: Callable[[Sequence[Any], Sequence[Any], bool], None]) -> Undo:
+    """Call `check` before torch.autograd.grad and before a backward with inputs.
 
-    It gets the outputs, the inputs, and whether each input must be used. Other backwards pay one call and one test.
+    Its arguments are the outputs, the inputs, and True if each input must be used. Other backwards cost one call and one test.
     """
+    # Private: `_engine_run_backward`, through which Python starts the autograd engine. torch.autograd imports it by name, so
+    # both names are replaced. If torch stops calling it, the check never runs: `backward(inputs=...)` then leaves `.grad` of
+    # sharded parameters unset, without an error.
     autograd: Any = torch.autograd
     inner = autograd.graph._engine_run_backward
 
@@ -691,69 +829,95 @@ def on_differentiation(check: Callable[[Sequence[Any], Sequence[Any], bool], Non
 
     autograd._engine_run_backward = autograd.graph._engine_run_backward = run_backward
 
+    def undo() -> None:
+        autograd._engine_run_backward = autograd.graph._engine_run_backward = inner
+
+    return undo
+
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""A number unique to the running backward on this thread, -1 outside of one."""
+"""Return a number that identifies the backward that runs on this thread; -1 outside a backward.
+
+Private: torch has no public test for a running backward.
+"""
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
-    """Run `callback` when the running backward ends well. If it raises, the engine drops its only reference instead."""
+    """Run `callback` when the running backward ends without an error. On an error, the engine drops its reference to it."""
+    # Private: `queue_callback`, as FSDP2 uses it. The engine must hold the only reference, since the callback's deletion is the
+    # sign of a failed backward.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-# --- dynamo and profiler ---------------------------------------------------------------------------------------------
+# --- dynamo and dispatch modes ---------------------------------------------------------------------------------------
 
 
 def disable_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, and all it calls, opaque to dynamo: it breaks the graph there. Wrap once, not per call (0.5 us against 6)."""
+    """Return `fn` with a graph break around it: dynamo traces neither `fn` nor its callees.
+
+    Wrap once, not per call (0.5 us instead of 6).
+    """
     return torch.compiler.disable(fn)
 
 
 def mark_managed(module: nn.Module) -> None:
-    """The two marks by which dynamo takes parameters as inputs of each call instead of baking them into the graph."""
+    """Set the two attributes that make dynamo pass parameters as inputs of each call instead of baking them into the graph."""
+    # Private: `_is_fsdp_managed_module` and `_fsdp_use_orig_params`, which FSDP2 sets as well. If dynamo stops reading them, it
+    # may bake a parameter into the graph that fullshard replaces later.
     module._is_fsdp_managed_module = True  # type: ignore[assignment]
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes of torch this thread is in."""
+"""Return the number of dispatch modes that are active on this thread.
+
+Private: a count from C++, cheap enough for every collective. The stack itself is built in Python.
+"""
 
 
 def argument(operation: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The value of an argument of an operator of aten, None if it has none of that name or it was not given."""
+    """Return an argument of an aten operator by name; None if the operator has no such argument or the call omits it."""
     names = [known.name for known in operation._schema.arguments]
     at = names.index(name) if name in names else len(args)
     return args[at] if at < len(args) else kwargs.get(name)
+
+
+# --- operators and their floating-point operations -------------------------------------------------------------------
 
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 attention_taken_apart = torch.ops.aten._scaled_dot_product_attention_math
-"""Kernels of attention; the first of what each returns is what `scaled_dot_product_attention` returns."""
+"""Attention kernels. The first result of each is the result of `scaled_dot_product_attention`.
+
+Private: the public function selects one of them by device; on meta, it always decomposes. The estimator selects the kernel that
+the real device would run.
+"""
 
 
 def _flops_of_attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    """Count the two products of a forward: query with key, weights with value."""
+    """Count the two products of forward: query with key, and attention weights with value."""
     return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _flops_of_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    """Count the five products of a backward: scores anew, and the gradients of weights, values, queries and keys."""
+    """Count the five products of backward: recomputed scores, and gradients of weights, values, queries and keys."""
     return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
 grouped_mm = torch.ops.aten._grouped_mm
-"""Products of rows that are sorted by group with one matrix each, as of experts."""
+"""Products of rows, sorted by group, with one matrix for each group, as in a mixture of experts."""
 
 
 def _flops_of_groups(one: Tensor, other: Tensor, *_: object, **__: object) -> int:
-    """Count those of all groups: each row of the first factor, or of what is summed over, is in one of them."""
+    """Count the products of all groups. Each row of the first factor, or each index of the summed dim, is in one group."""
     rows = one.shape[0] if other.dim() == 3 and one.dim() == 2 else one[..., 0].numel()
     return 2 * rows * one.shape[-1] * other.shape[-1]
 
 
-# torch 2.11 refuses fewer heads of keys than of queries; before 2.15 it does not count the CPU's kernel; nor grouped_mm, ever.
+# Formulas that torch lacks: torch 2.11 raises for fewer heads of keys than of queries, torch before 2.15 does not count the
+# CPU's kernel, and no version counts grouped_mm.
 _FLOPS: dict[Any, Callable[..., int]] = {
     flash_attention: _flops_of_attention,
     efficient_attention: _flops_of_attention,
@@ -768,17 +932,17 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 def grouped_mm_shape(
     one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Make an empty result of `grouped_mm`, whose rows are aligned to 16 bytes.
+    """Return an empty result of `grouped_mm`, with rows aligned to 16 bytes as torch's kernel aligns them.
 
     Args:
         one: (rows, inner), or (groups, rows, inner).
         other: (groups, inner, columns), or (inner, columns).
-        offs: where groups end: of rows, of columns, or of what is summed over.
+        offs: end of each group, along the rows, the columns or the summed dim.
         bias: not used.
-        out_dtype: of the result, None for that of `one`.
+        out_dtype: dtype of the result; None for the dtype of `one`.
 
     Returns:
-        On the device of `one`: (groups, rows, columns) if both or none are three-dimensional, else (rows, columns).
+        A tensor on the device of `one`: (groups, rows, columns) if both or neither of them is 3-D, else (rows, columns).
     """
     if one.dim() == other.dim() == 2:
         assert offs is not None
@@ -793,15 +957,16 @@ def grouped_mm_shape(
 
 
 def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Count the floating-point operations of matrix products and attention, two for a multiply-add.
+    """Count the floating-point operations of a matrix product or of attention. A multiply-add counts as two.
 
     Args:
-        operation: an overload of an operator of aten.
-        args, kwargs: what it was called with.
-        out: what it returned.
+        operation: an overload of an aten operator.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        out: its result.
 
     Returns:
-        The number; 0 of all other operators.
+        The count; 0 for other operators.
     """
     ours = _FLOPS.get(operation.overloadpacket)
     if ours is not None:
@@ -811,14 +976,14 @@ def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def sizes_of_product(operation: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    """Say how large a product is that has flops.
+    """Return the sizes of a matrix product or of attention.
 
     Args:
-        operation: an overload of an operator of aten.
-        args: what it was called with.
+        operation: an overload of an aten operator.
+        args: its positional arguments.
 
     Returns:
-        (rows, inner, columns) of a matrix product, (elements of a head, keys of a row) of attention, () of anything else.
+        (rows, inner, columns) of a matrix product, (head dim, length of the keys) of attention, () of other operators.
     """
     packet, backward = operation.overloadpacket, "backward" in str(operation)
     if packet in _FLOPS and packet is not grouped_mm:
@@ -837,12 +1002,19 @@ _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a DTensor, or the tensor itself if it is none."""
+    """Return the local tensor of a DTensor; other tensors unchanged."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+# --- support for the simulated step (foresight) ----------------------------------------------------------------------
+#
+# The estimator runs one step on meta tensors. The contexts below let it detect features of torch that it cannot simulate.
+
+
+# Private: the functional collectives of DTensor, and `_resolve_process_group`, since their arguments contain the name of a
+# process group. A collective that is missing here is reported as not simulated.
 _SENDS_NOTHING = {torch.ops._c10d_functional.wait_tensor, torch.ops._c10d_functional._wrap_tensor_autograd}
-_FUNCTIONAL: dict[Any, tuple[str, int]] = {  # what it is, and where its group is among the arguments
+_FUNCTIONAL: dict[Any, tuple[str, int]] = {  # kind, and the index of the group's name in the arguments
     torch.ops._c10d_functional.all_reduce.default: ("all_reduce", 2),
     torch.ops._c10d_functional.all_gather_into_tensor.default: ("all_gather", 2),
     torch.ops._c10d_functional.reduce_scatter_tensor.default: ("reduce_scatter", 3),
@@ -851,28 +1023,32 @@ _FUNCTIONAL: dict[Any, tuple[str, int]] = {  # what it is, and where its group i
 
 
 def functional_collective(operation: Any, args: Sequence[Any]) -> tuple[Any, int] | None:
-    """Say what a functional collective, as DTensor calls them, sends, and over how many ranks; None for any other operator."""
+    """Return (kind, number of ranks) of a functional collective, as DTensor calls them; None for other operators."""
     found = _FUNCTIONAL.get(operation)
     return None if found is None else (found[0], dist.distributed_c10d._resolve_process_group(args[found[1]]).size())  # type: ignore[attr-defined]
 
 
 def sends_messages(operation: Any) -> bool:
-    """Say whether an operator is a collective of torch.distributed."""
+    """Return True if an operator is a collective of torch.distributed."""
     return operation.namespace in ("c10d", "_c10d_functional") and operation.overloadpacket not in _SENDS_NOTHING
 
 
 @contextmanager
 def fake_ranks(size: int) -> Iterator[DeviceMesh | None]:
-    """For the length of a block there is a mesh of so many ranks, whose collectives send nothing; None for one rank.
+    """Yield a mesh of `size` ranks whose collectives send nothing; None for one rank. The mesh exists in the block only.
 
     Raises:
-        RuntimeError: if there is a process group already.
+        RuntimeError: if a process group is initialized already.
     """
     if size == 1:
         yield None
         return
     if dist.is_initialized():
-        raise RuntimeError("tensor parallelism is simulated over ranks of its own: call this where no process group is")
+        raise RuntimeError(
+            "Tensor parallelism cannot be simulated here: it needs a process group of fake ranks, and a process group is "
+            "initialized already. Call this where no process group is."
+        )
+    # Private: torch's fake backend, made for its tests. Its collectives complete at once and send nothing.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -883,12 +1059,18 @@ def fake_ranks(size: int) -> Iterator[DeviceMesh | None]:
 
 
 unsafe_view = torch.ops.aten._unsafe_view
-"""A view that autograd takes for a tensor of its own: nothing is computed."""
+"""View that autograd treats as a new tensor. It computes nothing."""
 
 
 @contextmanager
 def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """For the length of a block, these composite operators of aten are these functions where tensors are on meta."""
+    """Replace composite aten operators on meta tensors by the functions `kernels` in the block.
+
+    Args:
+        kernels: functions, by the name of the operator.
+    """
+    # Private: `_scoped_library`, which removes the registrations at the end of the block. The key is AutogradMeta: composite
+    # operators decompose there, so a kernel for Meta would never be called.
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, kernel in kernels.items():
             library.impl(name, kernel, "AutogradMeta")
@@ -897,12 +1079,12 @@ def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
 item = torch.ops.aten._local_scalar_dense
 copied = torch.ops.aten._to_copy
-"""What `tensor.item()`, and a copy to another device or dtype, are."""
+"""Operators of a copy to another device or dtype (`copied`) and of `tensor.item()` (`item`)."""
 
 
 @contextmanager
 def on_numpy(values: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """For the length of a block, `tensor.numpy()` of a tensor on meta makes an array of what this returns."""
+    """Let `tensor.numpy()` of a meta tensor return the array of `values(tensor)` in the block."""
     numpy = Tensor.numpy
 
     def made(self: Tensor, *, force: bool = False) -> Any:
@@ -912,16 +1094,18 @@ def on_numpy(values: Callable[[Tensor], Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        del Tensor.numpy  # what it is of its base again
+        del Tensor.numpy  # the method is inherited from the C base class again
 
 
 @contextmanager
 def on_compiled(tell: Callable[[], None]) -> Iterator[None]:
-    """For the length of a block, call this where a function of torch.compile is called, and run that as it was written."""
+    """Call `tell` at each call of a function of torch.compile, and run that function without compilation, in the block."""
+    # Private: `_callback_from_stance`, which every compiled function calls before it runs. The public `set_stance` can also run
+    # functions without compilation, but does not report the calls. If torch stops calling it, no call is reported.
     callback_of = torch._dynamo.eval_frame._callback_from_stance
 
     def callback(asked: Any) -> Any:
-        if not callable(asked):  # None disables it, False runs what is compiled
+        if not callable(asked):  # None disables dynamo, and False only runs code that is compiled already
             return callback_of(asked)
         tell()
         return None
@@ -935,7 +1119,8 @@ def on_compiled(tell: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def on_activation_offload(tell: Callable[[], None]) -> Iterator[None]:
-    """For the length of a block, call this before activations are kept in the host's memory by torch's own means."""
+    """Call `tell` before torch's `save_on_cpu` starts to keep activations in host memory, in the block."""
+    # Replaces `__init__` rather than the class, so that names imported earlier are covered.
     offload: Any = torch.autograd.graph.save_on_cpu
     made = offload.__init__
 
@@ -952,9 +1137,11 @@ def on_activation_offload(tell: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def on_context_parallel(tell: Callable[[], None]) -> Iterator[None]:
-    """For the length of a block, call this where attention is to be computed by context parallelism."""
-    import torch.distributed.tensor.experimental._context_parallel._attention as attention  # which takes 12 ms to import
+    """Call `tell` when context parallelism takes over attention, in the block."""
+    import torch.distributed.tensor.experimental._context_parallel._attention as attention  # imported late: 12 ms
 
+    # Private: the function by which the public `context_parallel` switches the dispatcher. If torch stops calling it, context
+    # parallelism is not detected.
     before = attention._enable_context_parallel_dispatcher_impl
 
     def enable(*args: Any, **kwargs: Any) -> Any:
@@ -970,11 +1157,12 @@ def on_context_parallel(tell: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def on_autocast(tell: Callable[[], None]) -> Iterator[None]:
-    """For the length of a block, call this before torch.autocast is entered that is not switched off."""
+    """Call `tell` before an enabled torch.autocast is created or entered, in the block."""
+    # Private: `_enabled`. An instance that was created before the block is caught when it is entered.
     init, enter = torch.autocast.__init__, torch.autocast.__enter__
 
     def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
-        if enabled:  # without such a device torch switches it off, and says so
+        if enabled:  # before `init`, which warns and disables it if the machine has no such device
             tell()
         init(self, device_type, dtype, enabled, cache_enabled)
 
@@ -990,20 +1178,27 @@ def on_autocast(tell: Callable[[], None]) -> Iterator[None]:
         torch.autocast.__init__, torch.autocast.__enter__ = init, enter  # type: ignore[method-assign]
 
 
+# --- storages, profiler and CommDebugMode ----------------------------------------------------------------------------
+
+
 def storage_key(tensor: Tensor) -> int:
-    """A number that tensors over the same storage share, as long as that lives."""
+    """Return a number that is equal for all tensors over one storage. It is unique as long as the storage lives."""
+    # Private: `_cdata`, the address of the storage in C++. `data_ptr()` is 0 on meta and after `resize_(0)`.
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def references(tensor: Tensor) -> tuple[int, int]:
-    """How many references there are to a tensor, and to its storage."""
+    """Return the numbers of references to a tensor and to its storage."""
+    # Private: the C++ reference counts. Autograd adds in place depending on them. `_autograd_only_references` in
+    # foresight/trace.py measures the expected counts, so other absolute values do no harm.
     held: Any = tensor
     return held._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def counts_collectives() -> bool:
-    """Whether this thread is in a CommDebugMode, which sees the collectives of torch alone."""
+    """Return True if a CommDebugMode is active on this thread. It counts collectives of torch only."""
+    # Private: the stack of dispatch modes. Nothing public lists the active ones.
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -1011,14 +1206,18 @@ def counts_collectives() -> bool:
 
 
 def uncounted() -> AbstractContextManager[object]:
-    """Return a block whose collectives no CommDebugMode of this thread counts."""
+    """Return a context in which no CommDebugMode of this thread counts collectives."""
     from torch.utils._python_dispatch import _disable_current_modes
 
+    # Private: disables all dispatch modes, hence only if one of them counts.
     return _disable_current_modes() if counts_collectives() else nullcontext()
 
 
 def show_collective(kind: str, rank: int, ranks: int, out: Tensor, given: Tensor) -> None:
-    """Call torch's collective of this kind where nobody takes part in it. It may write to `out`."""
+    """Run torch's collective of this kind on a process group that sends nothing, so that CommDebugMode counts it.
+
+    The collective may write to `out`.
+    """
     group = _mute_group(rank, ranks)
     with torch.no_grad():
         if kind == "all_gather":
@@ -1031,9 +1230,10 @@ def show_collective(kind: str, rank: int, ranks: int, out: Tensor, given: Tensor
 
 @cache
 def _mute_group(rank: int, ranks: int) -> dist.ProcessGroup:
-    """A group of torch's fake backend, whose collectives send nothing."""
+    """Return a process group of torch's fake backend, whose collectives send nothing."""
     from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
+    # Private: built by hand, so that torch's table of process groups does not contain it and the default group is not needed.
     group = dist.ProcessGroup(HashStore(), rank, ranks)
     make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
     custom: Any = dist.ProcessGroup.BackendType.CUSTOM
@@ -1042,14 +1242,18 @@ def _mute_group(rank: int, ranks: int) -> dist.ProcessGroup:
 
 
 profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Whether a profiler runs on this thread: `record_function` costs 8 us even when none does."""
+"""Return True if a profiler runs on this thread. `record_function` costs 8 us even if none runs.
+
+Private: torch.autograd.profiler has no public test with this cost.
+"""
 
 
-# --- collectives: methods of the process group, which cost half of what torch.distributed's functions do ----------------
+# --- collectives, as methods of the process group: half the host time of torch.distributed's functions ---------------
 
 
 def _method(name: str, before: str) -> str:
-    """The name of a method of process groups; subclasses in Python override the newest name only."""
+    """Return the first of two method names that ProcessGroup has. Subclasses in Python override the newest name only."""
+    # Private: the older names. torch renamed the methods; supported versions have one or both of each pair.
     return name if hasattr(dist.ProcessGroup, name) else before
 
 
@@ -1059,8 +1263,10 @@ _REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
 _REDUCE_SCATTER_COALESCED = _method("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 _ALL_TO_ALL = _method("all_to_all_single", "alltoall_base")
 
-# Without asyncOp nccl runs its kernel on the current stream, which is a lane and has its priority. With it, on a stream of the
-# group's own: two more events per message, and TORCH_NCCL_BLOCKING_WAIT=1 has the host wait for each.
+# asyncOp=False: nccl runs its kernel on the current stream, which is one of fullshard's communication streams and has its
+# priority. With asyncOp=True, nccl uses a stream of the process group: two more events per collective, and with
+# TORCH_NCCL_BLOCKING_WAIT=1 the host waits for each.
+# Private: the options objects. The public functions build them at each call.
 _GATHER = torch._C._distributed_c10d.AllgatherOptions()
 _SUM, _AVERAGE = dist.ReduceScatterOptions(), dist.ReduceScatterOptions()
 _SUM_ALL = dist.AllreduceOptions()
@@ -1071,11 +1277,14 @@ _AVERAGE.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
 _MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
 Started = dist.Work | None
-"""A collective that was started; some backends give nothing to wait for where the kernel is on the current stream."""
+"""Work of a started collective. Some backends return None if the kernel runs on the current stream."""
+
+
+# --- devices and streams ---------------------------------------------------------------------------------------------
 
 
 def has_backend(device: torch.device) -> bool:
-    """Whether the default process group can carry tensors of this device."""
+    """Return True if the default process group supports tensors of this device."""
     try:
         world = dist.group.WORLD
         return world is not None and bool(backend_name(world, device))
@@ -1084,34 +1293,34 @@ def has_backend(device: torch.device) -> bool:
 
 
 def accelerator() -> torch.device | None:
-    """Return the accelerator of this machine, without an index; None if the default process group carries no tensors of it."""
+    """Return the accelerator of this machine, without an index; None if the default process group does not support it."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found if found is not None and has_backend(found) else None
 
 
 def is_over(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a plain tensor lies in `storage`."""
+    """Return True if `tensor` is a plain tensor in `storage`. Tensor subclasses may have no storage."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.untyped_storage()._cdata == storage._cdata
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
-    """As `same_storage`, False for tensors that have none (wrapper subclasses)."""
+    """Return True if two tensors share a storage; False if `one` is a wrapper subclass, which has no storage."""
     return not isinstance(one, DTensor) and type(one) in (Tensor, nn.Parameter) and same_storage(one, other)
 
 
 def on_stream(stream: Any, fn: Callable[..., Any], *args: Any) -> None:
-    """Call `fn` on `stream`, ordered behind the current stream, which is ordered behind it, also if it raises."""
+    """Call `fn` on `stream`, after the work of the current stream. The current stream then waits for `stream`."""
     current = current_stream(stream.device)
     stream.wait_stream(current)
     try:
         with stream:
             fn(*args)
-    finally:
+    finally:  # even if `fn` raises: part of its kernels may be queued, and the caller frees their memory
         current.wait_stream(stream)
 
 
 def device_of(kind: str) -> torch.device:
-    """Return the device of a type that this rank computes on: of an accelerator the current one."""
+    """Return the device of type `kind` that this rank computes on: the current one of an accelerator."""
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
@@ -1121,7 +1330,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def then_order(stream: Any, fn: Callable[[], None]) -> None:
-    """Call `fn`, and order `stream` behind the current stream, also if it raises."""
+    """Call `fn`, then let `stream` wait for the current stream, even if `fn` raises."""
     try:
         fn()
     finally:
@@ -1131,29 +1340,34 @@ def then_order(stream: Any, fn: Callable[[], None]) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream is captured in a graph."""
+    """Return True if the current stream is being captured into a graph; False for a device type without graphs."""
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return capturing is not None and capturing()
 
 
 def wait_for_event(device: torch.device, event: Any) -> None:
-    """Order the current stream behind `event`."""
+    """Let the current stream of `device` wait for `event`."""
     current_stream(device).wait_event(event)
 
 
 def axis_of(mesh: DeviceMesh, axis: int) -> DeviceMesh:
-    """One axis of `mesh`, which need not have names."""
+    """Return one mesh dim of `mesh` as a mesh. The dims of `mesh` may have no names."""
     if mesh.mesh_dim_names is not None:
         return mesh[mesh.mesh_dim_names[axis]]
     return DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
 
 
 def same_storage(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors share a storage."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
+# --- calls of collectives --------------------------------------------------------------------------------------------
+
+
 def is_done(work: dist.Work) -> bool:
-    """Whether a collective is over. Not every backend keeps `is_completed` up to date; its future, where there is one, is."""
+    """Return True if a collective has completed."""
+    # Not every backend updates `is_completed`. The future of the work, if the backend has futures, is up to date.
     if work.is_completed():
         return True
     try:
@@ -1163,7 +1377,7 @@ def is_done(work: dist.Work) -> bool:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Backends carry no complex numbers, but the two real ones that each of them is."""
+    """Return the 1-D real view of a complex tensor, since backends reduce no complex numbers; other tensors unchanged."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
@@ -1200,20 +1414,24 @@ def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> Started:
     return group.allreduce([tensor], _MAX)
 
 
+# --- backends --------------------------------------------------------------------------------------------------------
+
+
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that carries tensors of `device` in `group`, which may be for several kinds of device."""
+    """Return the name of the backend for tensors of `device` in `group`. A group may have one backend per device type."""
+    # Private: `_get_backend`. `dist.get_backend` takes no device.
     try:
         return group._get_backend(device).name()
     except RuntimeError:
         if type(group) is dist.ProcessGroup:
             raise
-        return dist.get_backend(group)  # a subclass in Python that carries everything itself
+        return dist.get_backend(group)  # a subclass in Python that has no backends and runs all collectives itself
 
 
 def is_nccl(name: str) -> bool:
     """Return True for every implementation of nccl.
 
-    torch 2.15 has several: "nccl", "nccl2", "nccl-legacy", "nccl-lazy", and one of Python.
+    torch 2.15 has several: "nccl", "nccl2", "nccl-legacy", "nccl-lazy", and one written in Python.
 
     >>> [is_nccl(name) for name in ("nccl", "nccl-legacy", "gloo")]
     [True, True, False]
@@ -1222,18 +1440,20 @@ def is_nccl(name: str) -> bool:
 
 
 THREADED = "threaded"
-"""The backend of torch's tests whose ranks are threads of one process."""
+"""Name of the backend of torch's tests in which ranks are threads of one process."""
 
 
 def threads_are_ranks() -> bool:
-    """Whether each thread has a world of its own."""
+    """Return True if each thread is a rank with its own process groups."""
+    # Private: torch's tests replace `_world` by an object whose own `_world` is thread-local. If that changes, threads share
+    # caches by process, and ranks of such tests use the meshes of other ranks.
     return isinstance(getattr(dist.distributed_c10d._world, "_world", None), threading.local)
 
 
 class PerRank(MutableMapping[K, V]):
-    """A dict of the process, or one of each thread where threads are ranks (`THREADED`).
+    """Dict of this rank: one for the process, or one for each thread if threads are ranks (`THREADED`).
 
-    Not for hot paths: asking takes a microsecond.
+    Not for hot paths: each access takes a microsecond.
     """
 
     def __init__(self) -> None:
@@ -1261,18 +1481,23 @@ class PerRank(MutableMapping[K, V]):
         return len(self._mine())
 
 
+# --- stores, exceptions and signals ----------------------------------------------------------------------------------
+
+
 def default_store() -> Any:
-    """The store by which the default process group was made, None if there is none."""
+    """Return the store of the default process group; None if that is not initialized."""
     if not dist.is_initialized():
         return None
+    # Private: torch has no public access to this store.
     return dist.distributed_c10d._get_default_store()
 
 
 def own_store(store: Any, prefix: str) -> Any:
-    """The same store under a prefix of our own, over a connection of its own if it has connections.
+    """Return `store` under a prefix, over a new connection if the store has connections.
 
-    Nothing on that connection takes longer than some seconds.
+    Requests on the new connection time out after 5 seconds.
     """
+    # A connection serves one request at a time. On torch's own, a blocking request would delay the watchdog.
     try:
         clone = store.clone()
         clone.set_timeout(timedelta(seconds=5))
@@ -1282,35 +1507,38 @@ def own_store(store: Any, prefix: str) -> Any:
 
 
 StoreError: type[Exception] = dist.DistStoreError
-"""The error of requests to a store that took too long."""
+"""Error of a request to a store that timed out."""
 
 NetworkError: type[Exception] = dist.DistNetworkError
-"""The error of requests to a store whose host is gone."""
+"""Error of a request to a store whose server is gone."""
 
 
 def has_extended_api(store: Any) -> bool:
-    """Whether several keys of the store are read or set in one request."""
+    """Return True if the store can read or set several keys in one request."""
     return bool(store.has_extended_api())
 
 
 def store_host(store: Any) -> str | None:
-    """The host that serves a store, None if no host does (a file, memory)."""
+    """Return the host that serves a store; None for a store without a server (a file, memory)."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", None)
 
 
 def exception_on(thread: int) -> BaseException | None:
-    """The exception that a thread (by its ident) handles at the moment."""
+    """Return the exception that a thread (by its ident) is handling; None if there is none."""
+    # Private, of Python: `_current_exceptions`. Before Python 3.12 its values are (class, exception, traceback).
     found: Any = sys._current_exceptions().get(thread)
     return found[1] if isinstance(found, tuple) else found
 
 
 def ends_by_collective() -> bool:
-    """Whether the exception that ends the program was raised by a collective of torch.distributed.
+    """Return True if the exception that ends the program was raised by a collective of torch.distributed.
 
-    An interactive interpreter remembers the last exception, though the program went on: there the answer is no.
+    Returns False in an interactive interpreter, which keeps the last exception although the program continues.
     """
+    # A failed collective raises a plain RuntimeError, so its origin shows only in the module of the innermost frame. If torch
+    # moves its functions out of torch.distributed, this returns False.
     if hasattr(sys, "ps1"):
         return False
     failure: Any = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -1329,34 +1557,46 @@ def world_size() -> int:
 
 
 def is_handled(number: int) -> bool:
-    """Whether the process has a handler for a signal, which Python need not know of (faulthandler sets its own)."""
+    """Return True if the process has a handler for a signal, including handlers set outside Python (faulthandler)."""
     import ctypes
 
-    class Action(ctypes.Structure):  # begins with the handler wherever Python runs threads of POSIX; the rest is room
+    class Action(ctypes.Structure):  # POSIX systems: the handler is first; `rest` is space for the other fields
         _fields_ = (("handler", ctypes.c_void_p), ("rest", ctypes.c_byte * 512))
 
     action = Action()
     try:
         ctypes.CDLL(None).sigaction(int(number), None, ctypes.byref(action))
     except (AttributeError, OSError, TypeError):
-        return True
+        return True  # unknown: do not replace a handler that may exist
     return bool(action.handler)
 
 
-def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group made by `ranks` alone, under a name that all of them derive alike.
+# --- new process groups ----------------------------------------------------------------------------------------------
 
-    torch names such groups after how many each rank knows already, which may differ; the ranks then wait for ever. They wait
-    for ever, too, if nccl splits the default group (`init_process_group(device_id=...)`), for which it needs all ranks of that.
+
+def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Create a process group of `ranks`, called on these ranks only, which all derive the same name.
+
+    torch's name for such a group contains the number of process groups of the rank, which may differ between ranks. The ranks
+    then wait for each other forever. They also wait forever if nccl splits the group from the default group
+    (`init_process_group(device_id=...)`), because a split needs all ranks of the default group.
     """
     with _named(hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()):
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 class _Naming:
-    """Process groups that are being made under names of our own, by any threads at a time, each of which waits for others.
+    """Replacements of two functions of torch while threads create process groups under our names.
 
-    They are made anew, not split from the default group.
+    Several threads can create groups at the same time: each waits for other ranks, so a lock held meanwhile could deadlock.
+    Other threads of the program get torch's answers. The groups are created from scratch, not split from the default group.
+
+    Attributes:
+        lock: protects `threads` and the replacement.
+        threads: number of threads that are creating a group.
+        of_thread: `of_thread.name` is the name of the group that this thread creates, or None.
+        given: torch's `_process_group_name`.
+        given_source: torch's `_get_split_source`.
     """
 
     def __init__(self) -> None:
@@ -1366,11 +1606,17 @@ class _Naming:
         self.given_source: Callable[..., Any] = dist.distributed_c10d._get_split_source
 
     def name(self, ranks: Any, use_hashed_name: bool) -> Any:
+        """Return the name for a new group: ours on a thread that creates one, else torch's."""
         chosen = getattr(self.of_thread, "name", None)
         return self.given(ranks, use_hashed_name) if chosen is None else dist.distributed_c10d.GroupName(chosen)
 
     def split_source(self, group: Any, *more: Any) -> Any:
-        """`more`: torch 2.15 also passes the backend that is asked for."""
+        """Return None (no split) on a thread that creates one of our groups, else torch's answer.
+
+        Args:
+            group: the group to split.
+            more: from torch 2.15 on, the requested backend.
+        """
         return self.given_source(group, *more) if getattr(self.of_thread, "name", None) is None else None
 
 
@@ -1379,11 +1625,13 @@ _NAMING = _Naming()
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """The process group that this thread makes in the block has this name."""
+    """Give `name` to the process group that this thread creates in the block."""
+    # Private: `_process_group_name` and `_get_split_source`, which `new_group` looks up in its module. `dist.new_group` accepts
+    # no name. If torch stops calling them, the ranks wait for each other as described in `new_group`.
     c10d, naming = dist.distributed_c10d, _NAMING
     with naming.lock:
         naming.threads += 1
-        if naming.threads == 1:
+        if naming.threads == 1:  # the first thread replaces, and the last one restores
             naming.given, c10d._process_group_name = c10d._process_group_name, naming.name  # type: ignore[assignment]
             naming.given_source, c10d._get_split_source = c10d._get_split_source, naming.split_source  # type: ignore[assignment]
     naming.of_thread.name = name
@@ -1399,22 +1647,29 @@ def _named(name: str) -> Iterator[None]:
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """The same on all ranks of the group."""
+    """Return the name of a process group, which is equal on all its ranks."""
     return group.group_name
 
 
-def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor]:
-    """The allocator of message memory of the backend of `group` (collective). Raises ValueError if it never has any.
+# --- memory for collectives ------------------------------------------------------------------------------------------
 
-    A device without multicast has none for nccl: the allocator is that of all other memory then, and a warning says so.
+
+def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor]:
+    """Return the allocator of the backend of `group` for message memory (collective). Raise ValueError if it has none.
+
+    nccl has none on a device without multicast. Then warn and return the allocator of ordinary memory.
     """
+    # Private: `_get_backend`, since only backends, not process groups, have `supports_tensor_alloc` and `allocate_tensor`.
     name = backend_name(group, device)
     backend = group._get_backend(device) if name != THREADED else None
     supports = getattr(backend, "supports_tensor_alloc", None)
     if backend is None or supports is None or not (is_nccl(name) or supports(device)):
-        raise ValueError(f"the {name} backend allocates no memory for messages: use nccl, or leave this setting off")
+        raise ValueError(
+            f"This setting is not available: the {name} backend allocates no memory for messages. Use nccl, or leave this "
+            "setting off."
+        )
     if not supports(device):
-        warn_once(f"nccl allocates no memory for messages on {device}, which lacks multicast: ordinary memory is used")
+        warn_once(f"nccl allocates no memory for messages on {device}, which lacks multicast. Ordinary memory is used.")
         return torch.empty
     dist.barrier(group)  # the communicator must exist before its memory does
 
@@ -1425,9 +1680,13 @@ def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Call
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: str) -> Callable[..., Tensor]:
-    """The allocator of symmetric memory of `backend` for `group`. Raises ValueError if there is none."""
+    """Return the allocator of symmetric memory of `backend` for `group`. Raise ValueError if the device is not CUDA."""
     if device.type != "cuda":
-        raise ValueError(f"symmetric memory needs CUDA devices, the mesh computes on {device.type}: leave this setting off")
+        raise ValueError(
+            f"This setting is not available: symmetric memory needs CUDA devices, the mesh computes on {device.type}. Leave "
+            "this setting off."
+        )
+    # Private: the module of symmetric memory as a whole. torch marks it as experimental.
     import torch.distributed._symmetric_memory as symmetric
 
     symmetric.set_backend(backend)  # type: ignore[arg-type]
@@ -1444,6 +1703,9 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: st
     return allocate
 
 
+# --- point-to-point messages -----------------------------------------------------------------------------------------
+
+
 def exchange(
     works: list[dist.Work],
     group: dist.ProcessGroup,
@@ -1451,24 +1713,31 @@ def exchange(
     sends: Sequence[tuple[Tensor, int]],
     tag: int,
 ) -> None:
-    """Begin these messages, each with the rank in the group that it comes from or goes to, and append their works.
+    """Start point-to-point messages and append their works to `works`.
 
-    All of it is one call of C, in which Python raises no interrupt: one finds all messages begun and in `works`, or none.
+    Args:
+        works: list that gets one work for each message, receives first.
+        group: the process group.
+        receives: (tensor, rank of the sender in the group).
+        sends: (tensor, rank of the receiver in the group).
+        tag: tag of all these messages.
     """
+    # `extend` of two `map`s is one call into C, where Python raises no KeyboardInterrupt. After Ctrl-C, either all messages are
+    # started and in `works`, or none is. A loop could lose the work of a message whose buffer gloo still writes to.
     receiving = map(group.recv, [[tensor] for tensor, _ in receives], [peer for _, peer in receives], repeat(tag))
     sending = map(group.send, [[tensor] for tensor, _ in sends], [peer for _, peer in sends], repeat(tag))
     works.extend(chain(receiving, sending))
 
 
+# --- scaling and copies ----------------------------------------------------------------------------------------------
+
+
 def scale(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply in place. Of one tensor the plain operation takes half as long."""
+    """Multiply tensors by `factor`, in place. For a single tensor, the plain operator takes half as long."""
     if len(tensors) == 1:
         tensors[0].mul_(factor)
     else:
         torch._foreach_mul_(list(tensors), factor)
-
-
-# --- copies ----------------------------------------------------------------------------------------------------------
 
 
 def split_copy(packed: Tensor, sizes: list[int], outs: list[Tensor]) -> None:
@@ -1477,5 +1746,6 @@ def split_copy(packed: Tensor, sizes: list[int], outs: list[Tensor]) -> None:
 
 
 def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
-    """Cut each tensor into `len(out)` chunks of dim 0, pad with zeros, and write chunk r of all of them into `out[r]`, cast."""
+    """Copy chunk r of each tensor to `out[r]`, cast and padded with zeros. Chunks are along dim 0, `len(out)` per tensor."""
+    # Private: `_chunk_cat`, the fused copy-in of FSDP2's reduce-scatter: padding, copy and cast in one kernel.
     torch._chunk_cat(tensors, 0, out.shape[0], out=out)

@@ -1,4 +1,4 @@
-"""StateError and InternalError, and warnings that are said once."""
+"""StateError and InternalError, a common check, and warnings that are issued once."""
 
 from __future__ import annotations
 
@@ -6,21 +6,40 @@ import warnings
 
 
 class StateError(RuntimeError):
-    """A right call at the wrong moment: the text says which call, where, and what to do instead."""
+    """A valid call at the wrong moment. The text names the call, the place and the remedy."""
 
 
 class InternalError(AssertionError):
-    """A promise of fullshard itself was broken; please report it with the message."""
+    """A bug in fullshard: an internal invariant does not hold. Please report it with the message."""
+
+
+def check_positive_int(name: str, value: object, *, otherwise: str = "") -> int:
+    """Return `value`, or raise ValueError unless it is an int of at least 1.
+
+    Args:
+        name: name of the parameter.
+        value: what the caller passed.
+        otherwise: text about other legal values, ", or None for all steps" for example.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an int of at least 1{otherwise}, got {value!r}.")
+    return value
 
 
 _SAID: set[str] = set()
 
 
 def warn_once(text: str, category: type[Warning] = UserWarning, *, subject: str | None = None) -> None:
-    """Warn of `text` once per process. `subject`: stands for the text, where that differs from time to time."""
+    """Issue a warning once per process.
+
+    Args:
+        text: the warning.
+        category: its class.
+        subject: key that identifies the warning if its text varies from call to call. None: the text is the key.
+    """
     if (subject or text) not in _SAID:
         _SAID.add(subject or text)
         warnings.warn(text, category, stacklevel=2)
 
 
-__all__ = ["InternalError", "StateError", "warn_once"]
+__all__ = ["InternalError", "StateError", "check_positive_int", "warn_once"]

@@ -1,4 +1,4 @@
-"""Options as values: what a caller may leave unsaid, each resolving once to a value without None."""
+"""Option classes. Fields that a caller leaves at None are resolved once, to a value without None."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class GradDtype:
     """The `Tensor.grad_dtype` of a parameter.
 
-    explicit  dtype       a `.grad` is
-    False     (ignored)   in the dtype of the parameter, whatever that is cast to
-    True      a dtype     in this dtype, also when the parameter is cast
-    True      None        in whatever dtype it was computed and reduced in
+    explicit  dtype       dtype of `.grad`
+    False     (ignored)   dtype of the parameter, also after the parameter is cast
+    True      a dtype     this dtype, also after the parameter is cast
+    True      None        dtype in which the gradient was computed and reduced
     """
 
     explicit: bool = False
@@ -30,26 +30,23 @@ class GradDtype:
 
 
 UNSET_GRAD_DTYPE = GradDtype()
-"""The `grad_dtype` of a parameter of which nobody set it."""
+"""The `grad_dtype` of a parameter whose `grad_dtype` was never set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The dtypes of a group: of its shards, of its unsharded parameters, of its reductions, and of its `.grad`s.
+    """The dtypes of a parameter group."""
 
-    `grad` None: a `.grad` keeps the dtype that it was reduced in.
-    """
-
-    storage: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    grad: torch.dtype | None
+    storage: torch.dtype  # of the shards
+    compute: torch.dtype  # of the unsharded parameters
+    reduce: torch.dtype  # of gradient reductions
+    grad: torch.dtype | None  # of `.grad`; None keeps the dtype of the reduction
 
     @property
     def casts_gradients(self) -> bool:
-        """True if the reduction casts gradients, so that autograd leaves them in the dtype in which they were computed.
+        """True if the reduction casts gradients, and autograd must leave them in the dtype in which they were computed.
 
-        Before torch 2.15 autograd casts them to the compute dtype first, as under FSDP2, unless `grad_dtype` was set.
+        Before torch 2.15, autograd casts gradients to the compute dtype first, as under FSDP2, unless `grad_dtype` was set.
         """
         asked = _torch.REDUCES_IN_GRAD_DTYPE or self.grad != self.storage
         return asked and (self.reduce != self.compute or self.grad != self.compute)
@@ -62,23 +59,22 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtypes a unit computes and communicates in. Same fields and meaning as FSDP2's class of this name.
+    """The dtypes in which a unit computes and communicates. Fields and meaning are those of FSDP2's class of this name.
 
-    A `.grad` is in the parameter's `grad_dtype`; unset, that is its storage dtype. Integer and boolean parameters are never
-    cast.
+    `.grad` has the parameter's `grad_dtype`, by default its storage dtype. Integer and boolean parameters are never cast.
 
     Args:
-        param_dtype: dtype of the gathered parameters and so of forward and backward; None keeps the storage dtype.
-        reduce_dtype: dtype gradients are reduced (and accumulated without communication) in. None means what it means to the
-            installed torch: from 2.15 on the dtype of `.grad`, before that the compute dtype. A `grad_dtype` that was set on
-            the parameter goes before the compute dtype.
-        output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
-        cast_forward_inputs: whether floating-point inputs of the unit's forward are cast to `param_dtype`.
-        param_dtype_override_fn: called once with each parameter, in `fully_shard`. Returns the dtype of the parameter to have
-            it gathered in that, or `param_dtype` or None for no exception. Inputs are cast to `param_dtype` all the same.
+        param_dtype: dtype of the unsharded parameters, and so of forward and backward; None keeps the storage dtype.
+        reduce_dtype: dtype in which gradients are reduced, and accumulated without communication. None follows the installed
+            torch: the dtype of `.grad` from 2.15 on, the compute dtype before. A `grad_dtype` that was set on the parameter
+            takes precedence over the compute dtype.
+        output_dtype: dtype to cast floating-point outputs of the unit's forward to; None leaves them unchanged.
+        cast_forward_inputs: cast floating-point inputs of the unit's forward to `param_dtype`.
+        param_dtype_override_fn: called once with each parameter, in `fully_shard`. To all-gather a parameter in its own dtype,
+            return that dtype; otherwise return `param_dtype` or None. Inputs are cast to `param_dtype` in any case.
 
     Raises:
-        ValueError: for a dtype that is not a floating-point torch.dtype, or an override that cannot be called.
+        ValueError: if a dtype is not a floating-point torch.dtype, or the override is not callable.
 
     Example:
         >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).resolve(torch.float32)
@@ -107,11 +103,11 @@ class MixedPrecisionPolicy:
 
         Args:
             storage: dtype of the shards.
-            grad_dtype: that of the parameters.
-            keeps_dtype: whether `param_dtype_override_fn` had the parameters gathered in their own dtype.
+            grad_dtype: the `grad_dtype` of the parameters.
+            keeps_dtype: all-gather the parameters in their own dtype, as `param_dtype_override_fn` chose.
 
         Returns:
-            The dtypes; only that of gradients may be None.
+            The dtypes; only `grad` may be None.
         """
         if not storage.is_floating_point:
             return Dtypes(storage, storage, storage, storage)
@@ -124,17 +120,17 @@ class MixedPrecisionPolicy:
         return Dtypes(storage, compute, reduce, grad)
 
     def keeps_dtype_of(self, parameter: torch.nn.Parameter, *, name: str) -> bool:
-        """Ask `param_dtype_override_fn` whether a parameter is gathered in its own dtype.
+        """Call `param_dtype_override_fn` to decide if a parameter is all-gathered in its own dtype.
 
         Args:
-            parameter: as the caller has it, before it is sharded.
-            name: qualified, for the error.
+            parameter: the parameter before it is sharded.
+            name: qualified name of the parameter, for the error text.
 
         Returns:
-            True if the dtype of the parameter goes before `param_dtype`.
+            True if the dtype of the parameter takes precedence over `param_dtype`.
 
         Raises:
-            ValueError: for another dtype.
+            ValueError: if the function returns a third dtype.
         """
         if self.param_dtype_override_fn is None:
             return False
@@ -147,23 +143,23 @@ class MixedPrecisionPolicy:
         return chosen is not None and chosen == parameter.dtype and chosen != self.param_dtype
 
     def without_override(self) -> MixedPrecisionPolicy:
-        """Return the policy for parameters that were asked about already.
+        """Return the policy without `param_dtype_override_fn`, for parameters that it was called with already.
 
         Returns:
-            The same dtypes without `param_dtype_override_fn`.
+            A policy with equal dtypes.
         """
         if self.param_dtype_override_fn is None:
             return self
         return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, self.output_dtype, self.cast_forward_inputs)
 
     def for_planning(self) -> MixedPrecisionPolicy:
-        """Return the policy for a plan, which has no parameters to ask about.
+        """Return the policy for a plan, which has no parameters to pass to `param_dtype_override_fn`.
 
         Returns:
             The policy itself.
 
         Raises:
-            ValueError: with a `param_dtype_override_fn`.
+            ValueError: if the policy has a `param_dtype_override_fn`.
         """
         if self.param_dtype_override_fn is not None:
             raise ValueError(
@@ -174,14 +170,14 @@ class MixedPrecisionPolicy:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """The dtype that floating-point inputs are cast to; None casts none."""
+        """The dtype to cast floating-point inputs to; None if inputs are not cast."""
         return self.param_dtype if self.cast_forward_inputs else None
 
 
 def resolve_mp(policy: Any) -> MixedPrecisionPolicy:
-    """Return the policy as one of ours; torch's, with the same fields, means the same.
+    """Convert torch's policy of this name to ours, and return ours unchanged.
 
-    Raises ValueError for anything else, and for a field of torch's that is set and unknown here.
+    Raise ValueError for any other type, and if torch's policy sets a field that ours does not have.
     """
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
@@ -191,7 +187,7 @@ def resolve_mp(policy: Any) -> MixedPrecisionPolicy:
 
 
 def resolve_offload(policy: Any) -> OffloadPolicy:
-    """Return the policy as one of ours, as `resolve_mp`, for where shards are stored."""
+    """Convert torch's offload policy to ours, and return ours unchanged. Raise ValueError as `resolve_mp` does."""
     if isinstance(policy, OffloadPolicy):
         return policy
     kinds = {"OffloadPolicy": OffloadPolicy, "CPUOffloadPolicy": CPUOffloadPolicy}
@@ -204,7 +200,7 @@ def resolve_offload(policy: Any) -> OffloadPolicy:
 def _fields_of(policy: Any, kind: type[Any]) -> dict[str, Any]:
     """Return the values of torch's policy for the fields of our class `kind`.
 
-    Raises ValueError for a further field that is not at its default: a newer torch has options that nobody here honours.
+    Raise ValueError for a further field that is not at its default: a newer torch may have options that fullshard ignores.
     """
     known = {one.name for one in fields(kind)}
     values: dict[str, Any] = {}
@@ -228,7 +224,7 @@ def _is_of_torch(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where shards are stored: this base class leaves them on the device of the mesh.
+    """The device on which shards are stored. This base class stores them on the device of the mesh.
 
     Source: `torch.distributed.fsdp.OffloadPolicy`.
     """
@@ -236,14 +232,14 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and so optimizer states live in the memory of the host.
+    """Shards, gradients and so optimizer states are stored in host memory.
 
-    Each gather begins with one copy of a group's flat shard to the device, each reduction ends with one copy of its
-    flat gradient to the host; both are queued on the lanes of the collectives and overlap with compute.
+    Each all-gather begins with one copy of a group's flat shard to the device. Each reduction ends with one copy of its flat
+    gradient to the host. Both copies run on the streams of the collectives and overlap with compute.
 
     Args:
-        pin_memory: whether host memory is page-locked, so that copies do not hold the host up. Skipped, and said once, where
-            there is no accelerator to copy to.
+        pin_memory: page-lock the host memory, so that copies do not block the host. Ignored, with one warning, if there is no
+            accelerator to copy to.
 
     Source: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840); `torch.distributed.fsdp.CPUOffloadPolicy`.
     """
@@ -252,29 +248,30 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 DIRECT_MIN_BYTES = 256 << 10
-"""Bytes per rank from which on a parameter is worth a message: measured for gloo (docs/performance.md), for nccl a guess."""
+"""Minimum bytes per rank of a direct all-gather: measured for gloo (docs/performance.md), estimated for nccl."""
 
 
 @dataclass(frozen=True)
 class CommPolicy:
-    """How messages are cut and carried.
+    """Options of collectives: direct and packed parameters, prefetch, and transport.
 
     Args:
-        direct_min_bytes: a parameter whose chunk per rank has at least this many bytes (of its compute dtype) travels
-            directly, without a copy; smaller ones share one packed message. None takes what was measured for the backend,
-            has parameters of at least 8 MiB over all ranks travel directly, too (the 16 largest of a unit, if a rank's chunk
-            has at least 4 KiB), more of them as long as more than 32 MiB and a tenth of the unit would be packed, and sums
-            parameters of so few rows that they would be padding for the most part; `float("inf")` packs everything, 0 packs
-            nothing that can be avoided.
-        reductions_in_flight: how many groups' gradients may be on their way before backward waits for the oldest, at least 1.
-        prefetch_bytes: units are gathered ahead, in the order of the last run, as long as all that are ahead together have at
-            most this many bytes of full parameters; None gathers exactly one unit ahead, 0 none.
-        collectives: called with each process group that a unit uses (shards, and if there are any: replicas, separate
-            reductions, the smaller group of an int reshard), returns the `Collectives` to use instead of torch's.
-        lanes: called with the device, returns a fresh `Lane`; None takes CUDA streams or asynchronous CPU work.
+        direct_min_bytes: minimum bytes of a parameter's chunk per rank, in its compute dtype, for a direct all-gather, which
+            needs no copy. Smaller parameters share one packed collective. `float("inf")` packs everything; 0 packs only
+            parameters that cannot be all-gathered directly. None uses the value measured for the backend and applies three more
+            rules: the 16 largest parameters of a unit are direct if they have at least 8 MiB over all ranks and 4 KiB per rank;
+            further parameters are direct while more than 32 MiB and a tenth of the unit would be packed; and parameters with so
+            few rows that their chunks would be mostly padding are unsharded by an all-reduce.
+        reductions_in_flight: number of groups whose gradients may be in flight before backward waits for the oldest, at
+            least 1.
+        prefetch_bytes: prefetch units, in the order of the last run, while all prefetched units together have at most this
+            many bytes of unsharded parameters. None prefetches exactly one unit, 0 none.
+        collectives: called with each process group that a unit uses (shards; and, if there are any, replicas, separate
+            reductions, and the smaller group of an int reshard). Returns the `Collectives` to use instead of torch's.
+        lanes: called with the device, returns a new `Lane`; None means CUDA streams or asynchronous CPU work.
 
     Raises:
-        ValueError: for a number below its least value, or of another type.
+        ValueError: if a number has the wrong type or is below its minimum.
 
     Example:
         >>> fully_shard(block, comm_policy=CommPolicy(prefetch_bytes=512 * 2**20))            # doctest: +SKIP
@@ -307,7 +304,7 @@ LINTS = ("root", "large", "padding", "ignored", "prefetch", "optimizer", "gradie
 
 
 class LintWarning(UserWarning):
-    """One line about a sharded model that wastes memory or may train wrongly; `CheckPolicy(silence=...)` knows it by name."""
+    """A warning that a sharded model wastes memory or may train wrongly. `CheckPolicy(silence=...)` turns it off by name."""
 
 
 @dataclass(frozen=True)
@@ -315,28 +312,30 @@ class CheckPolicy:
     """The checks that run while training.
 
     Args:
-        heartbeat: one all-reduce ends each synchronised backward: a hash of what this rank ran, which must be that of all,
-            and a byte per trainable parameter, in whole KiB. By it a rank that did not use a parameter learns whether any
-            other did: used nowhere leaves `.grad` None, used somewhere gives every rank its part of the mean. Without it, a
-            parameter that this rank did not use gets a gradient (of zeros, if no rank used it). It also tells of which units
-            ranks kept gradients (`accumulate()`) that this backward did not enter, so that all ranks reduce them now. Without
-            it each rank goes by its own backwards, which must then be of the same units on all ranks.
-        every: only each n-th synchronised backward ends with a heartbeat; the others are as without it. At least 1.
-        patience: seconds that a rank waits for a message of others before it asks, through the store of the process group,
-            where they are. Ranks that ran different units then stop, each naming both. At least 0.
-        timeout: seconds after which a rank that waits gives up, naming the unit and where the others are (up to five more if
-            some did not say so yet); None waits as long as the process group does.
-        poison: for tests. Memory of gathered parameters is filled with NaN before it is gathered into and before it is freed,
-            so that computing too early or too late shows; on lanes that begin messages late (`CommPolicy.lanes`) it always
-            does. Costs two passes over the memory.
-        silence: names of remarks that are not wanted: "root" (the outermost unit holds most of the parameters), "large" (a
-            unit far larger than the others), "padding" (above a tenth), "ignored" (trainable, and reduced by nobody),
-            "prefetch" (often missed), "optimizer" (it steps plain parameters beside sharded ones), "gradients" (its first
-            step finds none), "hidden" (an output that no search finds), and "added", which is an error: trainable parameters
-            put into a unit after fully_shard, whose gradients the caller reduces.
+        heartbeat: end each synchronised backward with one all-reduce. Its message has a hash of the collectives that this rank
+            ran, which must be equal on all ranks, and one byte per trainable parameter, rounded up to whole KiB. The bytes
+            show which parameters were used: if no rank used a parameter, its `.grad` stays None; if some rank did, every rank
+            gets its shard of the mean. Without a heartbeat, a parameter that this rank did not use gets a gradient (zeros, if
+            no rank used it). The message also has the units with unreduced gradients (`accumulate()`) that this backward did
+            not enter, so that all ranks reduce them now. Without a heartbeat, each rank decides by its own backwards, which
+            must then run the same units on all ranks.
+        every: end only every n-th synchronised backward with a heartbeat; the others behave as without one. At least 1.
+        patience: seconds that a rank waits for a collective before it requests the positions of the other ranks through the
+            store of the process group. If ranks ran different units, each of them then raises an error naming both. At least 0.
+        timeout: seconds after which a waiting rank raises an error naming the unit and the positions of the other ranks (up to
+            five seconds later if positions are missing). None waits as long as the process group does.
+        poison: for tests. Fill the memory of unsharded parameters with NaN before the all-gather and before it is freed, so
+            that reads that are too early or too late show. With streams that start collectives late (`CommPolicy.lanes`) they
+            always show. Costs two passes over the memory.
+        silence: names of lint warnings to turn off: "root" (the outermost unit has most of the parameters), "large" (a unit is
+            far larger than the others), "padding" (more than a tenth is padding), "ignored" (a trainable parameter that
+            nothing reduces), "prefetch" (prefetches often miss), "optimizer" (an optimizer steps plain parameters beside
+            sharded ones), "gradients" (the first optimizer step finds no gradients), "hidden" (an output that the search for
+            tensors does not find), and "added", which is an error: trainable parameters were added to a unit after
+            fully_shard, and the caller reduces their gradients.
 
     Raises:
-        ValueError: for a remark that there is not, or a number below its least value or of another type.
+        ValueError: if a name is unknown, or a number has the wrong type or is below its minimum.
 
     Example:
         >>> fully_shard(model, check_policy=CheckPolicy(timeout=300, silence=("root",)))      # doctest: +SKIP

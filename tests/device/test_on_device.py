@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
-from fullshard.collectives.streams import _StreamWork
+from fullshard.collectives.streams import _DeviceWork
 from fullshard.foresight.calibrate import _Bench
 from fullshard.runtime.heartbeat import Heartbeats
 from fullshard.weights import load_weights, save_weights
@@ -419,6 +419,6 @@ def test_a_wait_that_is_left_out_shows(world: World) -> None:
     """Compute that does not wait for gathers, which are late."""
     told = train(world, sharded(world.mesh), "sim", steps=1)
     model = sharded(world.mesh)
-    with late(world, "others", 5_000), mock.patch.object(_StreamWork, "wait", lambda work: None):
+    with late(world, "others", 5_000), mock.patch.object(_DeviceWork, "wait", lambda work: None):
         wrong = train(world, model, "sim", steps=1)
     assert not torch.equal(wrong[0], told[0])

@@ -100,16 +100,16 @@ KINDS = ("stream behind an event", "stream behind a message", "Event.synchronize
 EVENT, MESSAGE, HOST = KINDS[:3]
 
 SHOWN = {  # each order that fullshard makes, by function and kind, and a program that goes wrong without it
-    ("runtime/executor.py _unshard (run)", EVENT): "plain",
-    ("runtime/executor.py _wait (wait)", EVENT): "plain",
+    ("runtime/runtime.py _unshard (run)", EVENT): "plain",
+    ("runtime/runtime.py _wait (wait)", EVENT): "plain",
     ("runtime/reducer.py reduce (run)", EVENT): "plain",
     ("runtime/reducer.py reduce (wait)", EVENT): "plain",
     ("params/reduction.py wait_on_host (wait)", EVENT): "optimizers in hooks",
     ("params/reduction.py wait_on_host (block)", HOST): "values of the first rank",
     ("params/group.py synchronize_host (block)", HOST): "offload, written",
     ("runtime/reducer.py drain (wait)", EVENT): "kept memory",
-    ("runtime/requests.py gather_copy (run)", EVENT): "offload, gathered and written",
-    ("runtime/requests.py gather_copy (wait)", EVENT): "offload, gathered and written",
+    ("runtime/unit.py all_gather_copy (run)", EVENT): "offload, gathered and written",
+    ("runtime/unit.py all_gather_copy (wait)", EVENT): "offload, gathered and written",
     ("_torch.py on_stream", EVENT): "hook on a stream",
     ("_torch.py wait_for_event", EVENT): "optimizer on a stream",
     ("_torch.py then_order", EVENT): "backward on a stream",
@@ -128,7 +128,7 @@ HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the la
     ("runtime/heartbeat.py read_now (wait)", EVENT),
     ("params/group.py synchronize_host (wait)", EVENT),
     ("runtime/reducer.py poll (wait)", EVENT),
-    ("runtime/reducer.py begin_to_end (wait)", EVENT),
+    ("runtime/reducer.py start_heartbeats (wait)", EVENT),
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fullshard.collectives.traffic import CountedCollectives, TrafficCounter
+from fullshard.collectives.traffic import ObservedCollectives, TrafficCounter
 
 STEPS = 10
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -27,7 +27,9 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 def ledger() -> Iterator[list[tuple[str, int]]]:
     """The addresses of all tensors that are handed to collectives, in order."""
     seen: list[tuple[str, int]] = []
-    plain = {name: getattr(CountedCollectives, name) for name in ("gatherer", "reduce_scatter", "all_reduce", "all_reduce_max")}
+    plain = {
+        name: getattr(ObservedCollectives, name) for name in ("gatherer", "reduce_scatter", "all_reduce", "all_reduce_max")
+    }
 
     def note(kind: str, *lists: Any) -> None:
         seen.extend((kind, tensor.data_ptr()) for tensors in lists for tensor in tensors)
@@ -62,13 +64,13 @@ def ledger() -> Iterator[list[tuple[str, int]]]:
 
     ours = {"gatherer": gatherer, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce, "all_reduce_max": all_reduce_max}
     for name, method in ours.items():
-        setattr(CountedCollectives, name, method)
+        setattr(ObservedCollectives, name, method)
     TrafficCounter.record = recorded
     try:
         yield seen
     finally:
         for name, method in plain.items():
-            setattr(CountedCollectives, name, method)
+            setattr(ObservedCollectives, name, method)
         TrafficCounter.record = record
 
 
@@ -157,7 +159,7 @@ def test_by_default_memory_is_given_back_and_turning_it_off_does_so_at_once(worl
     group = layer._fullshard_unit.groups[0]
 
     def held() -> int:
-        return sum(storage.size() for storage, _ in group._full._memory)
+        return sum(storage.size() for storage, _ in group._buffer._storages)
 
     def step() -> None:
         layer(torch.ones(2, 64)).sum().backward()
@@ -166,7 +168,7 @@ def test_by_default_memory_is_given_back_and_turning_it_off_does_so_at_once(worl
     assert held() == 0
     layer.set_keep_unsharded_storage(True)
     step()
-    assert held() >= group.full_nbytes
+    assert held() >= group.unsharded_nbytes
     layer.set_keep_unsharded_storage(False)
     assert held() == 0
     step()

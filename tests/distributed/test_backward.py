@@ -158,12 +158,12 @@ def test_gradients_of_sharded_parameters_as_values(world: World) -> None:
     loss = square(sharded(x))
     Texts().assertExpectedInline(
         text_of(lambda: fullshard.grad(loss, [frozen.weight])),
-        """grad(): parameter 'weight' was never gathered, so it is in no graph: run a forward first""",
+        """grad(): parameter 'weight' was never unsharded, so it is in no graph. Run a forward first.""",
     )
     square(frozen(x)).backward()
     Texts().assertExpectedInline(
         text_of(lambda: fullshard.grad(loss, [frozen.weight, sharded.head.weight])),
-        """grad(): parameter 'weight' was not used by any rank: pass allow_unused=True to get None for it""",
+        """grad(): parameter 'weight' was not used by any rank. Pass allow_unused=True to get None for it.""",
     )
 
 
@@ -182,12 +182,12 @@ def test_transforms_of_torch_func_are_refused_by_name_and_write_nothing(world: W
     ):
         Texts().assertExpectedInline(
             text_of(fn),
-            """unit 'Linear' was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev), which cannot gather: use torch.autograd.grad or fullshard.grad, or compute with the tensors of fullshard.gathered()""",
+            """Unit 'Linear' was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev), which cannot all-gather. Use torch.autograd.grad or fullshard.grad, or compute with the tensors of fullshard.gathered().""",
         )
     plain = {name: parameter.full_tensor().detach() * 0 for name, parameter in model.named_parameters()}
     Texts().assertExpectedInline(
         text_of(lambda: torch.func.functional_call(model, plain, (x,))),
-        """parameter 'weight' was replaced by a Tensor for the length of a call, as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the model, or compute with the tensors of fullshard.gathered()""",
+        """Parameter 'weight' cannot be replaced by a Tensor for the length of a call, as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the model, or compute with the tensors of fullshard.gathered().""",
     )
     learned = {name: nn.Parameter(value) for name, value in plain.items()}
     text_of(lambda: torch.func.functional_call(model, learned, (x,)))
@@ -224,7 +224,7 @@ def test_torchs_own_differentiation_by_sharded_parameters_is_refused_by_name_at_
             call()
     Texts().assertExpectedInline(
         text_of(lambda: loss.backward(inputs=weight)),
-        """torch.autograd.grad or backward(inputs=) was given a sharded parameter that it cannot reach, since modules compute with the full ones: 'head.weight' of unit 'Stack'. Take gradients as values with fullshard.grad(loss, parameters), or call backward() without inputs= (parameters that are to get none: requires_grad_(False))""",
+        """torch.autograd.grad or backward(inputs=) was given a sharded parameter that it cannot reach, since modules compute with the unsharded ones: 'head.weight' of unit 'Stack'. Take gradients as values with fullshard.grad(loss, parameters), or call backward() without inputs= (set requires_grad_(False) for parameters without gradients).""",
     )
     assert x.grad is None and all(p.grad is None for p in parameters), "nothing was changed"
     with pytest.raises(StateError, match="no graph of the outputs leads to: 'head.weight' of unit 'Stack'"):

@@ -43,59 +43,59 @@ def refused(expected: str, module: Any, error: type[Exception] = ValueError, **o
 def test_what_fully_shard_refuses(world: World) -> None:
     mesh = world.mesh
     refused(
-        "fully_shard does not support containers that do not implement forward, got a ModuleList: it would never know when to gather it. Call fully_shard on each of its items",
+        "fully_shard does not support containers that do not implement forward, got a ModuleList: no forward would unshard its parameters. Call fully_shard on each of its items.",
         nn.ModuleList([nn.Linear(2, 2)]),
         mesh=mesh,
     )
     refused(
-        "ignored_params must hold the parameters themselves, got 'weight': take them out of the model, as in {model.get_parameter('head.weight')}",
+        "ignored_params must hold the parameters themselves, got 'weight'. Get them from the model, as in {model.get_parameter('head.weight')}",
         nn.Linear(2, 2),
         mesh=mesh,
         ignored_params={"weight"},
     )
     refused(
-        "ignored_params must hold the parameters themselves, got a Tensor: take them out of the model, as in {model.get_parameter('head.weight')}",
+        "ignored_params must hold the parameters themselves, got a Tensor. Get them from the model, as in {model.get_parameter('head.weight')}",
         nn.Linear(2, 2),
         mesh=mesh,
         ignored_params=[torch.ones(2)],
     )
     for value, kind in (("weight", "str"), (nn.Parameter(torch.ones(2)), "Parameter"), (3, "int")):
         refused(
-            f"ignored_params must be a set of nn.Parameter or None, got {kind}",
+            f"ignored_params must be a set of nn.Parameter or None, got {kind}.",
             nn.Linear(2, 2),
             mesh=mesh,
             ignored_params=value,
         )
-    refused("fully_shard takes an nn.Module or a non-empty list of them, got list", [], mesh=mesh)
-    refused("fully_shard takes an nn.Module or a non-empty list of them, got int", 3, mesh=mesh)
+    refused("fully_shard takes an nn.Module or a non-empty list of modules, got list.", [], mesh=mesh)
+    refused("fully_shard takes an nn.Module or a non-empty list of modules, got int.", 3, mesh=mesh)
     unit = fully_shard(nn.Linear(2, 2), mesh=mesh)
-    refused("fully_shard was already called on this FSDPLinear: call it once per module", unit, mesh=mesh)
-    refused("mesh must be a DeviceMesh or None, got int: build one with init_device_mesh()", nn.Linear(2, 2), mesh=4)
+    refused("fully_shard was already called on this FSDPLinear. Call it once per module.", unit, mesh=mesh)
+    refused("Expected a DeviceMesh or None as mesh, got int. Build a mesh with init_device_mesh().", nn.Linear(2, 2), mesh=4)
     refused(
-        "mesh must have one axis (shard) or two (replicate, shard), got 3 axes of sizes (1, 1, 2): take axes of it with mesh['name'], or name them with dp_mesh_dims=",
+        "Expected a mesh of one axis (shard) or two axes (replicate, shard), got 3 axes of sizes (1, 1, 2). Select axes with mesh['name'], or name them with dp_mesh_dims=.",
         nn.Linear(2, 2),
         mesh=init_device_mesh("cpu", (1, 1, 2)),
     )
     refused(
-        "reshard_after_forward must be True, False, an int or None, got 'no'",
+        "reshard_after_forward must be True, False, an int or None, got 'no'.",
         nn.Linear(2, 2),
         mesh=mesh,
         reshard_after_forward="no",
     )
     refused(
-        "reshard_after_forward=3 must divide the 2 ranks that parameters are sharded over: take one of [1, 2]",
+        "reshard_after_forward=3 must divide the 2 ranks that parameters are sharded over. Take one of [1, 2].",
         nn.Linear(2, 2),
         mesh=mesh,
         reshard_after_forward=3,
     )
     refused(
-        "shard_placement_fn wants parameter 'weight' of shape (2, 2) cut along dim 2: it has the dims 0 to 1",
+        "Expected shard_placement_fn to return a dim of parameter 'weight' of shape (2, 2), 0 to 1, got dim 2.",
         nn.Linear(2, 2),
         mesh=mesh,
         shard_placement_fn=lambda parameter: Shard(2),
     )
     refused(
-        "shard_placement_fn must return None, Shard(dim) or a ShardPlacementResult, got 1 for parameter 'weight'",
+        "shard_placement_fn must return None, Shard(dim) or a ShardPlacementResult, got 1 for parameter 'weight'.",
         nn.Linear(2, 2),
         mesh=mesh,
         shard_placement_fn=lambda parameter: 1,
@@ -105,11 +105,11 @@ def test_what_fully_shard_refuses(world: World) -> None:
     parallel = nn.Linear(2, 2)
     parallel.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Replicate()]))
     with pytest.raises(
-        ValueError, match="parameter 'weight' is a DTensor on .* which cannot be combined with .* take both from"
+        ValueError, match="parameter 'weight' is a DTensor on .* which cannot be combined with .* Take both from"
     ):
         fully_shard(parallel, mesh=mesh)
     refused(
-        "parameter 'weight' cannot be sharded: it is not initialized yet: run one forward of the lazy module, then fully_shard",
+        "Parameter 'weight' cannot be sharded: it is not initialized yet. Run one forward of the lazy module, then call fully_shard.",
         nn.LazyLinear(2),
         mesh=mesh,
     )
@@ -117,7 +117,7 @@ def test_what_fully_shard_refuses(world: World) -> None:
     sparse.forward = lambda x: x
     sparse.table = nn.Parameter(torch.eye(3, device="cpu").to_sparse())
     refused(
-        "parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo",
+        "Parameter 'table' cannot be sharded: it must be a dense torch.Tensor, got Tensor with layout torch.sparse_coo.",
         sparse,
         mesh=mesh,
     )
@@ -129,7 +129,7 @@ def test_a_tie_between_units_of_different_options_is_refused_by_name(world: Worl
     model[1].weight = model[0].weight
     fully_shard(model[0], mesh=world.mesh)
     refused(
-        "parameter 'weight' is tied to 'weight' of unit 'Linear', so both units must become one, but their options differ: shard their modules in one call, fully_shard([a, b])",
+        "Parameter 'weight' is tied to 'weight' of unit 'Linear', so both units must become one, but their options differ. Shard their modules in one call, fully_shard([a, b]).",
         model[1],
         mesh=world.mesh,
         reshard_after_forward=False,
@@ -141,7 +141,7 @@ def test_a_rank_that_is_not_on_the_mesh(world: World) -> None:
     mesh = DeviceMesh("cpu", [1])
     if world.rank == 0:
         refused(
-            "this rank (0) is not on the mesh of ranks [1]: call fully_shard only on the ranks that are",
+            "Rank 0 is not on the mesh of ranks [1]. Call fully_shard only on the ranks of the mesh.",
             nn.Linear(2, 2),
             mesh=mesh,
         )
@@ -215,7 +215,7 @@ def test_an_optimizer_at_a_wrong_moment(world: World) -> None:
     optimizer.step()
     model.set_is_last_backward(False)
     square(model(batch(0))).backward()
-    with pytest.raises(StateError, match=r"before the gradients of unit 'Stack' arrived: call set_is_last_backward\(True\)"):
+    with pytest.raises(StateError, match=r"before the gradients of unit 'Stack' arrived\. Call set_is_last_backward\(True\)"):
         optimizer.step()
     model.set_is_last_backward(True)
     square(model(batch(0))).backward()
@@ -248,7 +248,7 @@ def test_setters_refuse_what_merely_counts_as_true_or_as_a_number(world: World) 
         ("unshard", "async_op"),
     ):
         for wrong in (None, 0, "no"):
-            with pytest.raises(ValueError, match=f"^{argument} must be True or False, got {wrong!r}$"):
+            with pytest.raises(ValueError, match=f"^{argument} must be True or False, got {wrong!r}[.]$"):
                 getattr(model, name)(wrong)
     for name, value in (
         ("set_requires_gradient_sync", False),
@@ -259,18 +259,18 @@ def test_setters_refuse_what_merely_counts_as_true_or_as_a_number(world: World) 
         ("set_reduce_scatter_max_input_buffers", 2),
         ("set_separate_reduce_scatter_group", True),
     ):
-        with pytest.raises(ValueError, match="^recurse must be True or False, got 'no'$"):
+        with pytest.raises(ValueError, match="^recurse must be True or False, got 'no'[.]$"):
             getattr(model, name)(value, recurse="no")
     for wrong in (True, 0, "2", None, 1.5):
-        with pytest.raises(ValueError, match=f"^max_input_buffers must be an int >= 1, got {wrong!r}$"):
+        with pytest.raises(ValueError, match=f"^max_input_buffers must be an int >= 1, got {wrong!r}[.]$"):
             model.set_reduce_scatter_max_input_buffers(wrong)
     for wrong in (True, 0, "2", float("inf")):
-        with pytest.raises(ValueError, match=f"^set_gradient_divide_factor takes a number > 0 or None, got {wrong!r}$"):
+        with pytest.raises(ValueError, match=f"^set_gradient_divide_factor takes a number > 0 or None, got {wrong!r}[.]$"):
             model.set_gradient_divide_factor(wrong)
     for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
-        with pytest.raises(ValueError, match="^expected a list of modules that fully_shard was called on, got FSDPBlock$"):
+        with pytest.raises(ValueError, match="^Expected a list of modules that fully_shard was called on, got FSDPBlock[.]$"):
             setter(model.blocks[0])
-    with pytest.raises(ValueError, match="^set_symm_mem_for_comm takes the name of a backend, got 3$"):
+    with pytest.raises(ValueError, match="^set_symm_mem_for_comm takes the name of a backend, got 3[.]$"):
         model.set_symm_mem_for_comm(3)
     assert unit.options == before
 
@@ -295,16 +295,16 @@ def test_without_a_process_group_fully_shard_says_how_to_start() -> None:
     environment = {key: value for key, value in os.environ.items() if key not in launchers}
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60.0)
     assert ended.stderr.splitlines()[-1] == (
-        "ValueError: there is no process group, and the environment does not say how to make one (RANK, WORLD_SIZE, MASTER_ADDR, "
-        "MASTER_PORT are not set): start the program with `torchrun --nproc-per-node N program.py`, or call "
-        "torch.distributed.init_process_group() before"
+        "ValueError: The default process group is not initialized, and the environment does not configure one (RANK, WORLD_SIZE, "
+        "MASTER_ADDR, MASTER_PORT are not set). Start the program with `torchrun --nproc-per-node N program.py`, or call "
+        "torch.distributed.init_process_group() first."
     )
 
 
 @ranks(2)
 def test_collectives_of_another_size_are_refused_and_nothing_has_changed(world: World) -> None:
     refused(
-        "CommPolicy.collectives must give collectives of rank RANK of 2, as the mesh has it, got rank 0 of 1".replace(
+        "Expected CommPolicy.collectives to return the collectives of rank RANK of 2, as in the mesh, got rank 0 of 1.".replace(
             "RANK", str(world.rank)
         ),
         model := nn.Linear(4, 4),
@@ -324,7 +324,7 @@ def test_untying_after_sharding_is_refused_by_name(world: World) -> None:
     kept = model[0].weight
     model[1].weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
     with pytest.raises(
-        StateError, match=r"parameter '0.weight' is installed in 2 slots \(it is tied\), which now hold different"
+        StateError, match=r"values in the 2 places where parameter '0.weight' is registered \(it is tied\), got different"
     ):
         model(torch.ones(2, 4))
     assert kept.requires_grad
@@ -338,7 +338,7 @@ def test_clipping_refuses_gradients_that_are_not_summed(world: World) -> None:
     parameter.grad = distribute_tensor(torch.ones(4), world.mesh, [Replicate()])
     assert clip_grad_norm_([parameter], 1.0) == 2.0, "each element counts once"
     parameter.grad = DTensor.from_local(torch.ones(4), world.mesh, [Partial()])
-    with pytest.raises(ValueError, match="which is not summed yet"):
+    with pytest.raises(ValueError, match="which is not reduced yet"):
         clip_grad_norm_([parameter], 1.0)
 
 
@@ -353,13 +353,13 @@ def test_what_is_not_a_gradient_of_the_parameter_is_refused_by_name_and_no_gradi
     elif left == "replicated":
         last.grad = distribute_tensor(torch.zeros(4), world.mesh, [Replicate()])
     handle = last.register_hook(lambda grad: grad.full_tensor() if left == "hook" else grad)
-    origin = "a hook on it made of its gradient" if left == "hook" else "was put into its `.grad`"
-    with pytest.raises(StateError, match=f"{origin}.* parameter '1.bias' of unit 'Sequential' has .*Shard"):
+    origin = "was returned by a hook on its gradient" if left == "hook" else "was assigned to its `.grad`"
+    with pytest.raises(StateError, match=f"gradient of parameter '1.bias' of unit 'Sequential' a DTensor .*Shard.* {origin}"):
         model(torch.ones(2, 4)).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters() if parameter is not last)
     handle.remove()
     last.grad = None
-    with pytest.warns(UserWarning, match="the last backward raised"):
+    with pytest.warns(UserWarning, match="The last backward raised"):
         model(torch.ones(2, 4)).sum().backward()
     assert torch.equal(last.grad.full_tensor(), torch.full((4,), 2.0))
 

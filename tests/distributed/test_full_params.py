@@ -337,9 +337,7 @@ def test_materialize_names_what_nobody_initialises(world: World) -> None:
     with torch.device("meta"):
         model = WithBuffers()
     shard_stack(model, world.mesh)
-    with pytest.raises(
-        StateError, match=r"'rotary' \(Rotary\) holds parameters or buffers on meta and has no reset_parameters"
-    ):
+    with pytest.raises(StateError, match=r"'rotary' \(Rotary\) has parameters or buffers on meta and no reset_parameters"):
         fullshard.materialize(model)
 
     def forgetful(module: nn.Module) -> None:
@@ -364,7 +362,7 @@ def test_to_empty_never_leaves_garbage_without_a_word(world: World) -> None:
     model.to_empty(device=world.mesh.device_type)
     with pytest.raises(
         StateError,
-        match=r"unit 'WithBuffers': to_empty\(\) allocated parameter 'inp.weight', .*, and nothing has written them: call reset_p",
+        match=r"Unit 'WithBuffers' has uninitialized memory: to_empty\(\) allocated parameter 'inp.weight', .*, and nothing has written them. Call reset_p",
     ):
         model(batch(0))
     for module in model.modules():
@@ -372,7 +370,7 @@ def test_to_empty_never_leaves_garbage_without_a_word(world: World) -> None:
             module.reset_parameters()
     with pytest.warns(
         UserWarning,
-        match=r"to_empty\(\) allocated buffer 'frequencies' of Rotary, buffer 'positions' of Rotary, and nothing has written them .*: compute them anew",
+        match=r"to_empty\(\) allocated buffer 'frequencies' of Rotary, buffer 'positions' of Rotary, and nothing has written them .*\. Compute them again",
     ):
         assert model(batch(0)).isnan().all()
     initialise(model.rotary)

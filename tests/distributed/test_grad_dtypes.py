@@ -161,7 +161,9 @@ def test_a_dtype_set_on_the_shard_counts_until_the_first_gather_and_is_refused_b
     assert sharded.weight.grad.dtype is BF16 and sharded.bias.grad.dtype is FP32
     sharded.zero_grad()
     sharded.bias.grad_dtype = BF16
-    with pytest.raises(StateError, match=r"'bias' of unit 'Linear' takes a \.grad of torch.bfloat16, but .* torch.float32"):
+    with pytest.raises(
+        StateError, match=r"of torch.bfloat16, the grad_dtype of parameter 'bias' of unit 'Linear', got .* torch.float32"
+    ):
         square(sharded(mine)).backward()
 
 

@@ -155,7 +155,7 @@ def test_rules_and_receivers(world: World) -> None:
         ({"bucket_bytes": 0}, "bucket_bytes must be an int of at least 1, got 0"),
         ({"ahead": -1}, "ahead must be an int of at least 0, got -1"),
         ({"dtype": "bf16"}, "dtype must be a floating-point torch.dtype or None, got 'bf16'"),
-        ({"to": "some"}, "to must be 'all', the number of a rank, or a process group, got 'some'"),
+        ({"to": "some"}, "to must be 'all', a global rank as an int, or a process group, got 'some'"),
     ],
 )
 def test_options_that_cannot_be_are_refused_at_once(options: dict[str, Any], told: str) -> None:
@@ -189,7 +189,7 @@ def test_a_step_between_two_buckets_is_told(world: World, ahead: int) -> None:
     stream = fullshard.weights.iter_full(model, bucket_bytes=64, ahead=ahead)
     next(stream)
     optimizer.step()
-    with pytest.raises(fullshard.StateError, match=r"was written while iter_full\(\) was under way"):
+    with pytest.raises(fullshard.StateError, match=r"was written during iter_full\(\)"):
         list(stream)
     assert len(list(fullshard.weights.iter_full(model))) == len(dict(model.named_parameters(remove_duplicate=False)))
 
@@ -205,7 +205,7 @@ def test_a_step_inside_of_a_bucket_is_told_and_averages_do_not_mind_it(world: Wo
         stream = fullshard.weights.iter_full(model, weights=weights)
         next(stream)
         work()
-        with pytest.raises(fullshard.StateError, match="was written while iter_full"):
+        with pytest.raises(fullshard.StateError, match="was written during iter_full"):
             list(stream)
     stream = fullshard.weights.iter_full(model, weights=ema)
     next(stream)

@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import HostLane, InFlight
+from fullshard.collectives.streams import HostStream, InFlight
 from fullshard.errors import InternalError
 from fullshard.params.reduction import MOVES, Stage
-from fullshard.schedule.residency import Wait
+from fullshard.schedule.scheduler import Wait
 
 
 class Procrastinator:
@@ -57,7 +57,7 @@ class Procrastinator:
             if first.after is not None:
                 first.after.lane.until(first.after)
             first.ran = True
-            HostLane().run(first.start, first.finish).wait()
+            HostStream().run(first.start, first.finish).wait()
 
 
 class _Later:
@@ -170,7 +170,7 @@ def test_the_procrastinator_finds_a_missing_wait(world: World, missing: str) -> 
 
     class Forgetful(Procrastinator):
         def until(self, ticket: _Later) -> None:
-            if (missing == "gather") != ticket.finish.__qualname__.startswith("Gather"):
+            if (missing == "gather") != ticket.finish.__qualname__.startswith("AllGather"):
                 super().until(ticket)
             elif ticket in self._queue:
                 self._queue.remove(ticket)
@@ -186,7 +186,7 @@ def test_the_procrastinator_finds_a_missing_wait(world: World, missing: str) -> 
     if missing == "gather":
         assert output.isnan().all()
         return
-    with pytest.raises(InternalError, match="a reduction of unit .* that is packed cannot be committed"):
+    with pytest.raises(InternalError, match="A reduction of unit .* cannot become committed: it is packed"):
         square(output).backward()
 
 
@@ -203,7 +203,7 @@ def test_a_reduction_is_committed_only_once_it_is_reduced_and_absorbed_only_whil
 def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:
     events: list[str] = []
 
-    class LaneWork:
+    class Work:
         def __init__(self, name: str, ready: bool) -> None:
             self.name, self.ready = name, ready
 
@@ -215,7 +215,7 @@ def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:
 
     flight = InFlight()
     for name, ready in (("a", False), ("b", True), ("c", False)):
-        flight.push(LaneWork(name, ready), lambda name=name: events.append(f"land {name}"))
+        flight.push(Work(name, ready), lambda name=name: events.append(f"land {name}"))
     flight.poll()
     assert events == [], "b is done, but a was first"
     flight.make_room(3)
@@ -246,7 +246,7 @@ def test_poison_shows_who_computes_before_the_gather_was_waited_for(world: World
         late = CommPolicy(lanes=late_lanes())
         model = fullshard.fully_shard(Stack(), mesh=world.mesh, check_policy=CheckPolicy(poison=True), comm_policy=late)
         square(model(world.mine(batch(0)))).backward()
-        model._fullshard_unit.runtime.executor._run[Wait] = lambda unit: None  # a missing wait
+        model._fullshard_unit.runtime._actions[Wait] = lambda unit: None  # a missing wait
         with torch.no_grad():
             seen.extend(model(world.mine(batch(0))) for _ in range(20))
 

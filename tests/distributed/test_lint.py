@@ -66,12 +66,12 @@ def test_waste_is_said_once_on_one_rank_and_can_be_silenced(world: World) -> Non
         if world.rank == 0 and name == "root":
             Texts().assertExpectedInline(
                 said[0],
-                """unit 'Wide' is full from its forward to its backward's end and holds 99% of the parameters: call fully_shard on its large parts first, or shard_model(), which chooses them""",
+                """Unit 'Wide' stays unsharded from its forward to the end of its backward, and has 99% of the parameters. Call fully_shard() on its large parts first, or shard_model(), which chooses them.""",
             )
         if world.rank == 0 and name == "large":
             Texts().assertExpectedInline(
                 said[0],
-                """unit 'blocks.3' has 2,097,152 elements, 512 times the median of the units, and decides the peak of memory: call fully_shard on parts of it""",
+                """Unit 'blocks.3' has 2,097,152 elements, 512 times the median of the units, so it determines the peak memory. Call fully_shard() on parts of it.""",
             )
         quiet = wide(world, silence=(name,), **sizes)
         assert lines(lambda quiet=quiet, x=x: quiet(x)) == []
@@ -93,7 +93,7 @@ def test_padding_is_said(world: World) -> None:
     if world.rank == 0:
         Texts().assertExpectedInline(
             said[0],
-            """unit 'Few' is padded by 300%, since its parameters have few rows for 4 ranks: cut them along another dim with shard_placement_fn""",
+            """Unit 'Few' is padded by 300%, since its parameters have few rows for 4 ranks. Shard them along another dim with shard_placement_fn.""",
         )
 
 
@@ -107,7 +107,7 @@ def test_trainable_parameters_that_nobody_reduces(world: World) -> None:
     if world.rank == 0:
         Texts().assertExpectedInline(
             said[0],
-            """ignored parameters 'head.bias' are trainable, and nobody reduces their gradients: each rank trains its own, unless you average them after backward""",
+            """Ignored parameters 'head.bias' are trainable, but no unit reduces their gradients, so each rank trains its own copy. Average their gradients after backward.""",
         )
 
     late = shard_stack(Stack(), world.mesh)
@@ -117,14 +117,16 @@ def test_trainable_parameters_that_nobody_reduces(world: World) -> None:
         late(batch(0))
     Texts().assertExpectedInline(
         str(caught.value),
-        """unit 'blocks.1': parameters added after fully_shard ('scale') would be trained by each rank alone: add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their gradients yourself, pass CheckPolicy(silence=('added',))""",
+        """Parameters ('scale') were added to unit 'blocks.1' after fully_shard(), so each rank would train them alone. Add them before fully_shard(), call fully_shard() on the module that holds them, freeze them, or, if you reduce their gradients yourself, pass CheckPolicy(silence=('added',)).""",
     )
     late.blocks[1].scale.requires_grad_(False)
     late(batch(0))
     late.blocks[1].adapter = fully_shard(nn.Linear(3, 3), mesh=world.mesh)
     late(batch(0))
     late.head = nn.Linear(7, 3)
-    with pytest.raises(StateError, match=r"parameters added after fully_shard \('head.weight', 'head.bias'\)"):
+    with pytest.raises(
+        StateError, match=r"Parameters \('head.weight', 'head.bias'\) were added to unit '.*' after fully_shard"
+    ):
         late(batch(0))
 
     rootless = Stack(2)
@@ -137,7 +139,7 @@ def test_trainable_parameters_that_nobody_reduces(world: World) -> None:
         (line,) = said
         Texts().assertExpectedInline(
             line,
-            """an optimizer steps sharded parameters and 4 plain ones ('one of shape (7, 5)', 'one of shape (7,)', 'one of shape (3, 7)' and 1 more), whose gradients no unit reduces: each rank trains its own. Call fully_shard on the module that holds them, the outermost one for example""",
+            """An optimizer steps sharded parameters and 4 plain ones ('one of shape (7, 5)', 'one of shape (7,)', 'one of shape (3, 7)' and 1 more), whose gradients no unit reduces, so each rank trains its own copy. Call fully_shard() on the module that holds them, for example the outermost one.""",
         )
 
 
@@ -155,7 +157,7 @@ def test_prefetches_that_are_missed_are_counted_and_said(world: World) -> None:
 
     model = Shuffled()
     policy = fullshard.CommPolicy(
-        lanes=lambda device: fullshard.collectives.streams.lane_for(device)
+        lanes=lambda device: fullshard.collectives.streams.stream_for(device)
     )  # counted apart from other models
     for module in (*model.parts, model):
         fully_shard(module, mesh=world.mesh, comm_policy=policy)
@@ -168,7 +170,7 @@ def test_prefetches_that_are_missed_are_counted_and_said(world: World) -> None:
     in_order = shard_stack(
         Stack(),
         world.mesh,
-        comm_policy=fullshard.CommPolicy(lanes=lambda device: fullshard.collectives.streams.lane_for(device)),
+        comm_policy=fullshard.CommPolicy(lanes=lambda device: fullshard.collectives.streams.stream_for(device)),
     )
     for step in range(4):
         square(in_order(batch(step))).backward()

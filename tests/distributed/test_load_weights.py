@@ -43,8 +43,8 @@ def test_every_rank_reads_its_share_and_has_its_values(world: World, cut: str, m
     assert everything.tolist() == [nbytes, size], "the checkpoint and its headers are read once, by all ranks together"
     share, rows = 0.0, 0
     tensors = tensors_of(model)
-    for held in tensors.held:
-        boxes, shape = held.target.holdings.boxes, held.target.shape
+    for held in tensors.entries:
+        boxes, shape = held.target.shard_map.boxes, held.target.shape
         row = held.local.itemsize * prod(shape[1:])
         mine = boxes[tensors.index]
         if mine is not None:
@@ -113,7 +113,7 @@ def test_rules_dtypes_and_several_files(world: World) -> None:
         "blocks.1.bias": "bfloat16 -> float32",
         "column": "computed",
     }
-    with pytest.raises(ValueError, match="embed.weight is float64 in the file, float32 in the model, which rounds it"):
+    with pytest.raises(ValueError, match="embed.weight is float64 in the file and float32 in the model, which rounds it"):
         load_weights(model, folder, key_map=key_map)
 
 
@@ -139,13 +139,13 @@ def test_a_progress_that_raises_ends_loads_and_saves_on_all_ranks(world: World) 
 WRONG: dict[str, tuple[Any, str]] = {
     "missing": (
         lambda s: {name: one for name, one in s.items() if name != "mean"},
-        "the model has 'mean', which the checkpoint does not",
+        "the model has 'mean', but the checkpoint does not",
     ),
     "unexpected": (
         lambda s: {**s, "blocks.0.wieght": s["scale"]},
-        r"the checkpoint has 'blocks.0.wieght', which the model does not",
+        r"the checkpoint has 'blocks.0.wieght', but the model does not",
     ),
-    "shape": (lambda s: {**s, "column": torch.zeros(7, 2)}, r"column is \(7, 2\) in the file, \(7, 1\) in the model"),
+    "shape": (lambda s: {**s, "column": torch.zeros(7, 2)}, r"column is \(7, 2\) in the file and \(7, 1\) in the model"),
 }
 
 
@@ -322,9 +322,9 @@ def test_ranks_with_other_files_are_told(world: World, kind: str) -> None:
     if kind == "another step" and world.rank:  # the same but for some values: it was loaded
         write(here / "model-0.safetensors", {name: one + 1 for name, one in saved().items()})
     told = {
-        "another step": r"model-0.safetensors has other values on one rank than on the first, .* the files differ",
-        "longer": r"model-0.safetensors has [\d,]+ bytes on one rank, .* the files differ",
-        "another order": r"model-0.safetensors has other tensors, or the same in another order, .* the files differ",
+        "another step": r"model-0.safetensors has different values on one rank than on the first rank, .* Load the same files on all ranks",
+        "longer": r"model-0.safetensors has [\d,]+ bytes on one rank, .* Load the same files on all ranks",
+        "another order": r"model-0.safetensors has different tensors or a different tensor order .* Load the same files on all ranks",
     }
     before = os.getcwd()
     os.chdir(here)
@@ -371,11 +371,11 @@ def test_key_maps_that_differ_are_told_on_every_rank(world: World) -> None:
     model = sharded(world, "rows")
     rules = [Rename("layers", "blocks")]
     twisted = [*rules, Transpose(r"blocks\.0\.weight")]
-    with pytest.raises(ValueError, match="the tensors that key_map makes differ from rank to rank"):
+    with pytest.raises(ValueError, match="The tensors that key_map makes differ between ranks"):
         load_weights(model, folder, key_map=twisted if world.rank else rules)
     load_weights(model, folder, key_map=rules)
     check(model, values())
-    with pytest.raises(ValueError, match="key_map, dtype or max_shard_bytes differ from rank to rank"):
+    with pytest.raises(ValueError, match="key_map, dtype or max_shard_bytes differ between ranks"):
         fullshard.save_weights(model, folder.parent / "other", max_shard_bytes=200 + 100 * world.rank)
 
 
@@ -415,7 +415,7 @@ def test_buffers_that_no_checkpoint_has_get_the_values_that_the_model_is_built_w
     with torch.device("meta"):
         model = Rotary()
     fullshard.fully_shard(model, mesh=world.mesh)
-    with pytest.raises(ValueError, match=r"buffers\(\) must return the model as it is built, got a int"):
+    with pytest.raises(ValueError, match=r"buffers\(\) must return the newly built model, got a int"):
         fullshard.load_weights(model, folder, buffers=lambda: 3)  # type: ignore[arg-type, return-value]
     loaded = fullshard.load_weights(model, folder, buffers=Rotary)
     assert loaded.unwritten == ("noise",), "what is random is not made up"

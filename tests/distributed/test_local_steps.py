@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fullshard
 from fullshard.frontend import optim as steps
 from fullshard.frontend.local_steps import ELEMENT_WISE, is_element_wise
-from fullshard.params.sharded_param import inside
+from fullshard.params.sharded_param import to_local
 
 OPTIONS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Adadelta": (optim.Adadelta, {}),
@@ -112,21 +112,23 @@ def test_weights_and_states_are_those_of_plain_tensors_and_of_dtensors(world: Wo
     models = [shard_stack(Stack(), world.mesh) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     ours = kind(models[0].parameters(), **options)
-    plain = [nn.Parameter(inside(parameter).clone()) for parameter in models[0].parameters()]
+    plain = [nn.Parameter(to_local(parameter).clone()) for parameter in models[0].parameters()]
     expected = kind(plain, **options)
     for step in range(3):
         square(models[0](world.mine(batch(step)))).backward()
         for parameter, reference in zip(models[0].parameters(), plain):
-            reference.grad = inside(parameter.grad).clone()
+            reference.grad = to_local(parameter.grad).clone()
         with Kinds() as seen:
             ours.step()
         assert seen.count and (step == 0 or not seen.of_dtensors)
         expected.step()
         ours.zero_grad()
     for (of, parameter), reference in zip(models[0].named_parameters(), plain):
-        assert torch.equal(inside(parameter), reference), of
+        assert torch.equal(to_local(parameter), reference), of
         for key, value in expected.state[reference].items():
-            assert torch.equal(inside(ours.state[parameter][key]), value) if isinstance(value, Tensor) else True, f"{of} {key}"
+            assert torch.equal(to_local(ours.state[parameter][key]), value) if isinstance(value, Tensor) else True, (
+                f"{of} {key}"
+            )
     if name not in ("Adagrad, fused", "SGD, fused", "Rprop"):
         with dtensor_path():
             theirs = kind(models[1].parameters(), **options)

@@ -78,7 +78,7 @@ def test_deleting_a_model_frees_its_memory_with_the_collector_off(world: World) 
             runtime, number = unit.runtime, unit.number
             del model, loss, unit
             assert [ref() for ref in watched] == [None] * len(watched)
-            assert number not in runtime.executor.units and not runtime.planner.knows(number)
+            assert not runtime.has_unit(number) and not runtime.scheduler.knows(number)
     finally:
         gc.enable()
 
@@ -88,25 +88,25 @@ def test_a_model_that_another_thread_deletes_is_forgotten_at_the_next_forward(wo
     """The collector runs in any thread, and must not reach into the work of this one."""
     models = [shard_stack(Stack(), world.mesh) for _ in range(2)]
     square(models[0](world.mine(batch(0)))).backward()
-    planner, numbers = models[0]._fullshard_unit.runtime.planner, [u.number for u in units_of(models[0], True)]
+    scheduler, numbers = models[0]._fullshard_unit.runtime.scheduler, [u.number for u in units_of(models[0], True)]
     thread = threading.Thread(target=models.pop, args=(0,))
     thread.start()
     thread.join()
-    assert all(planner.knows(number) for number in numbers)
+    assert all(scheduler.knows(number) for number in numbers)
     square(models[0](world.mine(batch(0)))).backward()
-    assert not any(planner.knows(number) for number in numbers)
+    assert not any(scheduler.knows(number) for number in numbers)
 
 
 @ranks(2)
 def test_a_thread_that_did_not_shard_may_delete_one_model_and_run_another(world: World) -> None:
     models = [shard_stack(Stack(), world.mesh) for _ in range(2)]
-    planner, numbers = models[0]._fullshard_unit.runtime.planner, [u.number for u in units_of(models[0], True)]
+    scheduler, numbers = models[0]._fullshard_unit.runtime.scheduler, [u.number for u in units_of(models[0], True)]
     done: list[bool] = []
 
     def work() -> None:
         models.pop(0)
         square(models[0](world.mine(batch(0)))).backward()
-        done.append(not any(planner.knows(number) for number in numbers))
+        done.append(not any(scheduler.knows(number) for number in numbers))
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -117,10 +117,10 @@ def test_a_thread_that_did_not_shard_may_delete_one_model_and_run_another(world:
 @ranks(2)
 def test_forwards_whose_output_is_dropped_leave_nothing_that_grows(world: World) -> None:
     model = shard_stack(Stack(), world.mesh, reshard_after_forward=False)
-    planner = model._fullshard_unit.runtime.planner
+    scheduler = model._fullshard_unit.runtime.scheduler
     for _ in range(200):
         model(batch(0))
-    assert all(record.live_graphs == 0 for record in planner._records.values())
-    assert len(planner.pending._calls) <= 65 * 4 and len(planner.pending._runs) <= 64
+    assert all(record.live_graphs == 0 for record in scheduler._records.values())
+    assert len(scheduler._pending) <= 65 * 4 and len(scheduler._run_starts) <= 64
     square(model(batch(0))).backward()
-    assert not planner.pending._calls and all(record.pending_backwards == 0 for record in planner._records.values())
+    assert not scheduler._pending and all(record.pending_backwards == 0 for record in scheduler._records.values())

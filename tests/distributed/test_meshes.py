@@ -71,15 +71,15 @@ def test_a_hybrid_mesh_needs_no_names(world: World) -> None:
 
 
 SHARDING_FIRST = (
-    "mesh must have the axes (replicate, shard), got ('{0}', '{1}') of sizes (2, 2), of which the first is named as one to "
-    "shard over: each shard would be held on all its ranks, and parameters sharded over '{1}' alone. To shard over both, pass "
-    "mesh._flatten('{0}_{1}'){2}; to replicate over '{0}', give it a name that says so, init_device_mesh(..., "
-    "mesh_dim_names=('replicate', '{1}'))"
+    "Expected a mesh with the axes (replicate, shard), got ('{0}', '{1}') of sizes (2, 2). Shards would be replicated over the "
+    "first axis, but '{0}' is the name of a shard axis; parameters would be sharded over '{1}' alone. To shard over both axes, "
+    "pass mesh._flatten('{0}_{1}'){2}. To replicate over '{0}', give it the name of a replicate axis: init_device_mesh(..., "
+    "mesh_dim_names=('replicate', '{1}'))."
 )
 REPLICATING_LAST = (
-    "mesh must have the axes (replicate, shard), got ('{0}', '{1}') of sizes (2, 2), of which the second, that parameters would "
-    "be sharded over, is named as one to replicate over. Put it first, init_device_mesh(..., mesh_dim_names=('{1}', '{0}')); or "
-    "to shard over both, pass mesh._flatten('{0}_{1}'){2}"
+    "Expected a mesh with the axes (replicate, shard), got ('{0}', '{1}') of sizes (2, 2). Parameters would be sharded over the "
+    "second axis, but '{1}' is the name of a replicate axis. Put it first: init_device_mesh(..., mesh_dim_names=('{1}', '{0}')). "
+    "To shard over both axes, pass mesh._flatten('{0}_{1}'){2}."
 )
 
 
@@ -152,7 +152,7 @@ def test_what_the_error_of_misnamed_axes_advises_works(world: World) -> None:
 def test_misnamed_axes_are_refused_of_whole_models_and_of_fsdp1_too(world: World) -> None:
     mesh = named("dp_shard", "cp")
     model = Stack()
-    with pytest.raises(ValueError, match="of which the first is named as one to shard over"):
+    with pytest.raises(ValueError, match="is the name of a shard axis"):
         fullshard.shard_model(model, mesh)
     with pytest.raises(
         ValueError, match=re.escape(SHARDING_FIRST.format("dp_shard", "cp", " and a strategy that is not hybrid"))
@@ -515,9 +515,9 @@ def test_several_named_axes_are_flattened_into_one(world: World) -> None:
     fully_shard(sharded, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
     assert sharded.weight.device_mesh.ndim == 2 and sharded.weight.placements == (Shard(0), Replicate())
     assert_same_parameters(sharded, model)
-    with pytest.raises(ValueError, match="do not lie side by side"):
+    with pytest.raises(ValueError, match="are not adjacent in the mesh axes"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "tp")))
-    with pytest.raises(ValueError, match=r"got 'weight' on no mesh \(a plain tensor\)"):
+    with pytest.raises(ValueError, match=r"got parameter 'weight' on no mesh \(a plain tensor\)"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
 

@@ -32,77 +32,79 @@ from fullshard.runtime.unit import unit_of
 ROOT = Path(__file__).parents[2]
 EAGER = CheckPolicy(patience=0.2)
 _FIX = (
-    "All ranks must run the same units in the same order: have a rank that has nothing to compute for a unit call its join(), "
-    "and all ranks any_failed() when some may have raised"
+    "All ranks must run the same units in the same order. On a rank with nothing to compute for a unit, call its join(). If "
+    "some ranks may have raised, call any_failed() on all ranks."
 )
 
 TEXTS = {
-    "other units": f"the ranks parted at call N. rank 0: 'right' forward gather; rank 1: 'left' forward gather. {_FIX}",
-    "skipped tower": f"the ranks parted at call N. rank 0: 'tower' forward gather; rank 1: 'behind' forward gather. {_FIX}",
+    "other units": f"Ranks diverged at collective N: rank 0 ran all_gather of 'right' (forward); rank 1 ran all_gather of 'left' (forward). {_FIX}",
+    "skipped tower": f"Ranks diverged at collective N: rank 0 ran all_gather of 'tower' (forward); rank 1 ran all_gather of 'behind' (forward). {_FIX}",
     "skipped backward": (
-        f"the ranks parted at call N. rank 0: 'blocks.2' backward gather; rank 1: 'blocks.0' forward gather. {_FIX}"
+        f"Ranks diverged at collective N: rank 0 ran all_gather of 'blocks.2' (backward); rank 1 ran all_gather of 'blocks.0' (forward). {_FIX}"
     ),
     "evaluation on one rank": (
-        f"the ranks parted at call N. rank 0: 'Stack' forward gather; rank 1: 'blocks.2' backward gather. {_FIX}"
+        f"Ranks diverged at collective N: rank 0 ran all_gather of 'Stack' (forward); rank 1 ran all_gather of 'blocks.2' (backward). {_FIX}"
     ),
     "replicas": (
-        f"the ranks parted at call N. ranks 0 and 1: 'right' forward gather; ranks 2 and 3: 'left' forward gather. {_FIX}"
+        f"Ranks diverged at collective N: ranks 0 and 1 ran all_gather of 'right' (forward); ranks 2 and 3 ran all_gather of 'left' (forward). {_FIX}"
     ),
-    "options differ": f"the ranks parted at call N. rank 0: 'Stack' reduction; rank 1: 'blocks.0' backward gather. {_FIX}",
+    "options differ": f"Ranks diverged at collective N: rank 0 ran reduce_scatter of 'Stack'; rank 1 ran all_gather of 'blocks.0' (backward). {_FIX}",
     "too late": (
-        "rank 0 waited 3 seconds (CheckPolicy.timeout) in call N, 'Stack' forward gather. "
-        "rank 1: computing, or elsewhere, after call N, heartbeat"
+        "rank 0 waited 3 seconds (CheckPolicy.timeout) in collective N, all_gather of 'Stack' (forward). "
+        "rank 1: computing or elsewhere, after collective N, heartbeat"
     ),
     "one rank has fewer batches": (
-        "rank 1 is in fullshard.any_failed(), and rank 0 waits in call N, 'Stack' forward gather: "
-        "the step failed, or ended early, there. Call any_failed() on all ranks"
+        "rank 1 is in fullshard.any_failed() while rank 0 waits in collective N, all_gather of 'Stack' (forward). "
+        "The step failed or ended early there. Call any_failed() on all ranks."
     ),
     "head replaced": (
-        "unit 'Stack': parameters added after fully_shard ('head.weight', 'head.bias') would be trained by each rank alone: "
-        "add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their gradients yourself, pass CheckPolicy(silence=('added',))"
+        "Parameters ('head.weight', 'head.bias') were added to unit 'Stack' after fully_shard(), so each rank would train them alone. Add "
+        "them before fully_shard(), call fully_shard() on the module that holds them, freeze them, or, if you reduce their gradients yourself, pass CheckPolicy(silence=('added',))."
     ),
     "adapter added": (
-        "unit 'blocks.0': parameters added after fully_shard ('up.lora') would be trained by each rank alone: "
-        "add them before, call fully_shard on the module that holds them, freeze them, or, if you reduce their gradients yourself, pass CheckPolicy(silence=('added',))"
+        "Parameters ('up.lora') were added to unit 'blocks.0' after fully_shard(), so each rank would train them alone. Add "
+        "them before fully_shard(), call fully_shard() on the module that holds them, freeze them, or, if you reduce their gradients yourself, pass CheckPolicy(silence=('added',))."
     ),
     "ignored": (
-        "ignored parameters 'inp.weight' are trainable, and nobody reduces their gradients: each rank trains its own, "
-        "unless you average them after backward"
+        "Ignored parameters 'inp.weight' are trainable, but no unit reduces their gradients, so each rank trains its own copy. "
+        "Average their gradients after backward."
     ),
     "root": (
-        "unit 'Sequential' is full from its forward to its backward's end and holds 99% of the parameters: "
-        "call fully_shard on its large parts first, or shard_model(), which chooses them"
+        "Unit 'Sequential' stays unsharded from its forward to the end of its backward, and has 99% of the parameters. "
+        "Call fully_shard() on its large parts first, or shard_model(), which chooses them."
     ),
     "root forgotten": (
-        "an optimizer steps sharded parameters and 2 plain ones ('1.weight', '1.bias'), whose gradients no unit reduces: "
-        "each rank trains its own. Call fully_shard on the module that holds them, the outermost one for example"
+        "An optimizer steps sharded parameters and 2 plain ones ('1.weight', '1.bias'), whose gradients no unit reduces, so "
+        "each rank trains its own copy. Call fully_shard() on the module that holds them, for example the outermost one."
     ),
     "no gradients": (
-        "an optimizer steps 2 sharded parameters ('weight', 'bias'), none of which has a gradient: call backward() "
+        "An optimizer steps 2 sharded parameters ('weight', 'bias'), none of which has a gradient. Call backward() "
         "before, without inputs=, or "
-        "take gradients as values with fullshard.grad()"
+        "take gradients as values with fullshard.grad()."
     ),
     "differentiated": (
         "torch.autograd.grad or backward(inputs=) was given 2 sharded parameters that it cannot reach, since modules compute with "
-        "the full ones: 'weight' of unit 'Linear', 'bias' of unit 'Linear'. Take gradients as values with "
-        "fullshard.grad(loss, parameters), or call backward() without inputs= (parameters that are to get none: "
-        "requires_grad_(False))"
+        "the unsharded ones: 'weight' of unit 'Linear', 'bias' of unit 'Linear'. Take gradients as values with "
+        "fullshard.grad(loss, parameters), or call backward() without inputs= (set requires_grad_(False) "
+        "for parameters without gradients)."
     ),
-    "clipping on one rank": (f"the ranks parted at call N. rank 0: clip_grad_norm_(); rank 1: 'Stack' forward gather. {_FIX}"),
+    "clipping on one rank": (
+        f"Ranks diverged at collective N: rank 0 ran clip_grad_norm_(); rank 1 ran all_gather of 'Stack' (forward). {_FIX}"
+    ),
     "prefetch": (
-        "N of N gathers were not issued ahead, since units ran in another order than before, and computing waited for them: "
-        "name what comes next with set_modules_to_forward_prefetch()"
+        "N of N all-gathers were not prefetched, since units ran in another order than before, and compute waited for them. "
+        "Name the next modules with set_modules_to_forward_prefetch()."
     ),
     "subclass": (
-        "parameter 'weight' of unit 'Linear' cannot be gathered: it is a Tagged, which does not say how. Define "
+        "Parameter 'weight' of unit 'Linear' cannot be all-gathered: it is a Tagged without all-gather hooks. Define "
         "fsdp_pre_all_gather and fsdp_post_all_gather, on the class or on parameter._local_tensor, before the first forward, or "
-        "make it a plain torch.Tensor, after fullshard.undo()"
+        "make it a plain torch.Tensor, after fullshard.undo()."
     ),
     "unknown option": "fully_shard() got an unexpected keyword argument 'reshard_after_foward'",
     "unknown remark": (
         "CheckPolicy.silence takes names out of ('root', 'large', 'padding', 'ignored', 'prefetch', 'optimizer', 'gradients', 'hidden', 'added'), got 'rot'"
     ),
-    "no unit": "this Linear is no unit: call fully_shard on it first",
+    "no unit": "Linear is not sharded. Call fully_shard() on it first.",
 }
 
 
@@ -111,7 +113,7 @@ def says(key: str, said: object) -> None:
 
     A text that changed on purpose is accepted by copying it from the failure to TEXTS and to docs/never-silent.md.
     """
-    found = re.sub(r"\b(call|of) \d+", r"\1 N", re.sub(r"^\d+ of", "N of", str(said)))
+    found = re.sub(r"\b(collective|call|of) \d+", r"\1 N", re.sub(r"^\d+ of", "N of", str(said)))
     assert found == TEXTS[key], f"TEXTS[{key!r}] should be:\n{found}"
 
 
@@ -611,7 +613,7 @@ def test_an_unknown_option_is_an_error(world: World) -> None:
     module = nn.Linear(2, 2)
     stops("unknown option", lambda: fully_shard(module, mesh=world.mesh, reshard_after_foward=False), TypeError)
     stops("unknown remark", lambda: CheckPolicy(silence=("rot",)), ValueError)
-    with pytest.raises(TypeError, match="fully_shard has no option 'reshard_after_foward': there are"):
+    with pytest.raises(TypeError, match=r"fully_shard\(\) has no option 'reshard_after_foward'. Expected one of"):
         fullshard.shard_model(module, world.mesh, reshard_after_foward=False)
     assert type(module) is nn.Linear
 
@@ -740,9 +742,9 @@ def load_assigned(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
 
 STEP = "SGD.step() of 4 parameters, lr={}, momentum=0, dampening=0, weight_decay=0, nesterov=False, maximize=False"
 ALONE = {
-    skip: ("'0' forward gather", STEP.format(0.5)),
-    twice: (STEP.format(0.5), "'0' forward gather"),
-    no_zero: ("'1' reduction, added to the gradients that are there", "'1' reduction"),
+    skip: ("all_gather of '0' (forward)", STEP.format(0.5)),
+    twice: (STEP.format(0.5), "all_gather of '0' (forward)"),
+    no_zero: ("reduce_scatter of '1' (added to the gradients that are there)", "reduce_scatter of '1'"),
     scale: (STEP.format(0.5) + ", after a write to the gradient of 'weight' of '0'", STEP.format(0.5)),
     other_rate: (STEP.format(0.125), STEP.format(0.25)),
     plateau: (STEP.format(0.25), STEP.format(0.5)),
@@ -752,11 +754,11 @@ ALONE = {
         "maximize=False",
     ),
     fewer: (STEP.format(0.5).replace("4", "3"), STEP.format(0.5)),
-    write: ("'1' zero_() of 'weight'", "'0' forward gather"),
-    write_data: ("'1' mul_() of 'weight'", "'0' forward gather"),
-    assign: ("'1' assignment to .data of 'weight'", "'0' forward gather"),
-    load: ("'0' copy_() of 'weight'", "'0' forward gather"),
-    load_assigned: ("'0' load_state_dict()", "'0' forward gather"),
+    write: ("zero_() of 'weight' of '1'", "all_gather of '0' (forward)"),
+    write_data: ("mul_() of 'weight' of '1'", "all_gather of '0' (forward)"),
+    assign: ("assignment to .data of 'weight' of '1'", "all_gather of '0' (forward)"),
+    load: ("copy_() of 'weight' of '0'", "all_gather of '0' (forward)"),
+    load_assigned: ("load_state_dict() of '0'", "all_gather of '0' (forward)"),
 }
 
 
@@ -784,8 +786,8 @@ def test_what_one_rank_alone_does_to_its_shards_is_named_on_all(world: World, do
     assert fullshard.any_failed(world.mesh, caught.value)
     first, second = ALONE[done]
     # Ranks that did not come to tell where they are by then are left out.
-    told = [f"the ranks parted at call N. rank 0: {first}; {rest}: {second}. All ranks" for rest in OTHERS]
-    said = re.sub(r"call \d+", "call N", str(caught.value))
+    told = [f"Ranks diverged at collective N: rank 0 ran {first}; {rest} ran {second}. All ranks" for rest in OTHERS]
+    said = re.sub(r"collective \d+", "collective N", str(caught.value))
     assert any(said.startswith(text) for text in told), said
 
 
@@ -830,4 +832,4 @@ def test_the_table_tells_what_the_tests_saw() -> None:
     for key, text in TEXTS.items():
         assert text in page, f"the document lacks {key!r}: {text}"
     for first, second in ALONE.values():
-        assert f"rank 0: {first}; rank 1: {second}" in page
+        assert f"rank 0 ran {first}; rank 1 ran {second}" in page

@@ -146,7 +146,7 @@ def test_a_parameter_assigned_after_sharding_is_taken_over(world: World) -> None
 def test_removing_a_parameter_after_sharding_is_refused_by_name(world: World) -> None:
     model = shard_stack(Stack(), world.mesh)
     model.head.bias = None
-    with pytest.raises(StateError, match=r"parameter 'head.bias' was removed"):
+    with pytest.raises(StateError, match=r"Parameter 'head.bias' cannot be all-gathered: it was removed"):
         model(batch(0))
 
 

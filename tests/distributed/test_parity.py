@@ -52,7 +52,7 @@ def test_direct_messages_give_bit_for_bit_what_packed_ones_give(world: World, si
     for model, comm in zip(models, (PACKED, DIRECT)):
         shard_stack(model, world.mesh, comm_policy=comm)
         square(model(world.mine(batch(0)))).backward()
-    places = [p.direct for g in models[1].blocks[0]._fullshard_unit.groups for p in g.layout.places]
+    places = [p.direct for g in models[1].blocks[0]._fullshard_unit.groups for p in g.layout.offsets]
     assert any(places)
     for packed, direct in zip(models[0].parameters(), models[1].parameters()):
         assert torch.equal(full(packed.grad), full(direct.grad))
@@ -124,7 +124,7 @@ FEW_ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", [*FEW_ROWS, "hybrid"])
 @ranks(4)
-@mock.patch.object(layout, "LEAST_MESSAGE", 64)
+@mock.patch.object(layout, "MIN_MESSAGE", 64)
 @mock.patch.object(layout, "slice_limit", lambda nbytes, kinds: 128)
 def test_parameters_with_few_rows_are_summed_instead_of_padded(world: World, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if kind == "hybrid" else world.mesh

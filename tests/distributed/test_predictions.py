@@ -93,14 +93,14 @@ def test_memory_of_gloo_ranks_is_predicted_within_five_percent_and_messages_exac
 def test_a_run_says_on_which_lane_what_was_sent_and_waited_for_and_off_it_nothing_is_changed(world: World) -> None:
     model, optimizer = sharded(world)
     runtime = next(iter(fullshard.frontend.module.units_of(model, True))).runtime  # type: ignore[attr-defined]
-    before = (runtime.executor._run, runtime.communicator.gather_lane, runtime.communicator.reduce_lane)
+    before = (runtime._actions, runtime.communicator.all_gather_stream, runtime.communicator.reduce_scatter_stream)
     x = torch.randn(ROWS, DIM)
     with fullshard.record(model) as run:
-        with pytest.raises(fullshard.StateError, match=r"still being recorded: ask after the `with` block"):
+        with pytest.raises(fullshard.StateError, match=r"still being recorded. Read its figures after the `with` block"):
             _ = run.steps
         for _ in range(4):
             step(model, optimizer, x)
-    assert before == (runtime.executor._run, runtime.communicator.gather_lane, runtime.communicator.reduce_lane)
+    assert before == (runtime._actions, runtime.communicator.all_gather_stream, runtime.communicator.reduce_scatter_stream)
     spans = Counter((span.lane, span.unit) for span in run.spans)
     for name in ("0", "1", "2"):
         assert spans["gather", name] >= 1 and spans["reduce", name] == 1 and spans["wait", name] >= 2
@@ -109,7 +109,7 @@ def test_a_run_says_on_which_lane_what_was_sent_and_waited_for_and_off_it_nothin
     assert run.peak is None and 0 < sum(run.waiting.values()) < sum(run.steps)
     with pytest.raises(ZeroDivisionError), fullshard.record(model):
         raise ZeroDivisionError
-    assert before == (runtime.executor._run, runtime.communicator.gather_lane, runtime.communicator.reduce_lane)
+    assert before == (runtime._actions, runtime.communicator.all_gather_stream, runtime.communicator.reduce_scatter_stream)
     with fullshard.record(model) as short:
         step(model, optimizer, x)
     with pytest.raises(fullshard.StateError, match="at least two optimizer steps"):

@@ -103,10 +103,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": torch.int8}, "dtype must be a floating-point torch.dtype or None, got torch.int8"),
     "convert": (
         {"key_map": [Convert(["mean"], "m", lambda mean: mean)]},
-        r"save_weights\(\) takes no Convert, as for 'm'",
+        r"save_weights\(\) does not support Convert, got one for 'm'",
     ),
     "twice": ({"key_map": [Rename(".+", "a")]}, "key_map gives 'a' twice"),
-    "extra": ({"extra": {"../config.json": ""}}, "extra has '../config.json', which is no name of a further file"),
+    "extra": ({"extra": {"../config.json": ""}}, "extra cannot contain '../config.json': expected the plain name of a file"),
 }
 
 
@@ -154,7 +154,7 @@ def test_every_call_that_fails_leaves_the_old_directory_whole(world: World, call
             fullshard.save_weights(model, folder, max_shard_bytes=300, extra={"config.json": "new"})
         except (ValueError, RuntimeError) as failure:
             assert "injected" in str(failure) and (call != "posix_fallocate" or "bytes are needed, " in str(failure))
-            told = re.search(r"is whole in (.+?), and ", str(failure))
+            told = re.search(r"is complete in (.+?), and ", str(failure))
         else:
             break
         finally:
@@ -207,7 +207,9 @@ def test_every_rank_puts_files_of_its_own_into_the_same_commit(world: World) -> 
             parameter.fill_(3.0)
     with pytest.raises((OSError, RuntimeError), match="no room"):
         save_weights(model, folder, each_rank=fails)
-    with pytest.raises((ValueError, RuntimeError), match="each_rank wrote 'model.safetensors', which is a name of weights"):
+    with pytest.raises(
+        (ValueError, RuntimeError), match="each_rank wrote 'model.safetensors', a name that is reserved for the model's weights"
+    ):
         save_weights(model, folder, each_rank=lambda path: _replace(path) if world.rank == 1 else None)
     dist.barrier()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "all or nothing"

@@ -102,7 +102,7 @@ def test_a_model_built_on_meta_is_materialized_and_loaded(world: World, way: str
         model = Stack()
     shard_stack(model, world.mesh)
     assert all(p.device.type == "meta" for p in model.parameters())
-    with pytest.raises(StateError, match="still on the meta device: call model.to_empty"):
+    with pytest.raises(StateError, match="still on the meta device. Before the first forward, call model.to_empty"):
         model(batch(0))
     if way == "to_empty":
         model.to_empty(device=world.mesh.device_type)

@@ -43,7 +43,7 @@ def test_ranks_built_with_different_seeds_are_found_at_wrap(world: World) -> Non
         if world.size == 2:
             Texts().assertExpectedInline(
                 text,
-                """parameter 'up.weight' differs between rank 0 and rank 1: each would keep a part of a different model. Seed all ranks alike before the model is built, or pass sync='broadcast' to take the values of the first rank, or sync='off' if they are loaded later (FULLSHARD_SYNC=off in the environment does that for a program that you cannot change)""",
+                """parameter 'up.weight' differs between rank 0 and rank 1: each rank would keep a shard of a different model. Seed all ranks equally before the model is built, or pass sync='broadcast' to take the values of the first rank, or sync='off' if the values are loaded later (FULLSHARD_SYNC=off in the environment does the same for a program that you cannot change).""",
             )
         assert type(block).__name__ == "Block"
         assert all(torch.equal(value, before[name]) for name, value in block.state_dict().items())
@@ -88,7 +88,7 @@ def test_replicas_that_were_initialised_after_sharding_are_compared_at_the_first
         text = text_of(StateError, lambda model=model: model(torch.ones(1, 4)))
         Texts().assertExpectedInline(
             text.replace("rank 1 and rank 3", "rank 0 and rank 2"),
-            """parameter 'weight' of unit 'Linear' differs between rank 0 and rank 2, which hold the same rows: initialise it from one seed on all replicas, as fullshard.materialize() does, load it, or pass sync='broadcast' to fully_shard""",
+            """Parameter 'weight' of unit 'Linear' differs between rank 0 and rank 2, which hold the same rows. Initialize it from one seed on all replicas, as fullshard.materialize() does, load it, or pass sync='broadcast' to fully_shard().""",
         )
 
 
@@ -140,7 +140,7 @@ def test_ranks_that_build_different_models_are_told_what_each_has(world: World) 
         if world.size == 2:
             Texts().assertExpectedInline(
                 text,
-                """the ranks call fully_shard for different parameters. rank 0 has 2: 'weight' (4, 4) torch.float32; 'bias' (4,) torch.float32. rank 1 has 1: 'weight' (4, 4) torch.float32. Build the same model on all ranks""",
+                """The ranks call fully_shard for different parameters: rank 0 has 2: 'weight' (4, 4) torch.float32; 'bias' (4,) torch.float32. rank 1 has 1: 'weight' (4, 4) torch.float32. Build the same model on all ranks.""",
             )
         assert "rank 0 has 2: 'weight' (4, 4) torch.float32; 'bias' (4,)" in text
     for odd in (nn.Linear(4, 4 + world.rank), nn.Linear(4, 4, dtype=torch.float64 if world.rank else None)):
@@ -169,4 +169,4 @@ def test_a_scalar_that_every_rank_holds_is_compared_too(world: World) -> None:
     with torch.no_grad():
         model.scale.to_local().fill_(world.rank + 1.0)
     text = text_of(StateError, lambda: model(torch.ones(1)))
-    assert "parameter 'scale' of unit 'Scaled' differs between rank 0 and rank 1" in text
+    assert "Parameter 'scale' of unit 'Scaled' differs between rank 0 and rank 1" in text

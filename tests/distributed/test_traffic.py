@@ -62,7 +62,7 @@ def test_bytes_equal_the_layout(world: World) -> None:
                 square(model(world.mine(batch(0)))).backward()
             units = [model._fullshard_unit, *(block._fullshard_unit for block in model.blocks)]
             layouts = {id(u): [g.layout for g in u.groups] for u in units}
-            root, *blocks = [sum(layout.full_numel for layout in layouts[id(u)]) for u in units]
+            root, *blocks = [sum(layout.unsharded_numel for layout in layouts[id(u)]) for u in units]
             gathered = [m for m in messages if m.kind == "all_gather"]
             reduced = [m for m in messages if m.kind == "reduce_scatter"]
             assert {m.dtype for m in gathered} == {gather} and {m.dtype for m in reduced} == {reduce}
@@ -81,8 +81,8 @@ def test_forward_only_loops_leave_training_traffic_as_it_was(world: World) -> No
     with fullshard.counting(model) as messages:
         square(model(world.mine(batch(0)))).backward()
     assert kinds(messages) == {"all_gather": 7, "reduce_scatter": 4, "heartbeat": 1}
-    planner = model._fullshard_unit.runtime.planner
-    assert len(planner.prefetch.forward_order.now) <= 4, "what is recorded does not grow"
+    scheduler = model._fullshard_unit.runtime.scheduler
+    assert len(scheduler.forward_order.now) <= 4, "what is recorded does not grow"
 
 
 @ranks(2)

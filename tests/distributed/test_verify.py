@@ -80,7 +80,7 @@ def _twice_the_gradient(model: nn.Module) -> None:
 
 def test_it_starts_processes_of_its_own() -> None:
     assert verify(build, {"input": torch.ones(4, 5)}, ranks=2)
-    with pytest.raises(RuntimeError, match=r"raised on some rank(.|\n)*found no loss in a str"):
+    with pytest.raises(RuntimeError, match=r"raised on some ranks:(.|\n)*found no loss in a str"):
         verify(Wordy, torch.ones(2, 3), ranks=1)
 
 

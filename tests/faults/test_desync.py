@@ -53,8 +53,8 @@ def test_ranks_that_run_different_units_of_equal_shape_are_told_both_names(world
     text = raised(lambda: square(model(world.mine(batch(0)), "left" if world.rank else "right")).backward())
     others = "rank 1" if world.size == 2 else "ranks 1 and 2"
     Texts().assertExpectedInline(
-        re.sub("call [0-9]+", "call N", re.sub("(forward|backward) gather", "gather", text)).replace(others, "the others"),
-        """the ranks parted at call N. rank 0: 'right' gather; the others: 'left' gather. All ranks must run the same units in the same order: have a rank that has nothing to compute for a unit call its join(), and all ranks any_failed() when some may have raised""",
+        re.sub("collective [0-9]+", "collective N", re.sub(r" \((forward|backward)\)", "", text)).replace(others, "the others"),
+        """Ranks diverged at collective N: rank 0 ran all_gather of 'right'; the others ran all_gather of 'left'. All ranks must run the same units in the same order. On a rank with nothing to compute for a unit, call its join(). If some ranks may have raised, call any_failed() on all ranks.""",
     )
     assert fullshard.any_failed(world.mesh, True)
     for which in ("left", "right"):

@@ -86,7 +86,7 @@ def test_all_learn_that_they_parted_whatever_becomes_of_the_first(ending: str, s
     lives = (0,) if ending == "live on" else ()
     sizes = (2, 3, 4) if store == "tcp" else (3,)
     for job in together([partial(run_job, part, size, store=store, ending=ending, lives=lives) for size in sizes]):
-        check_all_raise(job, "the ranks parted at call", TIGHT)
+        check_all_raise(job, "Ranks diverged at collective", TIGHT)
 
 
 # --- a rank leaves by an exception, and lives on ---
@@ -124,7 +124,7 @@ def leave(rank: Rank, where: str, ending: str) -> None:
 def test_all_learn_by_what_a_rank_left_though_it_lives_on(where: str, ending: str) -> None:
     for job in together([partial(run_job, leave, size, where=where, ending=ending, lives=(1,)) for size in (2, 3)]):
         how = "RuntimeError: bad batch" if where == "forward" else "(RuntimeError: bad batch|an exception)"  # if caught at once
-        check_all_raise(job, f"rank 1 left 'blocks.1' {where} by {how}", CALM, but=(1,))
+        check_all_raise(job, f"rank 1 raised {how} in 'blocks.1' {where}", CALM, but=(1,))
 
 
 # --- failures around wrapping ---
@@ -246,7 +246,7 @@ def killed(rank: Rank, victim: int) -> None:
 def gone_ranks(text: str) -> set[int]:
     """The ranks that a text says are no more."""
     found: set[int] = set()
-    said = r"(?:rank|ranks) ([\d, and-]+?)(?:: | )(?:is gone|are gone|ended|does not answer|do not answer|left|died|closed)"
+    said = r"(?:rank|ranks) ([\d, and-]+?)(?:: | )(?:is gone|are gone|ended|does not answer|do not answer|raised|died|closed)"
     for match in re.finditer(said, text):
         for first, last in re.findall(r"(\d+)(?:-(\d+))?", match.group(1)):
             found.update(range(int(first), int(last or first) + 1))
@@ -310,7 +310,7 @@ def test_a_job_of_torchrun_ends_though_the_rank_that_failed_lives_on(tmp_path: P
     assert others, ended.stderr
     for rank in others:
         at, text = raised[rank]
-        assert "rank 1 left 'blocks.1' forward by RuntimeError: bad batch" in text
+        assert "rank 1 raised RuntimeError: bad batch in 'blocks.1' forward" in text
         assert at - float(event.group(1)) < soon(CALM)
 
 
@@ -327,8 +327,8 @@ def unnamed(rank: Rank) -> None:
 
 def test_units_have_their_full_names_before_the_root_first_ran() -> None:
     job = run_job(unnamed, 2)
-    check_all_raise(job, r"'blocks\.1' forward gather", CALM)
-    check_all_raise(job, r"'blocks\.2' forward gather", CALM)
+    check_all_raise(job, r"all_gather of 'blocks\.1' \(forward\)", CALM)
+    check_all_raise(job, r"all_gather of 'blocks\.2' \(forward\)", CALM)
 
 
 class Lingering:
@@ -400,7 +400,7 @@ def garble(rank: Rank) -> None:
 
 def test_what_the_watch_cannot_read_it_skips_with_one_warning() -> None:
     job = run_job(garble, 2)
-    check_all_raise(job, "the ranks parted at call", GONE)
+    check_all_raise(job, "Ranks diverged at collective", GONE)
     assert job[0].out.count("cannot read") == 1, job
 
 
@@ -419,7 +419,7 @@ def kill_in_torch(rank: Rank, victim: int) -> None:
 
 
 def test_a_program_that_ends_by_an_error_of_torchs_own_collectives_says_where_the_other_ranks_are() -> None:
-    first = r"rank \d ended by an error of torch's own collectives, .* after call \d+, heartbeat. .*"
+    first = r"rank \d ended with an error of torch's own collectives, .* after collective \d+, heartbeat. .*"
     gone = "rank 1: does not answer", "rank 0 is gone, and with it the store of the process group"
     for victim, job in enumerate(together([partial(run_job, kill_in_torch, 3, victim=victim) for victim in (0, 1)])):
         for one in job:

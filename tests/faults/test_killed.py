@@ -108,7 +108,7 @@ def test_the_others_name_the_unit_and_the_checkpoint_goes_on(whole: dict[int, li
         losses, text, seconds = left[rank]
         assert losses == whole[rank][:KILLED], "until then nothing differed"
         assert text.startswith(f"StateError: rank {SIZE - 1} is gone: it closed its connections, while rank "), text
-        assert "was in call " in text and "'blocks." in text and ("gather" in text or "reduction" in text), text
+        assert "was in collective " in text and "'blocks." in text and ("gather" in text or "scatter" in text), text
         assert text == left[0][1], "all say the same"
         assert seconds < soon(6.0), "nobody waits for an answer of the dead one"
     again = run(SIZE, tmp_path, resume=True)

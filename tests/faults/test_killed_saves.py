@@ -138,11 +138,11 @@ def test_a_rank_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_
         assert found in (before, after), f"neither the old nor the new one after call {number} of {calls}"
         seen.append(found == after)
         if commit.left_over(folder) is not None:
-            with pytest.warns(UserWarning, match="is left over of a save that was not finished"):
+            with pytest.warns(UserWarning, match="is left over from an unfinished save"):
                 fullshard.load_weights(Net(), folder)
-            with pytest.warns(UserWarning, match="is left over of a save that was not finished; it is removed"):
+            with pytest.warns(UserWarning, match="is left over from an unfinished save. It is removed"):
                 fullshard.save_weights(Net(), folder)
-        elif commit.beside(folder).exists():  # empty as yet
+        elif commit.staging_path(folder).exists():  # empty as yet
             fullshard.save_weights(Net(), folder)
         assert not list(tmp_path.glob(".*"))
     assert False in seen and seen == sorted(seen), "it is the new one from some call on"
@@ -242,5 +242,5 @@ def test_a_process_that_ends_ends_its_save(what: str, tmp_path: Path) -> None:
         return
     killed = int(what[-1])
     assert ended[killed].code == -signal.SIGKILL and ended[1 - killed].first("done") is not None
-    assert "a save in the background to" in warned[1 - killed]
+    assert "The background save to" in warned[1 - killed]
     assert not folder.exists()

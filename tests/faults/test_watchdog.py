@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
 from fullshard import CheckPolicy, StateError
-from fullshard.consistency.board import NOW, NoticeBoard
+from fullshard.consistency.board import NOW, StateStore
 from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName, find_desync, listed
 from fullshard.consistency.watchdog import Watchdog
 from fullshard.frontend.module import units_of
@@ -81,8 +81,8 @@ def test_a_signal_has_all_ranks_say_where_they_are() -> None:
     assert [one.code for one in job] == [0, 0], job
     assert job[0].out.count("fullshard: ") == 1 and "fullshard: " not in job[1].out, job
     expected = (
-        r"fullshard: rank 0: waiting in call \d+, 'blocks\.2' backward gather; "
-        r"rank 1: computing, or elsewhere, after call \d+, 'blocks\.2' forward gather"
+        r"fullshard: rank 0: waiting in collective \d+, all_gather of 'blocks\.2' \(backward\); "
+        r"rank 1: computing or elsewhere, after collective \d+, all_gather of 'blocks\.2' \(forward\)"
     )
     line = next(line for line in job[0].out.splitlines() if line.startswith("fullshard: "))
     assert re.fullmatch(expected, line), line
@@ -122,7 +122,7 @@ def test_programs_end_quietly(tmp_path: Path) -> None:
 @ranks(2)
 def test_a_timeout_says_for_whom_it_waited(world: World) -> None:
     policy = CheckPolicy(patience=0.2, timeout=3.0)  # on a busy machine an answer takes more than a second
-    lanes = fullshard.CommPolicy(lanes=lambda device: fullshard.collectives.streams.HostLane())  # a waiter of its own
+    lanes = fullshard.CommPolicy(lanes=lambda device: fullshard.collectives.streams.HostStream())  # a waiter of its own
     model = shard_stack(Stack(), world.mesh, check_policy=policy, comm_policy=lanes)
     unit = model._fullshard_unit
     square(model(batch(0))).backward()
@@ -131,9 +131,9 @@ def test_a_timeout_says_for_whom_it_waited(world: World) -> None:
         with pytest.raises(StateError) as caught:
             model(batch(0))
         error = caught.value
-        assert re.sub(r"call \d+", "call N", str(error)) == (
-            "rank 0 waited 3 seconds (CheckPolicy.timeout) in call N, 'Stack' forward gather. "
-            "rank 1: computing, or elsewhere, after call N, heartbeat"
+        assert re.sub(r"collective \d+", "collective N", str(error)) == (
+            "rank 0 waited 3 seconds (CheckPolicy.timeout) in collective N, all_gather of 'Stack' (forward). "
+            "rank 1: computing or elsewhere, after collective N, heartbeat"
         )
     else:  # computing, as far as anybody knows
         until(lambda: unit.runtime.communicator.log_of(unit.axis).desync_error)
@@ -158,12 +158,12 @@ class Job:
     def __init__(self, size: int) -> None:
         self.now, self.store = 100.0, dist.HashStore()
         self.rung: dict[int, int] = {}
-        self.boards = [NoticeBoard(self.store, rank, size) for rank in range(size)]
+        self.boards = [StateStore(self.store, rank, size) for rank in range(size)]
         self.watches = [Watchdog(board, lambda: self.now) for board in self.boards]
         self.ledgers = [CollectiveLog("all", range(size), rank) for rank in range(size)]
         self.lines = [GroupFingerprints(ledger, UnitName(""), "") for ledger in self.ledgers]
         for board, watch, ledger in zip(self.boards, self.watches, self.ledgers):
-            board.ring = self.ring  # type: ignore[method-assign]
+            board.wake = self.ring  # type: ignore[method-assign]
             watch.add(ledger, start=False)
 
     def ring(self, ranks: Sequence[int], urgency: int = NOW) -> None:
@@ -174,11 +174,11 @@ class Job:
             self.now += 0.1
             for rank, watch in enumerate(self.watches):
                 if rank not in dead:
-                    watch.look(self.rung.pop(rank, 0))
+                    watch.check(self.rung.pop(rank, 0))
 
     def said(self, rank: int) -> str:
         watch, ledger = self.watches[rank], self.ledgers[rank]
-        return watch._diagnosis.whereabouts(ledger, watch._records.positions(ledger))
+        return watch._diagnosis.peer_statuses(ledger, watch._records.positions(ledger))
 
 
 def test_who_waits_anew_is_told_where_the_others_are_by_now() -> None:
@@ -189,15 +189,15 @@ def test_who_waits_anew_is_told_where_the_others_are_by_now() -> None:
     job.lines[1].log_call("gather")
     before = waiter.enter(entry)
     job.run(11)
-    assert job.said(0) == "rank 1: computing, or elsewhere, after call 1, gather"
+    assert job.said(0) == "rank 1: computing or elsewhere, after collective 1, gather"
     waiter.leave(before)
     job.run(20)
     job.lines[1].log_call("reduction")
     waiter.enter(entry)
     job.run(2)
-    assert job.said(0) == "rank 1: computing, or elsewhere, after call 2, reduction"
+    assert job.said(0) == "rank 1: computing or elsewhere, after collective 2, reduction"
     job.run(15, dead=[1])
-    assert job.said(0) == "rank 1: does not answer, was computing, or elsewhere, after call 2, reduction"
+    assert job.said(0) == "rank 1: does not answer, last status: computing or elsewhere, after collective 2, reduction"
 
 
 def test_nothing_is_sent_while_nobody_waits() -> None:
@@ -228,8 +228,8 @@ def test_a_record_that_cannot_be_read_is_skipped_and_said_once() -> None:
         job.run(1, dead=[1, 2])
         job.run(5)
     said = [str(one.message) for one in caught]
-    assert len(said) == 3 and all("that it cannot read" in text for text in said), "once on each rank"
-    assert "the ranks parted at call 2" in str(job.ledgers[0].desync_error)
+    assert len(said) == 3 and all("cannot read" in text for text in said), "once on each rank"
+    assert "Ranks diverged at collective 2" in str(job.ledgers[0].desync_error)
     assert {ledger.desync_error for ledger in job.ledgers} == {job.ledgers[0].desync_error}, "all say the same"
 
 
@@ -252,7 +252,7 @@ def test_a_rank_that_left_by_an_exception_is_named_unless_it_goes_on() -> None:
     for rank in (0, 2):
         waiters[rank].enter(job.lines[rank].log_call("gather"))
     job.run(4)
-    text = "rank 1 left 'blocks.1' forward by RuntimeError: bad batch, and rank "
+    text = "rank 1 raised RuntimeError: bad batch in 'blocks.1' forward, while rank "
     assert all(str(ledger.desync_error).startswith(text) for ledger in job.ledgers)
 
 
@@ -265,10 +265,10 @@ def test_others_are_asked_once_for_all_that_fails(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(watch._thread, "_ended", types.SimpleNamespace(wait=lambda seconds: False))
     for asked in (1, 2):
         line.log_call("gather")
-        assert [watch.survey(ledger) for _ in range(3)] == ["rank 1: does not answer"] * 3
+        assert [watch.describe_peers(ledger) for _ in range(3)] == ["rank 1: does not answer"] * 3
         assert job.store.add("notices", 0) == asked
     ledger.start_epoch()
-    watch.survey(ledger)
+    watch.describe_peers(ledger)
     assert job.store.add("notices", 0) == 3
 
 
@@ -315,9 +315,9 @@ def test_what_is_said_and_hashed_does_not_depend_on_when_somebody_asks(program: 
         else:
             said += 1
             assert [line.log_call(action).number for line in lines] == [said, said]
-            hashes[said] = other.remembered()[-1][1]
-    assert asked.remembered() == other.remembered() == other.remembered()[-64:]
-    assert [number for number, _, _ in asked.remembered()] == list(range(max(0, said - 64) + 1, said + 1))
+            hashes[said] = other.recent_calls()[-1][1]
+    assert asked.recent_calls() == other.recent_calls() == other.recent_calls()[-64:]
+    assert [number for number, _, _ in asked.recent_calls()] == list(range(max(0, said - 64) + 1, said + 1))
     assert asked.count == said and asked.hash == other.hash == hashes[said]
     assert len(set(hashes.values())) == said + 1
 
@@ -325,7 +325,7 @@ def test_what_is_said_and_hashed_does_not_depend_on_when_somebody_asks(program: 
 def test_a_ledger_that_is_closed_says_nothing_until_it_is_opened_anew() -> None:
     ledger = CollectiveLog("all", [0, 1], 0)
     line = GroupFingerprints(ledger, UnitName("layers.0"), "")
-    assert str(line.log_call("gather")) == "call 1, 'layers.0' gather"
+    assert str(line.log_call("gather")) == "collective 1, gather of 'layers.0'"
     before = ledger.hash
     ledger.close("they parted")
     ledger.close("once more")
@@ -390,10 +390,10 @@ def test_forwards_without_heartbeat_are_forgotten() -> None:
 
 def test_backwards_without_a_heartbeat_are_entered_and_counted_anew_by_all() -> None:
     ours, theirs = CollectiveLog("all", [0, 1], 0), CollectiveLog("all", [0, 1], 1)
-    assert [ours.beats(3) for _ in range(6)] == [False, False, True, False, False, True]
-    assert [theirs.beats(3) for _ in range(4)] == [False, False, True, False]
+    assert [ours.heartbeat_due(3) for _ in range(6)] == [False, False, True, False, False, True]
+    assert [theirs.heartbeat_due(3) for _ in range(4)] == [False, False, True, False]
     assert ours.hash != theirs.hash, "ranks that count differently are told"
     ours.start_epoch()
     theirs.start_epoch()
-    assert [ours.beats(3) for _ in range(3)] == [theirs.beats(3) for _ in range(3)] == [False, False, True]
+    assert [ours.heartbeat_due(3) for _ in range(3)] == [theirs.heartbeat_due(3) for _ in range(3)] == [False, False, True]
     assert ours.hash == theirs.hash

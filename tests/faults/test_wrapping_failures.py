@@ -32,7 +32,7 @@ def find_desync(fn: Callable[[], Any]) -> str:
     with pytest.raises(StateError) as caught:
         fn()
     assert time.monotonic() - begin < 15.0
-    return re.sub("call [0-9]+", "call N", str(caught.value))
+    return re.sub("collective [0-9]+", "collective N", str(caught.value))
 
 
 def others(world: World) -> str:
@@ -52,7 +52,10 @@ def test_ranks_that_wrap_different_modules_are_told_both(world: World) -> None:
     fully_shard(model.blocks[0], mesh=world.mesh)
     before = type(model), type(model.blocks[1])
     text = find_desync(lambda: fully_shard(model.blocks[1] if world.rank else model, mesh=world.mesh, check_policy=EAGER))
-    assert f"the ranks parted at call N. rank 0: 'Stack' fully_shard(); {others(world)}: 'Block' fully_shard()" in text, text
+    assert (
+        f"Ranks diverged at collective N: rank 0 ran fully_shard() of 'Stack'; {others(world)} ran fully_shard() of 'Block'"
+        in text
+    ), text
     assert (type(model), type(model.blocks[1])) == before, "nothing has changed"
     assert fullshard.any_failed(world.mesh, True)
     for module in (*model.blocks[1:], model):
@@ -74,7 +77,7 @@ def test_a_rank_that_leaves_a_module_unwrapped_is_told_at_the_next_of_another_cl
             fully_shard(module, mesh=world.mesh, sync="off", check_policy=EAGER)
 
     text = find_desync(wrap)
-    assert f"rank 0: 'Stack' fully_shard(); {others(world)}: 'Block' fully_shard()" in text, text
+    assert f"rank 0 ran fully_shard() of 'Stack'; {others(world)} ran fully_shard() of 'Block'" in text, text
     goes_on(world)
 
 
@@ -93,8 +96,8 @@ def test_a_rank_that_materializes_while_others_still_wrap_is_told(world: World, 
             fullshard.materialize(model)
 
     text = find_desync(go_on)
-    assert f"rank 0: 'blocks.0' materialize(); {others(world)}: 'Stack' fully_shard()" in text or (
-        f"rank 0: 'Block' materialize(); {others(world)}: 'Stack' fully_shard()" in text
+    assert f"rank 0 ran materialize() of 'blocks.0'; {others(world)} ran fully_shard() of 'Stack'" in text or (
+        f"rank 0 ran materialize() of 'Block'; {others(world)} ran fully_shard() of 'Stack'" in text
     ), text
     goes_on(world)
 
@@ -111,7 +114,7 @@ def test_ranks_that_undo_and_read_the_whole_model_at_once_are_told(world: World)
                 pass
 
     text = find_desync(go_on)
-    assert f"rank 0: 'Stack' full_params(); {others(world)}: 'Stack' undo()" in text, text
+    assert f"rank 0 ran full_params() of 'Stack'; {others(world)} ran undo() of 'Stack'" in text, text
     assert fullshard.any_failed(world.mesh, True)
     fullshard.undo(model)
     assert type(model) is Stack
@@ -122,7 +125,8 @@ def test_ranks_that_undo_and_read_the_whole_model_at_once_are_told(world: World)
 def test_fsdp1_wrappers_of_different_modules_are_told_both(world: World) -> None:
     model = Stack(depth=1)
     text = find_desync(lambda: FSDP(model.head if world.rank else model.blocks[0], device_mesh=world.mesh))
-    assert f"rank 0: 'Block' FullyShardedDataParallel(); {others(world)}: 'Linear' FullyShardedDataParallel()" in text, text
+    expected = f"rank 0 ran FullyShardedDataParallel() of 'Block'; {others(world)} ran FullyShardedDataParallel() of 'Linear'"
+    assert expected in text, text
     goes_on(world)
     assert TheirFSDP is not FSDP
 
@@ -242,7 +246,7 @@ def test_a_rank_that_ends_between_two_calls_of_fully_shard(tmp_path: Path, size:
         assert not process.is_alive()
     for rank, text, seconds in answers:
         assert text.startswith("StateError: "), text
-        assert "'Block' fully_shard()" in text and re.search(r"call \d+", text), text
+        assert "fully_shard() of 'Block'" in text and re.search(r"collective \d+", text), text
         assert (
             text.startswith(f"StateError: rank {size - 1} is gone: it closed its connections, while rank ") and seconds < 10.0
         ), (rank, text, seconds)

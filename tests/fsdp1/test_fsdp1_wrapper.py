@@ -157,7 +157,7 @@ def test_a_plan_says_what_is_wrapped_and_how(world: World) -> None:
     assert [isinstance(block, FSDP) for block in sharded.blocks] == [True, False, True]
     train(world, model, sharded, steps=2)
     plan.set("", sharding_strategy=ShardingStrategy.NO_SHARD)
-    with pytest.warns(UserWarning, match="are not used: pass them"):
+    with pytest.warns(UserWarning, match="are not used. Pass them"):
         FSDP(copy.deepcopy(model), auto_wrap_policy=plan)
 
 
@@ -228,7 +228,7 @@ def test_no_sync_adds_gradients_without_sending_any(world: World) -> None:
     square(sharded(world.mine(batch(1)))).backward()
     (square(model(batch(0))) + square(model(batch(1)))).backward()
     assert_same_grads(sharded, model)
-    with pytest.raises(StateError, match="call it on the outermost"), sharded.blocks[0].no_sync():
+    with pytest.raises(StateError, match="Call it on the outermost"), sharded.blocks[0].no_sync():
         pass
 
 
@@ -287,7 +287,7 @@ def test_hybrid_strategies_take_no_hook(world: World) -> None:
     sharded = wrapped(Stack(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     assert_expected_inline(
         refusal(lambda: sharded.register_comm_hook(None, print)),
-        """register_comm_hook: HYBRID_SHARD reduces in two steps, a hook would be one: use set_all_reduce_hook() of each wrapper, which runs behind both""",
+        """register_comm_hook() cannot be used with HYBRID_SHARD: gradients are reduced in two steps, and a hook replaces one. Use set_all_reduce_hook() of each wrapper, which runs after both.""",
     )
 
 
@@ -365,14 +365,15 @@ def test_types_of_state_dicts_are_set_for_all_wrappers(world: World) -> None:
     FSDP.set_state_dict_type(sharded.blocks[0], StateDictType.LOCAL_STATE_DICT)
     assert_expected_inline(
         refusal(lambda: FSDP.get_state_dict_type(sharded)),
-        """the wrappers in this module have state dicts of different types: set one for all of them""",
+        """The wrappers in this module have different state dict types. Set one type for all of them.""",
     )
     assert_expected_inline(
         refusal(lambda: FSDP.set_state_dict_type(sharded.blocks[1], StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())),
-        """FULL_STATE_DICT takes a FullStateDictConfig, got ShardedStateDictConfig""",
+        """Expected a FullStateDictConfig for FULL_STATE_DICT, got ShardedStateDictConfig.""",
     )
     assert_expected_inline(
-        refusal(lambda: FSDP.get_state_dict_type(Stack())), """there is no FullyShardedDataParallel in this Stack"""
+        refusal(lambda: FSDP.get_state_dict_type(Stack())),
+        """Stack contains no FullyShardedDataParallel. Pass a model that was wrapped.""",
     )
 
 
@@ -438,14 +439,14 @@ def test_states_of_other_parameters_are_refused_by_name(world: World) -> None:
     odd = {"state": {"tail.weight": {"step": torch.zeros(())}}, "param_groups": [{"params": ["tail.weight"]}]}
     assert_expected_inline(
         refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, odd)),
-        """the saved optimizer has states for ['tail.weight'], which the optimizer to load does not train: take the same model and parameters, among them ['inp.weight', 'inp.bias', 'blocks.0.norm.weight']""",
+        """The saved optimizer has states for ['tail.weight'], which the optimizer to load does not train. Use the same model and parameters, among them ['inp.weight', 'inp.bias', 'blocks.0.norm.weight'].""",
     )
     with pytest.raises(ValueError, match="nothing|no optimizer state to scatter"):
         FSDP.scatter_full_optim_state_dict(None, sharded, optim=optimizer)
     strange = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     assert_expected_inline(
         refusal(lambda: FSDP.optim_state_dict(sharded, strange)),
-        """the optimizer has a parameter of shape (2, 2) that is not in the FullyShardedDataParallel: give the model that it was built for, outside of forward and backward""",
+        """The optimizer has a parameter of shape (2, 2) that is not in FullyShardedDataParallel. Pass the model that the optimizer was built for, outside of forward and backward.""",
     )
 
 
@@ -615,7 +616,7 @@ def test_ranks_that_disagree_about_meta_all_raise(world: World) -> None:
         model = Random()
     assert_expected_inline(
         refusal(lambda: FSDP(model, auto_wrap_policy=BLOCKS)),
-        """some ranks have this module on meta and others have values for it: pass sync_module_states=True, so that all get those of the first rank""",
+        """Some ranks have this module on the meta device and others have values for it. Pass sync_module_states=True to broadcast the values of the first rank.""",
     )
 
 
@@ -758,46 +759,47 @@ def test_what_cannot_be_done_is_refused_before_anything_changed(world: World) ->
     hybrid = ShardingStrategy.HYBRID_SHARD
     assert_expected_inline(
         refusal(lambda: FSDP(model, mixed_precision=low)),
-        """MixedPrecision(keep_low_precision_grads=True): a Parameter's .grad has the Parameter's dtype here, as in all of torch. To keep gradients in low precision, cast the model before wrapping it: model.to(torch.bfloat16)""",
+        """MixedPrecision(keep_low_precision_grads=True) is not supported: a Parameter's .grad has the dtype of the Parameter, as in all of torch. To keep gradients in low precision, cast the model before wrapping it: model.to(torch.bfloat16)""",
     )
     assert_expected_inline(
         refusal(lambda: FSDP(model, group, device_mesh=mesh)),
-        """FullyShardedDataParallel takes process_group or device_mesh, got both: give one of them""",
+        """FullyShardedDataParallel expected process_group or device_mesh, got both. Pass one of them.""",
     )
     assert_expected_inline(
         refusal(lambda: FSDP(model, (group, group))),
-        """process_group is a pair, for hybrid sharding, but sharding_strategy is FULL_SHARD""",
+        """Expected one ProcessGroup for FULL_SHARD, got a pair, which is for hybrid sharding. Pass one process_group, or sharding_strategy=HYBRID_SHARD.""",
     )
     assert_expected_inline(
         refusal(lambda: FSDP(model, group, hybrid)),
-        """HYBRID_SHARD takes a pair of process groups (to shard over, to replicate over), a 2-D device_mesh, or neither""",
+        """HYBRID_SHARD expected a pair of process groups (to shard over, to replicate over), a 2-D device_mesh, or neither, got one process group.""",
     )
     assert_expected_inline(
-        refusal(lambda: FSDP(model, device_mesh=mesh)), """FULL_SHARD takes a 1-D device_mesh, got one of 2 axes"""
+        refusal(lambda: FSDP(model, device_mesh=mesh)), """FULL_SHARD expected a 1-D device_mesh, got a 2-D one."""
     )
     assert_expected_inline(
         refusal(lambda: FSDP(model, sharding_strategy=hybrid)),
-        """hybrid sharding without a mesh shards within a node, but the 2 ranks do not lie on nodes of a known number of ranks each: give a 2-D device_mesh (replicate, shard), or run under torchrun""",
+        """Hybrid sharding without a mesh shards within a node, but the 2 ranks cannot be divided into nodes of a known number of ranks. Pass a 2-D device_mesh (replicate, shard), or run under torchrun.""",
     )
     assert_expected_inline(
         refusal(lambda: FSDP(model, ignored_modules=[], ignored_states=[])),
-        """FullyShardedDataParallel got ignored_modules and ignored_states: give ignored_states alone""",
+        """FullyShardedDataParallel expected ignored_modules or ignored_states, got both. Pass only ignored_states.""",
     )
     assert_expected_inline(
         refusal(lambda: FSDP(model, ignored_modules=[model.head.weight])),
-        """ignored_modules has a Parameter: expected modules""",
+        """Expected ignored_modules to contain modules, got a Parameter.""",
     )
     assert_expected_inline(
         refusal(lambda: FSDP(model, device_id=0)),
-        """device_id=0, but torch sees no accelerator: leave it out, or give torch.device('cpu')""",
+        """device_id=0 cannot be used: torch finds no accelerator. Omit it, or pass torch.device('cpu').""",
     )
     assert_expected_inline(
-        refusal(lambda: FSDP(model.head.weight)), """FullyShardedDataParallel wraps an nn.Module, got Parameter"""
+        refusal(lambda: FSDP(model.head.weight)),
+        """Expected an nn.Module to wrap with FullyShardedDataParallel, got Parameter.""",
     )
     odd = CustomPolicy(lambda m: {"reshard_after_forward": True} if type(m) is Block else False)
     assert_expected_inline(
         refusal(lambda: FSDP(model, auto_wrap_policy=odd)),
-        """the policy gives 'blocks.0' the option 'reshard_after_forward', which FullyShardedDataParallel does not have: there are ['backward_prefetch', 'cpu_offload', 'device_id', 'device_mesh', 'forward_prefetch', 'ignored_modules', 'ignored_states', 'limit_all_gathers', 'mixed_precision', 'param_init_fn', 'process_group', 'sharding_strategy', 'sync_module_states', 'use_orig_params']""",
+        """The policy returns the option 'reshard_after_forward' for 'blocks.0', which FullyShardedDataParallel does not have. Expected one of ['backward_prefetch', 'cpu_offload', 'device_id', 'device_mesh', 'forward_prefetch', 'ignored_modules', 'ignored_states', 'limit_all_gathers', 'mixed_precision', 'param_init_fn', 'process_group', 'sharding_strategy', 'sync_module_states', 'use_orig_params'].""",
     )
     assert dict(model.named_parameters()) == before and type(model) is Stack
 
@@ -807,7 +809,7 @@ def test_wrapping_what_is_wrapped_names_it(world: World) -> None:
     model = nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2))
     assert_expected_inline(
         refusal(lambda: FSDP(model, auto_wrap_policy=always_wrap_policy)),
-        """modules ['0'] are units already: a plan is made for a model that has none; call fully_shard for the rest by hand, or undo(model) first""",
+        """Modules ['0'] are units already. A plan needs a model without units. Call fully_shard() yourself on the other modules, or undo(model) first.""",
     )
 
 
@@ -816,7 +818,7 @@ def test_arguments_that_mean_nothing_here_are_said_once(world: World) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         FSDP(nn.Linear(2, 2), limit_all_gathers=False), FSDP(nn.Linear(2, 2), limit_all_gathers=False)
-    assert [str(w.message).split(":")[0] for w in caught] == ["use_orig_params=False", "limit_all_gathers=False"]
+    assert [str(w.message).split(" has no effect")[0] for w in caught] == ["use_orig_params=False", "limit_all_gathers=False"]
 
 
 # --- told by a hostile reading --------------------------------------------------------------------------------------------
@@ -829,7 +831,7 @@ def test_what_no_sync_kept_can_be_discarded_and_is_not_clipped(world: World) -> 
     sharded = wrapped(model, auto_wrap_policy=BLOCKS)
     with sharded.no_sync():
         square(sharded(world.mine(batch(0)))).backward()
-    with pytest.raises(StateError, match="only kept on each rank"):
+    with pytest.raises(StateError, match="accumulated on each rank only"):
         sharded.clip_grad_norm_(1.0)
     sharded.zero_grad()
     square(sharded(world.mine(batch(1)))).backward()
@@ -927,20 +929,20 @@ def test_optimizer_states_that_do_not_fit_are_refused_by_name(world: World) -> N
     fewer = {"state": {}, "param_groups": [{**saved["param_groups"][0], "params": saved["param_groups"][0]["params"][:3]}]}
     assert_expected_inline(
         refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, fewer)),
-        """the saved optimizer has no parameters ['blocks.0.norm.bias', 'blocks.0.up.weight', 'blocks.0.up.bias'], which the optimizer to load trains: take the same model and parameters""",
+        """The saved optimizer has no parameters ['blocks.0.norm.bias', 'blocks.0.up.weight', 'blocks.0.up.bias'], which the optimizer to load trains. Use the same model and parameters.""",
     )
     odd = copy.deepcopy(saved)
     odd["state"]["head.weight"]["exp_avg"] = torch.zeros(2, 2)
     assert_expected_inline(
         refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, odd)),
-        """the saved optimizer has a 'exp_avg' of shape (2, 2) for 'head.weight', expected (3, 7)""",
+        """Expected shape (3, 7) for 'exp_avg' of 'head.weight' in the saved optimizer, got (2, 2).""",
     )
     names = saved["param_groups"][0]["params"]
     split = [{**saved["param_groups"][0], "params": names[:2]}, {**saved["param_groups"][0], "params": names[2:], "lr": 5.0}]
     apart = {"state": saved["state"], "param_groups": split}
     assert_expected_inline(
         refusal(lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, apart)),
-        """'inp.weight' and 'blocks.0.norm.weight' are in groups of different settings in the saved optimizer, but in one group of the optimizer to load: build it with the same groups""",
+        """'inp.weight' and 'blocks.0.norm.weight' are in groups with different settings in the saved optimizer, but in one group of the optimizer to load. Build it with the same groups.""",
     )
     with (
         FSDP.state_dict_type(sharded, StateDictType.LOCAL_STATE_DICT),
@@ -1151,19 +1153,19 @@ def test_optimizers_that_differ_between_ranks_are_named_on_every_rank_before_any
 
     assert_expected_inline(
         refused(lambda ps: ps[1:] if last else ps),
-        """the optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.01, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01, amsgrad False, maximize False, foreach None, capturable False, differentiable False, fused None, decoupled_weight_decay True, state 'step' (shape (), torch.float32), state 'exp_avg' (shape (7, 5), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (7, 5), torch.float32, (Shard(dim=0),)); the last: nothing. Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
+        """The optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.01, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01, amsgrad False, maximize False, foreach None, capturable False, differentiable False, fused None, decoupled_weight_decay True, state 'step' (shape (), torch.float32), state 'exp_avg' (shape (7, 5), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (7, 5), torch.float32, (Shard(dim=0),)); the last: nothing. Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.""",
     )
     assert_expected_inline(
         refused(change=lambda state: state.clear()),
-        """the optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), state 'exp_avg' (shape (3, 7), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (3, 7), torch.float32, (Shard(dim=0),)); the last: no state 'step', no state 'exp_avg', no state 'exp_avg_sq'. Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
+        """The optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), state 'exp_avg' (shape (3, 7), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (3, 7), torch.float32, (Shard(dim=0),)); the last: no state 'step', no state 'exp_avg', no state 'exp_avg_sq'. Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.""",
     )
     assert_expected_inline(
         refused(change=lambda state: state.update(more=state["step"].double(), step=state["step"].double())),
-        """the optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), no state 'more'; the last: state 'step' (shape (), torch.float64), state 'more' (shape (), torch.float64). Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
+        """The optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), no state 'more'; the last: state 'step' (shape (), torch.float64), state 'more' (shape (), torch.float64). Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.""",
     )
     assert_expected_inline(
         refused(lr=0.5 if last else 0.25),
-        """the optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.25; the last: lr 0.5. Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks""",
+        """The optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.25; the last: lr 0.5. Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.""",
     )
 
 
@@ -1175,12 +1177,12 @@ def test_what_one_rank_alone_cannot_save_or_load_is_an_error_on_all(world: World
     odd = {**saved, "state": {**saved["state"], "tail": {}}} if world.rank else saved
     alone = FullOptimStateDictConfig(rank0_only=True)
     for call, text in (
-        (lambda: FSDP.optim_state_dict(sharded, strange), "the optimizer has a parameter of shape (2, 2) that is not in"),
+        (lambda: FSDP.optim_state_dict(sharded, strange), "The optimizer has a parameter of shape (2, 2) that is not in"),
         (lambda: FSDP.optim_state_dict_to_load(sharded, optimizer, odd), "has states for ['tail']"),
         (lambda: FSDP.flatten_sharded_optim_state_dict(odd, sharded, optimizer), "has states for ['tail']"),
     ):
         said = refusal(call)
-        assert text in said and said.startswith("rank 1 raised, so no rank goes on. ValueError: ") is (world.rank == 0), said
+        assert text in said and said.startswith("All ranks stop because rank 1 raised ValueError: ") is (world.rank == 0), said
     with FSDP.state_dict_type(sharded, StateDictType.FULL_STATE_DICT, None, alone):
         for wrong in ({"param_groups": []}, {"state": {"inp.weight": 3}, "param_groups": [{}]}, None):
             given = wrong if world.rank == 0 else saved
@@ -1251,6 +1253,8 @@ def test_checkpoints_of_sharded_tensors_that_fsdp1_saved_are_loaded(world: World
             other.load_state_dict(loaded["model"])
             reader = dcp.FileSystemReader(folder / name)
             read = load_sharded_optimizer_state_dict(loaded["model"], "optimizer", reader)
+            for key, values in read["optimizer"]["state"].items():  # ranks may list states in different orders
+                read["optimizer"]["state"][key] = dict(sorted(values.items(), reverse=bool(world.rank % 2)))
             fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, read["optimizer"]))
         for (key, a), (_, b) in zip(other.named_parameters(), sharded.named_parameters()):
             assert torch.equal(full(a), full(b)), key
@@ -1263,15 +1267,15 @@ def test_checkpoints_of_sharded_tensors_that_fsdp1_saved_are_loaded(world: World
     for (key, a), (_, b) in zip(other.named_parameters(), sharded.named_parameters()):
         assert torch.equal(full(a), full(b)), key
     for change, text in (
-        ({"_flat_param": torch.zeros(3)}, "a FlatParameter of FSDP1, which has no meaning here: save FULL_STATE_DICT there"),
-        ({"head.weight": sharded_tensor(torch.zeros(21), world)}, "'head.weight' has shape (21,) in the ShardedTensor to load"),
+        ({"_flat_param": torch.zeros(3)}, "it is a FlatParameter of FSDP1. Save FULL_STATE_DICT with FSDP1."),
+        ({"head.weight": sharded_tensor(torch.zeros(21), world)}, "for 'head.weight', got (21,) in the ShardedTensor to load"),
     ):
         assert text in refusal(lambda change=change: other.load_state_dict({**weights, **change}))
     states["state"]["head.weight"]["exp_avg"] = sharded_tensor(torch.zeros(21), world)
     fresh = torch.optim.AdamW(other.parameters())
     assert_expected_inline(
         refusal(lambda: FSDP.optim_state_dict_to_load(other, fresh, states)),
-        """the saved optimizer has a 'exp_avg' of shape (21,) for 'head.weight', expected (3, 7): a FlatParameter of FSDP1 has no meaning here, save FULL_STATE_DICT there""",
+        """Expected shape (3, 7) for 'exp_avg' of 'head.weight' in the saved optimizer, got (21,). It is the state of a FlatParameter of FSDP1, which cannot be loaded. Save FULL_STATE_DICT with FSDP1.""",
     )
 
 
@@ -1330,30 +1334,30 @@ def test_arguments_of_the_wrong_type_are_named_before_anything_changed(world: Wo
             ]
         ),
         """\
-sharding_strategy='FULL_SHARD': expected a ShardingStrategy such as ShardingStrategy.FULL_SHARD, or None
-sharding_strategy=1: expected a ShardingStrategy such as ShardingStrategy.FULL_SHARD, or None
-backward_prefetch='BACKWARD_PRE': expected BackwardPrefetch.BACKWARD_PRE, BACKWARD_POST, or None
-cpu_offload=True: expected a CPUOffload such as CPUOffload(offload_params=True), or None
-mixed_precision=torch.bfloat16: expected a MixedPrecision such as MixedPrecision(param_dtype=torch.bfloat16), or None
-mixed_precision.param_dtype='bf16': expected a torch.dtype, or None
-param_init_fn='normal': expected a function of one module, or None
-sync_module_states='yes': expected True or False
-forward_prefetch=1: expected True or False
-limit_all_gathers='no': expected True or False
-use_orig_params=None: expected True or False
-device_id=True: expected a number, a string or a torch.device, or None
-device_id='warp:9' is no device of torch: give 'cpu', or 'cuda:0'
-process_group is a list: expected a ProcessGroup, a pair of them in a tuple, or None
-process_group=(ProcessGroup, NoneType): expected a pair of ProcessGroups (to shard over, to replicate over)
-device_mesh=2: expected a DeviceMesh, or None
-ignored_modules takes several modules, got a ModuleList: give a list
-ignored_modules takes several modules, got a str: give a list
-ignored_modules has a str: expected modules
-ignored_states takes several parameters or modules, got a Parameter: give a list
-ignored_states takes several parameters or modules, got a int: give a list
-auto_wrap_policy must be 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got {<class 'models.Block'>}: for modules of these classes give ModuleWrapPolicy({Block})
-auto_wrap_policy must be 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got 7
-cpu_offload=True: expected a CPUOffload such as CPUOffload(offload_params=True), or None""",
+Expected sharding_strategy to be a ShardingStrategy such as ShardingStrategy.FULL_SHARD, or None, got 'FULL_SHARD'.
+Expected sharding_strategy to be a ShardingStrategy such as ShardingStrategy.FULL_SHARD, or None, got 1.
+Expected backward_prefetch to be BackwardPrefetch.BACKWARD_PRE, BACKWARD_POST, or None, got 'BACKWARD_PRE'.
+Expected cpu_offload to be a CPUOffload such as CPUOffload(offload_params=True), or None, got True.
+Expected mixed_precision to be a MixedPrecision such as MixedPrecision(param_dtype=torch.bfloat16), or None, got torch.bfloat16.
+Expected mixed_precision.param_dtype to be a torch.dtype, or None, got 'bf16'.
+Expected param_init_fn to be a function of one module, or None, got 'normal'.
+Expected sync_module_states to be True or False, got 'yes'.
+Expected forward_prefetch to be True or False, got 1.
+Expected limit_all_gathers to be True or False, got 'no'.
+Expected use_orig_params to be True or False, got None.
+Expected device_id to be an int, a string, a torch.device or None, got True.
+device_id='warp:9' is not a device. Pass a device such as 'cpu' or 'cuda:0'.
+Expected process_group to be a ProcessGroup, a tuple of two, or None, got a list.
+Expected process_group to be a pair of ProcessGroups (to shard over, to replicate over), got (ProcessGroup, NoneType).
+Expected device_mesh to be a DeviceMesh, or None, got 2.
+Expected ignored_modules to contain several modules, got a ModuleList. Pass a list.
+Expected ignored_modules to contain several modules, got a str. Pass a list.
+Expected ignored_modules to contain modules, got a str.
+Expected ignored_states to contain several parameters or modules, got a Parameter. Pass a list.
+Expected ignored_states to contain several parameters or modules, got a int. Pass a list.
+auto_wrap_policy expected 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got {<class 'models.Block'>}. For modules of these classes pass ModuleWrapPolicy({Block}).
+auto_wrap_policy expected 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got 7.
+Expected cpu_offload to be a CPUOffload such as CPUOffload(offload_params=True), or None, got True.""",
     )
     assert dict(model.named_parameters()) == before and type(model.blocks[0]) is Block
     expected = model.head.weight.detach().clone()
@@ -1397,7 +1401,7 @@ def test_wrapped_modules_stay_of_their_class(world: World) -> None:
         train(world, copy.deepcopy(model), each, steps=2)
     weights = sharded.head.weight.to_local()
     assert not torch.equal(again[0].head.weight.to_local(), torch.zeros_like(weights))
-    alone = "copy or pickle the module that fully_shard was called on, or the FullyShardedDataParallel"
+    alone = "Copy or pickle the whole module that fully_shard() was called on, or the FullyShardedDataParallel"
     assert alone in refusal(lambda: copy.deepcopy(sharded.module))
     assert fullshard.undo(again[0]) is again[0] and type(again[0].module) is Stack
     assert again[0].module.head.weight.shape == (3, 7)
@@ -1471,7 +1475,7 @@ def test_a_list_of_modules_may_be_the_outermost(world: World) -> None:
         fresh = copy.deepcopy(models)
         assert_expected_inline(
             refusal(lambda fresh=fresh, arguments=arguments: FSDP(fresh, **arguments)),
-            """the ModuleList to wrap has no forward, so nobody would gather '0.inp.weight', which no wrapper below it holds: wrap its items, or give an auto_wrap_policy that chooses them""",
+            """ModuleList cannot be wrapped: it has no forward, so '0.inp.weight', which no wrapper below it shards, would never be all-gathered. Wrap its items, or pass an auto_wrap_policy that chooses them.""",
         )
         assert type(fresh[0].blocks[0]) is Block and type(fresh[0].inp.weight) is nn.Parameter
 
@@ -1543,7 +1547,7 @@ def test_optimizer_states_without_groups_or_with_names_of_wrappers_are_taken(wor
     by_place = FSDP.rekey_optim_state_dict(dirty, OptimStateKeyType.PARAM_ID, sharded, optim=optimizer)
     assert sorted(by_place["state"]) == by_place["param_groups"][0]["params"] == list(range(len(whole["state"])))
     assert "param_groups" not in FSDP.rekey_optim_state_dict(bare, OptimStateKeyType.PARAM_ID, sharded, optim=optimizer)
-    assert "expected an optimizer state dict" in refusal(lambda: FSDP.optim_state_dict_to_load(sharded, other, {}))
+    assert "Expected an optimizer state dict" in refusal(lambda: FSDP.optim_state_dict_to_load(sharded, other, {}))
 
 
 @ranks(2)
@@ -1560,7 +1564,7 @@ def test_saved_optimizers_may_lack_the_states_of_a_plain_parameter_and_must_list
     FSDP.optim_state_dict_to_load(sharded, other, saved, load_directly=True)
     assert not other.state[sharded.scale] and other.param_groups[0]["lr"] == 1e-2
     saved["param_groups"][0]["params"].remove("scale")
-    assert "the saved optimizer has no parameters ['scale']" in refusal(
+    assert "The saved optimizer has no parameters ['scale']" in refusal(
         lambda: FSDP.optim_state_dict_to_load(sharded, other, saved)
     )
 
@@ -1603,7 +1607,7 @@ def test_one_replica_whose_optimizer_differs_is_named_on_all_ranks(world: World,
     sharded = wrapped(Stack(), auto_wrap_policy=BLOCKS, sharding_strategy=strategy, device_mesh=mesh)
     listed = list(sharded.parameters())
     optimizer = torch.optim.SGD(listed[::-1] if world.rank == 2 else listed, lr=0.5 if world.rank == 3 else 0.25)
-    assert "differ in 'inp.weight'. ranks 0-2: lr 0.25; rank 3: lr 0.5. Give all of them" in refusal(
+    assert "differ in 'inp.weight'. ranks 0-2: lr 0.25; rank 3: lr 0.5. Use equal parameters and settings" in refusal(
         lambda: FSDP.optim_state_dict(sharded, optimizer)
     )
     optimizer.param_groups[0]["lr"] = 0.25

@@ -61,7 +61,7 @@ from fullshard import CheckPolicy, CommPolicy, MixedPrecisionPolicy, fully_shard
 from fullshard.collectives.base import SingleRank, StartedWork
 from fullshard.collectives.coalesced import CoalescedCollectives
 from fullshard.collectives.gloo import GlooCollectives
-from fullshard.collectives.streams import lane_for
+from fullshard.collectives.streams import stream_for
 from fullshard.runtime import communicator as fullshard_communicator
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -327,7 +327,7 @@ class NappingLane:
     """A lane that naps at random before a collective and before its end: who does not wait meets what is not there yet."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        self._lane, self._random, self._cuda = lane_for(device), Random(seed), device.type == "cuda"
+        self._lane, self._random, self._cuda = stream_for(device), Random(seed), device.type == "cuda"
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Any:
         return self._lane.run(partial(self._late, start), partial(self._late, finish), after)
@@ -365,7 +365,7 @@ class ForgetfulLane(NappingLane):
         self._forgets = forgets
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Any:
-        gathers = finish.__qualname__.startswith("Gather")
+        gathers = finish.__qualname__.startswith("AllGather")
         ticket = super().run(start, finish, after)
         return Forgotten(ticket) if gathers == (self._forgets == "gathers") else ticket
 
@@ -432,7 +432,7 @@ class RecordingLane:
     """A lane of events with timestamps around what it does, and around every wait of the compute stream for it."""
 
     def __init__(self, device: torch.device, recording: Recording) -> None:
-        self._lane, self._recording = lane_for(device), recording
+        self._lane, self._recording = stream_for(device), recording
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Any:
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -10,19 +10,19 @@ from unittest import mock
 import network
 
 from fullshard import _torch
-from fullshard.collectives.streams import InFlight, StreamLane, _StreamWork
+from fullshard.collectives.streams import DeviceStream, InFlight, _DeviceWork
 from fullshard.params.group import ParamGroup
 from fullshard.params.reduction import Reduction
-from fullshard.runtime.executor import Executor
 from fullshard.runtime.heartbeat import Heartbeats
 from fullshard.runtime.reducer import GradientReducer
+from fullshard.runtime.runtime import Runtime
 
 Patch = tuple[Any, str, Any]
 
 
 def staging_before_the_wait(executor: Any, unit: Any) -> None:
     for group, work in executor._gathering[unit.record.number]:
-        group.finish_gather(work)
+        group.finish_all_gather(work)
         work.wait()
     del executor._gathering[unit.record.number]
     if unit.record.is_pinned:
@@ -34,18 +34,18 @@ def memory_without_a_wait(in_flight: Any) -> None:
         in_flight._entries.popleft()[1]()
 
 
-def messages_as_they_are_sent(reduction: Any, work: Any, sent: Any = Reduction.sent) -> None:
+def messages_as_they_are_sent(reduction: Any, work: Any, sent: Any = Reduction.note_started) -> None:
     sent(reduction, work)
-    reduction._messages = []
+    reduction._inputs = []
 
 
-def pages_as_they_are_sent(heartbeats: Any, sent: Any, handed_out: Any = Heartbeats.handed_out) -> None:
-    handed_out(heartbeats, sent)
-    heartbeats._pages += [beat.page for beat, _ in sent if beat.page not in heartbeats._pages]
+def pages_as_they_are_sent(heartbeats: Any, sent: Any, release_buffers: Any = Heartbeats.release_buffers) -> None:
+    release_buffers(heartbeats, sent)
+    heartbeats._free_buffers += [beat.buffer for beat, _ in sent if beat.buffer not in heartbeats._free_buffers]
 
 
 def lane(order: str) -> Callable[..., Any]:
-    """`StreamLane.run` with two of its lines swapped, or one missing."""
+    """`DeviceStream.run` with two of its lines swapped, or one missing."""
 
     def run(self: Any, start: Any, finish: Any, after: Any = None) -> Any:
         stream, compute = self._stream, _torch.current_stream(self._device)
@@ -70,7 +70,7 @@ def lane(order: str) -> Callable[..., Any]:
                 finish()
             if order != "event before finish":
                 event = stream.record_event()
-            return _StreamWork(event, self._device)
+            return _DeviceWork(event, self._device)
 
     return run
 
@@ -98,15 +98,15 @@ def on_stream(stream: Any, fn: Any, *args: Any) -> None:
 
 
 FAULTS: dict[str, tuple[Patch, ...]] = {
-    "staging of a gather is freed before the wait": ((Executor, "_wait", staging_before_the_wait),),
-    "messages of a reduction are freed as they are sent": ((Reduction, "sent", messages_as_they_are_sent),),
-    "pages of heartbeats are used again as they are sent": ((Heartbeats, "handed_out", pages_as_they_are_sent),),
-    "a lane starts before it waits": ((StreamLane, "run", lane("start before the wait")),),
+    "staging of a gather is freed before the wait": ((Runtime, "_wait", staging_before_the_wait),),
+    "messages of a reduction are freed as they are sent": ((Reduction, "note_started", messages_as_they_are_sent),),
+    "pages of heartbeats are used again as they are sent": ((Heartbeats, "release_buffers", pages_as_they_are_sent),),
+    "a lane starts before it waits": ((DeviceStream, "run", lane("start before the wait")),),
     "a lane finishes before the collective": (
-        (StreamLane, "run", lane("finish before the works")),
+        (DeviceStream, "run", lane("finish before the works")),
         (network, "ASYNCHRONOUS", True),
     ),
-    "a lane records its event before it finishes": ((StreamLane, "run", lane("event before finish")),),
+    "a lane records its event before it finishes": ((DeviceStream, "run", lane("event before finish")),),
     "the backend's own stream is not waited for": (
         (network, "ASYNCHRONOUS", True),
         (network.Work, "wait", lambda work, timeout=None: True),
@@ -118,7 +118,7 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
 }
 
 BEHIND_EXCEPTIONS: dict[str, tuple[Patch, ...]] = {
-    "a lane that raises leaves the compute lane before it": ((StreamLane, "run", lane("as it should be")),),
+    "a lane that raises leaves the compute lane before it": ((DeviceStream, "run", lane("as it should be")),),
     "memory in flight is dropped without a wait": ((InFlight, "drain_quietly", memory_without_a_wait),),
     "heartbeats are dropped without a wait": ((Heartbeats, "clear", dropped),),
     "a hook that raises leaves its stream": ((_torch, "on_stream", on_stream),),

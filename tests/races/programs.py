@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.collectives.streams import Lane, StreamLane
+from fullshard.collectives.streams import DeviceStream, Lane
 from fullshard.sharding import layout
 
 
@@ -206,7 +206,7 @@ def run(program: Program, detector: Detector, *, tolerant: bool = False, at_end:
             ):
                 warnings.simplefilter("ignore")
                 module = detector.machine.module
-                place = Place(mesh_of, module.Stream, module.current_stream, lanes=StreamLane)
+                place = Place(mesh_of, module.Stream, module.current_stream, lanes=DeviceStream)
                 training = Training(program, place, tolerant)
                 detector.trains = True
                 training.run()
@@ -228,7 +228,7 @@ def limits(nbytes: int | None) -> Iterator[None]:
     """A block in which staging, and messages of their own, are of so many bytes."""
     with ExitStack() as stack:
         if nbytes is not None:
-            stack.enter_context(mock.patch.object(layout, "LEAST_MESSAGE", nbytes // 4))
+            stack.enter_context(mock.patch.object(layout, "MIN_MESSAGE", nbytes // 4))
             stack.enter_context(mock.patch.object(layout, "slice_limit", lambda of, kinds: nbytes))
         yield
 

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy
-from fullshard.collectives.streams import StreamLane
+from fullshard.collectives.streams import DeviceStream
 from fullshard.foresight.allocator import MIB, Allocator
-from fullshard.params.unsharded import FlatBuffer, Gather
+from fullshard.params.unsharded import AllGather, FlatBuffer
 from fullshard.runtime.unit import unit_of
 from fullshard.sharding import layout
 
@@ -56,9 +56,9 @@ class Block(nn.Module):
 def traced(direct: float | None, tokens: int, *, own_pool: bool) -> Detector:
     """Allocations of three steps of a decoder. `own_pool`: gathered memory is allocated on the lane of gathers."""
     detector, allocate = Detector(0), FlatBuffer.allocate
-    lanes: list[StreamLane] = []
+    lanes: list[DeviceStream] = []
 
-    def on_lane(buffer: FlatBuffer, versions: list[int]) -> Gather:
+    def on_lane(buffer: FlatBuffer, versions: list[int]) -> AllGather:
         with lanes[0]._stream if own_pool else nullcontext():
             return allocate(buffer, versions)
 
@@ -67,10 +67,10 @@ def traced(direct: float | None, tokens: int, *, own_pool: bool) -> Detector:
             warnings.simplefilter("ignore")
             model = nn.Sequential(*[Block(128, 352) for _ in range(6)])
             mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            comm = CommPolicy(lanes=StreamLane, direct_min_bytes=direct)
+            comm = CommPolicy(lanes=DeviceStream, direct_min_bytes=direct)
             for module in (*model, model):
                 fullshard.fully_shard(module, mesh=init_device_mesh("cpu", (8,)), mp_policy=mp, comm_policy=comm)
-            lanes.append(unit_of(model).runtime.communicator.gather_lane)
+            lanes.append(unit_of(model).runtime.communicator.all_gather_stream)
             for _ in range(3):
                 torch.autograd.backward(model(torch.randn(2, tokens, 128)).float().square().mean())
                 model.zero_grad()

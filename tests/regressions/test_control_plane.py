@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import CommPolicy, StateError, fully_shard
 from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import HostLane
+from fullshard.collectives.streams import HostStream
 
 
 class Dec(nn.Module):
@@ -177,7 +177,7 @@ def test_parts_of_a_sharded_model_can_be_copied_and_saved(world: World) -> None:
     head = copy.deepcopy(sharded.head)
     assert_near(full(head.weight), full(sharded.head.weight), "weight")
     assert set(head.state_dict()) == {"weight", "bias"}
-    with pytest.raises(StateError, match="a shallow copy of a sharded FSDPStack would share its units"):
+    with pytest.raises(StateError, match="A sharded FSDPStack cannot be copied shallowly: the copy would share its units"):
         copy.copy(sharded)
 
     class Sub(type(sharded)):  # type: ignore[misc]
@@ -192,7 +192,7 @@ def test_undo_in_the_midst_of_accumulation_is_refused(world: World) -> None:
     sharded = shard_stack(Stack(), world.mesh)
     with sharded.accumulate():
         square(sharded(world.mine(batch(0)))).backward()
-    with pytest.raises(StateError, match=r"undo\(\) was called while gradients of unit '.*' are only kept on each rank"):
+    with pytest.raises(StateError, match=r"undo\(\) was called while gradients of unit '.*' are accumulated on each rank only"):
         fullshard.undo(sharded)
     sharded.zero_grad()
     fullshard.undo(sharded)
@@ -207,12 +207,12 @@ def test_full_params_refuses_what_would_lose_writes(world: World) -> None:
             fullshard.full_params(sharded),
         ):
             pass
-        with pytest.raises(StateError, match=r"the forward of unit '.*' was called inside full_params\(\)"):
+        with pytest.raises(StateError, match=r"The forward of unit '.*' was called inside full_params\(\)"):
             sharded(batch(0))
         with torch.no_grad():
             sharded.inp.weight.fill_(2.0)
     assert (full(sharded.inp.weight) == 2).all()
-    with pytest.raises(StateError, match=r"another Parameter was assigned to \['inp.weight'\]"), fullshard.full_params(sharded):
+    with pytest.raises(StateError, match=r"Another Parameter was assigned to \['inp.weight'\]"), fullshard.full_params(sharded):
         sharded.inp.weight = nn.Parameter(torch.ones(7, 5))
     square(sharded(batch(0))).backward()
 
@@ -306,7 +306,7 @@ def test_a_backward_through_a_unit_that_was_undone_says_so(world: World) -> None
     loss = square(sharded(world.mine(batch(0))))
     fullshard.undo(sharded)
     with pytest.raises(
-        StateError, match="unit '.*' was undone, or became one with another, between its forward and this backward"
+        StateError, match="Unit '.*' was undone, or became part of another unit, between its forward and this backward"
     ):
         loss.backward()
     square(sharded(batch(0))).backward()
@@ -337,8 +337,8 @@ def test_the_sum_over_replicas_keeps_nothing_for_the_collector() -> None:
         def finish(self) -> None: ...
 
     reduction = Reduction()
-    first = HostLane().run(reduction.start, reduction.finish)
-    reduction.work = HostLane().run(reduction.start, reduction.finish, after=first)
+    first = HostStream().run(reduction.start, reduction.finish)
+    reduction.work = HostStream().run(reduction.start, reduction.finish, after=first)
     reduction.work.wait()
     seen = weakref.ref(reduction)
     gc.disable()

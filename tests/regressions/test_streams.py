@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fullshard import CommPolicy, StateError, _torch, fully_shard
 from fullshard.collectives.base import SingleRank
 from fullshard.collectives.coalesced import CoalescedCollectives
-from fullshard.collectives.streams import HostLane
+from fullshard.collectives.streams import HostStream
 from fullshard.runtime.unit import unit_of
 
 
@@ -94,7 +94,7 @@ def test_gathers_of_dtypes_that_nccl_lacks_travel_as_bytes(world: World) -> None
             (torch.bfloat16, torch.bfloat16),
         ):
             out, shard = torch.zeros(6, dtype=dtype), torch.full((3,), world.rank + 1).to(dtype)
-            HostLane().run(collectives.gatherer([out], [shard]), lambda: None).wait()
+            HostStream().run(collectives.gatherer([out], [shard]), lambda: None).wait()
             assert out.to(torch.complex64).real.tolist() == [1.0] * 3 + [1.0 if dtype is torch.bool else 2.0] * 3, dtype
             assert seen.pop() is carried
     finally:
@@ -158,25 +158,25 @@ def test_a_graph_of_the_device_that_is_captured_is_refused(world: World) -> None
     model = fully_shard(Stack(), mesh=world.mesh)
     communicator = unit_of(model).runtime.communicator
     real, _torch.is_capturing = _torch.is_capturing, lambda device: True
-    communicator.away = torch.device("cpu")
+    communicator.async_device = torch.device("cpu")
     try:
         with pytest.raises(
             StateError, match="unit 'Stack' was called while a graph of the device is captured, which cannot hold"
         ):
             model(batch(0))
     finally:
-        _torch.is_capturing, communicator.away = real, None
+        _torch.is_capturing, communicator.async_device = real, None
     square(model(batch(0))).backward()
 
 
 def test_a_gather_of_one_rank_leaves_the_version_of_a_full_tensor_alone() -> None:
     """A group of one copies. Full tensors of extensions that are made over what was gathered seemed written, and backward raised."""
-    from fullshard.params.unsharded import over
+    from fullshard.params.unsharded import tensor_on_storage
 
     out = torch.zeros(4, dtype=torch.bfloat16)
     full, shard = out.view(2, 2), torch.ones(8, dtype=torch.uint8)
     before = full._version
-    SingleRank().gatherer([over(out.view(torch.uint8), 0, (8,))], [shard])()
+    SingleRank().gatherer([tensor_on_storage(out.view(torch.uint8), 0, (8,))], [shard])()
     assert full._version == before and out.view(torch.uint8).tolist() == [1] * 8
 
 

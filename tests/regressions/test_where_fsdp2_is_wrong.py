@@ -31,7 +31,7 @@ def both(world: World, sharded: nn.Module, model: nn.Module, index: int = 0) -> 
 def live(model: nn.Module) -> int:
     """Bytes of full parameters that have memory now."""
     groups = [group for m in (model, *model.blocks) for group in m._fullshard_unit.groups]
-    return sum(storage.size() for g in groups if g._full is not None for storage, _ in g._full._memory)
+    return sum(storage.size() for g in groups if g._buffer is not None for storage, _ in g._buffer._storages)
 
 
 @ranks(2)
@@ -65,7 +65,7 @@ def test_b_the_root_is_fresh_after_an_evaluation_and_an_optimizer_step(world: Wo
 @ranks(2)
 def test_c_a_hundred_evaluations_leave_nothing_behind_and_cost_no_gather_later(world: World) -> None:
     sharded = shard_stack(Stack(), world.mesh, reshard_after_forward=True)
-    order = sharded._fullshard_unit.runtime.planner.prefetch.forward_order
+    order = sharded._fullshard_unit.runtime.scheduler.forward_order
 
     def remembered() -> int:
         return len(order.now) + sum(map(len, order.runs.values()))

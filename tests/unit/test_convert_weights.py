@@ -15,7 +15,7 @@ from torch import Tensor
 from fullshard.weights.converting import convert_weights
 from fullshard.weights.headers import OpenFiles, header_bytes, read_checkpoint
 from fullshard.weights.inspecting import problems
-from fullshard.weights.reading import Read, Reader, bytes_of
+from fullshard.weights.reading import Read, Reader, memoryview_of
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
 
 
@@ -32,7 +32,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def write(file: Path, named: dict[str, Tensor]) -> None:
-    data = b"".join(bytes(bytes_of(tensor.contiguous())) for tensor in named.values())
+    data = b"".join(bytes(memoryview_of(tensor.contiguous())) for tensor in named.values())
     file.write_bytes(header_bytes([(name, one.dtype, one.shape) for name, one in named.items()]) + data)
 
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_can_take_the_place_of_its_source(tmp_path: Path) -> None:
     assert set(read(tmp_path)) == {f"model.{name}" for name in tensors()}
     with pytest.raises(ValueError, match="gives 'x' twice"):
         convert_weights(tmp_path, tmp_path, key_map=[Rename(".+", "x")])
-    with pytest.raises(ValueError, match="the function for 'b' returns"):
+    with pytest.raises(ValueError, match="expected the function for 'b' to return"):
         convert_weights(tmp_path, tmp_path, key_map=[Convert(["model.scale"], "b", _lies)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     assert set(read(tmp_path)) == {f"model.{name}" for name in tensors()}
@@ -140,8 +140,8 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", bad)
     found, headers = problems(tmp_path)
     assert len(headers) == 1 and [line.split(": ", 1)[1] for line in found] == [
-        "tensor 'half' has 1 that are NaN and 1 that are infinite, of 3 values",
-        "tensor 'fp8' has 1 that are NaN, of 2 values",
+        "tensor 'half' has 1 NaN and 1 infinite of 3 values.",
+        "tensor 'fp8' has 1 NaN of 2 values.",
     ]
     assert problems(tmp_path, values=False)[0] == []
     write(tmp_path / "model-00001-of-00002.safetensors", {"a": named["scale"], "c": named["scale"]})
@@ -152,8 +152,8 @@ def test_what_is_wrong_is_found(tmp_path: Path) -> None:
     }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     found, _ = problems(tmp_path)
-    assert len(found) == 2 and "has 'c', which the index does not name" in found[0]
-    assert found[1] == "the index says that all tensors have 5 bytes, and they have 12"
+    assert len(found) == 2 and "has 'c', which the index does not list" in found[0]
+    assert found[1] == "The index lists a total of 5 bytes for all tensors, which have 12."
     (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"short")
     found, headers = problems(tmp_path)
     assert len(headers) == 1 and len(found) == 1 and "truncated" in found[0]
@@ -175,7 +175,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     (tmp_path / ".in.saving" / "token").mkdir(parents=True)
     code, told, _ = run("show", str(source))
     assert code == 0 and "experts.*.w" in told and "[3, 5]" in told
-    assert "left over: stale.safetensors" in told and ".in.saving is left over of a save that was not finished" in told
+    assert "left over: stale.safetensors" in told and ".in.saving is left over from an unfinished save" in told
     assert "experts.2.w" in run("show", str(source), "--all")[1]
     code, told, _ = run("convert", str(source), str(out), "--map", f"{source}/map.py:rules", "--dtype", "bf16")
     assert code == 0 and "model.safetensors" in told and read(out)["m.scale"].dtype == torch.bfloat16

@@ -25,7 +25,7 @@ from torch import nn
 
 import fullshard
 from fullshard.weights import Drop, Keep, commit, load_weights, reading, save_weights
-from fullshard.weights.commit import Replacement, beside
+from fullshard.weights.commit import Replacement, staging_path
 from fullshard.weights.headers import BadFile
 from fullshard.weights.layout import lay_out
 
@@ -86,7 +86,7 @@ def test_files_that_others_make_during_a_save_are_kept(tmp_path: Path) -> None:
         for number in range(20):
             save_weights(uniform(float(number)), folder, background=True).wait()
     assert len(made) > 50 and [path for path in made if path.read_text() != path.suffix[1:]] == []
-    assert not beside(folder).exists()
+    assert not staging_path(folder).exists()
 
 
 @pytest.mark.parametrize("when", ["before the exchange", "behind it"])
@@ -120,7 +120,7 @@ def test_a_file_that_was_not_seen_is_moved_over(tmp_path: Path, when: str) -> No
     assert (folder / "kept").read_text() == "1" and os.readlink(folder / "link") == "nowhere"
     model = Net()
     load_weights(model, folder)
-    assert values_of(model) == {2.0} and not beside(folder).exists()
+    assert values_of(model) == {2.0} and not staging_path(folder).exists()
 
 
 def test_what_others_made_in_the_exchange_of_a_save_that_was_killed_is_moved_over_by_the_next(tmp_path: Path) -> None:
@@ -140,13 +140,13 @@ save_weights(uniform(2.0), {str(folder)!r}, extra={{"config.json": "2"}})
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     model = Net()
-    with pytest.warns(UserWarning, match="is left over of a save that was not finished"):
+    with pytest.warns(UserWarning, match="is left over from an unfinished save"):
         load_weights(model, folder)
     assert values_of(model) == {2.0} and not (folder / "made").exists()
-    with pytest.warns(UserWarning, match="it is removed"):
+    with pytest.warns(UserWarning, match="It is removed"):
         save_weights(uniform(3.0), folder)
     assert (folder / "made").read_text() == "unseen" and (folder / "config.json").read_text() == "2"
-    assert not beside(folder).exists()
+    assert not staging_path(folder).exists()
 
 
 KILLED = """
@@ -171,7 +171,7 @@ def test_what_was_removed_since_a_save_was_killed_does_not_come_back(tmp_path: P
     save_weights(uniform(1.0), folder, extra={"kept": "1", "removed": "1"})
     killed(folder, "commit.Replacement._replace = lambda self: os._exit(9)")
     (folder / "removed").unlink()
-    with pytest.warns(UserWarning, match="it is removed"):
+    with pytest.warns(UserWarning, match="It is removed"):
         save_weights(uniform(3.0), folder)
     assert sorted(path.name for path in folder.iterdir()) == ["kept", "model.safetensors"]
 
@@ -195,9 +195,9 @@ commit._move_over = ended
     child = int((tmp_path / "pid").read_text())
     try:
         os.kill(child, 0)
-        with pytest.warns(UserWarning, match="it is removed"):
+        with pytest.warns(UserWarning, match="It is removed"):
             save_weights(uniform(3.0), folder)
-        assert (folder / "made").read_text() == "unseen" and not beside(folder).exists()
+        assert (folder / "made").read_text() == "unseen" and not staging_path(folder).exists()
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -223,7 +223,7 @@ def test_a_disk_that_fails_behind_the_exchange_costs_no_file_of_others(tmp_path:
         pytest.raises(RuntimeError, match="injected"),
     ):
         save_weights(uniform(2.0), folder)
-    assert (folder / "made").read_text() == "unseen" and not beside(folder).exists()
+    assert (folder / "made").read_text() == "unseen" and not staging_path(folder).exists()
 
 
 def test_an_interrupt_behind_the_exchange_leaves_the_rest_to_the_next_save(tmp_path: Path) -> None:
@@ -236,9 +236,9 @@ def test_an_interrupt_behind_the_exchange_leaves_the_rest_to_the_next_save(tmp_p
 
     with mock.patch.object(commit, "_move_over", interrupted), pytest.raises(KeyboardInterrupt):
         save_weights(uniform(2.0), folder)
-    with pytest.warns(UserWarning, match="it is removed"):
+    with pytest.warns(UserWarning, match="It is removed"):
         save_weights(uniform(3.0), folder)
-    assert (folder / "made").read_text() == "unseen" and not beside(folder).exists()
+    assert (folder / "made").read_text() == "unseen" and not staging_path(folder).exists()
 
 
 def test_mode_and_sockets_stay(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_second_save_is_told_of_the_first(tmp_path: Path) -> None:
     save_weights(uniform(1.0), folder)
     first = Replacement(folder, "first")
     first.prepare(layout_of(Net()))  # type: ignore[arg-type]
-    told = rf"another save to {folder} is under way, by process {os.getpid()} on \S+: wait for it, or save to another directory"
+    told = rf"Another save to {folder} is running, by process {os.getpid()} on \S+. Wait for it or save to another directory"
     with pytest.raises(ValueError, match=told):
         save_weights(uniform(2.0), folder)
     with warnings.catch_warnings():
@@ -279,7 +279,7 @@ def test_a_second_save_is_told_of_the_first(tmp_path: Path) -> None:
         load_weights(Net(), folder)  # and nobody is told of leftovers
     first.discard()
     save_weights(uniform(2.0), folder)
-    assert not beside(folder).exists()
+    assert not staging_path(folder).exists()
 
 
 def test_a_save_whose_folder_was_taken_leaves_all_as_it_is(tmp_path: Path) -> None:
@@ -287,15 +287,15 @@ def test_a_save_whose_folder_was_taken_leaves_all_as_it_is(tmp_path: Path) -> No
     save_weights(uniform(1.0), folder)
     before, first = contents(folder), Replacement(folder, "first")
     first.prepare(layout_of(Net()))  # type: ignore[arg-type]
-    (beside(folder) / "owner").unlink()  # as somebody who takes it for a leftover
-    with pytest.warns(UserWarning, match="it is removed"):
+    (staging_path(folder) / "owner").unlink()  # as somebody who takes it for a leftover
+    with pytest.warns(UserWarning, match="It is removed"):
         second = Replacement(folder, "second")
         second.prepare(layout_of(Net()))  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="is gone or another save's"):
+    with pytest.raises(RuntimeError, match="was removed or belongs to another save"):
         first.commit()
     first.discard()
     second.discard()
-    assert contents(folder) == before and not beside(folder).exists()
+    assert contents(folder) == before and not staging_path(folder).exists()
 
 
 JOB = """
@@ -311,7 +311,7 @@ while time.monotonic() < until:
         save_weights(uniform({value}), {folder!r}, max_shard_bytes=200, step={step}, keep={keep})
         saved += 1
     except ValueError as failure:
-        assert "is under way" in str(failure), failure
+        assert "Another save to" in str(failure), failure
         told += 1
 print(saved, told)
 """
@@ -343,7 +343,7 @@ def test_two_jobs_that_save_and_one_that_loads_see_whole_checkpoints(tmp_path: P
     saved, told = zip(*(map(int, job.communicate()[0].split()) for job in jobs))
     assert all(len(values) == 1 for values in seen), seen
     assert all(saved) and any(told), (saved, told)
-    assert {1.0, 2.0} <= set.union(*seen) and not beside(folder).exists()
+    assert {1.0, 2.0} <= set.union(*seen) and not staging_path(folder).exists()
 
 
 # --- a directory for each step ---
@@ -358,7 +358,9 @@ def test_steps_have_directories_and_the_link_leads_to_the_last(tmp_path: Path) -
         load_weights(model, run / "latest")
         assert values_of(model) == {float(step)}
     assert sorted(os.listdir(run)) == ["latest", "step-30", "step-5"]
-    with pytest.raises(ValueError, match=r"has no \*.safetensors: it has latest, .*; .*latest leads to the latest step"):
+    with pytest.raises(
+        ValueError, match=r"has no \*.safetensors files: it contains latest, .* Load .*latest, the link to the latest step"
+    ):
         load_weights(Net(), run)
 
 
@@ -390,12 +392,12 @@ def test_steps_that_are_none_are_refused(tmp_path: Path) -> None:
         ({"step": -1}, "step must be an int of at least 0, got -1"),
         ({"step": True}, "step must be an int of at least 0, got True"),
         ({"step": 1, "keep": 0}, "keep must be an int of at least 1, or None for all steps, got 0"),
-        ({"keep": 2}, "keep=2 is of steps: pass step=, too"),
+        ({"keep": 2}, "keep=2 needs step=. Pass step= as well"),
     ):
         with pytest.raises(ValueError, match=told):
             save_weights(uniform(1.0), tmp_path / "run", **options)
     (tmp_path / "run" / "latest").mkdir(parents=True)
-    with pytest.raises(ValueError, match="latest is no link"):
+    with pytest.raises(ValueError, match="latest is not a link"):
         save_weights(uniform(1.0), tmp_path / "run", step=1)
     assert os.listdir(tmp_path / "run") == ["latest"]
 
@@ -420,13 +422,13 @@ def test_a_link_stays_one_and_its_target_is_replaced(tmp_path: Path) -> None:
 def test_paths_that_are_no_directory_of_a_checkpoint_are_refused_before_anything(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for directory, told in (
-        ("", "directory is '', expected the path of a directory"),
-        ("/", "/ is the root of the file system: save to a directory in it"),
-        (tmp_path / "file", "file is a file, expected a directory or nothing"),
+        ("", "directory must be the path of a directory, got ''"),
+        ("/", "/ is the root of the file system. Save to a directory in it"),
+        (tmp_path / "file", "file is a file. Pass the path of a directory, existing or new"),
     ):
         with pytest.raises(ValueError, match=told):
             save_weights(uniform(1.0), directory)
-    with pytest.raises(ValueError, match="directory is ''"):
+    with pytest.raises(ValueError, match="directory must be the path of a directory, got ''"):
         save_weights(uniform(1.0), "", step=1)
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
 
@@ -441,7 +443,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-STAYS = "is the current directory, or one above it, so files are moved into it one by one"
+STAYS = "is the current directory or a parent of it, so files are moved into it one by one"
 
 
 def loaded(directory: Path) -> set[float]:
@@ -525,7 +527,7 @@ def test_a_failure_at_any_call_leaves_a_directory_that_stays_as_it_was(here: Pat
                 save_weights(uniform(2.0), ".", max_shard_bytes=most, extra=lambda folder: further(folder, 2.0))
             except (RuntimeError, OSError) as failure:
                 assert "injected" in str(failure)
-                if "is whole in" in str(failure):
+                if "is complete in" in str(failure):
                     kept += 1
                     assert loaded(kept_in(failure)) == {2.0}
                     assert (kept_in(failure) / "deep" / "more").read_text() == "2.0"
@@ -546,11 +548,11 @@ def test_an_empty_directory_is_replaced_and_one_without_exchange_is_moved_aside(
     folder.mkdir()
     with mock.patch.object(commit, "exchange", side_effect=OSError(errno.EINVAL, "no")):
         save_weights(uniform(1.0), folder, extra={"kept": "1"})
-        with pytest.warns(UserWarning, match="cannot exchange two directories in one step"):
+        with pytest.warns(UserWarning, match="cannot exchange two directories atomically"):
             save_weights(uniform(2.0), folder)
         model = Net()
         load_weights(model, folder)
-        assert values_of(model) == {2.0} and (folder / "kept").read_text() == "1" and not beside(folder).exists()
+        assert values_of(model) == {2.0} and (folder / "kept").read_text() == "1" and not staging_path(folder).exists()
 
         def broken(source: object, target: object, rename: object = os.rename) -> None:
             if Path(str(target)) == folder and not folder.exists() and ".old" not in str(source):
@@ -560,10 +562,10 @@ def test_an_empty_directory_is_replaced_and_one_without_exchange_is_moved_aside(
         with (
             mock.patch.object(os, "rename", broken),
             pytest.warns(UserWarning, match="cannot exchange"),
-            pytest.raises(RuntimeError, match="injected.*is whole in .* and .*run is as it was"),
+            pytest.raises(RuntimeError, match="injected.*is complete in .* and .*run is unchanged"),
         ):
             save_weights(uniform(3.0), folder)
-        with pytest.warns(UserWarning, match="is a whole checkpoint that a save could not put into its place"):
+        with pytest.warns(UserWarning, match="is a complete checkpoint that a save could not move into place"):
             load_weights(model, folder)
         assert values_of(model) == {2.0}, "the old one is back"
 
@@ -581,7 +583,7 @@ def test_an_empty_directory_is_replaced_and_one_without_exchange_is_moved_aside(
             warnings.simplefilter("ignore")
             save_weights(uniform(3.0), folder)
     assert not folder.exists()
-    with pytest.warns(UserWarning, match="it is removed"):
+    with pytest.warns(UserWarning, match="It is removed"):
         replacement = Replacement(folder, "next")
         with mock.patch.object(commit, "_lock", return_value=True):  # of this process, which still lives
             replacement.prepare(layout_of(Net()))  # type: ignore[arg-type]
@@ -592,7 +594,7 @@ def test_an_empty_directory_is_replaced_and_one_without_exchange_is_moved_aside(
 
 def kept_in(failure: BaseException) -> Path:
     """Where a save says that it left what it could not put into its place."""
-    told = re.search(r"is whole in (.+?), and ", str(failure))
+    told = re.search(r"is complete in (.+?), and ", str(failure))
     assert told is not None, failure
     return Path(told[1])
 
@@ -608,14 +610,14 @@ def test_what_is_whole_and_cannot_be_put_into_its_place_stays_until_a_later_save
         places.append(kept_in(raised.value))
         load_weights(model, places[-1])
         assert values_of(model) == {value} and (places[-1] / "config.json").read_text() == str(value)
-        with pytest.warns(UserWarning, match=f"{places[-1].name} is a whole checkpoint .*run is whole without it"):
+        with pytest.warns(UserWarning, match=f"{places[-1].name} is a complete checkpoint .*run is complete without it"):
             load_weights(model, folder)
         assert values_of(model) == {1.0}
     assert not places[0].exists(), "one is kept, not one of each failure"
     full = OSError(errno.ENOSPC, "full")
     with (
         mock.patch.object(os, "posix_fallocate", side_effect=full),
-        pytest.raises(ValueError, match=rf"remove \S+{places[1].name}"),
+        pytest.raises(ValueError, match=rf"Remove \S+{places[1].name}"),
     ):
         save_weights(uniform(4.0), folder)
     assert places[1].exists()
@@ -623,7 +625,7 @@ def test_what_is_whole_and_cannot_be_put_into_its_place_stays_until_a_later_save
         warnings.simplefilter("error")
         save_weights(uniform(5.0), folder)
         load_weights(model, folder)
-    assert values_of(model) == {5.0} and not beside(folder).exists()
+    assert values_of(model) == {5.0} and not staging_path(folder).exists()
 
 
 def test_a_second_failure_while_it_is_kept_costs_nothing_of_before(tmp_path: Path) -> None:
@@ -667,7 +669,7 @@ def test_a_second_failure_while_it_is_kept_costs_nothing_of_before(tmp_path: Pat
         warnings.simplefilter("ignore")
         save_weights(uniform(3.0), folder)
     load_weights(model, folder)
-    assert values_of(model) == {3.0} and not beside(folder).exists()
+    assert values_of(model) == {3.0} and not staging_path(folder).exists()
 
 
 # --- what is no checkpoint ---
@@ -714,9 +716,9 @@ def test_a_load_that_broke_off_leaves_nothing_to_save(tmp_path: Path) -> None:
     """Of a model without units half of the weights were new, and were saved as if all were well."""
     save_weights(uniform(1.0), tmp_path / "good")
     model = uniform(2.0)
-    with mock.patch.object(reading, "_fill", side_effect=BadFile("injected")), pytest.raises(ValueError, match="injected"):
+    with mock.patch.object(reading, "_read_into", side_effect=BadFile("injected")), pytest.raises(ValueError, match="injected"):
         load_weights(model, tmp_path / "good")
-    told = r"found no values: load_weights\(\) failed and left half written: parameter .*: load or initialise"
+    told = r"found no values: load_weights\(\) failed and left half written: parameter .* since. Load or initialize"
     with pytest.raises(ValueError, match=told):
         save_weights(model, tmp_path / "saved")
     load_weights(model, tmp_path / "good")
@@ -727,7 +729,7 @@ def test_a_load_that_broke_off_leaves_nothing_to_save(tmp_path: Path) -> None:
 def test_a_pipe_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
     """It was waited for, for ever."""
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors is no regular file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a regular file"):
         load_weights(Net(), tmp_path)
 
 
@@ -737,9 +739,9 @@ def test_further_files_are_no_weights_and_have_contents(tmp_path: Path) -> None:
         os.replace(folder / "new", folder / "model.safetensors")
 
     for extra, told in (
-        ({"config.json": 3}, "extra has a int for 'config.json', expected its text or bytes, or the pathlib.Path of a file"),
-        ({3: "text"}, "extra has 3, which is no name of a further file"),
-        (overwrites, "extra wrote 'model.safetensors', which is a name of weights"),
+        ({"config.json": 3}, r"extra\['config.json'\] must be text, bytes or the pathlib.Path of a file, got a int"),
+        ({3: "text"}, "extra cannot contain 3: expected the plain name of a file"),
+        (overwrites, "extra wrote 'model.safetensors', a name that is reserved for the model's weights"),
     ):
         with pytest.raises(ValueError, match=told):
             save_weights(uniform(1.0), tmp_path / "run", extra=extra)  # type: ignore[arg-type]
@@ -773,5 +775,5 @@ def test_adapters_alone_are_saved_beside_the_weights_and_other_weights_are_named
     for name in ("adapter.bin", "a/b.safetensors", "", 5):
         with pytest.raises(ValueError, match="filename must be a name that ends in .safetensors"):
             save_weights(model, folder, filename=name)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="Keep.*'lorra_'.* fits no tensor"):
+    with pytest.raises(ValueError, match="Keep.*'lorra_'.* matches no tensor"):
         save_weights(model, folder, key_map=[Keep("lorra_")])

@@ -25,7 +25,7 @@ from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, gpu_of, write_mach
 from fullshard.foresight.optimizer import OPTIMIZERS, optimizer_step
 from fullshard.foresight.picture import PHASES
 from fullshard.foresight.program import Await, Launch, Program
-from fullshard.foresight.trace import Born, Op
+from fullshard.foresight.trace import Allocated, Op
 
 DIM, DEPTH = 128, 4
 
@@ -189,12 +189,12 @@ class Shifts(nn.Module):
 
 def test_units_cast_their_inputs_and_a_product_of_two_dtypes_is_refused() -> None:
     told = {"batch": torch.empty(64, DIM), "world": 2, "loss": torch.sum}
-    with pytest.raises(ValueError, match=r"aten.addmm gets bfloat16 and float32, which no device multiplies"):
+    with pytest.raises(ValueError, match=r"aten.addmm cannot multiply bfloat16 and float32"):
         fullshard.explain(Shifts, **told)
     r = fullshard.explain(Shifts, plan=ModuleWrapPolicy({nn.Linear}), **told)
     products = [op for op in r.traced.trace.events if isinstance(op, Op) and op.flops]
     assert {op.dtype for op in products} == {torch.bfloat16}
-    with pytest.raises(ValueError, match="which no device multiplies"):  # with another plan nothing casts there
+    with pytest.raises(ValueError, match="devices need operands of one dtype"):  # with another plan nothing casts there
         r.but(plan="auto")
     assert r.but(mp_policy=fullshard.MixedPrecisionPolicy(), plan="auto").compute_dtype == torch.float32
 
@@ -231,8 +231,8 @@ class Schedules(nn.Linear):
 @pytest.mark.parametrize(
     "made, told",
     [
-        (partial(Autocasts, 4, 4), r"runs under torch.autocast, .* say explain\(mp_policy=...\) instead"),
-        (Schedules, r"build\(\) fails, .*item\(\).*: make there what needs values under torch.device\('cpu'\)"),
+        (partial(Autocasts, 4, 4), r"runs under torch.autocast: .* Pass explain\(mp_policy=...\) instead"),
+        (Schedules, r"build\(\) fails .*item\(\).* Create the tensors whose values it reads under torch.device\('cpu'\)"),
         (partial(nn.LazyLinear, 4), "'weight' has no shape before a first forward"),
     ],
 )
@@ -277,7 +277,9 @@ def test_dropout_keeps_a_byte_for_each_element() -> None:
         told = {"batch": torch.empty(4096, DIM, dtype=torch.bfloat16), "world": 2, "loss": torch.sum}
         r = fullshard.explain(lambda: nn.Sequential(nn.Linear(DIM, DIM), *layers), **told)
         return sum(
-            event.nbytes for event in r.traced.trace.events if isinstance(event, Born) and event.storage in r.traced.trace.kept
+            event.nbytes
+            for event in r.traced.trace.events
+            if isinstance(event, Allocated) and event.storage in r.traced.trace.kept
         )
 
     assert activations(nn.Dropout(0.1)) - activations() == 4096 * DIM
@@ -514,16 +516,19 @@ class Asks(nn.Module):
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"gpu": "h900"}, "gpu='h900' is not known: give one of a100-40"),
-        ({"net": "carrier-pigeon"}, "net='carrier-pigeon' is not known: give one of ib-200"),
-        ({"gpu": "mine.json"}, "no such file; `python -m fullshard calibrate --out mine.json` writes one"),
-        ({"mesh": (3, 4)}, r"a mesh of 3 x 4 has 12 ranks, the world 8: take \(8,\)"),
+        ({"gpu": "h900"}, "gpu='h900' is unknown. Pass one of a100-40"),
+        ({"net": "carrier-pigeon"}, "net='carrier-pigeon' is unknown. Pass one of ib-200"),
+        (
+            {"gpu": "mine.json"},
+            "gpu='mine.json' does not exist. `python -m fullshard calibrate --out mine.json` writes such a file",
+        ),
+        ({"mesh": (3, 4)}, r"mesh must have as many ranks as the world, 8, got 3 x 4 = 12 ranks. Pass \(8,\)"),
         ({"world": 0}, "world must be the number of ranks, at least 1, got 0"),
-        ({"batch": torch.empty(2, DIM + 1)}, "the model does not take this batch: RuntimeError"),
+        ({"batch": torch.empty(2, DIM + 1)}, "The model does not accept this batch: RuntimeError"),
         ({"batch": "words"}, "batch must be a tensor, a tuple of the model's arguments"),
         ({"batch": ()}, "batch has no tensor"),
         ({"batch": torch.empty(0, DIM)}, r"batch has no rows: its tensors are \(0, 128\)"),
-        ({"loss": None}, r"the model returns a tensor \(64, 8\), which is no loss: give explain\(loss=...\)"),
+        ({"loss": None}, r"The model returns a tensor \(64, 8\), which is no loss. Pass explain\(loss=...\)"),
         ({"optimizer": "adamm"}, "optimizer must be one of adamw, .* got 'adamm'"),
         ({"optimizer": lambda parameters: 3}, "optimizer must make a torch.optim.Optimizer of parameters, got a int"),
         ({"recompute": "all"}, "recompute must be 'none', 'block', 'selective', 'every:2' or a function"),
@@ -543,9 +548,9 @@ def test_a_model_that_is_no_function_or_asks_for_values_is_refused() -> None:
         fullshard.explain(nn.Linear(4, 4), batch, world=2)
     with pytest.raises(ValueError, match=r"build\(\) must return an nn.Module, got a int"):
         fullshard.explain(lambda: 3, batch, world=2)
-    with pytest.raises(ValueError, match="the loss depends on no trainable parameter"):
+    with pytest.raises(ValueError, match="The loss depends on no trainable parameter"):
         fullshard.explain(lambda: nn.Linear(4, 4).requires_grad_(False), batch, world=2, loss=torch.sum, optimizer=None)
-    with pytest.raises(ValueError, match=r"test_explain.py:\d+ \(.*asks for a number that depends on data"):
+    with pytest.raises(ValueError, match=r"test_explain.py:\d+ \(.*reads a number that depends on data"):
         fullshard.explain(Asks, batch.to("meta"), world=2)
 
 
@@ -554,7 +559,7 @@ def test_a_machine_that_was_measured_is_read_back_and_a_broken_file_is_refused(t
     write_machine(path, replace(GPUS["h200"], name="mine"), NETWORKS["gloo"])
     assert gpu_of(path).name == "mine" and explain(gpu=path, net=path).gpu.memory == int(139.8 * GIB)
     path.write_text('{"gpu": {"name": "mine", "speed": 3}}')
-    with pytest.raises(ValueError, match="is no file of `calibrate` .*speed.*have it written anew"):
+    with pytest.raises(ValueError, match="is no file of `calibrate` .*speed.*Write it again"):
         gpu_of(path)
 
 
@@ -588,19 +593,19 @@ number = 3
         ("models:large --world 2", 1, "does not fit: "),
         ("models:placed --world 4", 0, "on each a100-40, 4 ranks"),
         ("models:placed --world 4 --gpu h200", 0, "on each h200, 4 ranks"),
-        ("models:asks --world 4", 2, "the factory gives 'step', which is no argument of explain()"),
+        ("models:asks --world 4", 2, "The factory returns 'step', which is no argument of explain()"),
         ("models:small --world 4", 2, "which is no loss"),
-        ("models:lossy --world 4 --gpu h900", 2, "gpu='h900' is not known"),
-        ("models:nothing --world 4", 2, "'models' has no 'nothing'; it has small, lossy, wide, placed"),
-        ("models:number --world 4", 2, "'models:number' is a int: expected a function that returns (build, batch)"),
-        ("elsewhere.py:small --world 4", 2, "'elsewhere.py:small': elsewhere.py is no file"),
-        ("elsewhere:small --world 4", 2, "'elsewhere:small': No module named 'elsewhere'"),
+        ("models:lossy --world 4 --gpu h900", 2, "gpu='h900' is unknown"),
+        ("models:nothing --world 4", 2, "'models' has no 'nothing'. It has small, lossy, wide, placed"),
+        ("models:number --world 4", 2, "Expected 'models:number' to be a function that returns (build, batch), got a int"),
+        ("elsewhere.py:small --world 4", 2, "'elsewhere.py:small' cannot be loaded: elsewhere.py is not a file"),
+        ("elsewhere:small --world 4", 2, "'elsewhere:small' cannot be loaded: No module named 'elsewhere'"),
         ("models:fails --world 4", 2, "models:fails raises RuntimeError: no data (at models.py:15)"),
-        ("models --world 4", 2, "expected module:name or file.py:name, got 'models'"),
+        ("models --world 4", 2, "Expected module:name or file.py:name, got 'models'"),
         ("models:lossy --world 4 --mesh 2by2", 2, "--mesh takes sizes, as in 8x16"),
         ("models:wide --world 4 --with dim=128 --reduce-dtype bf16 --find fastest", 0, "fits: "),
         ("models:wide --world 4 --with dim", 2, "--with takes NAME=VALUE, as in length=8192, got 'dim'"),
-        ("models:wide --world 4 --with deep=3", 2, "--with does not fit the factory, wide(dim=64): got an unexpected keyword argument 'deep'"),
+        ("models:wide --world 4 --with deep=3", 2, "--with does not match the factory, wide(dim=64): got an unexpected keyword argument 'deep'"),
         ("models:lossy --world 4 --reshard maybe", 2, "--reshard takes true, false, or a number of ranks"),
     ],
 )  # fmt: skip
@@ -651,7 +656,7 @@ def test_a_search_grows_the_batch_and_shrinks_the_world_until_it_does_not_fit() 
     nothing = fullshard.search(
         partial(build, DIM), torch.empty(64, DIM), world=8, loss=torch.sum, gpu=replace(gpu, memory=1 << 20)
     )
-    assert nothing.best is None and "nothing that was tried fits" in str(nothing)
+    assert nothing.best is None and "simulated settings fits" in str(nothing)
 
 
 def test_a_search_changes_the_rows_that_the_batch_has_and_names_what_cannot_be() -> None:
@@ -669,13 +674,13 @@ def test_a_search_changes_the_rows_that_the_batch_has_and_names_what_cannot_be()
     assert found.best is not None and found.best.changes["rows"] == 64 << 12 and found.best.explanation.traced.rows == 64 << 12
     fewest = fullshard.search(Masked, batch, goal="fewest_gpus", **told)
     assert (
-        fewest.best is not None and fewest.skipped and "not tried: " in str(fewest) and "must divide the 1 ranks" in str(fewest)
+        fewest.best is not None and fewest.skipped and "invalid: " in str(fewest) and "must divide the 1 ranks" in str(fewest)
     )
 
 
 @pytest.mark.parametrize(
     "options, told",
-    [({"goal": "cheapest"}, "goal must be one of fits, fastest"), ({"budget": 1.5}, "budget must be a part of the memory")],
+    [({"goal": "cheapest"}, "goal must be one of fits, fastest"), ({"budget": 1.5}, "budget must be a fraction of the memory")],
 )
 def test_a_search_refuses_what_it_does_not_know(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
@@ -761,8 +766,11 @@ class Scripted(nn.Module):
 @pytest.mark.parametrize(
     "made, told",
     [
-        (lambda: nn.Sequential(torch.jit.script(Scripted()), nn.Linear(DIM, 4)), r"'0' is TorchScript \(.*give the nn.Module"),
-        (lambda: nn.DataParallel(build()), "the model that build.* returns is a DataParallel, .* give the module inside"),
+        (
+            lambda: nn.Sequential(torch.jit.script(Scripted()), nn.Linear(DIM, 4)),
+            r"'0' is TorchScript \(.*Return the nn.Module",
+        ),
+        (lambda: nn.DataParallel(build()), "the model that build.* returns is a DataParallel, .* Return the module inside"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -774,11 +782,11 @@ def test_wrapped_modules_whose_step_is_another_one_are_refused_by_name(made: Any
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"world": 12}, "world=12 is no number of whole machines of 8 h100-sxm: say how many GPUs each has by per_node="),
+        ({"world": 12}, "world=12 is no multiple of the 8 h100-sxm of one machine. Pass the number of GPUs of each machine as per_node="),
         ({"per_node": 0}, "per_node must be the number of GPUs of one machine, at least 1, got 0"),
-        ({"price": -3.0}, "price must be that of an hour of one GPU, at least 0, got -3.0"),
+        ({"price": -3.0}, "price must be the price of an hour of one GPU, at least 0, got -3.0"),
         ({"price": float("nan")}, "price must be .* got nan"),
-        ({"recompute": "block", "plan": ModuleWrapPolicy({nn.Sequential})}, "recompute='block' runs blocks again, and this plan has none"),
+        ({"recompute": "block", "plan": ModuleWrapPolicy({nn.Sequential})}, "recompute='block' recomputes blocks, but this plan has none"),
     ],
 )  # fmt: skip
 def test_options_that_would_be_answered_for_something_else_are_refused(options: dict[str, Any], told: str) -> None:
@@ -799,12 +807,15 @@ def test_cuts_along_other_dims_need_the_copies_that_undo_them_and_are_refused_wh
     states = [sum(r.setting.optimizer.states) for r in narrow if r.setting.optimizer is not None]
     assert states[1] > states[0], "12 columns are cut over 8 ranks in twos, 48 rows in sixes"
     for function, told in (
-        (lambda parameter: Shard(2), r"shard_placement_fn cuts '0.up.weight' of shape \(512, 128\) along dim 2"),
-        (lambda parameter: 1, "shard_placement_fn gives 1 for '0.up.weight': expected None or Shard"),
+        (
+            lambda parameter: Shard(2),
+            r"shard_placement_fn shards '0.up.weight' along dim 2, which its shape \(512, 128\) does not have",
+        ),
+        (lambda parameter: 1, r"shard_placement_fn must return None or Shard\(dim\) for explain\(\), got 1 for '0.up.weight'"),
     ):
         with pytest.raises(ValueError, match=told):
             explain(shard_placement_fn=function)
-    with pytest.raises(ValueError, match="is simulated with engine='fullshard' alone"):
+    with pytest.raises(ValueError, match="is simulated only with engine='fullshard'"):
         explain(shard_placement_fn=columns, engine="fsdp2")
 
 
@@ -820,8 +831,8 @@ class Float8(nn.Linear):
 def test_products_in_float8_have_a_peak_of_their_own_and_are_said() -> None:
     batch = torch.empty(64, DIM, device="meta")
     r = fullshard.explain(partial(Float8, DIM, DIM), batch, world=8, loss=torch.sum)
-    assert r.gpu.peak(torch.float8_e4m3fn) == 1979e12 and r.notes[0].startswith("products in float8")
-    with pytest.raises(ValueError, match="a100-80 has no products in float8_e4m3fn: choose another gpu, or bf16"):
+    assert r.gpu.peak(torch.float8_e4m3fn) == 1979e12 and r.notes[0].startswith("matrix products in float8")
+    with pytest.raises(ValueError, match="a100-80 has no matrix products in float8_e4m3fn. Choose another gpu, or bf16"):
         r.but(gpu="a100-80")
 
 
@@ -843,14 +854,14 @@ def test_a_failure_is_said_with_its_part_module_and_line() -> None:
         return str(refused.value)
 
     assert re.fullmatch(
-        r"the loss raises KeyError: 'labels' \(at test_explain.py:\d+\), called with what the model returns", told(loss=lossy)
+        r"The loss raises KeyError: 'labels' \(at test_explain.py:\d+\), called with the output of the model", told(loss=lossy)
     )
     assert "(in 'inner.0', at test_explain.py:" in told(batch=torch.empty(2, 3, device="meta"))
     assert (
         told(loss=lambda o: o)
-        == "the loss is a tensor (2, 4): expected one element, which backward is called on (take its .mean())"
+        == "loss= expected a function that returns a tensor of one element, got shape (2, 4). Return its .mean(), for example."
     )
-    assert told(loss=lambda o: 3.0) == "the loss is a float: expected a tensor of one element, which backward is called on"
+    assert "returns a tensor of one element, got a float. Return the tensor" in told(loss=lambda o: 3.0)
 
 
 # --- what depends on values ---
@@ -879,9 +890,9 @@ def test_experts_are_traced_with_the_rows_that_they_are_said_to_get() -> None:
     assert flops(2.0) - flops(1.0) == once and flops(1.0) - once == 2 * 64 * DIM * 4, (
         "the rest is the router, which has no gradient"
     )
-    with pytest.raises(ValueError, match=r"aten::nonzero returns by explain\(footprints=.*fullshard\.routed\(\)"):
+    with pytest.raises(ValueError, match=r"result of aten::nonzero as explain\(footprints=.*fullshard\.routed\(\)"):
         fullshard.explain(Experts, torch.empty(64, DIM), world=2, loss=torch.sum)
-    with pytest.raises(ValueError, match=r"routed\(\) takes a share between 0 and 1"):
+    with pytest.raises(ValueError, match=r"routed\(\) expected a share between 0 and 1"):
         fullshard.routed(2.0)
     numbers = {"aten::_local_scalar_dense": lambda tensor: 3.0}
     assert fullshard.explain(Asks, torch.empty(2, 4), world=2, footprints=numbers).fits

@@ -27,7 +27,7 @@ from fullshard.foresight.allocations import memory_events
 from fullshard.foresight.ledger import Ledger
 from fullshard.foresight.precision import Precision
 from fullshard.foresight.simulate import Setting, Simulation, simulate
-from fullshard.foresight.trace import Born, Died, Gradient, Op, recorded, trace
+from fullshard.foresight.trace import Allocated, Freed, GradientReady, Op, events_of, trace
 from fullshard.wrap.plan import ModelSummary, Plan, PlannedUnit
 
 ROWS = 1  # of the batch: activations are small, and the library's memory is large
@@ -295,9 +295,9 @@ def test_a_trace_counts_the_flops_of_both_directions_and_leaves_the_model_as_it_
     found = trace(model, (x,), loss=torch.sum)
     assert found.flops == 2 * 2 * (8 * 16) * 2 + 2 * 2 * (16 * 4) * 3  # the first layer's input needs no gradient
     assert found.batch == 2 * 8 * 4 and found.buffers == 0
-    born = {event.storage for event in found.events if isinstance(event, Born)}
-    assert born == {event.storage for event in found.events if isinstance(event, Died)}
-    assert {event.parameter for event in found.events if isinstance(event, Gradient)} == {
+    born = {event.storage for event in found.events if isinstance(event, Allocated)}
+    assert born == {event.storage for event in found.events if isinstance(event, Freed)}
+    assert {event.parameter for event in found.events if isinstance(event, GradientReady)} == {
         n for n, _ in model.named_parameters()
     }
     for module in model.modules():
@@ -307,13 +307,13 @@ def test_a_trace_counts_the_flops_of_both_directions_and_leaves_the_model_as_it_
 
 def test_a_product_of_complex_numbers_is_four_of_real_ones() -> None:
     x, y = (torch.empty(4, 8, dtype=dtype, device="meta", requires_grad=True) for dtype in (torch.complex64, torch.float32))
-    complex_, real = (recorded(lambda one=one: one @ one.t(), [one]) for one in (x, y))
+    complex_, real = (events_of(lambda one=one: one @ one.t(), [one]) for one in (x, y))
     flops = [[(op.flops, op.dtype) for op in events if isinstance(op, Op) and op.flops] for events in (complex_, real)]
     assert flops == [[(4 * 2 * 4 * 8 * 4, torch.float32)], [(2 * 4 * 8 * 4, torch.float32)]]
 
 
 def test_what_cannot_be_simulated_is_said() -> None:
-    with pytest.raises(ValueError, match="'weight' is not: build it under"):
+    with pytest.raises(ValueError, match="'weight' is not. Build the model under"):
         trace(nn.Linear(2, 2), (torch.empty(2, 2),), loss=torch.sum)
     with pytest.raises(ValueError, match=r"Setting\.ranks must be an int of at least 1, got 0"):
         Setting(0)
@@ -340,7 +340,7 @@ def test_attention_saves_no_matrix_of_length_by_length_and_norms_are_one_kernel(
         model, x = Attention(masked=masked).bfloat16(), torch.empty(1, LENGTH, 64, dtype=torch.bfloat16)
         model.forward = partial(checkpoint, model.forward, use_reentrant=False) if recomputed else model.forward
     found = trace(model, (x,), loss=torch.sum)
-    largest = max(event.nbytes for event in found.events if isinstance(event, Born))
+    largest = max(event.nbytes for event in found.events if isinstance(event, Allocated))
     assert largest < 4 * LENGTH * LENGTH * 2  # for each head
     ops = [event.name for event in found.events if isinstance(event, Op)]
     kind = "efficient" if masked else "flash"
@@ -355,10 +355,10 @@ def test_attention_saves_no_matrix_of_length_by_length_and_norms_are_one_kernel(
 
 def test_the_peak_is_told_by_category_and_unit() -> None:
     ledger = Ledger()
-    kept = ledger.take(100, "shards", "a")
-    ledger.give(ledger.take(50, "gathered", "a"))
-    ledger.give(ledger.take(50, "pinned host", "a"))
-    ledger.take(20, "gathered", "b")
+    kept = ledger.allocate(100, "shards", "a")
+    ledger.free(ledger.allocate(50, "gathered", "a"))
+    ledger.free(ledger.allocate(50, "pinned host", "a"))
+    ledger.allocate(20, "gathered", "b")
     assert ledger.peak == 150 and ledger.at_peak() == {("shards", "a"): 100, ("gathered", "a"): 50}
-    ledger.give(kept)
+    ledger.free(kept)
     assert ledger.level == 20

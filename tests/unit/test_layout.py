@@ -23,7 +23,7 @@ shapes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple
 def test_extents_are_torch_chunks(length: int, ranks: int) -> None:
     chunks = list(torch.arange(length).chunk(ranks)) if length else []
     for rank in range(ranks):
-        extent = Extent.cut(length, ranks=ranks, rank=rank)
+        extent = Extent.of_rank(length, ranks=ranks, rank=rank)
         expected = chunks[rank].tolist() if rank < len(chunks) else []
         assert list(range(extent.start, extent.stop)) == expected
         assert extent.rows + extent.padding == extent.chunk == math.ceil(length / ranks)
@@ -39,20 +39,20 @@ def test_places_align_and_cover_the_shard_without_overlap(
     shapes: list[tuple[int, ...]], ranks: int, itemsize: int, threshold: float
 ) -> None:
     layout = plan_layout(shapes, ranks=ranks, itemsize=itemsize, direct=DirectRule(threshold))
-    pieces = [piece for bucket in layout.buckets for piece in bucket.pieces]
+    pieces = [piece for bucket in layout.buckets for piece in bucket.segments]
     assert sum(piece.size for piece in pieces) == layout.shard_numel
-    assert sum(piece.size for piece in pieces) * ranks == layout.full_numel
+    assert sum(piece.size for piece in pieces) * ranks == layout.unsharded_numel
     end = 0
     for bucket in layout.buckets:
         assert bucket.offset == end, "buckets follow each other without holes"
         end += bucket.size
-        assert bucket.size == sum(piece.size for piece in bucket.pieces)
-    regions = sorted((piece.full_offset, piece.full_offset + ranks * piece.size) for piece in pieces if piece.size)
+        assert bucket.size == sum(piece.size for piece in bucket.segments)
+    regions = sorted((piece.unsharded_offset, piece.unsharded_offset + ranks * piece.size) for piece in pieces if piece.size)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(regions))
-    assert len(layout.places) == len(shapes)
-    for shape, place in zip(shapes, layout.places):
+    assert len(layout.offsets) == len(shapes)
+    for shape, place in zip(shapes, layout.offsets):
         assert place.shape == shape
-        assert place.offset * itemsize % ALIGN_BYTES == 0 and place.full_offset * itemsize % ALIGN_BYTES == 0
+        assert place.offset * itemsize % ALIGN_BYTES == 0 and place.unsharded_offset * itemsize % ALIGN_BYTES == 0
         assert place.size == math.ceil(shape[0] / ranks) * math.prod(shape[1:])
         if place.direct:
             assert place.size * itemsize >= threshold and place.size * itemsize % ALIGN_BYTES == 0
@@ -71,17 +71,17 @@ def test_a_reduction_covers_every_parameter_once(
 ) -> None:
     layout = plan_layout(shapes, ranks=ranks, itemsize=4, direct=DirectRule(threshold))
     found = layout.reduction(as_is=as_is, in_order=in_order, itemsize=4)
-    inside = [piece.parameter for piece in found.packed.pieces if piece.parameter >= 0] if found.packed else []
+    inside = [piece.parameter for piece in found.packed.segments if piece.parameter >= 0] if found.packed else []
     sliced = {part.parameter for message in found.slices for part in message}
-    listed = [i for i in (*inside, *found.direct, *sliced) if layout.places[i].size]
-    assert sorted(listed) == [i for i, place in enumerate(layout.places) if place.size]
+    listed = [i for i in (*inside, *found.direct, *sliced) if layout.offsets[i].size]
+    assert sorted(listed) == [i for i, place in enumerate(layout.offsets) if place.size]
     assert not found.direct or as_is
     assert all(layout.is_even(i) for i in found.direct)
     if in_order:
-        assert {*found.direct, *sliced} == {i for i, place in enumerate(layout.places) if place.direct}
+        assert {*found.direct, *sliced} == {i for i, place in enumerate(layout.offsets) if place.direct}
     else:
         assert not sliced
-    covered = (found.packed.size if found.packed else 0) + sum(layout.places[i].size for i in (*found.direct, *sliced))
+    covered = (found.packed.size if found.packed else 0) + sum(layout.offsets[i].size for i in (*found.direct, *sliced))
     assert covered == layout.shard_numel
     assert found.messages <= 1 or in_order
 
@@ -105,12 +105,12 @@ def test_a_reduction_covers_every_parameter_once(
 def test_large_messages_are_direct_by_default_whatever_the_number_of_ranks(
     matrices: list[tuple[int, ...]], ranks: int, expected: int
 ) -> None:
-    layout = plan_layout(matrices, ranks=ranks, itemsize=4, direct=DirectRule.by_default(256 << 10))
-    direct = [index for index, place in enumerate(layout.places) if place.direct]
+    layout = plan_layout(matrices, ranks=ranks, itemsize=4, direct=DirectRule.default(256 << 10))
+    direct = [index for index, place in enumerate(layout.offsets) if place.direct]
     largest = sorted(range(len(matrices)), key=lambda index: -math.prod(matrices[index]))
     assert direct == sorted(largest[:expected])
     told = plan_layout(matrices, ranks=ranks, itemsize=4, direct=DirectRule(256 << 10))
-    assert all(place.size * 4 >= 256 << 10 for place in told.places if place.direct)
+    assert all(place.size * 4 >= 256 << 10 for place in told.offsets if place.direct)
 
 
 @given(sizes=st.lists(st.integers(1, 3000), max_size=6), ranks=st.integers(1, 9), limit=st.sampled_from([1, 100, 4096, 10**6]))
@@ -130,47 +130,45 @@ def test_slices_cover_every_chunk_once_in_messages_of_at_most_the_limit(sizes: l
 @given(ranks=st.integers(2, 40), rows=st.lists(st.integers(1, 50), min_size=1, max_size=8), itemsize=st.sampled_from([2, 4]))
 def test_parameters_that_would_be_padding_for_the_most_part_are_summed(ranks: int, rows: list[int], itemsize: int) -> None:
     shapes = [(r, 1 << 18) for r in rows]
-    found = plan_layout(shapes, ranks=ranks, itemsize=itemsize, direct=DirectRule.by_default(256 << 10))
+    found = plan_layout(shapes, ranks=ranks, itemsize=itemsize, direct=DirectRule.default(256 << 10))
     padded = [-(-r // ranks) * ranks for r in rows]
     expected = {i for i, r in enumerate(rows) if padded[i] >= 2 * r and (padded[i] - r) * itemsize << 18 >= MIB}
     assert set(found.summed) == expected
     start, length = found.summed_region
     for index in found.summed:
-        place, numel = found.places[index], math.prod(shapes[index])
-        assert start <= place.full_offset and place.full_offset + numel <= start + length
+        place, numel = found.offsets[index], math.prod(shapes[index])
+        assert start <= place.unsharded_offset and place.unsharded_offset + numel <= start + length
         ends = [0, *(found.rows_of(index, rank).stop for rank in range(ranks))]
         assert [found.rows_of(index, rank).start for rank in range(ranks)] == ends[:-1] and ends[-1] == numel
-    assert start + length == found.full_numel and found.full_numel % ranks == 0
+    assert start + length == found.unsharded_numel and found.unsharded_numel % ranks == 0
     assert length <= sum(math.prod(shapes[i]) + 8 for i in found.summed) + ranks * 8
     regions = sorted(
-        (p.full_offset, p.full_offset + (math.prod(p.shape) if i in found.summed else ranks * p.size))
-        for i, p in enumerate(found.places)
+        (p.unsharded_offset, p.unsharded_offset + (math.prod(p.shape) if i in found.summed else ranks * p.size))
+        for i, p in enumerate(found.offsets)
     )
-    shards = sorted((p.offset, p.offset + p.size) for p in found.places)
+    shards = sorted((p.offset, p.offset + p.size) for p in found.offsets)
     assert all(a[1] <= b[0] for found in (regions, shards) for a, b in itertools.pairwise(found))
     told = plan_layout(shapes, ranks=ranks, itemsize=itemsize, direct=DirectRule(0))
     assert not told.summed
     if expected == set(range(len(rows))):  # a norm goes along, rather than in a message of its own
-        assert (
-            0 in plan_layout([(64,), *shapes], ranks=ranks, itemsize=itemsize, direct=DirectRule.by_default(256 << 10)).summed
-        )
+        assert 0 in plan_layout([(64,), *shapes], ranks=ranks, itemsize=itemsize, direct=DirectRule.default(256 << 10)).summed
 
 
 @given(ranks=st.sampled_from([8, 64, 512]), rows=st.lists(st.sampled_from([64, 512, 1024, 4096]), min_size=1, max_size=60))
 def test_what_is_packed_by_default_fits_into_staging(ranks: int, rows: list[int]) -> None:
-    layout = plan_layout([(r, 1024) for r in rows], ranks=ranks, itemsize=4, direct=DirectRule.by_default(256 << 10))
+    layout = plan_layout([(r, 1024) for r in rows], ranks=ranks, itemsize=4, direct=DirectRule.default(256 << 10))
     packed = 0 if layout.packed is None else layout.packed.size * ranks * 4
-    left = [r for r, place in zip(rows, layout.places) if not place.direct]
+    left = [r for r, place in zip(rows, layout.offsets) if not place.direct]
     small = all(r * 4096 < MIB or -(-r // ranks) * 4096 < 4096 for r in left)
-    assert small or packed <= staging_limit(layout.full_numel * 4)
+    assert small or packed <= staging_limit(layout.unsharded_numel * 4)
 
 
 def test_a_threshold_of_infinity_packs_everything_and_zero_nothing_that_can_be_avoided() -> None:
     shapes = [(64, 64), (64,), (7, 3)]
     assert len(plan_layout(shapes, ranks=2, itemsize=4, direct=DirectRule(math.inf)).buckets) == 1
     layout = plan_layout(shapes, ranks=2, itemsize=4, direct=DirectRule(0))
-    assert [p.direct for p in layout.places] == [True, True, True]
-    assert [p.size * 2 == math.prod(p.shape) for p in layout.places] == [True, True, False]
+    assert [p.direct for p in layout.offsets] == [True, True, True]
+    assert [p.size * 2 == math.prod(p.shape) for p in layout.offsets] == [True, True, False]
 
 
 def with_examples() -> list[str]:

@@ -18,8 +18,14 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: CheckPolicy(timeout="60"), "CheckPolicy.timeout must be None or a number of seconds > 0, got '60'"),
     (lambda: CheckPolicy(silence="root"), "CheckPolicy.silence takes a tuple of names, as in ('root',), got 'root'"),
     (lambda: CheckPolicy(silence=5), "CheckPolicy.silence takes a tuple of names, as in ('root',), got 5"),
-    (lambda: DataParallelMeshDims(), "DataParallelMeshDims needs at least one of shard and replicate, got None for both"),
-    (lambda: DataParallelMeshDims(()), "DataParallelMeshDims needs at least one of shard and replicate, got () and None"),
+    (
+        lambda: DataParallelMeshDims(),
+        "Expected at least one axis in shard= or replicate= of DataParallelMeshDims, got None for both.",
+    ),
+    (
+        lambda: DataParallelMeshDims(()),
+        "Expected at least one axis in shard= or replicate= of DataParallelMeshDims, got () and None.",
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rotation import share
 
-from fullshard.foresight.rates import PRODUCT_AS_MEASURED, attention_part, product_part
+from fullshard.foresight.rates import MATMUL_REFERENCE_SIZE, attention_fraction, matmul_fraction
 
 PREDICTIONS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "predictions.py"))
 ROWS = [*PREDICTIONS["ROWS"], *PREDICTIONS["FOUNDRY"]]
@@ -47,13 +47,13 @@ FA2 = {  # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6: Tflop/s of Flas
 def test_attention_has_the_speeds_that_were_published_by_pass_mask_head_and_length(kernel: tuple[bool, bool, int]) -> None:
     backward, causal, head = kernel
     for length, published in zip((512, 1024, 2048, 4096, 8192, 16384), FA2[kernel]):
-        assert 370 * attention_part(backward=backward, causal=causal, head=head, length=length) == pytest.approx(
+        assert 370 * attention_fraction(backward=backward, causal=causal, head=head, length=length) == pytest.approx(
             published, rel=0.07
         )
 
 
 def test_products_are_slower_the_smaller_their_smallest_size_is() -> None:
-    sizes = (16, 256, 1024, PRODUCT_AS_MEASURED, 16384)
-    parts = [product_part(16384, size, 16384) for size in sizes]
+    sizes = (16, 256, 1024, MATMUL_REFERENCE_SIZE, 16384)
+    parts = [matmul_fraction(16384, size, 16384) for size in sizes]
     assert parts == sorted(parts) and parts[3] == 1 < parts[4] < 1.15 and parts[0] < 0.05
-    assert product_part(8, 4096, 4096) == product_part(4096, 8, 4096) == product_part(4096, 4096, 8)
+    assert matmul_fraction(8, 4096, 4096) == matmul_fraction(4096, 8, 4096) == matmul_fraction(4096, 4096, 8)

@@ -21,9 +21,9 @@ from fullshard import load_weights, save_weights
 from fullshard.sharding.layout import Extent
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import NAMES, BadFile, FileTensor, header_bytes, parse_header, read_checkpoint, read_header
-from fullshard.weights.holdings import Holdings, ModelTensor
-from fullshard.weights.key_map import Computed, MapError, Mapped, map_keys
-from fullshard.weights.plan import Part, Use, plan_load
+from fullshard.weights.holdings import ModelTensor, ShardMap
+from fullshard.weights.key_map import ComputedTensor, MapError, MappedTensor, map_keys
+from fullshard.weights.plan import Destination, ReadRange, plan_load
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, RenameBy, Split, Stack, Transpose, Unstack
 
 # --- boxes ---
@@ -34,11 +34,11 @@ SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
 # --- plans ---
 
 
-def stored(tensors: dict[str, Tensor]) -> dict[str, Mapped]:
+def stored(tensors: dict[str, Tensor]) -> dict[str, MappedTensor]:
     """As if in a file, one behind the other."""
     found, at = {}, 64
     for name, tensor in tensors.items():
-        found[name] = Mapped.of(FileTensor(name, "a.safetensors", tensor.dtype, tuple(tensor.shape), at))
+        found[name] = MappedTensor.of(FileTensor(name, "a.safetensors", tensor.dtype, tuple(tensor.shape), at))
         at += tensor.numel() * tensor.itemsize
     return found
 
@@ -53,7 +53,7 @@ class Cut:
     tp_dim: int | None = None
     replicas: int = 1
 
-    def holdings(self, shape: tuple[int, ...]) -> Holdings:
+    def shard_map(self, shape: tuple[int, ...]) -> ShardMap:
         boxes: list[Box | None] = []
         for _ in range(self.replicas):
             for shard in range(self.ranks):
@@ -64,7 +64,7 @@ class Cut:
                     if shape:
                         box = rows(box, min(self.dim, len(shape) - 1), self.ranks, shard)
                     boxes.append(box if box.numel else None)
-        return Holdings(shape, tuple(boxes))
+        return ShardMap(shape, tuple(boxes))
 
     @property
     def world(self) -> int:
@@ -72,7 +72,7 @@ class Cut:
 
 
 def rows(box: Box, dim: int, ranks: int, rank: int) -> Box:
-    part = Extent.cut(box.shape[dim], ranks=ranks, rank=rank)
+    part = Extent.of_rank(box.shape[dim], ranks=ranks, rank=rank)
     start, shape = list(box.start), list(box.shape)
     start[dim], shape[dim] = start[dim] + part.start, part.rows
     return Box(tuple(start), tuple(shape))
@@ -89,47 +89,47 @@ CUTS = st.builds(
 
 
 def carried_out(
-    tensors: dict[str, Tensor], mapped: dict[str, Mapped], cut: Cut, *, limit: int, exchanges: bool
+    tensors: dict[str, Tensor], mapped: dict[str, MappedTensor], cut: Cut, *, limit: int, exchanges: bool
 ) -> tuple[dict[str, Tensor], Counter[str]]:
     """The full tensors that ranks have afterwards, put together, and how often each element of a source was read."""
-    targets = [(ModelTensor(name, one.dtype, one.shape, cut.holdings(one.shape)), one) for name, one in mapped.items()]
+    targets = [(ModelTensor(name, one.dtype, one.shape, cut.shard_map(one.shape)), one) for name, one in mapped.items()]
     found = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in mapped.items()}
     written = [{name: torch.zeros(one.shape, dtype=torch.int) for name, one in mapped.items()} for _ in range(cut.world)]
     times: Counter[str] = Counter()
     rounds = []
 
-    def value_of(part: Part) -> Tensor:
+    def value_of(part: ReadRange) -> Tensor:
         source = part.source
-        if isinstance(source, Computed):
+        if isinstance(source, ComputedTensor):
             return source.function(*(put_together(one, tensors) for one in source.inputs))[part.rows.slices()]
         return tensors[source.name][part.rows.slices()]
 
-    def read(part: Part) -> Tensor:
-        if not isinstance(part.source, Computed):
+    def read(part: ReadRange) -> Tensor:
+        if not isinstance(part.source, ComputedTensor):
             times[part.source.name] += part.rows.numel
         return value_of(part)
 
-    def deliver(part: Part, use: Use, rank: int, value: Tensor) -> None:
-        box = use.in_target(part.rows, rank)
+    def deliver(part: ReadRange, destination: Destination, rank: int, value: Tensor) -> None:
+        box = destination.in_target(part.rows, rank)
         if box is not None:
-            inner = use.piece.in_source(box).relative_to(part.rows)
-            found[use.target.name][box.slices()] = use.piece.arranged(value[inner.slices()])
-            written[rank][use.target.name][box.slices()] += 1
+            inner = destination.piece.source_box(box).relative_to(part.rows)
+            found[destination.target.name][box.slices()] = destination.piece.view_as_mapped(value[inner.slices()])
+            written[rank][destination.target.name][box.slices()] += 1
 
     for rank in range(cut.world):
         plan = plan_load(targets, rank=rank, ranks=cut.world, limit=limit, exchanges=exchanges)
         rounds.append([turn.exchanged for turn in plan.rounds])
         for part in plan.own:
             assert part.reader == rank
-            for use in part.uses:
-                deliver(part, use, rank, read(part))
+            for destination in part.destinations:
+                deliver(part, destination, rank, read(part))
         for part in (part for turn in plan.rounds for part in turn.parts):
             value = read(part) if part.reader == rank else value_of(part)
-            for use in part.uses:
-                deliver(part, use, rank, value)
+            for destination in part.destinations:
+                deliver(part, destination, rank, value)
     assert all(other == rounds[0] for other in rounds)
     for name, one in mapped.items():
-        for rank, box in enumerate(cut.holdings(one.shape).boxes):
+        for rank, box in enumerate(cut.shard_map(one.shape).boxes):
             expected = torch.zeros(one.shape, dtype=torch.int)
             if box is not None:
                 expected[box.slices()] = 1
@@ -137,12 +137,12 @@ def carried_out(
     return found, times
 
 
-def put_together(mapped: Mapped, tensors: dict[str, Tensor]) -> Tensor:
+def put_together(mapped: MappedTensor, tensors: dict[str, Tensor]) -> Tensor:
     """By its pieces."""
     found = torch.zeros(mapped.shape, dtype=mapped.dtype)
     for piece in mapped.pieces:
         assert isinstance(piece.source, FileTensor)
-        found[piece.at.slices()] = piece.arranged(tensors[piece.source.name][piece.in_source(piece.at).slices()])
+        found[piece.at.slices()] = piece.view_as_mapped(tensors[piece.source.name][piece.source_box(piece.at).slices()])
     return found
 
 
@@ -175,7 +175,7 @@ def test_rows_of_one_rank_are_read_by_it_alone_and_those_of_several_in_equal_par
     (mapped,) = stored({"w": numbered(*shape)}).values()
 
     def read(cut: Cut) -> list[int]:
-        targets = [(ModelTensor("w", torch.float32, shape, cut.holdings(shape)), mapped)]
+        targets = [(ModelTensor("w", torch.float32, shape, cut.shard_map(shape)), mapped)]
         plans = [plan_load(targets, rank=rank, ranks=cut.world, limit=10**6) for rank in range(cut.world)]
         assert cut.replicas * cut.tensor_parallel > 1 or not plans[0].rounds
         own = [sum(part.rows.numel for part in plan.own) for plan in plans]
@@ -230,7 +230,7 @@ def test_rules_say_where_every_element_is() -> None:
 def test_rules_that_fit_nothing_are_told_with_what_is_near_unless_they_are_optional() -> None:
     """A typo in a Transpose loaded square weights wrong, in silence."""
     state = stored({"h.0.c_attn.weight": numbered(4, 4), "h.0.c_fc.weight": numbered(4, 4)})
-    with pytest.raises(MapError, match=r"fits no tensor \(nearest: 'h.0.c_attn.weight'"):
+    with pytest.raises(MapError, match=r"matches no tensor \(nearest: 'h.0.c_attn.weight'"):
         map_keys([Transpose(r"h[.]0[.]c_atn[.]weight$")], state)
     counts: dict[str, int] = {}
     rules = [Transpose("c_atn", optional=True), Transpose("c_(attn|fc)"), Drop("fc")]
@@ -251,21 +251,27 @@ def test_texts_are_what_every_rank_can_tell_and_no_terminal_obeys() -> None:
 @pytest.mark.parametrize(
     "rules, told",
     [
-        ([Merge(["a", "gone"], "b")], r"Merge: beside 'a' there is nothing for 'gone'"),
+        ([Merge(["a", "gone"], "b")], r"Merge: 'a' has no counterpart that matches 'gone'"),
         ([Merge(["a", "b"], "c")], r"'b' of shape \(3,\) .* cannot be joined along dim 0 with 'a' of shape \(4, 2\)"),
-        ([Split("a", ["x", "y", "z"])], r"Split: 'a' of shape \(4, 2\) cannot be cut along dim 0 in 3 parts of 1, 1, 1"),
+        (
+            [Split("a", ["x", "y", "z"])],
+            r"Split: 'a' of shape \(4, 2\) cannot be split along dim 0 into 3 parts of sizes 1, 1, 1",
+        ),
         ([Transpose("b")], r"Transpose: 'b' of shape \(3,\) has no dim 1"),
-        ([Rename("[ab]", "c")], r"key_map gives 'c' twice: of a, and of b"),
-        ([Stack(r"([ab])", "c")], r"Stack: the parts of 'c' are numbered"),
+        ([Rename("[ab]", "c")], r"key_map gives 'c' twice: to a, and to b"),
+        ([Stack(r"([ab])", "c")], r"Stack: expected the parts of 'c' to be numbered from 0"),
         ([Convert(["a"], "c", lambda a: a.item())], "Convert: the function for 'c' fails on meta"),
-        ([Convert(["a"], "c", lambda a: 3)], "Convert: the function for 'c' returns a int"),
-        ([Transpose("aa")], r"Transpose\(pattern='aa', dims=\(0, 1\)\) fits no tensor.*: correct it, or pass optional=True"),
-        ([Rename(r"layer\.a", "")], r"Rename\(pattern='layer.*fits no tensor"),
-        ([Drop("")], r"Drop\(pattern=''\) leaves no tensor"),
-        ([Rename("^a$", "__metadata__")], "key_map gives a tensor the name '__metadata__'"),
+        ([Convert(["a"], "c", lambda a: 3)], "Convert: expected the function for 'c' to return a tensor, got a int"),
+        (
+            [Transpose("aa")],
+            r"Transpose\(pattern='aa', dims=\(0, 1\)\) matches no tensor.*\. Correct it, or pass optional=True",
+        ),
+        ([Rename(r"layer\.a", "")], r"Rename\(pattern='layer.*matches no tensor"),
+        ([Drop("")], r"Drop\(pattern=''\) matches every tensor"),
+        ([Rename("^a$", "__metadata__")], "key_map cannot give 'a' the name '__metadata__'"),
         ([Rename("(", "")], "missing \\), unterminated subpattern"),
         ({"q": "a"}, r"key_map names 'q', which the checkpoint does not have"),
-        (["a"], "key_map takes rules as Rename or Merge, got 'a'"),
+        (["a"], "key_map takes rules such as Rename or Merge, got 'a'"),
         (3, "key_map must be a dict, a function of a name, or a list of rules, got a int"),
     ],
 )
@@ -301,19 +307,23 @@ GOOD: dict[str, Any] = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 
 @pytest.mark.parametrize(
     "entries, size, told",
     [
-        (GOOD, -3, "truncated by 3 bytes: .*'a' is the first that is not whole"),
-        (GOOD, 2, "2 bytes behind its last tensor belong to none"),
-        ({**GOOD, "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, 0, "'b' overlaps the one before it"),
-        ({**GOOD, "b": {"dtype": "F32", "shape": [1], "data_offsets": [12, 16]}}, 8, "'b' leaves a gap before it"),
-        ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, 0, r"'a' of shape \(3,\) .* needs 12 bytes, .* give 8"),
+        (GOOD, -3, "truncated by 3 bytes: .*'a' is the first incomplete tensor"),
+        (GOOD, 2, "2 bytes after its last tensor belong to no tensor"),
+        ({**GOOD, "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, 0, "'b' overlaps the previous tensor"),
+        (
+            {**GOOD, "b": {"dtype": "F32", "shape": [1], "data_offsets": [12, 16]}},
+            8,
+            "'b' leaves a gap after the previous tensor",
+        ),
+        ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, 0, r"'a' of shape \(3,\) .* needs 12 bytes, .* span 8"),
         ({"a": {"dtype": "F32", "shape": [10**30], "data_offsets": [0, 8]}}, 0, "needs 4,000"),
-        ({"a": {"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}}, 0, "'a' has the dtype 'F31', which is not known"),
-        ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, 0, r"'a' has the shape \[-2\], which is none"),
-        ({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, 0, "which is none"),
-        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}, 0, "which are no beginning and end"),
-        ({"a": {"dtype": "F32", "shape": [2]}}, 0, "'a' is not described by dtype, shape and data_offsets"),
-        ([], 0, "is no JSON object, but a list"),
-        ({"__metadata__": {"a": 3}}, 0, "__metadata__ in its header is no mapping of texts"),
+        ({"a": {"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}}, 0, "'a' has the unknown dtype 'F31'"),
+        ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, 0, r"'a' has an invalid shape: \[-2\]"),
+        ({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, 0, "has an invalid shape"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}, 0, "has invalid data_offsets"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, 0, "'a' must have exactly the keys dtype, shape and data_offsets"),
+        ([], 0, "to be a JSON object, got a list"),
+        ({"__metadata__": {"a": 3}}, 0, "__metadata__ in its header to map strings to strings"),
     ],
 )
 def test_a_header_that_lies_is_refused(entries: Any, size: int, told: str) -> None:
@@ -326,10 +336,10 @@ def test_a_header_that_lies_is_refused(entries: Any, size: int, told: str) -> No
     "content, told",
     [
         (b"", "truncated: it has 0 bytes"),
-        (b"\xff" * 16, "may have 100,000,000: this is no file of safetensors"),
+        (b"\xff" * 16, "at most 100,000,000 bytes, got .*This is not a safetensors file"),
         ((10**6).to_bytes(8, "little") + b"{}", "truncated: it has 10 bytes"),
-        ((2).to_bytes(8, "little") + b"\xff\xff", "its header is no JSON"),
-        ((10**5).to_bytes(8, "little") + b"[" * 10**5, "its header is no JSON"),
+        ((2).to_bytes(8, "little") + b"\xff\xff", "its header is not valid JSON"),
+        ((10**5).to_bytes(8, "little") + b"[" * 10**5, "its header is not valid JSON"),
         ((29).to_bytes(8, "little") + b'{"a": 1, "a": {"dtype": "F"}}', "its header has 'a' twice"),
     ],
 )
@@ -364,12 +374,12 @@ def test_files_of_a_checkpoint_are_found_and_checked(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": first.name, "b": second.name}}))
     assert [header.file for header in read_checkpoint(tmp_path)] == [str(first), str(second)]
     for told, pattern in (
-        ({"weight_map": {"a": first.name, "b": first.name}}, "the index says that 'b' is in .*, which does not have it"),
+        ({"weight_map": {"a": first.name, "b": first.name}}, "The index maps 'b' to .*, which does not contain it"),
         (
             {"weight_map": {"a": "../model-1.safetensors"}},
-            "'a' is said to be in '../model-1.safetensors', which is no file beside",
+            "maps 'a' to '../model-1.safetensors'. Expected the name of a file next to the index",
         ),
-        ({"weights": {}}, "is no index: it needs a weight_map"),
+        ({"weights": {}}, "is not an index: expected a weight_map"),
         ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors: No such file"),
     ):
         index.write_text(json.dumps(told))
@@ -377,10 +387,10 @@ def test_files_of_a_checkpoint_are_found_and_checked(tmp_path: Path) -> None:
             read_checkpoint(index)
     index.unlink()
     write(tmp_path / "model-3.safetensors", {"a": numbered(2)})
-    with pytest.raises(BadFile, match="tensor 'a' is in .*model-1.safetensors and in .*model-3.safetensors"):
+    with pytest.raises(BadFile, match="Tensor 'a' is in .*model-1.safetensors and in .*model-3.safetensors"):
         read_checkpoint(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadFile, match="empty has no \\*.safetensors: it has nothing"):
+    with pytest.raises(BadFile, match="empty has no \\*.safetensors files: it contains nothing"):
         read_checkpoint(tmp_path / "empty")
     with pytest.raises(BadFile, match="source must be a directory"):
         read_checkpoint(3)
@@ -393,17 +403,17 @@ def test_files_of_a_checkpoint_are_found_and_checked(tmp_path: Path) -> None:
     "key_map, told",
     [
         (5, "key_map must be a dict, a function of a name, or a list of rules, got a int"),
-        ([5], "key_map takes rules as Rename or Merge, got 5"),
-        ({5: "a"}, "key_map must be of names to names, got 5"),
-        ({"weight": None}, "key_map must be of names to names, got None"),
-        (lambda name: 5, "the function of key_map gives 5 for 'weight'|the function of key_map gives 5 for 'bias'"),
-        ([Rename(None, "a")], r"Rename\(.*: pattern must be text, got None"),  # type: ignore[arg-type]
-        ([Rename("weight", None)], r"Rename\(.*: to must be text, got None"),  # type: ignore[arg-type]
-        ([Merge(None, "a")], r"Merge\(.*: sources must be a list of texts, got None"),  # type: ignore[arg-type]
-        ([Split("weight", [])], r"Split\(.*: to must be a list of texts, got \[\]"),
-        ([Split("weight", "ab")], r"Split\(.*: to must be a list of texts, got 'ab'"),
-        ([Transpose("weight", 5)], r"Transpose\(.*: expected an int for each dim, got 5"),  # type: ignore[arg-type]
-        ([RenameBy(3)], r"RenameBy\(.*: function must be one, got 3"),  # type: ignore[arg-type]
+        ([5], "key_map takes rules such as Rename or Merge, got 5"),
+        ({5: "a"}, "key_map must map names to names, got 5"),
+        ({"weight": None}, "key_map must map names to names, got None"),
+        (lambda name: 5, "key_map: expected the function to return a name, .* got 5 for '(weight|bias)'"),
+        ([Rename(None, "a")], r"Rename\(.*: pattern must be a string, got None"),  # type: ignore[arg-type]
+        ([Rename("weight", None)], r"Rename\(.*: to must be a string, got None"),  # type: ignore[arg-type]
+        ([Merge(None, "a")], r"Merge\(.*: sources must be a non-empty list of strings, got None"),  # type: ignore[arg-type]
+        ([Split("weight", [])], r"Split\(.*: to must be a non-empty list of strings, got \[\]"),
+        ([Split("weight", "ab")], r"Split\(.*: to must be a non-empty list of strings, got 'ab'"),
+        ([Transpose("weight", 5)], r"Transpose\(.*: each dim must be an int, got 5"),  # type: ignore[arg-type]
+        ([RenameBy(3)], r"RenameBy\(.*: function must be callable, got 3"),  # type: ignore[arg-type]
     ],
 )
 def test_a_key_map_that_cannot_be_is_named(key_map: Any, told: str, tmp_path: Path) -> None:
@@ -422,7 +432,7 @@ def test_models_and_directories_that_are_none_are_named(tmp_path: Path) -> None:
     for place in (None, 5, []):
         with pytest.raises(ValueError, match=f"directory must be the path of a directory, got a {type(place).__name__}"):
             save_weights(model, place)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="source is '', expected the path of a directory or file"):
+    with pytest.raises(ValueError, match="source must be the path of a directory or file, got ''"):
         load_weights(model, "")
     with pytest.raises(ValueError, match="extra must be a dict of names and contents, or a function of a path, got a list"):
         save_weights(model, tmp_path / "saved", extra=["a"])  # type: ignore[call-overload]

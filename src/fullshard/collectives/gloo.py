@@ -1,4 +1,4 @@
-"""gloo on the CPU: every collective as messages between pairs of ranks, under tags that keep calls apart."""
+"""gloo on the CPU: each collective is made of point-to-point messages, with tags that identify the call."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from fullshard.collectives.process_groups import held, on_release
 from fullshard.errors import StateError
 from fullshard.policies import DIRECT_MIN_BYTES
 
-_TAGS = 0x20000000  # above the tags that programs use; 28 bits are ours: 24 of the call, 4 of its stages
-_STAGES = 4
-_FEW = 8  # ranks up to which each sends to all others
-_REMEMBERED = 512  # collectives of which a group knows that it took part in them
+_TAGS = 0x20000000  # first tag, above the tags that programs use; its lower 28 bits are the call (24) and the stage (4)
+_STAGES = 4  # bits of a tag for the stage
+_FEW = 8  # up to this many ranks, each rank sends to all others
+_REMEMBERED = 512  # recent collectives that a group remembers
 
 T = TypeVar("T")
 
 
 class SendGate(Protocol):
-    """The owner of messages: a collective log."""
+    """The collective log that owns messages, and can refuse to start them."""
 
     name: str
 
     def begin(self, start: Callable[[], T]) -> T:
-        """Have `start` begin messages. Raises if nothing more is sent of it."""
+        """Call `start`. Raises if the log is closed."""
         ...
 
 
 class _OpenGate:
+    """Gate without a collective log, which starts everything."""
+
     def __init__(self) -> None:
         self.name = ""
 
@@ -47,20 +49,20 @@ class _OpenGate:
 
 @dataclass(slots=True)
 class MessageTag:
-    """A number for the messages that are started now, equal on all ranks that exchange them, and the log that it is from."""
+    """The tag of the messages that are started next, equal on all ranks of a call, and the log that it comes from."""
 
-    hash: int = 0  # of all calls up to the one they are of
+    hash: int = 0  # of all calls up to this one
     gate: SendGate = field(default_factory=_OpenGate)
 
     @property
     def now(self) -> int:
-        """The number, of 24 bits."""
+        """The tag: 24 bits of the hash."""
         return (self.hash ^ (self.hash >> 31)) & 0xFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class PostedMessages:
-    """Messages that a rank exchanges with each of the others: one of each size (bytes), in this order, both ways."""
+    """The messages of one call between a rank and each peer: one per size (bytes), in this order, in both directions."""
 
     log: str
     tag: int
@@ -68,7 +70,7 @@ class PostedMessages:
 
 
 class PeerLost(RuntimeError):
-    """The connection to another rank is closed."""
+    """Raised when another rank closed its connection."""
 
     def __init__(self, rank: int, failure: BaseException) -> None:
         super().__init__(str(failure))
@@ -76,10 +78,13 @@ class PeerLost(RuntimeError):
 
 
 class _Destroyed:
-    """Stands in the place of messages of a process group that is gone."""
+    """Placeholder for the works of a destroyed process group."""
 
     def wait(self) -> None:
-        raise StateError("the process group of this message was destroyed (destroy_process_group()) before it was waited for")
+        raise StateError(
+            "The process group of this message was destroyed (destroy_process_group()) before the message was waited for. "
+            "Let the step end before you destroy the process group."
+        )
 
 
 _DESTROYED: Any = _Destroyed()
@@ -88,8 +93,8 @@ _DESTROYED: Any = _Destroyed()
 class Messages:
     """The messages of one call.
 
-    They are kept until they were waited for, whatever becomes of the caller: gloo reads nothing more from a peer that sends to
-    a receive that is gone.
+    The channel keeps them alive until they have been waited for, even if the caller drops them: gloo stops reading from a peer
+    when a message arrives that has no buffer.
     """
 
     __slots__ = ("_channel", "_receives", "_sends", "posted", "works")
@@ -106,22 +111,22 @@ class Messages:
         self._channel, self._receives, self._sends = channel, receives, sends
 
     def lost(self, at: int, failure: BaseException) -> PeerLost:
-        """The error of message number `at`."""
+        """Return the error for message number `at`."""
         _, peer = [*self._receives, *self._sends][at]
         return PeerLost(self._channel.members[peer], failure)
 
     def drop(self) -> None:
-        """The process group was destroyed: let go of all that keeps its connections open."""
+        """Drop the works after the process group was destroyed, since they keep its connections open."""
         self.works = [_DESTROYED]
 
     def wait(self) -> None:
-        """Raises PeerLost if one of the other ranks closed its connection."""
+        """Wait for all messages. Raises PeerLost if another rank closed its connection."""
         at = 0
         try:
             for work in self.works:
                 work.wait()
                 at += 1
-        except StateError:
+        except StateError:  # the process group was destroyed, so no peer is lost
             raise
         except RuntimeError as failure:
             raise self.lost(at, failure) from failure
@@ -129,68 +134,72 @@ class Messages:
 
 
 class P2PChannel:
-    """All messages between pairs of ranks of one process group. process group 1 - 1 channel."""
+    """The point-to-point messages of one process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.name = _torch.group_name(group)  # the same on all its ranks
+        self.name = _torch.group_name(group)  # equal on all its ranks
         self.members = dist.get_process_group_ranks(group)  # global ranks, by their rank in the group
-        self.posted: deque[PostedMessages] = deque(maxlen=_REMEMBERED)
+        self.posted: deque[PostedMessages] = deque(maxlen=_REMEMBERED)  # messages of recent calls
         self._held = held(group)
-        self._under_way: set[Messages] = set()
-        self._answers: list[dist.Work] = []
-        self._answered: set[tuple[int, int]] = set()
+        self._under_way: set[Messages] = set()  # started and not waited for
+        self._answers: list[dist.Work] = []  # works of the dummy messages of `drain_peer`
+        self._answered: set[tuple[int, int]] = set()  # (peer, tag) of the dummy messages
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> P2PChannel:
-        """The one channel of a process group."""
+        """Return the one channel of a process group."""
         name = _torch.group_name(group)
         found = _CHANNELS.get(name)
         if found is None or not found.carries(group):
-            if found is not None:  # its group was destroyed, and another one has its name
+            if found is not None:  # its group was destroyed, and a new group has the same name
                 found.release()
             found = _CHANNELS[name] = cls(group)
         return found
 
     def carries(self, group: dist.ProcessGroup) -> bool:
-        """Whether it is the channel of `group`."""
+        """Return True if this is the channel of `group`."""
         return self._held is held(group)
 
     def exchange(
         self, posted: PostedMessages, receives: Sequence[tuple[Tensor, int]], sends: Sequence[tuple[Tensor, int]]
     ) -> Messages:
-        """Begin these messages, each with the rank in the group that it comes from or goes to."""
+        """Start messages. `receives`, `sends`: tensors, each with its peer's rank in the group."""
         messages = Messages(self, posted, receives, sends)
-        self._under_way.add(messages)
+        self._under_way.add(messages)  # before the start: the buffers must stay alive if an interrupt follows
         try:
             _torch.exchange(messages.works, self._held.group, receives, sends, posted.tag)
         except RuntimeError as failure:
             raise messages.lost(len(messages.works), failure) from failure
-        finally:  # if it raises one of the ranks is gone
+        finally:  # even if it raises, since the messages before the failure have been sent
             if messages.works:
                 self.posted.append(posted)
         return messages
 
     def forget(self, messages: Messages) -> None:
-        """The messages were waited for."""
+        """Remove messages that have been waited for."""
         self._under_way.discard(messages)
 
     def under_way(self, log: str) -> list[PostedMessages]:
-        """Messages of a collective log (by its name) that were begun and not waited for."""
+        """Return the started, unwaited messages of a collective log, by its name."""
         return [messages.posted for messages in list(self._under_way) if messages.posted.log == log]
 
     def drain_peer(self, peer: int, posted: Sequence[PostedMessages], limit: int) -> int:
-        """Exchange meaningless messages with `peer` for collectives that this rank will take no part in: its waits end.
+        """Unblock `peer` after a divergence: exchange dummy data for collectives that this rank will never run.
 
-        peer: its rank in the group.
-        posted: the messages that it waits for.
-        limit: bytes; a longer message cannot be of this program and is left alone. Returns the bytes of such a one, 0 if
-            there is none.
+        Args:
+            peer: its rank in the group.
+            posted: the messages that it waits for.
+            limit: in bytes. No message of this program is longer, so a longer one gets no dummy data.
+
+        Returns:
+            Bytes of the longest message above `limit`, 0 if there is none.
         """
         known = {mine.tag for mine in list(self.posted)}
         missing = [theirs for theirs in posted if theirs.tag not in known and (peer, theirs.tag) not in self._answered]
         too_long = max((size for theirs in missing for size in theirs.sizes if size > limit), default=0)
         missing = [theirs for theirs in missing if max(theirs.sizes, default=0) <= limit]
         longest = max((size for theirs in missing for size in theirs.sizes), default=0)
+        # All dummy messages share two buffers, since the data has no meaning.
         sent, received = (torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(2))
         for theirs in missing:
             self._answered.add((peer, theirs.tag))
@@ -200,17 +209,17 @@ class P2PChannel:
 
     @property
     def is_released(self) -> bool:
-        """Whether torch destroyed the process group."""
+        """True if torch destroyed the process group."""
         return self._held.is_released
 
     def release(self) -> None:
-        """The process group was destroyed."""
+        """Drop everything that keeps the destroyed process group's connections open."""
         for messages in list(self._under_way):
             messages.drop()
         self.forget_answers()
 
     def forget_answers(self) -> None:
-        """All ranks have received the messages of `drain_peer`."""
+        """Forget the dummy messages of `drain_peer`, after all ranks received them."""
         self._answers.clear()
         self._under_way.clear()
         self._answered.clear()
@@ -229,19 +238,19 @@ def _release() -> None:
 
 
 def channels() -> list[P2PChannel]:
-    """The channels of this process, whatever became of the models that used them: other ranks may still wait for messages."""
+    """Return all channels of this process, including those of deleted models: other ranks may still wait for their messages."""
     return list(_CHANNELS.values())
 
 
 class GlooCollectives:
-    """gloo on the CPU, by what is fastest there (`make bench` measures it again).
+    """The fastest collectives on gloo and the CPU (measured by `make bench`).
 
-    gloo's all-gather stages through two buffers of full size, so gathers are sends and receives straight between
-    shard and region: 1.5 to 4 times faster from 64 KiB on, and no staging memory. Its reduce-scatter is an all-reduce
-    in disguise; exchanging chunks and summing them locally moves half the bytes.
+    gloo's all-gather copies through two buffers of the full size. Sends and receives directly between shard and output are 1.5
+    to 4 times as fast from 64 KiB on and need no staging memory. gloo's reduce-scatter is an all-reduce; exchanging chunks and
+    summing them locally moves half the bytes.
 
-    Its own collectives pair up by how many a rank has begun, and a message of another length than expected ends the process.
-    Here each message carries the tag of its call, so ranks that call different things wait instead, and can be told so.
+    gloo matches its own collectives by their count, and a message of an unexpected length kills the process. Here each message
+    carries the tag of its call, so ranks that run different calls wait, and the watchdog can report the divergence.
     """
 
     direct_min_bytes: float = DIRECT_MIN_BYTES
@@ -255,11 +264,11 @@ class GlooCollectives:
         self._channel = P2PChannel.of(group)
 
     def _post(self, sizes: tuple[int, ...]) -> PostedMessages:
-        """The name, tag and sizes of the messages that are begun next."""
+        """Return log name, tag and sizes of the messages that are started next."""
         return PostedMessages(self.tag.gate.name, _TAGS + (self.tag.now << _STAGES), sizes)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
-        """As `Collectives.gatherer`."""
+        """Prepare an all-gather: each rank sends its shard to every other rank."""
         rank, ranks = self.rank, self.ranks
         receives: list[tuple[Tensor, int]] = []
         sends: list[tuple[Tensor, int]] = []
@@ -277,14 +286,14 @@ class GlooCollectives:
 
         def gather() -> StartedWork:
             messages = channel.exchange(self._post(sizes), receives, sends)
-            for chunk, shard in copies:
+            for chunk, shard in copies:  # after the messages are started, so that copies and messages overlap
                 chunk.copy_(shard)
             return StartedWork((messages,), unpollable=True)
 
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """As `Collectives.reduce_scatter`."""
+        """Start a reduce-scatter: exchange chunks, and sum them when the work is waited for."""
         if self.ranks == 2:
             return self._reduce_scatter_pair(outs, fulls, scale)
         messages, received, _ = self._exchange(fulls)
@@ -294,12 +303,16 @@ class GlooCollectives:
                 torch.sum(parts, 0, out=out)
             if scale != 1.0:
                 torch._foreach_mul_(list(outs), scale)
-            received.clear()
+            received.clear()  # frees the chunks now, since the work may outlive this call
 
         return StartedWork((messages,), add, unpollable=True)
 
     def _exchange(self, fulls: Sequence[Tensor]) -> tuple[Messages, list[Tensor], PostedMessages]:
-        """Exchange chunks, each rank getting its own of all `fulls`: messages, a tensor (ranks, size) per full, their name."""
+        """Start sending chunk `i` of each input to rank `i`.
+
+        Returns:
+            The messages; per input the received chunks, (ranks, size); and the tag of the messages.
+        """
         chunks = [full.view(self.ranks, -1) for full in fulls]
         received = [torch.empty_like(chunk) for chunk in chunks]
         posted = self._post(_sizes([chunk[0] for chunk in chunks]))
@@ -312,7 +325,7 @@ class GlooCollectives:
         return messages, received, posted
 
     def _reduce_scatter_pair(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """For two ranks: send the other's half, receive mine, and average in as few passes over memory as there can be."""
+        """Reduce-scatter for two ranks: exchange halves, and add and scale them in as few passes over memory as possible."""
         peer = 1 - self.rank
         halves = [full.view(2, -1) for full in fulls]
         received = [torch.empty_like(half[0]) for half in halves]
@@ -329,7 +342,10 @@ class GlooCollectives:
         return StartedWork((messages,), add, unpollable=True)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
-        """Sum over more than two ranks in two stages, the second when the first is waited for; as many bytes as a ring."""
+        """Start an all-reduce (sum), in place.
+
+        More than two ranks take two stages, and the wait for the first stage starts the second.
+        """
         if self.ranks == 2 or tensor.numel() < self.ranks:
             return self._all_exchange(tensor, torch.add)
         numel, chunk = tensor.numel(), -(-tensor.numel() // self.ranks)
@@ -345,22 +361,26 @@ class GlooCollectives:
             chunks = padded.view(self.ranks, -1)
             receives = [(chunks[peer], peer) for peer in self._others]
             sends = [(mine, peer) for peer in self._others]
+            # Through the gate: if ranks diverged, the log is closed, and the second stage must not start.
             gate.begin(partial(self._channel.exchange, second, receives, sends)).wait()
             tensor.copy_(padded[:numel])
 
         return StartedWork((messages,), share, unpollable=True)
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        """Maximum over many ranks in log2(ranks) stages, all but the first when that is waited for: N * log2(N) messages.
+        """Start an all-reduce (maximum). Many ranks take log2(ranks) stages, all but the first in the wait for the first.
 
-        stage 0   from rank - 1: the largest of 2 ranks, wherever they begin
-        stage 1   from rank - 2: of 4;  stage 2, from rank - 4: of 8;  the last reaches back over all, some of them twice,
-                  which a maximum does not mind
+            stage 0   receive from rank - 1: maximum of 2 ranks
+            stage 1   receive from rank - 2: maximum of 4 ranks
+            stage 2   receive from rank - 4: maximum of 8 ranks
+
+        The last stage counts some ranks twice, which does not change a maximum. All ranks send N * log2(N) messages.
         """
+        # A tag has room for 2 ** _STAGES stages, and each stage doubles the number of ranks.
         if self.ranks <= _FEW or self.ranks > 1 << (1 << _STAGES) or not tensor.numel():
             return self._all_exchange(tensor, torch.maximum)
         first, gate = self._post(_sizes([tensor])), self.tag.gate
-        kept: list[Tensor] = []  # tensors on their way
+        kept: list[Tensor] = []  # sent tensors must stay alive until their messages complete
 
         def begin(stage: int) -> tuple[Messages, Tensor]:
             posted = PostedMessages(first.log, first.tag + stage, first.sizes)
@@ -382,7 +402,7 @@ class GlooCollectives:
         return StartedWork((messages,), spread, unpollable=True)
 
     def _all_exchange(self, tensor: Tensor, merge: Callable[..., Tensor]) -> StartedWork:
-        """Exchange whole tensors: each rank gets all ranks' `tensor`, for two ranks or little data."""
+        """All-reduce by exchanging whole tensors, for two ranks or little data."""
         received = [torch.empty_like(tensor) for _ in self._others]
         sent = tensor.clone()
         if not tensor.numel():
@@ -392,7 +412,7 @@ class GlooCollectives:
         return StartedWork((messages,), partial(self._merge, tensor, received, sent, merge), unpollable=True)
 
     def _merge(self, tensor: Tensor, received: list[Tensor], sent: Tensor, merge: Callable[..., Tensor]) -> None:
-        """In one order on all ranks, so that all get the same bits."""
+        """Merge the tensors in the order of ranks, so that the result is bit-equal on all ranks."""
         parts = dict(zip(self._others, received))
         tensor.copy_(sent if self.rank == 0 else parts[0])
         for rank in range(1, self.ranks):
@@ -400,10 +420,10 @@ class GlooCollectives:
 
 
 def _add_scaled(mine: Tensor, theirs: Tensor, out: Tensor, scale: float) -> None:
-    """(mine + theirs) * scale, all (size,), with the bits that DDP and torch's FSDP2 have on gloo, in one pass if there is one.
+    """Write (mine + theirs) * scale, all (size,), to `out`: bit-equal to DDP and FSDP2 on gloo, in one pass where possible.
 
-    Multiplying by a power of two is exact, so mine * scale + theirs * scale, which is `addr`, has those bits. `lerp` has them
-    for 16 bits only, as it computes those in 32, and is four times faster there.
+    Multiplication by a power of two is exact, so `addr` (mine * scale + theirs * scale) has those bits. `lerp` has them only
+    for 16-bit dtypes, which it computes in 32 bits, and is four times as fast there.
     """
     if scale == 0.5 and out.itemsize == 2:
         torch.lerp(mine, theirs, 0.5, out=out)

@@ -1,4 +1,4 @@
-"""Process groups, held for as long as torch has them: once they are destroyed, nothing here keeps their connections open."""
+"""Handles to process groups. A handle drops its group after torch destroyed it, so that the connections close."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fullshard import _torch
 from fullshard.errors import StateError
 
 
-class HeldGroup:
-    """A process group that `release` lets go of. `group` is an attribute until then; reading it raises StateError after."""
+class ProcessGroupHandle:
+    """A reference to a process group. After `release`, reading `group` raises StateError."""
 
     __slots__ = ("__weakref__", "group", "is_released")
 
@@ -24,41 +24,41 @@ class HeldGroup:
         self.is_released = False
 
     def __getattr__(self, name: str) -> Any:
-        """Python asks here only for what is not there: the group, once it is released."""
+        """Raise StateError for `group` after `release`, which deletes the attribute."""
         if name == "group":
             raise StateError(
-                "the process group of this model was destroyed (destroy_process_group()): load its weights into a model that "
-                "is sharded on the new one"
+                "The process group of this model was destroyed (destroy_process_group()). Load its weights into a model that "
+                "is sharded on the new process group."
             )
         raise AttributeError(name)
 
     def release(self) -> bool:
-        """Let go of the group if torch destroyed it; whether it did."""
+        """Drop the group if torch destroyed it. Return True if it is dropped."""
         if not self.is_released and not _torch.is_alive(self.group):
             self.is_released = True
             del self.group
         return self.is_released
 
 
-_HELD: dict[int, HeldGroup] = {}  # by the id of the group
-_THEN: list[Callable[[], object]] = []
+_HELD: dict[int, ProcessGroupHandle] = {}  # by id of the group, which is unique as long as the handle refers to the group
+_THEN: list[Callable[[], object]] = []  # callbacks of `on_release`
 _RELEASING = threading.Lock()
 
 
-def held(group: dist.ProcessGroup) -> HeldGroup:
-    """The one HeldGroup of a process group."""
+def held(group: dist.ProcessGroup) -> ProcessGroupHandle:
+    """Return the one handle of a process group."""
     found = _HELD.get(id(group))
     if found is None:
-        found = _HELD[id(group)] = HeldGroup(group)
+        found = _HELD[id(group)] = ProcessGroupHandle(group)
     return found
 
 
 def release() -> None:
-    """Let go of the process groups that torch destroyed: their connections close, by which the other ranks learn of it.
+    """Drop the process groups that torch destroyed. Their connections close, which other ranks notice.
 
-    Process groups may have been made since; those stay.
+    Handles of live process groups stay.
     """
-    with _RELEASING:  # the thread of the watchdog may find the same as a thread that makes new groups
+    with _RELEASING:  # the watchdog's thread and a thread that creates groups may find the same destroyed group
         for key, one in list(_HELD.items()):
             if one.release():
                 del _HELD[key]
@@ -67,9 +67,9 @@ def release() -> None:
 
 
 def on_release(then: Callable[[], None]) -> Callable[[], None]:
-    """Call `then` when process groups were destroyed, to forget what knows those."""
+    """Register `then` to be called after process groups are destroyed, to clear caches that refer to them."""
     _THEN.append(then)
     return then
 
 
-__all__ = ["HeldGroup", "held", "on_release", "release"]
+__all__ = ["ProcessGroupHandle", "held", "on_release", "release"]

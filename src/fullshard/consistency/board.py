@@ -1,4 +1,4 @@
-"""The notice board of a job: records that ranks publish through the process group's store, and the bell that wakes a rank."""
+"""Shared state of a job: records and notices in the process group's store, and the socket that wakes a rank."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 from fullshard import _torch
 
-RATE = 1950.0  # requests per second that all ranks together may send to the store
+RATE = 1950.0  # maximum requests per second to the store, of all ranks together
 
-_MANY = 64  # ranks beyond which each sends requests in its turn only
-_GAP = 2.0  # seconds after which a notice that was counted, but never written, is skipped
-_TOKEN = 8  # bytes that tell a ring of this job from a stranger's packet
+_MANY = 64  # with more ranks than this, each rank sends requests in its own time slots only
+_GAP = 2.0  # seconds after which a notice that was counted, but not written, is skipped
+_TOKEN = 8  # bytes of the token that identifies wake-up packets of this job
 
-NOW, TURN = 2, 1  # how urgent a ring is: look at once, or in one's turn
+NOW, RATE_LIMITED = 2, 1  # urgency of a wake-up: check at once, or in the next time slot of the rank
 
 
 class WakeupSocket:
-    """A UDP socket by which the other ranks wake this one. A packet has no content but its urgency.
+    """UDP socket through which other ranks wake this rank. A packet contains only a token and its urgency.
 
-    A rank that waits for nobody sends nothing to the store, so it cannot learn from there that another rank asks for it. A
-    ring that is lost costs time, never correctness: the rank that asks rings again.
+    A rank that does not wait sends no requests to the store, so it does not see the requests of other ranks there. A lost
+    packet costs time, never correctness: the other rank sends again.
     """
 
     def __init__(self, store: Any) -> None:
-        """`store`: the address of this rank is the one from which its host is reached."""
+        """Bind the socket to the address from which this rank reaches the host of `store`."""
         host = _torch.store_host(store) or "127.0.0.1"
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing, but picks the address
             probe.connect(target)
             own = probe.getsockname()[0]
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
@@ -42,7 +42,7 @@ class WakeupSocket:
         self.address = f"{own} {self._socket.getsockname()[1]} {self._token.hex()}"
 
     def wait(self, seconds: float, also: Sequence[int] = ()) -> int:
-        """Wait for a ring, or until a file of `also` can be read; the urgency of the ring, 0 for none."""
+        """Wait for a packet, or until a file descriptor in `also` is readable. Return the urgency of the packet, 0 for none."""
         own = self._socket.fileno()
         readable, _, _ = select.select([own, *also], [], [], seconds)
         found = 0
@@ -54,57 +54,64 @@ class WakeupSocket:
                         found = max(found, packet[-1])
         return found
 
-    def ring(self, address: str, urgency: int) -> None:
-        """Wake the rank of this address, as far as it can be."""
+    def send(self, address: str, urgency: int) -> None:
+        """Send a packet to `address`, ignoring errors."""
         host, port, token = address.split()
         with suppress(OSError):
             self._socket.sendto(bytes.fromhex(token) + bytes([urgency]), (host, int(port)))
 
     def close(self) -> None:
-        """Hear no rings any more."""
+        """Close the socket."""
         self._socket.close()
 
 
-def bell_for(store: Any) -> WakeupSocket | None:
-    """The bell of this process, None where it may open no socket: it then answers only while it waits itself."""
+def open_wakeup_socket(store: Any) -> WakeupSocket | None:
+    """Return the socket of this process; None if it cannot open one. The rank then replies only while it waits itself."""
     try:
         return WakeupSocket(store)
     except OSError:
         return None
 
 
-class NoticeBoard:
-    """board 1 - 1 store, 1 - 0..1 bell.
+class StateStore:
+    """Records and notices in the store of the process group. state store 1 - 1 store, 1 - 0..1 wake-up socket.
 
-    A record is what one rank publishes under a key of its own; a notice goes to all ranks, which read notices in one order.
+    A record belongs to one rank and has a key of its own. A notice goes to all ranks, which read notices in one order.
 
-    Requests per second stay below `RATE` for the whole job at any number of ranks, since each rank sends one in its turn, and
-    turns follow each other in the order of ranks:
+    The requests of all ranks stay below `RATE` per second at any number of ranks: each rank has time slots, in rank order.
 
         rank    0  1  2 ... N-1 | 0  1  2 ...           period = N / RATE seconds
 
-    Few ranks (at most 64) send theirs whenever they look.
+    Up to 64 ranks may send requests at any time.
+
+    Attributes:
+        rank: global rank of this process.
+        size: number of ranks.
+        wakeup_socket: socket that wakes this rank; None if it has none.
+        many: whether ranks are limited to their time slots.
+        period: seconds between two time slots of a rank.
+        notices_read: number of notices that this rank has read.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, bell: WakeupSocket | None = None) -> None:
-        self.rank, self.size, self.bell = rank, size, bell
+    def __init__(self, store: Any, rank: int, size: int, wakeup_socket: WakeupSocket | None = None) -> None:
+        self.rank, self.size, self.wakeup_socket = rank, size, wakeup_socket
         self.many = size > _MANY
         self.period = size / RATE
-        self.heard = 0  # notices that were read
-        self._posted = 0  # notices that there are, as far as it is known
+        self.notices_read = 0
+        self._posted = 0  # number of notices at the last count
         self._store = store
         self._extended = _torch.has_extended_api(store)
         self._addresses: dict[int, str] = {}
-        self._present: set[str] = set()  # keys that exist for good
-        self._gap = 0.0  # when a notice was first missing
+        self._present: set[str] = set()  # keys known to exist; keys are never deleted
+        self._gap = 0.0  # time at which the next notice was first missing
 
     @property
     def is_served_by_first_rank(self) -> bool:
-        """Whether rank 0 has the store, not a launcher or a file."""
+        """True if rank 0 serves the store, not a launcher or a file."""
         return _torch.store_host(self._store) is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def publish(self, records: Mapping[str, bytes]) -> None:
-        """One request."""
+        """Write records. One request, if the store has the extended API."""
         if self._extended:
             self._store.multi_set(list(records), list(records.values()))
         else:
@@ -112,12 +119,13 @@ class NoticeBoard:
                 self._store.set(key, value)
 
     def read(self, keys: Sequence[str], *, expected: bool = False) -> dict[str, bytes]:
-        """The records that exist.
+        """Return the records that exist.
 
-        One request if all are known to exist, else two; a missing one costs as many more as the number of keys has binary
-        digits.
+        This sends one request if all keys are known to exist, else two. Each missing key costs about log2(len(keys)) more.
 
-        expected: with many ranks, take them to exist, and wait for some seconds for one that does not.
+        Args:
+            keys: keys of the records.
+            expected: with many ranks, assume that all keys exist; the store then waits some seconds for a missing one.
         """
         if not keys:
             return {}
@@ -134,23 +142,24 @@ class NoticeBoard:
         return {**self.read(keys[:half]), **self.read(keys[half:])}
 
     def post(self, notice: bytes) -> int:
-        """Its number, from 1. Two requests."""
+        """Post a notice and return its number, starting at 1. Two requests."""
+        # the number is taken before the notice is written, so readers may see a gap for a moment
         number = self._store.add("notices", 1)
         self._store.set(f"notice/{number}", notice)
         return number
 
     def count_news(self) -> None:
-        """See how many notices there are. One request."""
+        """Count the notices. One request."""
         self._posted = self._store.add("notices", 0)
 
     @property
     def has_news(self) -> bool:
-        """Whether there are notices that were counted and not read."""
-        return self._posted > self.heard
+        """True if counted notices are unread."""
+        return self._posted > self.notices_read
 
     def news(self, clock: Callable[[], float] = time.monotonic) -> list[tuple[int, bytes]]:
-        """The notices that were counted and not read, with their numbers, in order. One request, if there are any."""
-        numbers = range(self.heard + 1, self._posted + 1)
+        """Read the unread notices that were counted: (number, notice), in order. One request if there are any."""
+        numbers = range(self.notices_read + 1, self._posted + 1)
         found = self.read([f"notice/{number}" for number in numbers], expected=True)
         news: list[tuple[int, bytes]] = []
         for number in numbers:
@@ -158,32 +167,32 @@ class NoticeBoard:
             if notice is None:
                 self._gap = self._gap or clock()
                 if clock() < self._gap + _GAP:
-                    break  # it is being written
+                    break  # the notice is being written; the next ones must not overtake it
             else:
                 news.append((number, notice))
             self._gap = 0.0
-            self.heard = number
+            self.notices_read = number
         return news
 
-    def hello(self) -> dict[str, bytes]:
-        """The record by which others find this rank's bell."""
-        return {} if self.bell is None else {f"bell/{self.rank}": self.bell.address.encode()}
+    def address_record(self) -> dict[str, bytes]:
+        """Return the record with the address of this rank's socket; empty without a socket."""
+        return {} if self.wakeup_socket is None else {f"bell/{self.rank}": self.wakeup_socket.address.encode()}
 
-    def ring(self, ranks: Sequence[int], urgency: int = NOW) -> None:
-        """Wake other ranks, as far as they can be."""
-        if self.bell is None:
+    def wake(self, ranks: Sequence[int], urgency: int = NOW) -> None:
+        """Wake other ranks whose addresses are published."""
+        if self.wakeup_socket is None:
             return
         unknown = [rank for rank in ranks if rank not in self._addresses and rank != self.rank]
         for key, value in self.read([f"bell/{rank}" for rank in unknown], expected=True).items():
             self._addresses[int(key[5:])] = value.decode()
         for rank in ranks:
             if rank != self.rank and rank in self._addresses:
-                self.bell.ring(self._addresses[rank], urgency)
+                self.wakeup_socket.send(self._addresses[rank], urgency)
 
     def close(self) -> None:
-        """Hear no rings any more."""
-        if self.bell is not None:
-            self.bell.close()
+        """Close the socket, if there is one."""
+        if self.wakeup_socket is not None:
+            self.wakeup_socket.close()
 
 
-__all__ = ["NOW", "RATE", "TURN", "NoticeBoard", "WakeupSocket", "bell_for"]
+__all__ = ["NOW", "RATE", "RATE_LIMITED", "StateStore", "WakeupSocket", "open_wakeup_socket"]

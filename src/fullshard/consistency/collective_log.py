@@ -1,8 +1,9 @@
-"""What a rank said to the others, in order: numbers and a hash that must be alike on all of them, and the last entries."""
+"""Log of the collectives of a rank: their numbers, a hash that must be equal on all ranks, and the most recent calls."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +18,23 @@ from fullshard.errors import StateError
 
 DIGEST = 8  # bytes of a hash
 
-_REMEMBERED = 64  # calls of each log: as many as are told to others
-_FULL = 16  # calls of a block, at least: they are hashed together
+_RECENT = 64  # number of calls of a log that are kept and published
+_BLOCK_SIZE = 16  # minimum number of calls of a block; they are hashed together
 
-_SMALL = 1 << 20  # bytes: messages that belong to no group of parameters are shorter
+_SMALL = 1 << 20  # bytes; messages without parameters are smaller
 
-_BEGINNING = 1.0  # seconds in which messages are begun, if the backend does not wait for the other ranks meanwhile
+_START_SECONDS = 1.0  # maximum time to start a message, unless the backend waits for other ranks meanwhile
+
+# user-facing names of the actions of a unit
+_GATHER = re.compile(r"(forward|backward) (?:all[-_])?gather")
+_REDUCTION = re.compile(r"(?:reduction|reduce[-_]scatter)(?:, (.+))?")
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class UnitName:
-    """The name of a unit, which it may only learn when the model first runs."""
+    """Mutable name of a unit: the qualified name may only be known when the model first runs."""
 
     name: str
 
@@ -39,47 +44,56 @@ def _hasher(text: str) -> Any:
 
 
 class Fingerprint(bytes):
-    """What an entry is about: an action of one group of a unit. What is hashed is itself, 8 bytes.
+    """8-byte hash of an action of one group of a unit, with the text for error messages.
 
     >>> str(Fingerprint(UnitName("layers.0"), "forward gather", "3 forward gather"))
-    "'layers.0' forward gather"
+    "all_gather of 'layers.0' (forward)"
+    >>> str(Fingerprint(UnitName("layers.0"), "reduction, in torch.float32", "3 reduction"))
+    "reduce_scatter of 'layers.0' (in torch.float32)"
     """
 
-    unit_name: UnitName
+    unit_name: UnitName  # "" for an action without a unit
     action: str
 
     def __new__(cls, unit_name: UnitName, action: str, subject: str) -> Fingerprint:
-        """`subject`: a text that is alike on all ranks, and that no other fingerprint has."""
+        """Hash `subject`, a text that is equal on all ranks and different from that of every other fingerprint."""
         self = super().__new__(cls, _hasher(subject).digest())
         self.unit_name, self.action = unit_name, action
         return self
 
     def __str__(self) -> str:
-        return f"'{self.unit_name.name}' {self.action}" if self.unit_name.name else self.action
+        if not self.unit_name.name:
+            return self.action
+        action, detail = self.action, ""
+        if gather := _GATHER.fullmatch(action):
+            action, detail = "all_gather", f" ({gather[1]})"
+        elif reduction := _REDUCTION.fullmatch(action):
+            action, detail = "reduce_scatter", f" ({reduction[1]})" if reduction[1] else ""
+        return f"{action} of '{self.unit_name.name}'{detail}"
 
 
 class LoggedCall:
-    """One call of this rank's."""
+    """One call in the log of this rank."""
 
     __slots__ = ("fingerprint", "log", "number")
 
     log: CollectiveLog
     fingerprint: Fingerprint
-    number: int  # from 1
+    number: int  # position in the log, starting at 1
 
     def __str__(self) -> str:
-        return f"call {self.number}, {self.fingerprint}"
+        return f"collective {self.number}, {self.fingerprint}"
 
 
 class _Block(NamedTuple):
-    """Calls that follow each other: how many came before, the hasher of those, and the fingerprint of each."""
+    """Consecutive calls of a log."""
 
-    before: int
-    hasher: Any  # of hashlib; never updated
-    fingerprints: list[Fingerprint]
+    before: int  # number of calls before this block
+    hasher: Any  # hashlib hasher of the calls before this block; it is copied, never updated
+    fingerprints: list[Fingerprint]  # of the calls of this block
 
     def hashed(self) -> Any:
-        """The hasher of all calls up to the last one of the block."""
+        """Return the hasher of all calls up to the last one of the block."""
         hasher = self.hasher.copy()
         hasher.update(b"".join(self.fingerprints))
         return hasher
@@ -89,7 +103,7 @@ def _number(hasher: Any) -> int:
     return int.from_bytes(hasher.digest(), "little", signed=True)
 
 
-def _refuse(verdict: str, fingerprint: Fingerprint) -> NoReturn:
+def _raise_verdict(verdict: str, fingerprint: Fingerprint) -> NoReturn:
     raise StateError(verdict)
 
 
@@ -97,43 +111,46 @@ _END = Fingerprint(UnitName(""), "end of a backward without heartbeat", "end")
 
 
 @dataclass(slots=True)
-class Departure:
-    """How a rank left a forward or backward: after how many calls, where, on which thread, and by which exception."""
+class ExceptionNote:
+    """Exception that ended a forward, backward or other call on this rank."""
 
-    count: int
-    place: str
-    thread: int
-    failure: str | None
+    count: int  # number of calls before the exception
+    place: str  # e.g. "'blocks.1' forward"
+    thread: int  # id of the thread that raised
+    failure: str | None  # class and first line of the exception; None while it is propagating
 
     def __str__(self) -> str:
         if self.failure is None:
             failure = _torch.exception_on(self.thread)
             self.failure = None if failure is None else described(failure)
-        return f"{self.place} by {self.failure or 'an exception'}"
+        return f"{self.failure or 'an exception'} in {self.place}"
 
 
 class CollectiveLog:
-    """The calls of one set of ranks, in the order of the program. log 1 - n blocks, block 1 - n calls.
+    """Calls of this rank on one set of ranks, in program order. log 1 - n blocks, block 1 - n calls.
 
-    Ranks that run the same program have equal logs; the first call that differs says where they parted.
+    A call is a collective, or a local action that all ranks must take: an optimizer step or a write to shards. Ranks that run
+    the same program have equal logs. The first call that differs shows where they diverged.
 
-        rank 0   1 'a' forward gather   2 'b' forward gather   3 'b' backward gather
-        rank 1   1 'a' forward gather   2 'c' forward gather                          <- they parted at call 2
-
-    In a step nothing that is done once per message is in the processor's caches, and each instruction of Python takes ten
-    times as long as in a loop. So a call is one word in a list (`say`), and calls are hashed when somebody asks for it or
-    a block is full. Another thread may read at any time: but for the last block, which grows, nothing that it sees changes.
+        rank 0   1 all_gather of 'a'   2 all_gather of 'b'   3 reduce_scatter of 'b'
+        rank 1   1 all_gather of 'a'   2 all_gather of 'c'                            <- diverged at call 2
     """
+
+    # Logging a call must be cheap: code that runs once per collective is not in the caches of the processor, and each Python
+    # instruction takes ten times as long as in a loop. So a call is one element of a list (`append`), and calls are hashed
+    # when the hash is read or a block is full.
+    # Other threads read without a lock: all blocks but the last are immutable, and the last one only grows.
 
     __slots__ = (
         "__weakref__",
         "_backwards",
-        "_beginning",
         "_blocks",
-        "_left",
+        "_exception",
         "_silent",
+        "_starting",
         "_unit_ids",
         "_verdicts",
+        "append",
         "before",
         "desync_error",
         "epoch",
@@ -143,53 +160,58 @@ class CollectiveLog:
         "name",
         "rank",
         "ranks",
-        "say",
         "tagged",
     )
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
-        """`name`: alike on all `ranks` (global numbers), of which `rank` is this one."""
+        """Create an empty log.
+
+        Args:
+            name: unique name, equal on all ranks.
+            ranks: global ranks that share the log.
+            rank: global rank of this process.
+        """
         self.name, self.ranks, self.rank = name, tuple(ranks), rank
-        self.key = f"{crc32(name.encode()):08x}"  # its name, in short
-        self.largest_message = _SMALL  # bytes: no message of it is longer
-        self._left: Departure | None = None
-        self.desync_error: str | None = None  # why nothing can be said any more
-        self.epoch = 0  # how often all ranks began anew together
+        self.key = f"{crc32(name.encode()):08x}"  # short form of the name, for keys of the store
+        self.largest_message = _SMALL  # bytes of the largest message
+        self._exception: ExceptionNote | None = None
+        self.desync_error: str | None = None  # why the log is closed; None while it is open
+        self.epoch = 0  # number of restarts by all ranks together
         self._blocks: tuple[_Block, ...] = ()
-        self.before: int  # calls before the last block
-        self.fingerprints: list[Fingerprint]  # of those on the last block
-        self.say: Callable[[Fingerprint], None]  # the next call is this; raises StateError if nothing can be said any more
-        self.tagged = False  # whether its messages bear the numbers of their entries, so that a rank may answer others
-        self._beginning = False  # whether messages are begun at this moment
-        self._verdicts: list[str] = []  # of all who closed it
-        self._silent = False  # whether of what was put off nothing is begun any more
+        self.before: int  # number of calls before the last block
+        self.fingerprints: list[Fingerprint]  # of the last block
+        self.append: Callable[[Fingerprint], None]  # log the next call; raises StateError if the log is closed
+        self.tagged = False  # whether messages carry the number of their call, so that other ranks can complete them
+        self._starting = False  # whether a message is being started right now
+        self._verdicts: list[str] = []  # of all threads that closed the log
+        self._silent = False  # whether deferred messages must not start
         self._backwards = 0
         self._unit_ids = itertools.count()
         self.start_epoch(0)
 
     def next_unit_id(self) -> int:
-        """A number for one more unit, alike on all ranks, since all of them make units together."""
+        """Return the id of a new unit. It is equal on all ranks, because they create their units together."""
         return next(self._unit_ids)
 
     @property
     def count(self) -> int:
-        """The number of the last call."""
+        """Number of the last call."""
         block = self._blocks[-1]
         return block.before + len(block.fingerprints)
 
     @property
     def hash(self) -> int:
-        """Of all calls, of 64 bits: the same on ranks that said the same."""
+        """64-bit hash of all calls, equal on ranks with equal calls."""
         self.roll_block()
         block = self._blocks[-1]
         return _number(block.hashed() if block.fingerprints else block.hasher)
 
     def allow_message_size(self, nbytes: int) -> None:
-        """Messages of it may be as long as this from now on."""
+        """Allow messages of up to `nbytes` bytes from now on."""
         self.largest_message = max(self.largest_message, nbytes)
 
-    def mark(self) -> tuple[int, int]:
-        """The number of the last call and the hash of all; any thread may ask."""
+    def snapshot(self) -> tuple[int, int]:
+        """Return the number of the last call and the hash of all calls. Any thread may call this."""
         block = self._blocks[-1]
         fingerprints = list(block.fingerprints)
         hasher = block.hasher.copy()
@@ -197,37 +219,43 @@ class CollectiveLog:
         return block.before + len(fingerprints), _number(hasher)
 
     def note_exception(self, place: str, failure: str | None = None) -> None:
-        """An exception ends what this rank was in the midst of: until it says the next call, others are told how it left.
+        """Note that an exception ended the current step of this rank. The note is published until the next call is logged.
 
-        failure: as `described`; None if it is on its way still: it is found in an `except` or `finally` block of this thread.
+        Args:
+            place: where the exception was raised, e.g. "'blocks.1' forward".
+            failure: text of the exception, as from `described`; None while the exception is still propagating. It is then
+                read from the state of this thread.
         """
         if self.exception_note is None:
-            self._left = Departure(self.count, place, threading.get_ident(), failure)
+            self._exception = ExceptionNote(self.count, place, threading.get_ident(), failure)
 
     @property
     def exception_note(self) -> str | None:
-        """How this rank left what it was in the midst of, None if it did not, or went on since."""
-        left = self._left
-        return str(left) if left is not None and left.count == self.count else None
+        """The exception that ended the current step, and its place; None if there was none or a call was logged since."""
+        note = self._exception
+        return str(note) if note is not None and note.count == self.count else None
 
     def roll_block(self) -> None:
-        """Begin a new block if this one is full, so that none grows for ever. Only on the thread that may also `say`."""
-        if len(self.fingerprints) >= _FULL:
-            self._begin(_Block(self.count, self._blocks[-1].hashed(), []), self._blocks)
+        """Begin a new block if the last one is full. Call this only on the thread that also appends."""
+        if len(self.fingerprints) >= _BLOCK_SIZE:
+            self._add_block(_Block(self.count, self._blocks[-1].hashed(), []), self._blocks)
 
-    def _begin(self, block: _Block, earlier: tuple[_Block, ...]) -> None:
-        while len(earlier) > 1 and block.before - earlier[1].before >= _REMEMBERED:
+    def _add_block(self, block: _Block, earlier: tuple[_Block, ...]) -> None:
+        while len(earlier) > 1 and block.before - earlier[1].before >= _RECENT:
             earlier = earlier[1:]
-        self._blocks = (*earlier, block)  # nothing is called between these, so an interrupt comes before all of them or after
+        # There is no call between these assignments, so an interrupt comes before all of them or after all of them.
+        self._blocks = (*earlier, block)
         self.before, self.fingerprints = block.before, block.fingerprints
-        self.say = block.fingerprints.append
-        if self.desync_error is not None:  # also if another thread closes it just now: that sets its verdict first, then `say`
-            self.say = partial(_refuse, self.desync_error)
+        self.append = block.fingerprints.append
+        # Another thread may close the log at this moment. It sets `desync_error` before `append`, so one of the two threads
+        # leaves the `append` that raises.
+        if self.desync_error is not None:
+            self.append = partial(_raise_verdict, self.desync_error)
 
-    def remembered(self) -> list[tuple[int, int, str]]:
-        """The last calls: of each its number, the hash of all up to it, and its text."""
+    def recent_calls(self) -> list[tuple[int, int, str]]:
+        """Return the most recent calls: the number, the hash of all calls up to it, and the text of each."""
         blocks = [(block, list(block.fingerprints)) for block in self._blocks]
-        first = blocks[-1][0].before + len(blocks[-1][1]) - _REMEMBERED
+        first = blocks[-1][0].before + len(blocks[-1][1]) - _RECENT
         found: list[tuple[int, int, str]] = []
         for block, fingerprints in blocks:
             skipped = max(0, first - block.before)
@@ -238,67 +266,69 @@ class CollectiveLog:
                 found.append((number, _number(hasher), str(fingerprint)))
         return found
 
-    def beats(self, every: int) -> bool:
-        """Whether the backward that ends now has a heartbeat, as each `every`-th has since all ranks last began anew.
+    def heartbeat_due(self, every: int) -> bool:
+        """Return True if the backward that ends now has a heartbeat: every `every`-th since the last restart has one.
 
-        One without is entered, too, so that ranks that count differently are told.
+        A backward without a heartbeat is logged, so that ranks with different counts of backwards are found to diverge.
         """
         self._backwards += 1
         if self._backwards % every:
-            self.say(_END)
+            self.append(_END)
             return False
         return True
 
     def close(self, verdict: str) -> None:
-        """From now on every call raises, with `verdict`, and what was put off never begins."""
-        self._verdicts.append(verdict)  # of several threads the first one counts
+        """Close the log: from now on every call raises StateError with `verdict`, and deferred messages never start."""
+        self._verdicts.append(verdict)  # list.append is atomic: if several threads close the log, the first verdict counts
         self.desync_error = self._verdicts[0]
-        self.say = partial(_refuse, self.desync_error)
-        self._settle()
+        self.append = partial(_raise_verdict, self.desync_error)
+        self._wait_for_start()
 
-    def silence(self, unpollable: bool) -> None:
-        """Whether of what was put off nothing is begun any more, though the ranks did not part."""
-        self._silent = unpollable
-        self._settle()
+    def set_silent(self, silent: bool) -> None:
+        """Set whether deferred messages are kept from starting although the log is open."""
+        self._silent = silent
+        self._wait_for_start()
 
     def begin(self, start: Callable[[], T]) -> T:
-        """Have `start` begin messages. Raises StateError if nothing is begun any more.
+        """Call `start`, which starts messages.
 
-        There is no lock, which would take longer than all else here: the thread that begins says so and then looks whether it
-        may; a thread that closes the log says so and then waits until nobody is beginning.
+        Raises:
+            StateError: if the log is closed or silent.
         """
+        # No lock: it would cost more than everything else here. The starting thread sets `_starting`, then reads the state.
+        # A closing thread sets the state, then reads `_starting`. So the message does not start, or the closing thread waits.
         try:
-            self._beginning = True
+            self._starting = True
             if self.desync_error is not None:
                 raise StateError(self.desync_error)
             if self._silent:
-                raise StateError("the step was given up before this began: run it again")
+                raise StateError("The step was abandoned before this collective started. Run the step again.")
             return start()
         finally:
-            self._beginning = False
+            self._starting = False
 
-    def _settle(self) -> None:
-        """What begins now has begun, or will not. Waits a second at most: a backend may be waiting for other ranks."""
-        late = time.monotonic() + _BEGINNING
-        while self._beginning and time.monotonic() < late:
+    def _wait_for_start(self) -> None:
+        """Wait until no message is being started, but at most a second: the backend may be waiting for other ranks."""
+        deadline = time.monotonic() + _START_SECONDS
+        while self._starting and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def start_epoch(self, epoch: int | None = None) -> None:
-        """All ranks agreed to go on from here: what each said before no longer matters."""
+        """Clear and open the log. All ranks must have agreed to restart from here."""
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self._verdicts = []
-        self.desync_error = self._left = None
+        self.desync_error = self._exception = None
         self._backwards = 0
-        self._begin(_Block(0, _hasher(f"{self.name} {self.epoch}"), []), ())
+        self._add_block(_Block(0, _hasher(f"{self.name} {self.epoch}"), []), ())
 
 
 class GroupFingerprints(dict[str, Fingerprint]):
-    """The fingerprints of one group's calls in a log, by action."""
+    """Fingerprints of one parameter group in a log, by action; created on first use."""
 
     __slots__ = ("_seed", "_unit_name", "log")
 
     def __init__(self, log: CollectiveLog, unit_name: UnitName, subject: str) -> None:
-        """`subject`: a text about the group that is alike on all ranks, and that no other group has."""
+        """Create the table. `subject` is a text that is equal on all ranks and different from that of every other group."""
         super().__init__()
         self.log, self._unit_name, self._seed = log, unit_name, subject
 
@@ -307,16 +337,22 @@ class GroupFingerprints(dict[str, Fingerprint]):
         return fingerprint
 
     def log_call(self, action: str) -> LoggedCall:
-        """The next call is this. Raises StateError if the ranks have parted."""
+        """Log `action` as the next call.
+
+        Raises:
+            StateError: if the log is closed, e.g. because the ranks diverged.
+        """
         entry = LoggedCall()
         entry.log, entry.fingerprint = self.log, self[action]
-        entry.log.say(entry.fingerprint)
+        entry.log.append(entry.fingerprint)
         entry.number = entry.log.count
         return entry
 
 
 def find_desync(windows: Mapping[int, Sequence[tuple[int, int, str]]]) -> tuple[int, dict[str, list[int]]] | None:
-    """The first call in which ranks differ, and who called what there. `windows`: by rank, (number, hash, text) in order.
+    """Return the number of the first call that differs between ranks, and the ranks of each call text; None if none differs.
+
+    A rank without that call is ignored. `windows` has the recent calls of each rank: (number, hash, text) in order.
 
     >>> find_desync({0: [(1, 77, "a"), (2, 88, "b")], 1: [(1, 77, "a"), (2, 99, "c")], 2: [(1, 77, "a")]})
     (2, {'b': [0], 'c': [1]})
@@ -335,7 +371,7 @@ def find_desync(windows: Mapping[int, Sequence[tuple[int, int, str]]]) -> tuple[
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Ranks as a text.
+    """Format a list of ranks.
 
     >>> listed([3]), listed([0, 1]), listed([0, 1, 2, 5, 7, 8, 9])
     ('rank 3', 'ranks 0 and 1', 'ranks 0-2, 5 and 7-9')
@@ -355,7 +391,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def headline(failure: BaseException) -> str:
-    r"""The first line of its text, or what it is if it has none.
+    r"""Return the first line of the text of an exception, or the name of its class if the text is empty.
 
     >>> headline(ValueError("no such rank\nat all")), headline(MemoryError())
     ('no such rank', 'MemoryError')
@@ -364,7 +400,7 @@ def headline(failure: BaseException) -> str:
 
 
 def described(failure: BaseException) -> str:
-    r"""Its class, and the first line of its text if it has one.
+    r"""Return the class name of an exception, and the first line of its text if it has one.
 
     >>> described(ValueError("no such rank\nat all")), described(MemoryError())
     ('ValueError: no such rank', 'MemoryError')

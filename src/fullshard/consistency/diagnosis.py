@@ -1,124 +1,129 @@
-"""Finds why there is no use in waiting: ranks parted, left, ended, or meet in any_failed(), or it takes too long."""
+"""Diagnose why a collective will never complete: ranks diverged, raised, ended or wait in any_failed(), or a timeout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from fullshard.consistency import verdicts
-from fullshard.consistency.board import NoticeBoard
+from fullshard.consistency.board import StateStore
 from fullshard.consistency.collective_log import CollectiveLog, LoggedCall, find_desync
-from fullshard.consistency.local_state import MEETING, LocalState, WaitState
-from fullshard.consistency.notices import AGAIN, Notices
+from fullshard.consistency.local_state import ANY_FAILED_PREFIX, LocalState, WaitState
+from fullshard.consistency.notices import REQUEST_INTERVAL, Notices
 from fullshard.consistency.records import Records, Window
-from fullshard.consistency.status import ENDED, LEFT, MEETS, Position
-from fullshard.consistency.turns import FEW, READERS, TICK, Turns
+from fullshard.consistency.status import ENDED, IN_ANY_FAILED, RAISED, Position
+from fullshard.consistency.turns import FEW, READERS, TICK, RateLimiter
 
-_GRACE = 0.5  # seconds for which ranks that parted wait for what the others say of it
-_LEFT = 2.0  # seconds for which a rank waits at least for one that left by an exception, and may go on
+_GRACE = 0.5  # seconds to wait for the positions of all ranks after ranks were found to diverge
+_RAISED_SECONDS = 2.0  # minimum seconds to wait for a rank that raised, because it may continue
 
 Positions = dict[int, Position]
 
 
 class Diagnosis:
-    """Reads what the others published of a log, and compares it with what this rank did."""
+    """Compares the published calls of the other ranks with the log of this rank."""
 
-    def __init__(self, board: NoticeBoard, local: LocalState, records: Records, turns: Turns, notices: Notices) -> None:
-        self._board, self._local, self._records, self._turns, self._notices = board, local, records, turns, notices
-        self._just_read: tuple[str, float, Positions] = "", 0.0, {}  # of a log: positions, and until when they count
-        self._found: dict[tuple[str, int], float] = {}  # when it was first seen that ranks of a log parted
+    def __init__(self, store: StateStore, local: LocalState, records: Records, limiter: RateLimiter, notices: Notices) -> None:
+        self._store, self._local, self._records, self._limiter, self._notices = store, local, records, limiter, notices
+        self._cached: tuple[str, float, Positions] = "", 0.0, {}  # key of a log, expiry, positions
+        self._found: dict[tuple[str, int], float] = {}  # (key of a log, epoch) -> time at which ranks were found to diverge
 
     def of(self, log: CollectiveLog, concerned: Sequence[WaitState], now: float) -> str | None:
-        """Why there is no use in waiting, None if there may be. `concerned`: threads that wait in the log for long."""
-        key, until, positions = self._just_read
+        """Return the verdict on a log; None if its collectives may complete. `concerned` has the threads that wait long."""
+        key, until, positions = self._cached
         if key != log.key or now > until:
             positions = self._records.positions(log)
-        text = self._parted(log, positions, now)
+        text = self._diagnose_desync(log, positions, now)
         for state in concerned:
             call = state.waits_in(log)
-            if text is None and call is not None:  # else it went on meanwhile
-                text = self._in_vain(log, positions, state, call, now)
+            if text is None and call is not None:  # None: the thread has continued
+                text = self._diagnose_wait(log, positions, state, call, now)
         return text
 
-    def _in_vain(self, log: CollectiveLog, positions: Positions, state: WaitState, call: LoggedCall, now: float) -> str | None:
-        """Why one thread waits in vain."""
+    def _diagnose_wait(
+        self, log: CollectiveLog, positions: Positions, state: WaitState, call: LoggedCall, now: float
+    ) -> str | None:
+        """Return why the wait of one thread will not end; None if it may end."""
         records, rank = self._records, self._local.rank
         here, stuck = verdicts.waits_in(rank, call), state.seconds_waiting(now)
-        gone = [other for other, place in positions.items() if place.flags & ENDED]
-        if gone:
-            return verdicts.ended(gone, records.statuses(log, gone[: verdicts.TOLD]), here)
-        if not log.name.startswith(MEETING):
-            meeting = self._meeting_without(log, positions, call, patient=stuck <= max(AGAIN, state.patience))
-            if meeting:
-                return verdicts.meeting(meeting, here)
-        asked, when = self._notices.asked
-        fresh = {other: place for other, place in positions.items() if when >= now - stuck and place.has_heard(asked)}
-        if stuck > max(_LEFT, state.patience):
-            left = [other for other, place in fresh.items() if place.flags & LEFT and place.count < call.number]
-            text = verdicts.left(records.statuses(log, left[: verdicts.TOLD]), here)
+        ended = [other for other, position in positions.items() if position.flags & ENDED]
+        if ended:
+            return verdicts.ended(ended, records.statuses(log, ended[: verdicts.MAX_NAMED]), here)
+        if not log.name.startswith(ANY_FAILED_PREFIX):
+            voting = self._others_in_any_failed(log, positions, call, patient=stuck <= max(REQUEST_INTERVAL, state.patience))
+            if voting:
+                return verdicts.in_any_failed(voting, here)
+        # only positions published during this wait show that a rank raised: an older one may have continued since
+        request, when = self._notices.last_request
+        fresh = {other: position for other, position in positions.items() if when >= now - stuck and position.has_read(request)}
+        if stuck > max(_RAISED_SECONDS, state.patience):
+            raised = [other for other, position in fresh.items() if position.flags & RAISED and position.count < call.number]
+            text = verdicts.raised(records.statuses(log, raised[: verdicts.MAX_NAMED]), here)
             if text is not None:
                 return text
         if state.timeout is not None and stuck > state.timeout:
             late = stuck - state.timeout
-            if len(fresh) == len(log.ranks) - 1 or late > AGAIN:
-                return verdicts.timed_out(rank, state.timeout, call, self.whereabouts(log, positions))
+            if len(fresh) == len(log.ranks) - 1 or late > REQUEST_INTERVAL:
+                return verdicts.timed_out(rank, state.timeout, call, self.peer_statuses(log, positions))
         return None
 
-    def _meeting_without(self, log: CollectiveLog, positions: Positions, call: LoggedCall, *, patient: bool) -> list[int]:
-        """The ranks that wait in an any_failed() to which this rank has not come.
+    def _others_in_any_failed(self, log: CollectiveLog, positions: Positions, call: LoggedCall, *, patient: bool) -> list[int]:
+        """Return the ranks that wait in an any_failed() that this rank has not called.
 
-        A rank that has made the call itself may have sent its part, which is slow to arrive, or put it off for good:
-        such ranks count only where this rank has waited for long (not `patient`).
+        A rank that logged `call` itself may have sent its message, which is slow to arrive, or deferred it for good. While
+        `patient`, such ranks do not count.
         """
         ranks = [
-            rank for rank, place in positions.items() if place.flags & MEETS and not (patient and place.count >= call.number)
+            rank
+            for rank, position in positions.items()
+            if position.flags & IN_ANY_FAILED and not (patient and position.count >= call.number)
         ]
         found = []
-        for rank, said in self._records.statuses(log, ranks[: verdicts.TOLD]).items():
-            if said.meets is not None:
-                key, number, members = said.meets
+        for rank, status in self._records.statuses(log, ranks[: verdicts.MAX_NAMED]).items():
+            if status.any_failed is not None:
+                key, number, members = status.any_failed
                 mine = self._local.logs.get(key)
                 if self._local.rank in members and (mine is None or mine.count < number):
                     found.append(rank)
         return found
 
-    # --- ranks that parted ---
+    # --- diverged ranks ---
 
-    def _parted(self, log: CollectiveLog, positions: Positions, now: float) -> str | None:
-        """Where the ranks parted, None if they did not, as far as is known."""
+    def _diagnose_desync(self, log: CollectiveLog, positions: Positions, now: float) -> str | None:
+        """Return the verdict on ranks that diverged; None if no difference was published."""
         windows = self._windows(log, positions, now)
         found = find_desync(windows)
         if found is None:
             return None
         number, calls = found
-        everybody = {
-            text: sorted({other for rank in ranks for other in _alike(windows[rank], number, positions, rank)})
+        all_ranks = {
+            text: sorted({other for rank in ranks for other in _ranks_with_history(windows[rank], number, positions, rank)})
             for text, ranks in calls.items()
         }
         since = self._found.setdefault((log.key, log.epoch), now)
-        if sum(map(len, everybody.values())) < len(log.ranks) and now < since + max(_GRACE, self._board.period):
-            return None  # others may say so soon, and all are named
-        return verdicts.parted(number, everybody)
+        if sum(map(len, all_ranks.values())) < len(log.ranks) and now < since + max(_GRACE, self._store.period):
+            return None  # more positions may arrive soon, and the verdict should name all ranks
+        return verdicts.diverged(number, all_ranks)
 
     def _windows(self, log: CollectiveLog, positions: Positions, now: float) -> dict[int, Window]:
-        """The last calls of this rank, and of others whose calls may differ.
+        """Return the recent calls of this rank, and of other ranks whose calls may differ.
 
-        Ranks of one count and one hash said the same, so the last calls of one of them are read for all; of ranks whose
-        position is in no history that is known here, one of each kind is asked to show its last calls.
+        Ranks with equal counts and hashes made the same calls, so the calls of one of them are read for all. Of the ranks whose
+        position is in no history known here, one per count and hash is requested to publish its calls.
         """
         rank = self._local.rank
-        windows = {rank: log.remembered()}
+        windows = {rank: log.recent_calls()}
         known = {number: digest for number, digest, _ in windows[rank]}
         here = max(known, default=0)
         top = max(positions, key=lambda other: positions[other].count, default=rank)
         chosen: list[int] = []
-        if top in positions and positions[top].count > here:  # what came behind this rank's last call, it may know
+        if top in positions and positions[top].count > here:  # the history after this rank's last call
             chosen = [top]
             windows |= self._records.windows(log, chosen)
             known |= {number: digest for number, digest, _ in windows.get(top, ()) if number > here}
         kinds: dict[tuple[int, int], int] = {}
-        for other, place in sorted(positions.items()):
-            if known.get(place.count, place.hash) != place.hash:
-                kinds.setdefault((place.count, place.hash), other)
+        for other, position in sorted(positions.items()):
+            if known.get(position.count, position.hash) != position.hash:
+                kinds.setdefault((position.count, position.hash), other)
         if kinds:
             chosen += list(kinds.values())[:READERS]
             windows |= self._records.windows(log, list(kinds.values())[:READERS])
@@ -126,25 +131,25 @@ class Diagnosis:
             other for other in chosen if positions[other].hash not in {digest for _, digest, _ in windows.get(other, ())}
         ]
         if lacking and len(log.ranks) > FEW:
-            self._notices.ask_to_show(lacking)
-            self._turns.put_off_reading(log, now + 2 * TICK)  # to read all positions again would take long
-            self._just_read = log.key, now + 4 * TICK, positions
+            self._notices.request_calls(lacking)
+            self._limiter.postpone_read(log, now + 2 * TICK)  # reading all positions again takes long, so they are cached
+            self._cached = log.key, now + 4 * TICK, positions
         return windows
 
-    # --- where the others are ---
+    # --- states of the other ranks ---
 
-    def whereabouts(self, log: CollectiveLog, positions: Positions) -> str:
-        """Where the other ranks are since this one asked, in one sentence."""
+    def peer_statuses(self, log: CollectiveLog, positions: Positions) -> str:
+        """Return the states of the other ranks, as published since the last request."""
         others = [rank for rank in log.ranks if rank != self._local.rank]
-        named = verdicts.named_in_whereabouts(others, positions)
+        named = verdicts.ranks_to_name(others, positions)
         statuses = self._records.statuses(log, named)
-        return verdicts.whereabouts(named, len(others), positions, statuses, self._notices.asked[0])
+        return verdicts.peer_statuses(named, len(others), positions, statuses, self._notices.last_request[0])
 
 
-def _alike(window: Window, number: int, positions: Positions, rank: int) -> list[int]:
-    """The ranks that came to call `number` by the history of `rank`, as far as their positions say so."""
+def _ranks_with_history(window: Window, number: int, positions: Positions, rank: int) -> list[int]:
+    """Return `rank`, and the ranks whose positions are in its history at or after call `number`."""
     digests = {count: digest for count, digest, _ in window if count >= number}
-    return [rank, *(other for other, place in positions.items() if digests.get(place.count) == place.hash)]
+    return [rank, *(other for other, position in positions.items() if digests.get(position.count) == position.hash)]
 
 
 __all__ = ["Diagnosis"]

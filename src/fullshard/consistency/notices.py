@@ -1,4 +1,4 @@
-"""What ranks post to all: questions where the others are, requests for their last calls, verdicts on logs."""
+"""Notices to all ranks: requests for positions, requests for recent calls, verdicts on logs."""
 
 from __future__ import annotations
 
@@ -7,105 +7,106 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from fullshard.consistency.board import TURN, NoticeBoard
-from fullshard.consistency.closing import RUNG, ClosedLogs
+from fullshard.consistency.board import RATE_LIMITED, StateStore
+from fullshard.consistency.closing import MAX_WOKEN, ClosedLogs
 from fullshard.consistency.collective_log import CollectiveLog
 from fullshard.consistency.local_state import LocalState, WaitState
 from fullshard.consistency.records import Records
 from fullshard.consistency.status import Position
-from fullshard.consistency.turns import TICK, Turns
+from fullshard.consistency.turns import TICK, RateLimiter
 
-AGAIN = 5.0  # seconds between two times of asking, and for which an answer is waited for
-_ATTENTIVE = 10.0  # seconds for which a rank that was asked follows what the others say
+REQUEST_INTERVAL = 5.0  # seconds between two requests for positions, and to wait for the replies
+_FOLLOW_SECONDS = 10.0  # seconds for which a rank reads notices after a request
 
 
 class Notices:
-    """Posts and reads notices. All ranks read them in one order, so the first verdict on a log closes it everywhere.
+    """Posts and reads notices. All ranks read them in one order, so the first verdict on a log closes it on all ranks.
 
     Attributes:
-        asked: the last notice by which anybody asked, and when it was read or posted here.
+        clock: returns the time in seconds.
+        last_request: number of the last request for positions by any rank, and the time at which this rank read or posted it.
     """
 
     def __init__(
         self,
-        board: NoticeBoard,
+        store: StateStore,
         local: LocalState,
         records: Records,
-        turns: Turns,
+        limiter: RateLimiter,
         closed: ClosedLogs,
         clock: Callable[[], float],
     ) -> None:
-        self._board, self._local, self._records, self._turns, self._closed = board, local, records, turns, closed
+        self._store, self._local, self._records, self._limiter, self._closed = store, local, records, limiter, closed
         self.clock = clock
-        self.asked = 0, float("-inf")
-        self._verdicts: dict[str, tuple[int, str]] = {}  # on logs that this rank has not made yet
-        self._attentive = 0.0  # until when others are followed
+        self.last_request = 0, float("-inf")
+        self._verdicts: dict[str, tuple[int, str]] = {}  # (epoch, verdict) on logs that this rank has not created yet
+        self._following_until = 0.0  # time until which this rank reads notices without waiting itself
 
-    # --- attention ---
+    # --- following ---
 
-    def stay_attentive(self) -> None:
-        """Follow the others for a while."""
-        self._attentive = max(self._attentive, self.clock() + _ATTENTIVE)
+    def follow_peers(self) -> None:
+        """Read notices for a while, even if this rank does not wait."""
+        self._following_until = max(self._following_until, self.clock() + _FOLLOW_SECONDS)
 
-    def is_attentive(self, now: float) -> bool:
-        """Whether the others are followed although this rank may not wait."""
-        return now <= self._attentive
+    def is_following(self, now: float) -> bool:
+        """Return True if this rank reads notices even if it does not wait."""
+        return now <= self._following_until
 
     # --- verdicts ---
 
     def add(self, log: CollectiveLog) -> None:
-        """A new log of this rank, on which there may be a verdict already."""
+        """Add a new log, and close it if another rank posted a verdict on it already."""
         epoch, verdict = self._verdicts.pop(log.key, (-1, ""))
         if epoch == log.epoch:
             self.close(log, verdict)
 
     def close(self, log: CollectiveLog, text: str) -> None:
-        """Close a log by a verdict."""
+        """Close a log with a verdict."""
         log.close(text)
-        self.look_for_closed()
+        self.update_closed()
 
-    def look_for_closed(self) -> None:
-        """Begin with logs that were closed, by whichever thread."""
-        if self._closed.look_for_closed():
-            self.stay_attentive()
+    def update_closed(self) -> None:
+        """Publish the needs of logs that any thread has closed since the last call."""
+        if self._closed.update_closed():
+            self.follow_peers()
 
-    def convict(self, log: CollectiveLog, text: str) -> None:
-        """Post a verdict. The first one that is posted closes the log on all ranks, this one among them."""
+    def post_verdict(self, log: CollectiveLog, text: str) -> None:
+        """Post a verdict. The first verdict posted on a log closes it on all ranks, this one included."""
         try:
-            self._board.post(json.dumps(["verdict", log.key, log.epoch, text]).encode())
+            self._store.post(json.dumps(["verdict", log.key, log.epoch, text]).encode())
             for _ in range(30):
-                self.hear()
+                self.read_notices()
                 if log.desync_error is not None:
                     break
                 time.sleep(TICK)
-        except Exception:  # there is no store to say it by
+        except Exception:  # without the store, close the log on this rank only
             self.close(log, text)
             return
-        if log.desync_error is None:
+        if log.desync_error is None:  # the notice was not read in time
             self.close(log, text)
         with contextlib.suppress(Exception):
-            self._board.ring(log.ranks[:RUNG], self._turns.urgency)
+            self._store.wake(log.ranks[:MAX_WOKEN], self._limiter.urgency)
 
     # --- reading ---
 
-    def hear(self) -> None:
-        """Read what was posted, and do what it says."""
-        if not (self._board.many and self._board.has_news):
-            self._board.count_news()
-        for number, notice in self._board.news(self.clock):
+    def read_notices(self) -> None:
+        """Read and handle the unread notices."""
+        if not (self._store.many and self._store.has_news):
+            self._store.count_news()
+        for number, notice in self._store.news(self.clock):
             try:
-                self._obey(number, *json.loads(notice))
+                self._handle(number, *json.loads(notice))
             except (ValueError, TypeError, IndexError) as wrong:
                 self._records.warn_unreadable("a notice", wrong)
-        if self._records.shows or not self._records.has_told_hearing():
+        if self._records.calls_requested or not self._records.has_published_notices_read():
             self._records.publish(self._records.changed())
 
-    def _obey(self, number: int, kind: str, *rest: object) -> None:
+    def _handle(self, number: int, kind: str, *rest: object) -> None:
         if kind == "ask":
-            self.asked = number, self.clock()
-            self.stay_attentive()
+            self.last_request = number, self.clock()
+            self.follow_peers()
         elif kind == "show":
-            self._records.shows = self._records.shows or self._local.rank in rest[0]  # type: ignore[operator]
+            self._records.calls_requested = self._records.calls_requested or self._local.rank in rest[0]  # type: ignore[operator]
         elif kind == "verdict":
             key, epoch, text = str(rest[0]), int(rest[1]), str(rest[2])  # type: ignore[call-overload]
             log = self._local.logs.get(key)
@@ -114,60 +115,64 @@ class Notices:
             elif log.epoch == epoch:
                 self.close(log, text)
 
-    # --- questions ---
+    # --- requests ---
 
-    def is_to_ask(self, now: float, concerned: Sequence[WaitState]) -> bool:
-        """Whether somebody waits here, and nobody asked since that began, or for a while."""
-        return any(self.asked[1] < max(now - state.seconds_waiting(now), now - AGAIN) for state in concerned)
+    def should_request(self, now: float, concerned: Sequence[WaitState]) -> bool:
+        """Return True if a thread waits here and no rank requested positions since its wait began, or for REQUEST_INTERVAL."""
+        return any(self.last_request[1] < max(now - state.seconds_waiting(now), now - REQUEST_INTERVAL) for state in concerned)
 
-    def ask(self, now: float) -> int:
-        """Ask all others where they are; the number of the notice."""
-        number = self._board.post(json.dumps(["ask", self._local.rank]).encode())
-        self.asked = number, now
+    def request_positions(self, now: float) -> int:
+        """Request the positions of all other ranks, and return the number of the notice."""
+        number = self._store.post(json.dumps(["ask", self._local.rank]).encode())
+        self.last_request = number, now
         others = sorted({rank for log in self._local.all_logs() for rank in log.ranks if rank != self._local.rank})
-        self._board.ring(others[:RUNG], self._turns.urgency)
+        self._store.wake(others[:MAX_WOKEN], self._limiter.urgency)
         return number
 
-    def ask_or_ring_readers(self, now: float) -> None:
-        """Ask, or have those follow that read positions, if they do not wait themselves."""
+    def request_or_wake_readers(self, now: float) -> None:
+        """Request positions if this rank reads them, else wake the ranks that do."""
         logs = self._local.all_logs()
-        if any(self._turns.reads(log) for log in logs):
-            self.ask(now)
+        if any(self._limiter.is_reader(log) for log in logs):
+            self.request_positions(now)
             return
-        self.asked = self.asked[0], now
-        self._board.ring(sorted({rank for log in logs for rank in self._turns.readers(log)}), TURN)
+        self.last_request = self.last_request[0], now
+        self._store.wake(sorted({rank for log in logs for rank in self._limiter.readers(log)}), RATE_LIMITED)
 
-    def ask_to_show(self, ranks: Sequence[int]) -> None:
-        """Have these ranks publish their last calls."""
-        self._board.post(json.dumps(["show", ranks]).encode())
-        self._board.ring(ranks)
+    def request_calls(self, ranks: Sequence[int]) -> None:
+        """Request the recent calls of `ranks`."""
+        self._store.post(json.dumps(["show", ranks]).encode())
+        self._store.wake(ranks)
 
-    def answers(
+    def iter_positions(
         self,
         logs: Sequence[CollectiveLog],
         seconds: float,
         lock: contextlib.AbstractContextManager[object],
         pause: Callable[[], bool],
     ) -> Iterator[list[dict[int, Position]]]:
-        """Ask all others; their positions in each of the logs, read again and again until all answered or time is up.
+        """Request positions, then yield the positions of the other ranks in each log until all replied or `seconds` passed.
 
-        lock: held while something is read or sent. pause: waits for a moment; True ends it.
+        Args:
+            logs: logs to read positions of.
+            seconds: maximum time to wait for replies.
+            lock: held during each exchange with the store.
+            pause: sleeps between two reads; True ends the iteration.
         """
         end = self.clock() + seconds
         with lock:
-            number = self.ask(self.clock())
+            number = self.request_positions(self.clock())
             self._records.publish(self._records.changed())
         while True:
-            with lock:  # a rank that asks answers others meanwhile
-                self.hear()
-                everywhere = [self._records.positions(log) for log in logs]
-            yield everywhere
-            answered = all(
-                len(log.ranks) - 1 == sum(place.answers(number) for place in positions.values())
-                for log, positions in zip(logs, everywhere)
+            with lock:  # released between reads, so that this rank replies to others meanwhile
+                self.read_notices()
+                positions_by_log = [self._records.positions(log) for log in logs]
+            yield positions_by_log
+            have_replied = all(
+                len(log.ranks) - 1 == sum(position.is_reply_to(number) for position in positions.values())
+                for log, positions in zip(logs, positions_by_log)
             )
-            if answered or self.clock() > end or pause():
+            if have_replied or self.clock() > end or pause():
                 return
 
 
-__all__ = ["AGAIN", "Notices"]
+__all__ = ["REQUEST_INTERVAL", "Notices"]

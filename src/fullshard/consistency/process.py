@@ -1,4 +1,4 @@
-"""The watchdog of a process: made with its process group, ended with that, or with the program."""
+"""Watchdog of a process: created with its process group, ended with the group or the program."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import threading
 
 from fullshard import _torch
 from fullshard.collectives.process_groups import release
-from fullshard.consistency.board import NoticeBoard, bell_for
-from fullshard.consistency.watchdog import LAST, PROCESS, Watchdog
+from fullshard.consistency.board import StateStore, open_wakeup_socket
+from fullshard.consistency.watchdog import EXIT_SECONDS, PROCESS, Watchdog
 
 _LOCK = threading.Lock()
-_GENERATIONS = [0]  # process groups of which there was a watchdog
+_GENERATIONS = [0]  # number of process groups that had a watchdog; part of the key prefix in the store
 
 
 def watchdog_of(backend: str) -> Watchdog | None:
-    """The watchdog of this process, None if there is nothing to watch.
+    """Return the watchdog of this process; None if there is nothing to watch.
 
-    That is so if its ranks send nothing (`backend` is torch's "fake" one), are threads of one process (where a rank that raises
-    ends the others), or have no store.
+    There is nothing to watch if the ranks do not communicate (`backend` is torch's "fake" one), are threads of one process
+    (where an exception on one rank ends the others), or have no store.
     """
     if backend in ("fake", _torch.THREADED):
         return None
@@ -32,24 +32,24 @@ def watchdog_of(backend: str) -> Watchdog | None:
             before = PROCESS.watchdog
             own = _torch.own_store(store, f"fullshard/{_GENERATIONS[0]}")
             _GENERATIONS[0] += 1
-            PROCESS.watchdog = Watchdog(NoticeBoard(own, _torch.global_rank(), _torch.world_size(), bell_for(store)))
+            PROCESS.watchdog = Watchdog(StateStore(own, _torch.global_rank(), _torch.world_size(), open_wakeup_socket(store)))
             PROCESS.store = store
-            PROCESS.signals.listen(_ask)
+            PROCESS.signals.listen(_request_report)
         found = PROCESS.watchdog
-    if before is not None:  # of process groups that were destroyed a moment ago
+    if before is not None:  # the watchdog of a process group that was destroyed a moment ago
         before.end()
         release()
     return found
 
 
-def _ask() -> None:
+def _request_report() -> None:
     watchdog = PROCESS.watchdog
     if watchdog is not None:
-        watchdog.ask()
+        watchdog.request_report()
 
 
-def _destroyed(watchdog: Watchdog) -> None:
-    """The process group is gone: nothing of ours may keep its connections open, by which the others learn of it."""
+def _on_destroyed(watchdog: Watchdog) -> None:
+    """End the watchdog of a destroyed process group, and close its connections, which the other ranks notice."""
     watchdog.end()
     with _LOCK:
         if PROCESS.watchdog is watchdog:
@@ -57,7 +57,7 @@ def _destroyed(watchdog: Watchdog) -> None:
     release()
 
 
-PROCESS.on_destroyed = _destroyed
+PROCESS.on_destroyed = _on_destroyed
 
 os.register_at_fork(after_in_child=PROCESS.forget)
 
@@ -65,13 +65,14 @@ os.register_at_fork(after_in_child=PROCESS.forget)
 @atexit.register
 def _end() -> None:
     PROCESS.signals.end()
-    watchdog = PROCESS.watchdog  # its own thread may be letting go of it
+    watchdog = PROCESS.watchdog  # read once: its thread may set it to None at any time
     if watchdog is not None:
         if _torch.ends_by_collective():
             watchdog.report_at_end()
         watchdog.end()
-    for thread in PROCESS.threads:  # one may end just now, as the process group was destroyed; Python would abort in its midst
-        thread.join(LAST)
+    # A thread may be ending because its process group was destroyed. Python would abort if it exited before the thread.
+    for thread in PROCESS.threads:
+        thread.join(EXIT_SECONDS)
 
 
 __all__ = ["watchdog_of"]

@@ -1,4 +1,4 @@
-"""SIGUSR1, by which somebody asks a running program where its ranks are."""
+"""SIGUSR1, which requests a report of the state of all ranks of a running program."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from fullshard import _torch
 
 
 class SignalListener:
-    """Hears of SIGUSR1, unless somebody else listens to it already.
+    """Listener for SIGUSR1, unless the program has a handler for it already.
 
-    A thread that waits for a message runs no handlers; the number of the signal arrives through a pipe meanwhile.
+    Python runs signal handlers in the main thread only, and not while that thread waits in C++ for a collective. But Python's
+    C handler writes the number of the signal to the wake-up pipe at once, so the watchdog thread reads the pipe.
     """
 
     def __init__(self) -> None:
         self._reader: int | None = None
         self._writer: int | None = None
-        self._ask: Callable[[], None] = _nothing
+        self._report: Callable[[], None] = _nothing
 
-    def listen(self, ask: Callable[[], None]) -> None:
-        """`ask`: called by the handler where the pipe is not there, or is somebody else's by then."""
-        self._ask = ask
+    def listen(self, report: Callable[[], None]) -> None:
+        """Install the handler and the pipe. The handler calls `report` if the pipe is missing or replaced by other code."""
+        self._report = report
         if threading.current_thread() is not threading.main_thread() or _torch.is_handled(signal.SIGUSR1):
             return
         signal.signal(signal.SIGUSR1, self._on_signal)
@@ -40,19 +41,20 @@ class SignalListener:
             os.close(writer)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        """In the main thread, once it runs Python again: if the pipe is still ours, the watchdog knows already."""
+        """Call `report`, unless the signal went through the pipe, where the watchdog has read it already."""
+        # runs in the main thread, once that thread executes Python again
         current = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(current)
         if self._writer is None or current != self._writer:
-            self._ask()
+            self._report()
 
     @property
     def files(self) -> Sequence[int]:
-        """What can be read when a signal came."""
+        """File descriptors that are readable after a signal."""
         return () if self._reader is None else (self._reader,)
 
     def take(self) -> bool:
-        """Whether the signal came since this was asked last."""
+        """Return True if the signal arrived since the last call."""
         if self._reader is None:
             return False
         try:
@@ -61,12 +63,12 @@ class SignalListener:
             return False
 
     def end(self) -> None:
-        """The program ends: Python gives the signal back to the system then, which would end the process."""
+        """Ignore the signal: at exit, Python restores the default handler, which would end the process."""
         if signal.getsignal(signal.SIGUSR1) == self._on_signal:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def forget(self) -> None:
-        """In a forked process: the pipe is the parent's."""
+        """Drop the pipe in a forked process, because it belongs to the parent."""
         if self._writer is not None and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
         self._reader = self._writer = None

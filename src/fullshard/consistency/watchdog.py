@@ -1,4 +1,4 @@
-"""Watches over what this rank waits for: asks the others where they are, and ends waits in vain."""
+"""Watchdog of the waits of this rank: requests the states of the other ranks, and ends waits that cannot complete."""
 
 from __future__ import annotations
 
@@ -12,219 +12,224 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from fullshard import _torch
-from fullshard.consistency.board import NOW, NoticeBoard
+from fullshard.consistency.board import NOW, StateStore
 from fullshard.consistency.closing import ClosedLogs
 from fullshard.consistency.collective_log import CollectiveLog, LoggedCall, headline
 from fullshard.consistency.diagnosis import Diagnosis
 from fullshard.consistency.local_state import LocalState, WaitState
-from fullshard.consistency.notices import AGAIN, Notices
+from fullshard.consistency.notices import REQUEST_INTERVAL, Notices
 from fullshard.consistency.records import Records
 from fullshard.consistency.signals import SignalListener
-from fullshard.consistency.status import ENDED, LEFT, Position
-from fullshard.consistency.turns import TICK, Turns
+from fullshard.consistency.status import ENDED, RAISED, Position
+from fullshard.consistency.turns import TICK, RateLimiter
 
-LAST = 2.0  # seconds for which a rank whose program ends waits for answers
+EXIT_SECONDS = 2.0  # maximum seconds to wait for replies, and for a thread, when the program ends
 
 
 class Watchdog:
-    """One per process: a thread that looks ten times a second whether somebody waits for long.
+    """Watchdog of a process: a thread that checks ten times a second whether a thread of this rank waits long.
 
-    As long as nobody does, it sends nothing. A rank that has waited longer than its patience publishes its position in each of
-    its logs, and rings those that do not: they publish theirs. A few ranks read them. If two logs differ the ranks have
-    parted; whichever rank finds that, or that another rank left, ended or is gone, posts the verdict. All ranks read the
-    notices in one order, and the first verdict on a log closes it everywhere, so all of them say the same. Each rank then
-    publishes which messages it still waits for, and the others exchange meaningless ones for those, so that all of them return.
-    Messages carry the tag of their call, so until then nobody has received what was meant for somebody else.
+    While no rank waits, it sends no requests to the store.
 
-        local state ──> records ──> board <── notices ──> closed logs
-                           └──> diagnosis ──> verdicts        turns: when the store may be asked
+    1. A rank that has waited longer than its patience publishes its position in each of its logs. It wakes the other ranks,
+       which publish theirs. A few ranks read them.
+    2. If two logs differ, the ranks have diverged. The rank that finds this, or finds that another rank raised, ended or
+       disconnected, posts a verdict.
+    3. All ranks read notices in one order, and the first verdict on a log closes it. So all ranks raise the same text.
+    4. Each rank publishes the messages that it still waits for. The others complete them with dummy data, so all waits return.
+
+    Messages carry the tag of their call, so no rank receives a message of another call before that.
+
+        local state ──> records ──> state store <── notices ──> closed logs
+                           └──> diagnosis ──> verdicts        rate limiter: when to send requests to the store
     """
 
-    def __init__(self, board: NoticeBoard, clock: Callable[[], float] = time.monotonic) -> None:
-        self._board, self._clock = board, clock
-        self._local = LocalState(board.rank)
-        self._records = Records(board, self._local)
-        self._turns = Turns(board)
-        self._closed = ClosedLogs(board, self._local, self._records, self._turns)
-        self._notices = Notices(board, self._local, self._records, self._turns, self._closed, self._now)
-        self._diagnosis = Diagnosis(board, self._local, self._records, self._turns, self._notices)
+    def __init__(self, store: StateStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock = store, clock
+        self._local = LocalState(store.rank)
+        self._records = Records(store, self._local)
+        self._limiter = RateLimiter(store)
+        self._closed = ClosedLogs(store, self._local, self._records, self._limiter)
+        self._notices = Notices(store, self._local, self._records, self._limiter, self._closed, self._now)
+        self._diagnosis = Diagnosis(store, self._local, self._records, self._limiter, self._notices)
         self._lock = threading.RLock()
-        self._surveyed: weakref.WeakKeyDictionary[CollectiveLog, tuple[tuple[int, int], str]] = weakref.WeakKeyDictionary()
+        self._described: weakref.WeakKeyDictionary[CollectiveLog, tuple[tuple[int, int], str]] = weakref.WeakKeyDictionary()
         self._report_wanted = False
         self._thread = WatchThread(self)
 
     def _now(self) -> float:
         return self._clock()
 
-    # --- what is watched ---
+    # --- logs and waits ---
 
     def add(self, log: CollectiveLog, *, start: bool = True) -> None:
-        """Watch over waits in this log. `start`: also have the thread look, if it does not yet."""
+        """Watch the waits in `log`. `start` also starts the thread, if it does not run yet."""
         with self._lock:
             self._local.logs[log.key] = log
-            self._records.greet(log)
+            self._records.announce(log)
             self._notices.add(log)
         if start:
             self._thread.start()
 
     def new_wait_state(self) -> WaitState:
-        """For one thread."""
+        """Create the wait state of one thread."""
         with self._lock:
             return self._local.new_wait_state()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The watchdog is not in the midst of a look."""
+        """Keep the watchdog from checking inside the block."""
         with self._lock:
             yield
 
-    def ask(self) -> None:
-        """Have all ranks say where they are, and print it here."""
+    def request_report(self) -> None:
+        """Print the states of all ranks at the next check."""
         self._report_wanted = True
 
-    def stay_attentive(self) -> None:
-        """Follow the others for a while: this rank left something by an exception, and they may soon wait for it."""
-        self._notices.stay_attentive()
+    def follow_peers(self) -> None:
+        """Read notices for a while: this rank raised an exception, and other ranks may soon wait for it."""
+        self._notices.follow_peers()
 
     def end(self) -> None:
-        """The program ends, or its process group was destroyed."""
+        """Stop the watchdog, because the program ends or its process group was destroyed."""
         if self._thread.end():
             with contextlib.suppress(Exception):
                 if self._is_awaited():
                     self._records.publish(self._records.changed(ended=True))
-            self._board.close()
+            self._store.close()
 
     def _is_awaited(self) -> bool:
-        """Whether others may ask why this rank ended: they were told where it is, or it left something by an exception."""
-        told = self._records.told_others and _torch.default_store() is PROCESS.store
-        return told or any(log.exception_note is not None or log.desync_error is not None for log in self._local.all_logs())
+        """Return True if other ranks may wait for this one: it published its status, raised or has a closed log."""
+        published = self._records.has_published_status and _torch.default_store() is PROCESS.store
+        return published or any(
+            log.exception_note is not None or log.desync_error is not None for log in self._local.all_logs()
+        )
 
-    # --- a look ---
+    # --- check ---
 
-    def look(self, urgency: int = 0) -> None:
-        """One look at this rank and, if anybody is concerned, at the others. `urgency`: of the ring that woke it."""
+    def check(self, urgency: int = 0) -> None:
+        """Check this rank and, if a wait is long, the other ranks. `urgency` is that of the wake-up, 0 for none."""
         now = self._clock()
         with self._lock:
             if self._report_wanted or PROCESS.signals.take():
                 self._report_wanted = False
                 self._report()
             if urgency:
-                self._notices.stay_attentive()
-                self._closed.read_soon(now)
+                self._notices.follow_peers()
+                self._closed.schedule_read(now)
             stuck = [(state, state.seconds_waiting(now)) for state in self._local.waits()]
             concerned = [state for state, seconds in stuck if seconds > state.patience]
-            waits = any(seconds > state.patience / 2 for state, seconds in stuck)  # to tell where it is takes a turn
-            self._notices.look_for_closed()
-            if waits or self._notices.is_attentive(now):
-                self._follow(now, concerned, at_once=urgency == NOW or not self._board.many)
+            waits = any(seconds > state.patience / 2 for state, seconds in stuck)  # publishing may have to wait for a time slot
+            self._notices.update_closed()
+            if waits or self._notices.is_following(now):
+                self._follow(now, concerned, at_once=urgency == NOW or not self._store.many)
             else:
-                self._turns.forget_readings()
-                if self._records.has_hello and self._turns.take(now):
-                    self._records.publish_hello()
+                self._limiter.reset_reads()
+                if self._records.has_announcement and self._limiter.try_send(now):
+                    self._records.publish_announcement()
 
     def _follow(self, now: float, concerned: Sequence[WaitState], *, at_once: bool) -> None:
-        """Somebody waits: tell where this rank is, and see where the others are."""
+        """Exchange states with the other ranks, because some rank waits."""
         if at_once:
-            self._speak(now, concerned)
+            self._publish_and_read(now, concerned)
         else:
-            self._speak_in_turn(now, concerned)
+            self._publish_and_read_when_due(now, concerned)
         for log in self._local.all_logs():
-            if self._turns.takes_reading(log, now):
-                self._inquire(log, [state for state in concerned if state.waits_in(log)], now)
-        self._closed.answer_due(now)
+            if self._limiter.try_read(log, now):
+                self._diagnose(log, [state for state in concerned if state.waits_in(log)], now)
+        self._closed.drain_due(now)
 
-    def _speak(self, now: float, concerned: Sequence[WaitState]) -> None:
-        """Publish what changed here, read what others posted, and ask where they are if it is time to."""
+    def _publish_and_read(self, now: float, concerned: Sequence[WaitState]) -> None:
+        """Publish the changed state of this rank, read notices, and request positions if that is due."""
         self._records.publish(self._records.changed())
-        self._notices.hear()
-        if self._notices.is_to_ask(now, concerned):
-            self._notices.ask_or_ring_readers(now)
+        self._notices.read_notices()
+        if self._notices.should_request(now, concerned):
+            self._notices.request_or_wake_readers(now)
 
-    def _speak_in_turn(self, now: float, concerned: Sequence[WaitState]) -> None:
-        """As `_speak`, as far as the turns of this rank allow."""
-        if not self._turns.take(now):
+    def _publish_and_read_when_due(self, now: float, concerned: Sequence[WaitState]) -> None:
+        """Do one of the requests of `_publish_and_read` if this rank may send one now."""
+        if not self._limiter.try_send(now):
             return
         if records := self._records.changed():
             self._records.publish(records)
-        elif self._board.has_news:
-            self._notices.hear()
-        elif self._notices.is_to_ask(now, concerned):
-            self._notices.ask_or_ring_readers(now)
+        elif self._store.has_news:
+            self._notices.read_notices()
+        elif self._notices.should_request(now, concerned):
+            self._notices.request_or_wake_readers(now)
         else:
-            self._board.count_news()
+            self._store.count_news()
 
-    def _inquire(self, log: CollectiveLog, concerned: Sequence[WaitState], now: float) -> None:
-        """Post a verdict on the log if there is no use in waiting."""
+    def _diagnose(self, log: CollectiveLog, concerned: Sequence[WaitState], now: float) -> None:
+        """Post a verdict on the log if its collectives cannot complete."""
         if log.desync_error is None:
             text = self._diagnosis.of(log, concerned, now)
             if text is not None:
-                self._notices.convict(log, text)
+                self._notices.post_verdict(log, text)
 
-    # --- what callers ask for ---
+    # --- calls by the runtime ---
 
     def publish_state(self) -> None:
-        """Have the others know where this rank is, and which messages of closed logs it waits for."""
+        """Publish the state of this rank, and the messages of closed logs that it waits for."""
         with self._lock:
             self._records.publish(self._records.changed())
-            self._closed.begin_again()
+            self._closed.republish_needs()
 
-    def answer_peers(self, log: CollectiveLog) -> None:
-        """Have nobody wait for a message of a closed log. All other ranks have told which ones they wait for."""
+    def drain_peers(self, log: CollectiveLog) -> None:
+        """Complete all pending messages of a closed log. All other ranks must have published their needs."""
         with self._lock:
-            self._closed.answer_everybody(log)
+            self._closed.drain_all(log)
 
-    def survey(self, log: CollectiveLog) -> str:
-        """Where the other ranks are, once they had some time to say so.
-
-        They are asked once for all that fails of what this rank has begun, which may be many messages.
-        """
-        begun, known = (log.epoch, log.count), self._surveyed.get(log)
-        if known is None or known[0] != begun:
+    def describe_peers(self, log: CollectiveLog) -> str:
+        """Return the states of the other ranks, after giving them some time to reply."""
+        # many collectives of one rank may fail together: request the states once for all calls up to now
+        logged, known = (log.epoch, log.count), self._described.get(log)
+        if known is None or known[0] != logged:
             try:
-                text = self._ask_and_wait([log])[0]
+                text = self._request_and_describe([log])[0]
             except Exception as failure:
-                text = f"(the store does not answer: {headline(failure)})"
-            known = self._surveyed[log] = begun, text
+                text = f"(The store of the process group does not answer: {headline(failure)})"
+            known = self._described[log] = logged, text
         return known[1]
 
-    def _ask_and_wait(self, logs: Sequence[CollectiveLog]) -> list[str]:
-        """Ask all others, and give them some time to answer; where they are in each of the logs."""
-        *_, everywhere = self._answers(logs, AGAIN + 1.0)
+    def _request_and_describe(self, logs: Sequence[CollectiveLog]) -> list[str]:
+        """Request the states of the other ranks, wait for their replies, and return the text for each log."""
+        *_, positions_by_log = self._iter_positions(logs, REQUEST_INTERVAL + 1.0)
         with self._lock:
-            return [self._diagnosis.whereabouts(log, positions) for log, positions in zip(logs, everywhere)]
+            return [self._diagnosis.peer_statuses(log, positions) for log, positions in zip(logs, positions_by_log)]
 
-    def _answers(self, logs: Sequence[CollectiveLog], seconds: float) -> Iterator[list[dict[int, Position]]]:
-        return self._notices.answers(logs, seconds, self._lock, self._thread.pause)
+    def _iter_positions(self, logs: Sequence[CollectiveLog], seconds: float) -> Iterator[list[dict[int, Position]]]:
+        return self._notices.iter_positions(logs, seconds, self._lock, self._thread.pause)
 
     def peer_lost(self, call: LoggedCall, rank: int) -> None:
-        """The connection to another rank is closed: if no verdict says why, that rank is gone. Closes the log."""
+        """Close the log of `call` after the connection to `rank` was closed, with the published reason if there is one."""
         log = call.log
         how = "is gone: it closed its connections"
         with self._lock:
             try:
-                self._notices.hear()
-                place = self._records.positions(log).get(rank)
-                if place is not None and place.flags & ENDED:
+                self._notices.read_notices()
+                position = self._records.positions(log).get(rank)
+                if position is not None and position.flags & ENDED:
                     how = "ended the program"
-                if place is not None and place.flags & LEFT:
-                    said = self._records.statuses(log, [rank]).get(rank)
-                    how = how if said is None or said.left is None else f"left {said.left}, and closed its connections"
-            except Exception:  # the store is gone, and its host with it
-                if self._board.is_served_by_first_rank and self._local.rank != 0:
+                if position is not None and position.flags & RAISED:
+                    status = self._records.statuses(log, [rank]).get(rank)
+                    if status is not None and status.exception is not None:
+                        how = f"raised {status.exception} and closed its connections"
+            except Exception:  # the store cannot be reached: its rank ended
+                if self._store.is_served_by_first_rank and self._local.rank != 0:
                     rank, how = 0, "is gone, and with it the store of the process group"
             if log.desync_error is None:
-                self._notices.convict(log, f"rank {rank} {how}, while rank {self._local.rank} was in {call}")
+                self._notices.post_verdict(log, f"rank {rank} {how}, while rank {self._local.rank} was in {call}")
 
-    def confront(self, log: CollectiveLog, seconds: float = 5.0) -> str:
-        """Where the ranks parted, which each of them knows they did; empty if what they remember does not say."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    def diagnose_desync(self, log: CollectiveLog, seconds: float = 5.0) -> str:
+        """Return where ranks diverged, after a heartbeat showed that they did; "" if their recent calls do not show it."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             with self._lock:
-                self._records.shows = True
+                self._records.calls_requested = True
                 self._records.publish(self._records.changed())
-                self._notices.hear()
-                if log.desync_error is None and self._turns.reads(log):
-                    self._inquire(log, (), self._clock())
+                self._notices.read_notices()
+                if log.desync_error is None and self._limiter.is_reader(log):
+                    self._diagnose(log, (), self._clock())
                 if log.desync_error is not None:
                     return log.desync_error
             time.sleep(TICK)
@@ -233,52 +238,54 @@ class Watchdog:
     # --- reports ---
 
     def report_at_end(self) -> None:
-        """The program ends by an error of torch's own collectives, which know no names: tell the others where, and print it.
+        """Post and print the state of this rank, because an error of torch's own collectives ends the program.
 
-        A rank that the error reaches later, since this one ended, then knows the first cause.
+        Errors of torch name neither units nor ranks. Other ranks fail later, because this rank ended. Their texts then have
+        the first cause.
         """
-        rank, board = self._local.rank, self._board
+        rank, store = self._local.rank, self._store
         texts: dict[str, None] = {}
-        for log in [log for log in self._local.all_logs() if log.count and self._turns.reads(log)]:
+        for log in [log for log in self._local.all_logs() if log.count and self._limiter.is_reader(log)]:
             there = ""
             try:
-                for (positions,) in self._answers([log], LAST) if log.desync_error is None else ():
+                for (positions,) in self._iter_positions([log], EXIT_SECONDS) if log.desync_error is None else ():
                     with self._lock:
-                        there = self._diagnosis.whereabouts(log, positions)
-            except Exception:  # the store is gone, maybe since its rank ended by the same error meanwhile
-                if not there and board.is_served_by_first_rank and rank != 0:
+                        there = self._diagnosis.peer_statuses(log, positions)
+            except Exception:  # the store cannot be reached: its rank may have ended with the same error
+                if not there and store.is_served_by_first_rank and rank != 0:
                     there = "rank 0 is gone, and with it the store of the process group"
-            text = f"rank {rank} ended by an error of torch's own collectives, {self._local.status(log)}. {there}"
+            text = f"rank {rank} ended with an error of torch's own collectives, {self._local.status(log)}. {there}"
             with self._lock:
                 if log.desync_error is None:
-                    self._notices.convict(log, text)
+                    self._notices.post_verdict(log, text)
             texts[log.desync_error or text] = None
         if texts:
             print(f"fullshard: rank {rank}: {'; '.join(texts)}", file=sys.stderr, flush=True)
-            if board.is_served_by_first_rank and rank == 0:
-                time.sleep(3 * TICK)  # the store ends with this rank: all others have looked by then
+            if store.is_served_by_first_rank and rank == 0:
+                time.sleep(3 * TICK)  # the store ends with this rank, so give the other ranks time to read the verdict
 
     def _report(self) -> None:
-        """Print where all ranks are."""
+        """Print the states of all ranks."""
         rank = self._local.rank
         logs = [log for log in self._local.all_logs() if log.count]
         lines = [
-            f"fullshard: rank {rank}: {self._local.status(log)}; {there}" for log, there in zip(logs, self._ask_and_wait(logs))
+            f"fullshard: rank {rank}: {self._local.status(log)}; {there}"
+            for log, there in zip(logs, self._request_and_describe(logs))
         ]
-        print("\n".join(lines) or f"fullshard: rank {rank}: before the first call", file=sys.stderr, flush=True)
+        print("\n".join(lines) or f"fullshard: rank {rank}: before the first collective", file=sys.stderr, flush=True)
 
     # --- for its thread ---
 
-    def wait_for_ring(self, ended: threading.Event) -> int:
-        """Rest until the next look, or a ring; the urgency of the ring, 0 for none."""
-        if self._board.bell is not None:
-            return self._board.bell.wait(TICK, PROCESS.signals.files)
+    def wait_for_wakeup(self, ended: threading.Event) -> int:
+        """Sleep until the next check or a wake-up. Return the urgency of the wake-up, 0 for none."""
+        if self._store.wakeup_socket is not None:
+            return self._store.wakeup_socket.wait(TICK, PROCESS.signals.files)
         ended.wait(TICK)
         return 0
 
 
 class WatchThread:
-    """The thread in which a watchdog looks."""
+    """Thread that runs the checks of a watchdog."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
@@ -287,18 +294,18 @@ class WatchThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """If it does not run yet."""
+        """Start the thread, if it does not run yet."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="fullshard-watch", daemon=True)
             PROCESS.threads = [*filter(threading.Thread.is_alive, PROCESS.threads), self._thread]
             self._thread.start()
 
     def pause(self) -> bool:
-        """Rest for a moment; True if it ended."""
+        """Sleep for one tick. Return True if the thread is to end."""
         return self._ended.wait(TICK)
 
     def end(self) -> bool:
-        """Have it end; False if that was done before, or by the process that this one was forked from."""
+        """End the thread. Return False if it was ended before, or belongs to the parent of this forked process."""
         if self._ended.is_set() or os.getpid() != self._process:
             return False
         self._ended.set()
@@ -310,30 +317,33 @@ class WatchThread:
         failures = 0
         while not self._ended.is_set():
             try:
-                urgency = self._watchdog.wait_for_ring(self._ended)
+                urgency = self._watchdog.wait_for_wakeup(self._ended)
                 if _torch.default_store() is not PROCESS.store:
                     return PROCESS.on_destroyed(self._watchdog)
                 if not self._ended.is_set():
-                    self._watchdog.look(urgency)
+                    self._watchdog.check(urgency)
                 failures = 0
-            except _torch.NetworkError:  # the store is gone: its rank ended
+            except _torch.NetworkError:  # the store cannot be reached: its rank ended
                 return
             except Exception as failure:
                 failures += 1
                 if failures > 20:
-                    warnings.warn(f"fullshard's watch ends, since looking failed 20 times: {headline(failure)}", stacklevel=2)
+                    warnings.warn(
+                        f"fullshard's watchdog stopped after {failures} consecutive errors, the last one: {headline(failure)}",
+                        stacklevel=2,
+                    )
                     return
 
 
 class ProcessState:
-    """What a process has one of.
+    """State that a process has once.
 
     Attributes:
-        watchdog: of the process group that there is now.
-        store: of that process group.
-        threads: of this watchdog, and of those before it.
-        signals: by which somebody asks where all ranks are.
-        on_destroyed: called by the thread of a watchdog whose process group was destroyed.
+        watchdog: watchdog of the current process group.
+        store: store of the current process group.
+        threads: threads of this watchdog and of earlier ones.
+        signals: listener for SIGUSR1, which requests a report.
+        on_destroyed: called in the thread of a watchdog after its process group was destroyed.
     """
 
     def __init__(self) -> None:
@@ -344,11 +354,11 @@ class ProcessState:
         self.on_destroyed: Callable[[Watchdog], None] = Watchdog.end
 
     def forget(self) -> None:
-        """In a forked process, which has no watchdog: its thread, its connection and its pipe are the parent's."""
+        """Reset the state in a forked process: thread, connection and pipe belong to the parent."""
         self.signals.forget()
         self.watchdog, self.store, self.threads = None, None, []
 
 
 PROCESS = ProcessState()
 
-__all__ = ["LAST", "PROCESS", "ProcessState", "WatchThread", "Watchdog"]
+__all__ = ["EXIT_SECONDS", "PROCESS", "ProcessState", "WatchThread", "Watchdog"]

@@ -1,4 +1,4 @@
-"""What the CPU's allocator does while something runs, by torch's profiler."""
+"""Allocations and frees of the CPU's allocator during a call, from torch's profiler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def memory_events(run: Callable[[], object]) -> list[tuple[int, int]]:
-    """(address, bytes; less than 0 where it is freed) of all that the CPU's allocator does in `run`, in order."""
+    """Return the allocations and frees of the CPU's allocator in `run`, in order: (address, bytes), negative for a free."""
     watch = AllocationWatch()
     try:
         run()
@@ -19,7 +19,7 @@ def memory_events(run: Callable[[], object]) -> list[tuple[int, int]]:
 
 
 def peak_of_new(events: list[tuple[int, int]]) -> int:
-    """The largest sum of bytes of those that were allocated meanwhile; what was there before is in no sum.
+    """Return the peak of the bytes allocated during `events`. Frees of earlier allocations are ignored.
 
     >>> peak_of_new([(1, -5), (2, 10), (3, 20), (2, -10), (4, 15)])
     35
@@ -37,14 +37,14 @@ def peak_of_new(events: list[tuple[int, int]]) -> int:
 
 
 class AllocationWatch:
-    """Notes what the CPU's allocator does, from when it is made until it is stopped."""
+    """Recorder of the CPU's allocations and frees, from its construction until `stop`."""
 
     def __init__(self) -> None:
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profiler.start()
 
     def stop(self) -> list[tuple[int, int]]:
-        """As `memory_events`."""
+        """Stop recording. Return the allocations and frees in order: (address, bytes), negative for a free."""
         self._profiler.stop()
         results: Any = self._profiler.profiler
         found: list[tuple[int, int, int]] = []

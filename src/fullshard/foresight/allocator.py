@@ -1,10 +1,13 @@
-"""A model of torch's caching allocator for a device: how much it reserves for a sequence of allocations and frees.
+"""Model of torch's caching allocator: bytes reserved on a device by a sequence of allocations and frees.
 
-Source: c10/cuda/CUDACachingAllocator.cpp. Sizes are multiples of 512 bytes. Up to 1 MiB comes from segments of 2 MiB, up to
-10 MiB from segments of 20 MiB, more from segments of its own size in steps of 2 MiB. A free block is taken by best fit among
-those of the same stream and kind, split if at least 512 bytes (small) or more than 1 MiB (large) are left, and merged with
-its neighbours when it is freed. Expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) are one segment for
-each stream and kind, which grows at its end by pages of 2 MiB (small) or 20 MiB (large).
+Block sizes are multiples of 512 bytes. Blocks up to 1 MiB ("small") come from segments of 2 MiB, blocks below 10 MiB from
+segments of 20 MiB, and larger blocks from a segment of their own size, rounded up to 2 MiB. An allocation takes the free block
+of its stream and kind (small or large) that fits best. The block is split if the remainder has at least 512 bytes (small) or
+more than 1 MiB (large). A freed block is merged with free neighbours. Expandable segments
+(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) are one segment per stream and kind, which grows at its end by pages of 2 MiB
+(small) or 20 MiB (large).
+
+Source: c10/cuda/CUDACachingAllocator.cpp.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fullshard.foresight.ledger import Change
-from fullshard.frontend.api import collector_paused
+from fullshard.frontend.api import gc_paused
 
 MIB = 1 << 20
 
@@ -23,26 +26,31 @@ MIB = 1 << 20
 class _Block:
     pool: _Pool
     nbytes: int
-    start: int
+    start: int  # address
     free: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
+    before: _Block | None = None  # neighbour in the segment
+    after: _Block | None = None  # neighbour in the segment
 
 
 @dataclass(eq=False, slots=True)
 class _Pool:
-    """Blocks of one stream and kind. free: (bytes, start, block) of those that are free, smallest first."""
+    """Blocks of one stream and kind."""
 
     small: bool
-    free: list[tuple[int, int, _Block]] = field(default_factory=list)
-    last: _Block | None = None  # of an expandable segment
+    free: list[tuple[int, int, _Block]] = field(default_factory=list)  # (bytes, start, free block), sorted
+    last: _Block | None = None  # last block of an expandable segment
 
     def remove(self, block: _Block) -> None:
         del self.free[bisect_left(self.free, (block.nbytes, block.start))]
 
 
 class Allocator:
-    """Bytes reserved and allocated, after a sequence of calls.
+    """Allocator state after a sequence of calls.
+
+    Attributes:
+        reserved: bytes of all segments.
+        allocated: bytes of all allocated blocks, rounded up.
+        peak: largest `allocated` so far.
 
     >>> allocator = Allocator()
     >>> allocator.allocate(1, 3 * MIB, "compute")
@@ -57,7 +65,7 @@ class Allocator:
         self._held: dict[int, _Block] = {}
 
     def allocate(self, key: int, nbytes: int, stream: str) -> None:
-        """Allocate a block, known by `key`."""
+        """Allocate a block on a stream; `release` frees it by `key`."""
         size = max(512, -(-nbytes // 512) * 512)
         small = size <= MIB
         pool = self._pools.get((stream, small))
@@ -88,7 +96,7 @@ class Allocator:
         self.peak = max(self.peak, self.allocated)
 
     def _expand(self, pool: _Pool, size: int) -> _Block:
-        """Have the segment of a pool end in a free block of at least `size` bytes, which no list has."""
+        """Grow the pool's segment. Return its last block, free and of at least `size` bytes, removed from the free list."""
         block, page = pool.last, 2 * MIB if pool.small else 20 * MIB
         if block is not None and block.free:
             pool.remove(block)
@@ -104,7 +112,7 @@ class Allocator:
         return block
 
     def release(self, key: int) -> None:
-        """Free a block."""
+        """Free a block and merge it with free neighbours."""
         block = self._held.pop(key)
         pool = block.pool
         self.allocated -= block.nbytes
@@ -128,10 +136,10 @@ class Allocator:
 
 
 def reserved_for(changes: Iterable[Change], *, expandable: bool = False) -> int:
-    """Bytes that the allocator of a device reserves for the changes of a ledger."""
+    """Return the bytes that the allocator reserves for the changes of a ledger, without pinned host memory."""
     allocator = Allocator(expandable=expandable)
     allocate, release = allocator.allocate, allocator.release
-    with collector_paused():
+    with gc_paused():
         for nbytes, category, _, block, pool in changes:
             if category == "pinned host":
                 continue

@@ -1,4 +1,4 @@
-"""Constants of this machine, measured: how fast it computes, and how fast messages of this library travel on it."""
+"""Measurement of this machine's constants, `calibrate()`: speed of compute, memory, and the library's own collectives."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from fullshard.collectives.base import StartedWork
 from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, Gpu, Network, write_machine
 
 SIZES = ((512, 256, 256), (1024, 256, 768), (1024, 512, 512), (512, 1024, 1024))
-"""Products that the CPU is measured by, (m, k, n): those of small models, as run on CPUs."""
+"""Sizes (m, k, n) of the matrix products measured on a CPU: small models, as run on CPUs."""
 
 LARGE = ((4096, 4096, 4096), (8192, 4096, 11008), (8192, 8192, 8192))
-"""Likewise an accelerator."""
+"""Sizes (m, k, n) of the matrix products measured on an accelerator."""
 
 
 def calibrate(out: str | Path, *, ranks: int | None = None) -> tuple[Gpu, Network]:
     """Measure this machine, in less than a minute, and write a file for `explain(gpu=..., net=...)`.
 
-    Every rank measures at the same time, as they compute at the same time in training. Under torchrun its ranks take part, so
-    that messages between machines are measured, too; else `ranks` processes are started here.
+    All ranks measure at the same time, as they compute at the same time in training. Under torchrun, its ranks take part, so
+    that collectives between machines are measured, too. Otherwise this function starts `ranks` processes.
 
     Args:
-        out: path of the file of JSON.
-        ranks: how many processes to start; None is one for each GPU, or two on the CPU.
+        out: path of the JSON file.
+        ranks: number of processes to start; None is one for each GPU, or two on the CPU.
 
     Returns:
-        The constants that were written.
+        The measured constants.
 
     Raises:
         ValueError: if `ranks` is less than 1.
@@ -53,14 +53,14 @@ def calibrate(out: str | Path, *, ranks: int | None = None) -> tuple[Gpu, Networ
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group(_backends())
         try:
-            return _together(Path(out))
+            return _measure_on_all_ranks(Path(out))
         finally:
             dist.destroy_process_group()
     if dist.is_initialized():
-        return _together(Path(out))
+        return _measure_on_all_ranks(Path(out))
     started = ranks or torch.accelerator.device_count() or 2
     if started < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks!r}")
+        raise ValueError(f"ranks must be at least 1, got {ranks!r}.")
     with tempfile.TemporaryDirectory() as folder:
         spawn(_process, (started, f"{folder}/store", str(out)), nprocs=started)
     found = json.loads(Path(out).read_text())
@@ -73,35 +73,35 @@ def _process(rank: int, ranks: int, store: str, out: str) -> None:
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group(_backends(), init_method=f"file://{store}", rank=rank, world_size=ranks)
-    _together(Path(out))
+    _measure_on_all_ranks(Path(out))
     dist.destroy_process_group()
 
 
 def _backends() -> str:
-    """Name the backend of the CPU, and that of the accelerator if there is one."""
+    """Return the backend of the CPU and, if there is an accelerator, its default backend."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "gloo"
     return f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
 
 
-def _together(out: Path) -> tuple[Gpu, Network]:
-    """All ranks measure; the first writes the median."""
+def _measure_on_all_ranks(out: Path) -> tuple[Gpu, Network]:
+    """Measure on all ranks, write the medians on rank 0, and return them. Collective."""
     accelerator = _torch.accelerator()
     device = _torch.device_of("cpu" if accelerator is None else accelerator.type)
     mine = _Bench(device).measure()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     middle = {name: median(one[name] for one in found) for name in mine}
-    gpu, network = _machine(device, middle)
+    gpu, network = _constants(device, middle)
     if dist.get_rank() == 0:
         write_machine(out, gpu, network)
     dist.barrier()
     return gpu, network
 
 
-def _machine(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Network]:
-    told = f"measured by calibrate with torch {torch.__version__} on {dist.get_world_size()} ranks"
+def _constants(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Network]:
+    source = f"measured by calibrate with torch {torch.__version__} on {dist.get_world_size()} ranks"
     shared = {
         "matmul": 1.0,
         "attention": found["attention"] / found["bf16"],
@@ -113,29 +113,29 @@ def _machine(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Networ
         "launch": found["launch"],
         "link": found["link"],
         "overlap": found["overlap"],
-        "source": told,
+        "source": source,
     }
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dist.get_world_size()
         gpu = replace(GPUS["cpu"], name="measured", memory=memory, **shared)  # type: ignore[arg-type]
-        network = replace(NETWORKS["gloo"], base=found["latency"], step=0.0, hop=0.0, source=told)
+        network = replace(NETWORKS["gloo"], base=found["latency"], step=0.0, hop=0.0, source=source)
         return gpu, replace(network, name="measured", per_gpu=found["link"])
     _, memory = torch.accelerator.get_memory_info(device)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", torch.accelerator.device_count()))
     gpu = replace(GPUS["h100-sxm"], name="measured", memory=memory, per_node=per_node, context=2 * GIB, **shared)  # type: ignore[arg-type]
     several = dist.get_world_size() > per_node
-    network = replace(NETWORKS["ib-400"], name="measured", source=told)
+    network = replace(NETWORKS["ib-400"], name="measured", source=source)
     return gpu, replace(network, per_gpu=found["link"] / per_node, efficiency=1.0) if several else network
 
 
 @dataclass
 class _Bench:
-    """Measurements of one rank."""
+    """Measurements on one rank."""
 
     device: torch.device
 
     def measure(self) -> dict[str, float]:
-        """flop/s, bytes/s, seconds, factors."""
+        """Return all constants by name, in flop/s, bytes/s and seconds; "overlap" is a factor."""
         sizes = SIZES if self.device.type == "cpu" else LARGE
         found = {
             "fp32": self._products(sizes, torch.float32),
@@ -148,7 +148,7 @@ class _Bench:
         return {**found, **self._network(sizes)}
 
     def _seconds(self, work: Callable[[], object], *, least: float = 0.3) -> float:
-        """The median of runs of `work`, for at least so many seconds."""
+        """Return the median seconds of `work`, run for at least `least` seconds and five times."""
         work()
         self._sync()
         times: list[float] = []
@@ -164,7 +164,7 @@ class _Bench:
             torch.accelerator.synchronize(self.device)
 
     def _products(self, sizes: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> float:
-        """Of products of these sizes, forward and both of backward, as a linear layer has them."""
+        """Return flop/s of matrix products of these sizes: the forward and both backward products of a linear layer."""
         seconds = 0.0
         for m, k, n in sizes:
             x, weight, grad = (torch.randn(shape, device=self.device).to(dtype) for shape in ((m, k), (n, k), (m, n)))
@@ -176,18 +176,16 @@ class _Bench:
         return sum(6 * prod(size) for size in sizes) / seconds
 
     def _bandwidth(self) -> float:
-        """Of elementwise kernels that allocate their results, as autograd has them.
-
-        On the CPU memory is what was freed a moment ago, or new and without pages yet: half and half.
-        """
+        """Return bytes/s of elementwise kernels that allocate their results, as autograd does."""
         rates = []
+        # On the CPU, half of the results reuse memory that was just freed, and half are new pages, which are slower.
         for numel in (1 << 18, 1 << 24) if self.device.type == "cpu" else (1 << 26,):
             x, y = torch.randn(numel, device=self.device), torch.randn(numel, device=self.device)
             rates.append(numel * 4 * (3 + 3 + 2) / self._seconds(partial(_elementwise, x, y)))
         return len(rates) / sum(1 / rate for rate in rates)
 
     def _launch(self) -> float:
-        """The host's time for an operator on few elements, in forward and backward."""
+        """Return the host's seconds per operator on few elements, in forward and backward."""
         x = torch.ones(8, device=self.device, requires_grad=True)
 
         def work() -> None:
@@ -199,7 +197,7 @@ class _Bench:
         return self._seconds(work) / 200
 
     def _attention(self, dtype: torch.dtype) -> float:
-        """flop/s of attention that looks back only, of what it computes."""
+        """Return flop/s of causal attention, forward and backward; flops of masked positions are not counted."""
         length, heads, dim = (256, 4, 32) if self.device.type == "cpu" else (4096, 16, 128)
         q = torch.randn(2, heads, length, dim, device=self.device, dtype=dtype, requires_grad=True)
 
@@ -211,16 +209,17 @@ class _Bench:
         return flops / self._seconds(work)
 
     def _network(self, sizes: tuple[tuple[int, int, int], ...]) -> dict[str, float]:
-        """Messages by the library's own collectives, alone and while it computes."""
+        """Return speed and latency of the library's own collectives, and the slowdown of compute during a collective."""
         ranks = dist.get_world_size()
         collectives = collectives_for(dist.group.WORLD, self.device)
         numel = (1 << 20 if self.device.type == "cpu" else 1 << 26) // ranks * ranks
         full, shard = torch.zeros(numel, device=self.device), torch.zeros(numel // ranks, device=self.device)
         small, part = torch.zeros(256 * ranks, device=self.device), torch.zeros(256, device=self.device)
         gather, tiny = collectives.gatherer([full], [shard]), collectives.gatherer([small], [part])
-        latency = min(self._times(lambda: _end(tiny())))
-        seconds = self._paired(lambda: _end(gather())) + self._paired(
-            lambda: _end(collectives.reduce_scatter([shard], [full], 1.0 / ranks))
+        # The minimum: noise only adds to a latency, and a late rank would count as latency.
+        latency = min(self._times(lambda: _wait(tiny())))
+        seconds = self._synchronized_seconds(lambda: _wait(gather())) + self._synchronized_seconds(
+            lambda: _wait(collectives.reduce_scatter([shard], [full], 1.0 / ranks))
         )
         link = 2 * numel * 4 * (ranks - 1) / ranks / max(seconds / 4, seconds - 2 * latency)
         m, k, n = sizes[-1]
@@ -230,14 +229,14 @@ class _Bench:
         def both() -> None:
             pending = gather()
             _ = x @ y
-            _end(pending)
+            _wait(pending)
 
-        overlapped = self._paired(both)
+        overlapped = self._synchronized_seconds(both)
         hidden = max(1.0, overlapped / max(alone, seconds / 2))
         return {"link": link if ranks > 1 else 1e12, "latency": latency, "overlap": min(2.0, hidden)}
 
-    def _paired(self, work: Callable[[], object]) -> float:
-        """As `_seconds`, with as many runs on each rank."""
+    def _synchronized_seconds(self, work: Callable[[], object]) -> float:
+        """Return the median seconds of `work`, run equally often on each rank after a barrier."""
         return median(self._times(work))
 
     def _times(self, work: Callable[[], object]) -> list[float]:
@@ -255,7 +254,7 @@ def _elementwise(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return x * y, x + y, x.sigmoid()
 
 
-def _end(started: StartedWork) -> None:
+def _wait(started: StartedWork) -> None:
     for work in started.works:
         work.wait()
     if started.then is not None:

@@ -1,10 +1,10 @@
-"""A clock for a program: when each operator computes, when each collective is under way, and who waits for whom.
+"""Clock for a program: start and end of each operator and collective, and waits between them.
 
     host      queues one instruction after the other, and runs ahead of the device
-    compute   operators, in order; each max(flops / peak, bytes / bandwidth), not before the host queued it
-    lanes     collectives, in order on each lane, behind what computed when they were queued; the link carries one at a time
+    compute   operators, in order; each takes max(flops / peak, bytes / bandwidth), and starts after the host queued it
+    streams   collectives, in order on each stream, after the operators queued before them; the link carries one at a time
 
-A wait on the compute lane for a collective that is not over yet is exposed time.
+A wait of the compute stream for an unfinished collective is exposed time.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import torch
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.hardware import Gpu, Network
 from fullshard.foresight.program import ON_HOST, Await, Launch, Mesh, Place, Program
-from fullshard.foresight.rates import attention_part, product_part
+from fullshard.foresight.rates import attention_fraction, matmul_fraction
 from fullshard.foresight.trace import Op
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From `start` to `end` (seconds) on a lane: "compute", "gather", "reduce", "replicate", or "wait" on that of compute."""
+    """Interval on one row of the timeline."""
 
-    lane: str
-    start: float
-    end: float
-    unit: str
-    name: str
+    lane: str  # "compute", "gather", "reduce", "replicate", "tensor", or "wait" for a wait of the compute stream
+    start: float  # seconds
+    end: float  # seconds
+    unit: str  # qualified name, "" outside of units
+    name: str  # phase of compute, kind of the collective, or text of the wait
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A step on a clock.
+    """Timeline of one step.
 
     Args:
-        spans: what happens when; operators of one unit and phase in a row are one span.
-        seconds: until everything is over.
-        computing: seconds that the compute lane is busy.
-        exposed: seconds that it waits for messages, by unit.
-        host: seconds that it waits for the host.
-        links: bytes that one rank sends, by kind of link: "inside" a machine, "between" machines, "host".
-        moments: (seconds, changes of the ledger so far), for memory over time.
+        spans: the intervals, by start. Consecutive operators of one unit and phase form one span.
+        seconds: the duration of the step.
+        computing: the seconds that the compute stream is busy.
+        exposed: the seconds that the compute stream waits for collectives, by unit, largest first.
+        host: the seconds that the compute stream waits for the host.
+        links: the bytes that one rank sends, by kind of link: "inside" a machine, "between" machines, "host".
+        moments: pairs of (seconds, number of ledger changes so far), to draw memory over time.
 
     Example:
         >>> Timeline((), 1.0, 0.75, {"blocks.0": 0.25}, 0.0, {}, ()).waiting
@@ -61,77 +61,77 @@ class Timeline:
 
     @property
     def waiting(self) -> float:
-        """Seconds that the compute lane waits for messages."""
+        """Seconds that the compute stream waits for collectives."""
         return sum(self.exposed.values())
 
 
 def op_seconds(op: Op, gpu: Gpu) -> float:
-    """How long an operator computes."""
+    """Return the seconds that an operator takes on a GPU (or CPU), without launch overhead."""
     if op.name == ON_HOST:
-        return op.nbytes / HOST
+        return op.nbytes / HOST_BANDWIDTH
     part, nbytes = gpu.matmul, op.nbytes
     if gpu.synchronous and op.dtype in (torch.bfloat16, torch.float16):
-        nbytes *= 2  # a CPU computes as many elements in a second, whatever their size
+        nbytes *= 2  # a CPU processes as many elements per second, whatever their size
     if "attention" in op.name:
         part = gpu.attention_fp32 if op.dtype == torch.float32 else gpu.attention
     if op.sizes and not gpu.synchronous:
-        part *= _part_by_size(op)
+        part *= _peak_fraction(op)
     return max(op.flops / (1 + op.causal) / (gpu.peak(op.dtype) * part), nbytes / (gpu.bandwidth * gpu.streaming))
 
 
-def _part_by_size(op: Op) -> float:
+def _peak_fraction(op: Op) -> float:
     if len(op.sizes) == 2:
         head, length = op.sizes
-        return attention_part(backward="backward" in op.name, causal=op.causal, head=head, length=length)
-    return product_part(*op.sizes)
+        return attention_fraction(backward="backward" in op.name, causal=op.causal, head=head, length=length)
+    return matmul_fraction(*op.sizes)
 
 
-def message_seconds(message: Message, lane: str, gpu: Gpu, network: Network, mesh: Mesh) -> float:
-    """How long a message travels, alone on its link.
+def message_seconds(message: Message, stream: str, gpu: Gpu, network: Network, mesh: Mesh) -> float:
+    """Return the seconds that a collective takes if it has its link to itself.
 
-    Inside a machine and between machines it travels at the same time; the slower one counts. Between machines all network cards
-    of a node carry a part.
+    Transfers inside and between machines overlap, and the slower one counts. Between machines, all network cards of a node
+    share the transfer.
     """
     if message.kind in ("to_device", "to_host"):
-        return message.nbytes / PCIE
+        return message.nbytes / PCIE_BANDWIDTH
     ranks = message.ranks
     if ranks == 1:
         return 0.0
-    inside = inside_one(message, lane, gpu, mesh)
+    inside = ranks_in_node(message, stream, gpu, mesh)
     nodes = -(-ranks // inside)
-    times = 2 if message.kind in ("all_reduce", "heartbeat") else 1
+    times = 2 if message.kind in ("all_reduce", "heartbeat") else 1  # reduce-scatter and all-gather
     link = message.nbytes * (ranks - 1) / ranks / gpu.link if inside > 1 else 0.0
     between = message.nbytes * (nodes - 1) / nodes / (network.per_gpu * inside * network.efficiency)
     latency = network.base + times * ((ranks - nodes) * network.step + (nodes - 1) * network.hop)
     return latency + times * max(link, between)
 
 
-def inside_one(message: Message, lane: str, gpu: Gpu, mesh: Mesh) -> int:
-    """How many of the ranks of a message one machine has."""
+def ranks_in_node(message: Message, stream: str, gpu: Gpu, mesh: Mesh) -> int:
+    """Return how many ranks of a collective are on one machine."""
     replicas, shards, tensor = mesh
-    apart = 1 if lane == "tensor" else tensor
-    apart *= shards if lane == "replicate" and message.ranks <= replicas else 1  # what cannot be cut is of all ranks
-    return min(message.ranks, max(1, gpu.per_node // apart))
+    stride = 1 if stream == "tensor" else tensor  # distance between adjacent ranks of the process group
+    stride *= shards if stream == "replicate" and message.ranks <= replicas else 1  # scalars are replicated on all ranks
+    return min(message.ranks, max(1, gpu.per_node // stride))
 
 
-HOST = 20e9
-"""Bytes/s of one rank's share of the host's memory: eight ranks share the 300 GB/s and more of a server, at half of it."""
+HOST_BANDWIDTH = 20e9
+"""Bytes/s of host memory for one rank: eight ranks share half of a server's 300 GB/s or more."""
 
-PCIE = 50e9
-"""Bytes/s between device and pinned host memory: PCIe 5.0 x16 (PCI-SIG: 63 GB/s raw), as copies reach it."""
+PCIE_BANDWIDTH = 50e9
+"""Bytes/s between device and pinned host memory: PCIe 5.0 x16 (PCI-SIG: 63 GB/s raw), as copies achieve it."""
 
 HOST_PER_COLLECTIVE = 60e-6
 """Seconds of the host's time to queue a collective: NCCL's enqueue and this library's hooks (docs/performance.md)."""
 
 
 def play(program: Program, gpu: Gpu, network: Network, mesh: Mesh) -> Timeline:
-    """Play a program on a clock.
+    """Run a program on a clock.
 
     Args:
-        program: of a step.
-        gpu: on which it computes.
-        network: over which it communicates.
-        mesh: (replicas, ranks, ranks of tensor parallelism).
+        program: the program of one step.
+        gpu: the GPU that it runs on.
+        network: the network between machines.
+        mesh: (replicas, ranks, tensor-parallel ranks).
 
     Returns:
         The timeline.
@@ -149,8 +149,8 @@ class _Clock:
     def __init__(self, gpu: Gpu, network: Network, mesh: Mesh) -> None:
         self._gpu, self._network, self._mesh = gpu, network, mesh
         self._host = self._compute = self._link = self._computing = self._starved = 0.0
-        self._lanes: dict[str, float] = {}
-        self._awaited: dict[str, float] = {}  # when compute last was behind work of a lane
+        self._streams: dict[str, float] = {}
+        self._awaited: dict[str, float] = {}  # by stream: time of the last wait for it
         self._ends: dict[Launch, float] = {}
         self._spans: list[Span] = []
         self._exposed: dict[str, float] = {}
@@ -161,7 +161,7 @@ class _Clock:
         self._since = 0.0
 
     def enter(self, place: Place) -> None:
-        """A unit computes from here on."""
+        """Close the span of the previous place, and start a new one."""
         self._close()
         self._place = place
         self._moments.append((self._compute, place.changes))
@@ -172,7 +172,7 @@ class _Clock:
         self._since = self._compute
 
     def run(self, instruction: Op | Launch | Await) -> None:
-        """The host queues an instruction."""
+        """Advance the clock by one instruction."""
         if isinstance(instruction, Op):
             self._run_op(instruction)
         elif isinstance(instruction, Launch):
@@ -188,7 +188,7 @@ class _Clock:
         seconds = self._seconds.get(key)
         if seconds is None:
             seconds = self._seconds[key] = op_seconds(op, gpu)
-        if self._link > self._compute:
+        if self._link > self._compute:  # a concurrent collective slows kernels down
             seconds *= gpu.overlap
         if gpu.synchronous:
             seconds += gpu.launch
@@ -204,26 +204,26 @@ class _Clock:
 
     def _launch(self, launch: Launch) -> None:
         self._host += HOST_PER_COLLECTIVE if launch.messages else self._gpu.launch
-        behind = self._ends[launch.after] if launch.after is not None else self._compute
+        ready = self._ends[launch.after] if launch.after is not None else self._compute
         if launch.early:
-            behind = self._awaited.get(launch.lane, 0.0)
-        start = max(behind, self._host, self._lanes.get(launch.lane, 0.0))
+            ready = self._awaited.get(launch.stream, 0.0)
+        start = max(ready, self._host, self._streams.get(launch.stream, 0.0))
         end = start + launch.copied / (self._gpu.bandwidth * self._gpu.streaming)
         for message in launch.messages:
-            seconds = message_seconds(message, launch.lane, self._gpu, self._network, self._mesh)
+            seconds = message_seconds(message, launch.stream, self._gpu, self._network, self._mesh)
             if message.kind in ("to_device", "to_host"):
                 end += seconds
                 self._sent["host"] += message.nbytes
                 continue
             begin = max(end, self._link)
             end = self._link = begin + seconds
-            self._count(message, launch.lane)
-            self._spans.append(Span(launch.lane, begin, end, launch.unit, message.kind))
-        self._lanes[launch.lane] = self._ends[launch] = end
+            self._count(message, launch.stream)
+            self._spans.append(Span(launch.stream, begin, end, launch.unit, message.kind))
+        self._streams[launch.stream] = self._ends[launch] = end
 
-    def _count(self, message: Message, lane: str) -> None:
+    def _count(self, message: Message, stream: str) -> None:
         if message.ranks > 1:
-            between = inside_one(message, lane, self._gpu, self._mesh) < message.ranks
+            between = ranks_in_node(message, stream, self._gpu, self._mesh) < message.ranks
             times = 2 if message.kind in ("all_reduce", "heartbeat") else 1
             self._sent["between" if between else "inside"] += times * message.nbytes * (message.ranks - 1) // message.ranks
 
@@ -231,19 +231,19 @@ class _Clock:
         end = self._ends[launch]
         if end > self._compute:
             self._close()
-            self._spans.append(Span("wait", self._compute, end, launch.unit, f"waits for {launch.lane}"))
+            self._spans.append(Span("wait", self._compute, end, launch.unit, f"waits for {launch.stream}"))
             self._exposed[launch.unit] = self._exposed.get(launch.unit, 0.0) + end - self._compute
-            self._awaited[launch.lane] = end
+            self._awaited[launch.stream] = end
             self._compute = self._since = end
         else:
-            self._awaited[launch.lane] = self._compute
+            self._awaited[launch.stream] = self._compute
         if self._gpu.synchronous:
             self._host = self._compute
 
     def ended(self) -> Timeline:
-        """The step is over."""
+        """Close the last span, and return the timeline."""
         self._close()
-        seconds = max(self._compute, *self._lanes.values(), self._host) if self._lanes else max(self._compute, self._host)
+        seconds = max(self._compute, *self._streams.values(), self._host) if self._streams else max(self._compute, self._host)
         exposed = dict(sorted(self._exposed.items(), key=lambda found: -found[1]))
         spans = tuple(sorted(self._spans, key=lambda span: (span.start, span.end)))
         return Timeline(spans, seconds, self._computing, exposed, self._starved, dict(self._sent), tuple(self._moments))
@@ -251,12 +251,12 @@ class _Clock:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Seconds: as expected, and within what they will be.
+    """Expected seconds, with bounds.
 
     Args:
-        low: if products and the network are better than the constants say.
-        middle: by the constants.
-        high: if they are worse.
+        low: the seconds if products and the network are faster than their constants.
+        middle: the seconds by the constants.
+        high: the seconds if products and the network are slower than their constants.
 
     Example:
         >>> print(Band(0.9, 1.0, 1.25))
@@ -273,11 +273,11 @@ class Band:
 
 
 SPREAD = ((1.12, 1.15), (0.88, 0.75))
-"""Factors of computing and of the network for the ends of a band: what published runs differ by between sites."""
+"""Factors of (computing, network) for the ends of a band: differences of published runs between sites."""
 
 
 def spread(program: Program, gpu: Gpu, network: Network, mesh: Mesh) -> tuple[float, float]:
-    """Seconds by better and by worse constants."""
+    """Return the seconds of a step with faster and with slower constants."""
     low, high = (
         play(
             program,

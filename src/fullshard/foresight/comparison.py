@@ -1,4 +1,4 @@
-"""A recorded run held against its prediction: what differs, the largest first, each with its cause."""
+"""Comparison of a recorded run with its prediction: the differences, the largest first, each with its cause."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from itertools import pairwise
 
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.clock import message_seconds
-from fullshard.foresight.facts import Facts
+from fullshard.foresight.facts import StepEstimate
 from fullshard.foresight.program import Place
 from fullshard.foresight.recorded import Recorded
 from fullshard.wrap.tables import bytes_text, span
 
 LEAST = 0.05
-"""Differences below this part of what was predicted are left out."""
+"""Differences below this fraction of the prediction are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that a run did otherwise than it was predicted.
+    """One difference between a run and its prediction.
 
     Args:
         what: "messages", "memory", "computing", "waiting", "network" or "ranks".
-        text: says what, and why.
-        weight: the part of the step, or of the memory, that it is.
+        text: description of the difference and its cause.
+        weight: size of the difference as a fraction of the step, or of the memory.
 
     Example:
         >>> print(Difference("computing", "computing takes 1.5 times as long", 0.3))
@@ -42,12 +42,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a run did otherwise than it was predicted, the largest first. Prints as a report.
+    """Differences between a run and its prediction, the largest first. Prints as a report.
 
     Args:
-        measured: seconds of a step of the run.
-        predicted: seconds of a step that were predicted.
-        differences: those of at least 5 %.
+        measured: measured seconds of a step.
+        predicted: predicted seconds of a step.
+        differences: differences of at least 5 %.
 
     Example:
         >>> print(Comparison(1.1, 1.0, ()))
@@ -65,15 +65,16 @@ class Comparison:
         return "\n".join([head, *(str(found) for found in self.differences or ["nothing else differs by 5% or more"])])
 
 
-def compare(r: Facts, run: Recorded) -> Comparison:
-    """Hold a run against a prediction."""
+def compare(r: StepEstimate, run: Recorded) -> Comparison:
+    """Compare a run with its prediction."""
     found = [*_messages(r, run), *_memory(r, run), *_time(r, run), *_network(r, run), *_ranks(run)]
     found = sorted((one for one in found if one.weight >= LEAST), key=lambda one: -one.weight)
     return Comparison(run.step, r.step.middle, tuple(found))
 
 
-def _messages(r: Facts, run: Recorded) -> Iterator[Difference]:
-    """Messages are predicted exactly: any difference is another model, plan or setting."""
+def _messages(r: StepEstimate, run: Recorded) -> Iterator[Difference]:
+    """Yield the differences in the collectives."""
+    # Collectives are predicted exactly, so any difference means another model, plan or setting.
     theirs, ours = Counter(map(_key, run.messages)), Counter(map(_key, r.messages))
     for (kind, nbytes, ranks), count in ((theirs - ours) + (ours - theirs)).items():
         more = "more" if theirs[kind, nbytes, ranks] > ours[kind, nbytes, ranks] else "fewer"
@@ -88,17 +89,19 @@ def _key(message: Message) -> tuple[str, int, int]:
     return message.kind, message.nbytes, message.ranks
 
 
-def _memory(r: Facts, run: Recorded) -> Iterator[Difference]:
+def _memory(r: StepEstimate, run: Recorded) -> Iterator[Difference]:
     if run.peak is None or run.reserved is None:
         return
-    for what, theirs, ours in (("tensors", run.peak, r.peak), ("what the allocator reserved", run.reserved, r.reserved)):
+    for what, theirs, ours in (("tensors", run.peak, r.peak), ("memory reserved by the allocator", run.reserved, r.reserved)):
         yield Difference(
-            "memory", f"{what} {bytes_text(theirs)}, predicted {bytes_text(ours)}{_grown(r, run)}", abs(theirs - ours) / ours
+            "memory",
+            f"{what} {bytes_text(theirs)}, predicted {bytes_text(ours)}{_activation_cause(r, run)}",
+            abs(theirs - ours) / ours,
         )
 
 
-def _grown(r: Facts, run: Recorded) -> str:
-    """Units whose forward leaves more or less behind than was traced."""
+def _activation_cause(r: StepEstimate, run: Recorded) -> str:
+    """Name the units whose forward keeps more or less memory than was traced, if that explains the difference."""
     predicted = {place.unit: r.simulation.ledger.level_at(place.changes) for place in reversed(_forwards(r))}
     names = [name for name in run.levels if name in predicted]
     surplus = {
@@ -110,14 +113,14 @@ def _grown(r: Facts, run: Recorded) -> str:
     units = [name for name, nbytes in surplus.items() if abs(nbytes) > abs(total) / len(surplus) / 2]
     where = units[0] if len(units) == 1 else span(units[0], units[-1])
     more = "more" if total > 0 else "less"
-    return f"; the forward of {where} leaves {bytes_text(abs(total))} {more} than was traced: its operators save other tensors"
+    return f"; the forward of {where} keeps {bytes_text(abs(total))} {more} than was traced: its operators save other tensors"
 
 
-def _forwards(r: Facts) -> list[Place]:
+def _forwards(r: StepEstimate) -> list[Place]:
     return [place for place in r.simulation.program.places if place.phase == "forward" and place.unit]
 
 
-def _time(r: Facts, run: Recorded) -> Iterator[Difference]:
+def _time(r: StepEstimate, run: Recorded) -> Iterator[Difference]:
     waiting = run.waiting
     computing = run.step - sum(waiting.values())
     predicted = r.step.middle - r.timeline.waiting
@@ -135,7 +138,7 @@ def _time(r: Facts, run: Recorded) -> Iterator[Difference]:
         )
 
 
-def _network(r: Facts, run: Recorded) -> Iterator[Difference]:
+def _network(r: StepEstimate, run: Recorded) -> Iterator[Difference]:
     for kind, speed in run.speeds().items():
         largest = max((m for m in r.messages if m.kind == kind and m.ranks > 1), key=lambda m: m.nbytes, default=None)
         if largest is None:
@@ -145,7 +148,7 @@ def _network(r: Facts, run: Recorded) -> Iterator[Difference]:
         if not 1 - LEAST < speed / assumed < 1 + LEAST:
             yield Difference(
                 "network",
-                f"messages of kind {kind} travel at {speed / 1e9:.2f} GB/s, {speed / assumed:.2f} of the speed assumed",
+                f"collectives of kind {kind} run at {speed / 1e9:.2f} GB/s, {speed / assumed:.2f} of the assumed speed",
                 float(part or 0.0),
             )
 

@@ -1,4 +1,4 @@
-"""Constants of machines, each with its source: how fast a GPU computes, and how fast messages travel."""
+"""Constants of GPUs and networks, each with its source: speed of compute, memory and communication."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, and the machine that it is in.
+    """Constants of one GPU and its machine.
 
     Args:
-        name: as `--gpu` takes it.
+        name: name for `--gpu`.
         memory: bytes that torch can allocate, contexts included.
-        bf16: peak of matrix products in bf16 and fp16, in flop/s, dense.
-        fp32: peak in fp32, in flop/s (torch's default, without TF32).
-        bandwidth: of its memory, in bytes/s.
+        bf16: peak of dense matrix products in bf16 and fp16, in flop/s.
+        fp32: peak of dense matrix products in fp32, in flop/s (torch's default, without TF32).
+        bandwidth: memory bandwidth, in bytes/s.
         link: bus bandwidth of a collective inside one machine, in bytes/s.
-        per_node: GPUs of one machine.
-        matmul: the part of the peak that products reach whose smallest size is 4096; `rates` says it of others.
-        attention: the part of the peak that the forward of attention reaches, in 16 bits, with heads of 128 and endless
-            sequences without a mask; `rates` says it of others.
-        attention_fp32: likewise in fp32.
-        streaming: the part of the bandwidth that elementwise kernels reach.
-        launch: seconds of the host's time for one operator of a forward or backward.
-        overlap: by what factor computing takes longer while a message is under way.
-        context: bytes that the driver and NCCL take beside what torch reserves.
-        host: bytes of the host's memory for each GPU, which offloading may take.
-        synchronous: whether the host computes itself (a CPU), so that nothing runs ahead.
-        fp8: peak in 8-bit floats, None if it has no such products.
-        source: where the figures are from.
+        per_node: number of GPUs of one machine.
+        matmul: fraction of the peak that matrix products reach if their smallest size is 4096; see
+            `fullshard.foresight.rates` for other sizes.
+        attention: fraction of the peak that attention reaches in 16-bit forward, with head size 128 and infinitely long
+            sequences without a mask; see `fullshard.foresight.rates` for other cases.
+        attention_fp32: the same fraction in fp32.
+        streaming: fraction of the bandwidth that elementwise kernels reach.
+        launch: host seconds for one operator of a forward or backward.
+        overlap: factor by which compute slows down during a collective.
+        context: bytes of device memory of the driver and NCCL, besides the memory that torch reserves.
+        host: bytes of host memory per GPU that offloading may use.
+        synchronous: whether the device is the CPU, so that the host cannot run ahead of it.
+        fp8: peak of matrix products in 8-bit floats, None if the GPU has no such products.
+        source: source of the figures.
 
     Example:
         >>> GPUS["h100-sxm"].per_node
@@ -63,16 +64,16 @@ class Gpu:
     source: str = ""
 
     def peak(self, dtype: torch.dtype | None) -> float:
-        """Of matrix products.
+        """Return the peak of matrix products in a dtype.
 
         Args:
-            dtype: of their inputs; None is taken for fp32.
+            dtype: dtype of the inputs; None means fp32.
 
         Returns:
             The peak in flop/s.
 
         Raises:
-            ValueError: if it has no products of this dtype.
+            ValueError: if the GPU has no matrix products in this dtype.
 
         Example:
             >>> GPUS["h100-sxm"].peak(torch.bfloat16)
@@ -81,7 +82,7 @@ class Gpu:
         if dtype is not None and dtype.is_floating_point and dtype.itemsize == 1:
             if self.fp8 is None:
                 raise ValueError(
-                    f"{self.name} has no products in {str(dtype).removeprefix('torch.')}: choose another gpu, or bf16"
+                    f"{self.name} has no matrix products in {str(dtype).removeprefix('torch.')}. Choose another gpu, or bf16."
                 )
             return self.fp8
         return self.bf16 if dtype in (torch.bfloat16, torch.float16) else self.fp32
@@ -89,16 +90,16 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What connects machines.
+    """Constants of the network between machines.
 
     Args:
-        name: as `--net` takes it.
-        per_gpu: bytes/s of one GPU's share of the network cards; a node has as many times that as GPUs.
-        efficiency: the part of it that a collective reaches.
-        hop: seconds for each step of a ring between machines.
-        step: seconds for each step of a ring inside one machine.
-        base: seconds for each collective.
-        source: where the figures are from.
+        name: name for `--net`.
+        per_gpu: bytes/s of one GPU's share of the network cards; the bandwidth of a machine is the sum over its GPUs.
+        efficiency: fraction of this bandwidth that a collective reaches.
+        hop: seconds of each step of a ring between machines.
+        step: seconds of each step of a ring inside one machine.
+        base: fixed seconds of each collective.
+        source: source of the figures.
 
     Example:
         >>> NETWORKS["ib-400"].per_gpu
@@ -153,34 +154,34 @@ NETWORKS: dict[str, Network] = {
 """Presets by name."""
 
 
-def _usual_network(gpu: Gpu) -> str:
+def _default_network(gpu: Gpu) -> str:
     if gpu.synchronous:
         return "gloo"
     return "ib-200" if gpu.name.startswith("a100") else "ib-800" if gpu.name == "b200" else "ib-400"
 
 
-def gpu_of(asked: str | Path | Gpu) -> Gpu:
-    """A preset by its name, one from a file of `calibrate`, or itself.
+def gpu_of(name: str | Path | Gpu) -> Gpu:
+    """Return a preset by its name, a GPU from a file of `calibrate`, or the given `Gpu`.
 
     Raises:
-        ValueError: for a name that there is not, with those that there are.
+        ValueError: for an unknown name, with the names of the presets, or an invalid file.
     """
-    if isinstance(asked, Gpu):
-        return asked
-    if str(asked) in GPUS:
-        return GPUS[str(asked)]
-    return _from_file("gpu", Gpu, asked, GPUS)
+    if isinstance(name, Gpu):
+        return name
+    if str(name) in GPUS:
+        return GPUS[str(name)]
+    return _from_file("gpu", Gpu, name, GPUS)
 
 
-def network_of(asked: str | Path | Network | None, gpu: Gpu) -> Network:
-    """As `gpu_of`; None is what such GPUs usually have.
+def network_of(name: str | Path | Network | None, gpu: Gpu) -> Network:
+    """Return a preset by its name, a network from a file of `calibrate`, or the given `Network`; None is the default of `gpu`.
 
     Raises:
-        ValueError: for a name that there is not, with those that there are.
+        ValueError: for an unknown name, with the names of the presets, or an invalid file.
     """
-    if isinstance(asked, Network):
-        return asked
-    name = _usual_network(gpu) if asked is None else str(asked)
+    if isinstance(name, Network):
+        return name
+    name = _default_network(gpu) if name is None else str(name)
     return NETWORKS[name] if name in NETWORKS else _from_file("net", Network, name, NETWORKS)
 
 
@@ -188,32 +189,36 @@ _POSITIVE = (
     *("memory", "bf16", "fp32", "bandwidth", "link", "per_node", "matmul", "attention", "streaming", "overlap"),
     *("per_gpu", "efficiency"),
 )
-"""What a file of `calibrate` must have more of than nothing."""
+"""Fields of a file of `calibrate` that must be above 0."""
 
 _Kind = TypeVar("_Kind")
 
 
-def _from_file(key: str, kind: Callable[..., _Kind], asked: str | Path, presets: Mapping[str, object]) -> _Kind:
-    path = Path(asked)
+def _from_file(key: str, kind: Callable[..., _Kind], name: str | Path, presets: Mapping[str, object]) -> _Kind:
+    path = Path(name)
     if path.suffix != ".json":
-        raise ValueError(f"{key}={str(asked)!r} is not known: give one of {', '.join(presets)}, or a .json of `calibrate`")
+        raise ValueError(f"{key}={str(name)!r} is unknown. Pass one of {', '.join(presets)}, or a .json of `calibrate`.")
     if not path.is_file():
-        what = "is a directory" if path.is_dir() else "no such file"
-        raise ValueError(f"{key}={str(asked)!r}: {what}; `python -m fullshard calibrate --out {path.name}` writes one")
+        problem = "is a directory" if path.is_dir() else "does not exist"
+        raise ValueError(
+            f"{key}={str(name)!r} {problem}. `python -m fullshard calibrate --out {path.name}` writes such a file."
+        )
     try:
-        told = json.loads(path.read_text())[key]
-        wrong = [name for name in _POSITIVE if name in told and not (isinstance(told[name], (int, float)) and told[name] > 0)]
+        fields = json.loads(path.read_text())[key]
+        wrong = [n for n in _POSITIVE if n in fields and not (isinstance(fields[n], (int, float)) and fields[n] > 0)]
         if wrong:
-            raise ValueError(f"{wrong[0]} is {told[wrong[0]]!r}, expected a number above 0")
-        return kind(**told)
+            raise ValueError(f"{wrong[0]} is {fields[wrong[0]]!r}, expected a number above 0")
+        return kind(**fields)
     except OSError as failure:
-        raise ValueError(f"{key}={str(asked)!r}: {(failure.strerror or str(failure)).lower()}") from None
+        raise ValueError(f"{key}={str(name)!r} cannot be read: {(failure.strerror or str(failure)).lower()}.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as failure:
-        raise ValueError(f"{key}={str(asked)!r} is no file of `calibrate` ({failure}): have it written anew") from None
+        raise ValueError(
+            f"{key}={str(name)!r} is no file of `calibrate` ({failure}). Write it again with `python -m fullshard calibrate`."
+        ) from None
 
 
 def write_machine(path: Path, gpu: Gpu, network: Network) -> None:
-    """Write a file that `gpu=` and `net=` take."""
+    """Write a JSON file for `explain(gpu=..., net=...)`."""
     path.write_text(json.dumps({"gpu": asdict(gpu), "net": asdict(network)}, indent=1) + "\n")
 
 

@@ -1,6 +1,7 @@
-"""Operators that an accelerator has as one kernel, and meta takes apart: attention, dropout and RMSNorm as they are there.
+"""Fused kernels on meta: attention, dropout and RMSNorm as an accelerator runs them.
 
-Taken apart, attention saves a matrix of length x length for each head, which no accelerator does.
+The meta device decomposes these operators. Decomposed attention saves a (length, length) matrix for each head, which a fused
+kernel does not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fullshard import _torch
 
 
 def fused_kernels() -> AbstractContextManager[None]:
-    """A block in which meta has the shapes and the operators of an accelerator, also in what a backward recomputes."""
+    """Return a context in which meta tensors run the fused kernels of an accelerator, also during recomputation."""
     kernels: dict[str, Callable[..., Tensor]] = {
         "scaled_dot_product_attention": _attention,
         "rms_norm": _rms_norm,
@@ -26,7 +27,7 @@ def fused_kernels() -> AbstractContextManager[None]:
 
 
 def host_kernels() -> AbstractContextManager[None]:
-    """Likewise for the CPU, which has attention as one kernel, and takes RMSNorm apart."""
+    """Return a context in which meta tensors run the CPU's kernels: fused attention, decomposed RMSNorm."""
     return _torch.meta_kernels({"scaled_dot_product_attention": _attention_on_cpu})
 
 
@@ -40,7 +41,7 @@ def _attention_on_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The CPU's flash attention; what it cannot do it takes apart, as torch does there."""
+    """Run the CPU's flash attention, or decompose attention where torch does so on the CPU."""
     learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
     if dropout_p or query.dim() != 4 or query.shape[-1] != value.shape[-1] or learned:
         return _torch.attention_taken_apart(
@@ -63,7 +64,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention; the memory-efficient one for what that cannot do, as torch chooses on CUDA."""
+    """Run flash attention, or memory-efficient attention where torch selects it on CUDA."""
     if query.dim() != 4:
         return _torch.attention_taken_apart(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -85,7 +86,7 @@ def _attention(
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """One kernel, with a mask of one byte for each element."""
+    """Run the fused dropout kernel, which saves a mask of one byte per element."""
     if not train or p == 0:
         return x
     if p == 1:
@@ -93,20 +94,20 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, True)[0]
 
 
-# torch's own fused RMSNorm has no kernel on meta, and refuses one. This stands for it: (the output, the reciprocal of the
-# root mean square of each row in fp32), and of its backward (gradient of x, of the weight).
-_OWN = torch.library.Library("fullshard_foresight", "DEF")
-_OWN.define("rms_norm(Tensor x, int[] normalized_shape, Tensor? weight) -> (Tensor, Tensor)")
-_OWN.define("rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor? weight) -> (Tensor, Tensor?)")
+# torch's fused RMSNorm has no meta kernel, and none can be registered. These operators replace it. rms_norm returns the output
+# and, in fp32, the reciprocal root mean square of each row. rms_norm_backward returns the gradients of x and of the weight.
+_LIBRARY = torch.library.Library("fullshard_foresight", "DEF")
+_LIBRARY.define("rms_norm(Tensor x, int[] normalized_shape, Tensor? weight) -> (Tensor, Tensor)")
+_LIBRARY.define("rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor? weight) -> (Tensor, Tensor?)")
 
 
-@torch.library.impl(_OWN, "rms_norm", "Meta")
+@torch.library.impl(_LIBRARY, "rms_norm", "Meta")
 def _(x: Tensor, normalized_shape: list[int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
     rows = [*x.shape[: x.dim() - len(normalized_shape)], *(1 for _ in normalized_shape)]
     return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
 
 
-@torch.library.impl(_OWN, "rms_norm_backward", "Meta")
+@torch.library.impl(_LIBRARY, "rms_norm_backward", "Meta")
 def _(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 

@@ -1,4 +1,4 @@
-"""Bytes that come and go, each with a category and the unit it is of."""
+"""Ledger of simulated memory: allocations and frees in order, each with a category and a unit."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ Category = Literal[
 
 
 class Change(NamedTuple):
-    """A block is allocated, or freed if `nbytes` is less than 0.
+    """Allocation of a block, or its free."""
 
-    unit: the qualified name, "" if it is of none.      block: its number, the index of the change that allocated it.
-    pool: the stream of the accelerator that it is allocated on, whose pool of memory it comes from and goes back to.
-    """
-
-    nbytes: int
+    nbytes: int  # negative for a free
     category: Category
-    unit: str
-    block: int
-    pool: str = "compute"
+    unit: str  # qualified name, "" outside of units
+    block: int  # number of the block: index of its allocation in the ledger
+    pool: str = "compute"  # stream whose memory pool the block belongs to
 
 
 class Ledger:
-    """Every change, in order, and the sum of all blocks that are there.
+    """Record of all allocations and frees. Bytes in pinned host memory are recorded, but count in no sum.
+
+    Attributes:
+        changes: all allocations and frees, in order.
+        level: bytes allocated on the device now.
+        peak: largest level so far.
+        peak_after: number of changes up to the peak.
 
     >>> ledger = Ledger()
-    >>> block = ledger.take(100, "gathered", "blocks.0")
-    >>> ledger.give(ledger.take(20, "staging", "blocks.0"))
+    >>> block = ledger.allocate(100, "gathered", "blocks.0")
+    >>> ledger.free(ledger.allocate(20, "staging", "blocks.0"))
     >>> ledger.level, ledger.peak, ledger.at_peak()
     (100, 120, {('gathered', 'blocks.0'): 100, ('staging', 'blocks.0'): 20})
     """
@@ -38,12 +40,12 @@ class Ledger:
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self.level = self.peak = 0
-        self.peak_after = 0  # how many changes lead to the peak
-        self._reserved = -1, 0  # the block for messages, and its bytes
-        self._shared: Counter[int] = Counter()  # how many more times a block is to be freed before it is
+        self.peak_after = 0
+        self._reserved = -1, 0  # (block, bytes) of the arena for collective buffers
+        self._shared: Counter[int] = Counter()  # by block: extra owners
 
-    def take(self, nbytes: int, category: Category, unit: str, pool: str = "compute") -> int:
-        """Allocate a block. Returns what it is freed by; blocks without bytes are noted nowhere."""
+    def allocate(self, nbytes: int, category: Category, unit: str, pool: str = "compute") -> int:
+        """Allocate a block and return its number. An empty block is not recorded; its number is -1."""
         if not nbytes:
             return -1
         block = len(self.changes)
@@ -55,19 +57,19 @@ class Ledger:
         return block
 
     def reserve(self, nbytes: int, unit: str) -> None:
-        """Reserve at least `nbytes` for messages, in one block that stays and is used again."""
+        """Grow the arena for collective buffers to at least `nbytes`. The arena is one block that stays allocated."""
         if nbytes > self._reserved[1]:
-            self.give(self._reserved[0])
-            self._reserved = self.take(nbytes, "staging", unit), nbytes
+            self.free(self._reserved[0])
+            self._reserved = self.allocate(nbytes, "staging", unit), nbytes
 
     def share(self, block: int) -> int:
-        """Have one more call of `give` before this block is free. Returns it."""
+        """Add an owner to a block: `free` must be called once more. Return the block."""
         if block >= 0:
             self._shared[block] += 1
         return block
 
-    def give(self, block: int) -> None:
-        """Free a block."""
+    def free(self, block: int) -> None:
+        """Drop one owner of a block, and free it after the last one. Ignores -1."""
         if block in self._shared:
             self._shared[block] -= 1
             if not self._shared[block]:
@@ -78,21 +80,21 @@ class Ledger:
             if category != "pinned host":
                 self.level -= nbytes
 
-    def give_all(self, blocks: Sequence[int]) -> None:
-        """Free the blocks of a list, last first, as Python does."""
+    def free_all(self, blocks: Sequence[int]) -> None:
+        """Free blocks, last first, as Python frees the items of a list."""
         for block in reversed(blocks):
-            self.give(block)
+            self.free(block)
 
     def level_at(self, changes: int) -> int:
-        """Bytes on the device after so many changes."""
+        """Return the bytes on the device after the first `changes` changes."""
         return sum(nbytes for (category, _), nbytes in self.at(changes).items() if category != "pinned host")
 
     def at_peak(self) -> dict[tuple[Category, str], int]:
-        """Bytes by category and unit where the sum is largest."""
+        """Return the bytes by category and unit at the peak."""
         return self.at(self.peak_after)
 
     def at(self, changes: int) -> dict[tuple[Category, str], int]:
-        """Bytes by category and unit after so many changes."""
+        """Return the bytes by category and unit after the first `changes` changes."""
         found: Counter[tuple[Category, str]] = Counter()
         for change in self.changes[:changes]:
             found[change.category, change.unit] += change.nbytes

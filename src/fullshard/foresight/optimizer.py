@@ -1,4 +1,4 @@
-"""A step of the optimizer over this rank's shards, on meta: its states, its temporaries and its operators."""
+"""Trace of an optimizer step over one rank's shards, on meta: its states, its temporaries and its operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.foresight.trace import Born, Died, Event, Op, recorded
+from fullshard.foresight.trace import Allocated, Event, Freed, Op, events_of
 
 Factory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -24,101 +24,106 @@ OPTIMIZERS: dict[str, Factory] = {
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
 }
-"""By the names that `explain(optimizer=...)` takes, with the arguments that need memory."""
+"""Optimizers by the names for `explain(optimizer=...)`, with the arguments that affect memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """What a step needs on one rank.
+    """Memory and operators of an optimizer step on one rank."""
 
-    states: bytes of each tensor that stays from step to step, in the order in which they are made.
-    changes: temporaries of the second step in order: (number, bytes) when one is allocated, (number, 0) when it is freed.
-    ops: operators of the second step.
-    """
-
+    # Bytes of each state tensor, in the order of allocation.
     states: tuple[int, ...]
+    # Temporaries of the second step in order: (number, bytes) at an allocation, (number, 0) at a free.
     changes: tuple[tuple[int, int], ...]
+    # Operators of the second step. The first one also allocates the states.
     ops: tuple[Op, ...]
 
 
 def optimizer_step(
     factory: Factory, shards: Sequence[tuple[tuple[int, ...], torch.dtype]], *, accelerator: bool
 ) -> OptimizerStep:
-    """Step twice over shards on meta.
+    """Trace two optimizer steps over shards on meta.
 
     Args:
-        factory: makes the optimizer out of an iterable of parameters.
+        factory: function that makes the optimizer of an iterable of parameters.
         shards: (shape, dtype) of each trainable parameter's local shard.
-        accelerator: whether the optimizer takes torch's foreach implementation by default, as it does on an accelerator.
+        accelerator: whether the optimizer uses torch's foreach implementation by default, as it does on an accelerator.
 
     Returns:
-        The step. With `fused=True` it has no temporaries: one kernel reads and writes all.
+        The second step. With `fused=True` it has no temporaries: one kernel reads and writes all tensors.
 
     Raises:
         ValueError: if the factory returns no optimizer, or its step cannot run on meta.
     """
     parameters = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape, dtype in shards]
     made: list[Any] = []
-    at_first = recorded(lambda: made.append(factory(parameters)), parameters)
+    at_first = events_of(lambda: made.append(factory(parameters)), parameters)
     (optimizer,) = made
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer must make a torch.optim.Optimizer of parameters, got a {type(optimizer).__name__}")
+        raise ValueError(f"optimizer must make a torch.optim.Optimizer of parameters, got a {type(optimizer).__name__}.")
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for group in optimizer.param_groups:
-        _choose(group, accelerator=accelerator, fused=fused)
+        _use_device_defaults(group, accelerator=accelerator, fused=fused)
     try:
-        states = (*_kept(at_first), *_kept(_step(optimizer, parameters)))
+        states = (*_surviving_bytes(at_first), *_surviving_bytes(_step(optimizer, parameters)))
         events = _step(optimizer, parameters)
     except Exception as failure:
         raise ValueError(
-            f"the step of {type(optimizer).__name__} does not run on meta ({failure}): give explain() another optimizer= of "
-            "the same states, as a name or a function of parameters"
+            f"The step of {type(optimizer).__name__} does not run on meta ({failure}). Pass explain() another optimizer= with "
+            "the same states, as a name or a function of parameters."
         ) from failure
     if fused:
-        touched = sum(states) + sum(3 * p.numel() * p.itemsize for p in parameters)  # reads all, writes all but gradients
+        # The kernel reads states, parameters and gradients, and writes states and parameters.
+        touched = sum(states) + sum(3 * p.numel() * p.itemsize for p in parameters)
         return OptimizerStep(states, (), (Op("fused step", 0, touched + sum(states), torch.float32),))
-    changes = [(event.storage, event.nbytes if isinstance(event, Born) else 0) for event in events if not isinstance(event, Op)]
+    changes = [
+        (event.storage, event.nbytes if isinstance(event, Allocated) else 0) for event in events if not isinstance(event, Op)
+    ]
     return OptimizerStep(states, tuple(changes), tuple(event for event in events if isinstance(event, Op)))
 
 
-def _choose(group: dict[str, Any], *, accelerator: bool, fused: bool) -> None:
-    """Run on meta as it runs on the device: meta knows neither fused steps nor torch's defaults for accelerators."""
+def _use_device_defaults(group: dict[str, Any], *, accelerator: bool, fused: bool) -> None:
+    """Set the implementation that the optimizer uses on the device, since meta has neither fused steps nor torch's defaults."""
     if fused:
         group["fused"] = group["foreach"] = False
     elif "foreach" in group and group["foreach"] is None:
         group["foreach"] = accelerator
 
 
-def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Born | Died | Op]:
-    """The events of a step."""
+def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Allocated | Freed | Op]:
+    """Run one step, and return its events."""
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     held = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None), *_states(optimizer)]
-    events = [event for event in recorded(optimizer.step, held) if isinstance(event, (Born, Died, Op))]
+    events = [event for event in events_of(optimizer.step, held) if isinstance(event, (Allocated, Freed, Op))]
     for parameter in parameters:
         parameter.grad = None
     return events
 
 
-def _kept(events: Sequence[Event]) -> list[int]:
-    """Bytes of storages that stay."""
-    died = {event.storage for event in events if isinstance(event, Died)}
-    return [event.nbytes for event in events if isinstance(event, Born) and event.storage not in died]
+def _surviving_bytes(events: Sequence[Event]) -> list[int]:
+    """Return the bytes of the storages that are not freed again."""
+    died = {event.storage for event in events if isinstance(event, Freed)}
+    return [event.nbytes for event in events if isinstance(event, Allocated) and event.storage not in died]
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
-def named(optimizer: str | Factory) -> Factory:
-    """The factory of a name, or the factory itself."""
+def optimizer_factory(optimizer: str | Factory) -> Factory:
+    """Return the optimizer factory of this name, or the factory itself.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
     if callable(optimizer):
         return optimizer
     with suppress(KeyError, TypeError):
         return OPTIMIZERS[optimizer]
     raise ValueError(
-        f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function of parameters that returns one, got {optimizer!r}"
+        f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function of parameters that returns one, got {optimizer!r}."
     )
 
 
-__all__ = ["OPTIMIZERS", "Factory", "OptimizerStep", "named", "optimizer_step"]
+__all__ = ["OPTIMIZERS", "Factory", "OptimizerStep", "optimizer_factory", "optimizer_step"]

@@ -1,4 +1,4 @@
-"""Pictures of a step: memory as stacked areas, lanes as a timeline; as HTML, as PNG, and as traces for Perfetto."""
+"""Pictures of a step: memory as stacked areas, streams as a timeline; as HTML, as PNG, and as traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from fullshard.foresight.facts import BUDGET, Facts
+from fullshard.foresight.facts import BUDGET, StepEstimate
 from fullshard.foresight.ledger import Category
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import by_category, place_at, report
@@ -30,25 +30,28 @@ LANES = {
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Bytes on the device at a moment, by category, and where the step is then."""
+    """Memory of the device at one time of the step."""
 
+    # Seconds from the beginning of the step.
     seconds: float
+    # Bytes by category.
     nbytes: dict[Category, int]
+    # Phase and unit of the step, as "in backward of layers.3".
     where: str
 
     @property
     def total(self) -> int:
-        """Of all categories."""
+        """Bytes of all categories."""
         return sum(self.nbytes.values())
 
 
-def levels(r: Facts) -> list[Level]:
-    """Memory over the step: where each unit begins, and the most while it computes."""
+def levels(r: StepEstimate) -> list[Level]:
+    """Return the memory over the step: one level at the beginning of each phase of a unit, and one at its peak."""
     changes, timeline = r.simulation.ledger.changes, r.timeline
     now: Counter[Category] = Counter()
     for change in changes[: r.simulation.begins]:
         now[change.category] += change.nbytes
-    del now["pinned host"]
+    del now["pinned host"]  # not on the device
     found: list[Level] = []
     moments = [*timeline.moments, (timeline.seconds, len(changes))]
     done = r.simulation.begins
@@ -80,26 +83,26 @@ svg{width:100%;height:auto;display:block}svg text{font:11px system-ui,sans-serif
 rect:hover{opacity:.6}table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left}"""
 
 
-def title_of(r: Facts) -> str:
-    """What a picture is of: model, GPUs, network, and how it is carried out."""
-    question, setting = r.traced.question, r.setting
+def title_of(r: StepEstimate) -> str:
+    """Return the title of a picture: model, GPUs, network, and settings."""
+    arguments, setting = r.traced.arguments, r.setting
     mesh = f"{setting.replicas} x {setting.ranks}" if setting.hybrid else f"{setting.ranks}"
-    told = [
+    parts = [
         type(r.traced.model).__name__,
         f"{mesh} {r.gpu.name}" + (f" x {setting.tensor_parallel}" if setting.tensor_parallel > 1 else ""),
         r.network.name,
         f"{r.traced.rows} rows" + (f" x {setting.microbatches}" if setting.microbatches > 1 else ""),
         f"{len(r.plan.units)} units",
     ]
-    if question.recompute != "none":
-        told.append(f"recomputes {question.recompute if isinstance(question.recompute, str) else 'some'}")
+    if arguments.recompute != "none":
+        parts.append(f"recomputes {arguments.recompute if isinstance(arguments.recompute, str) else 'some'}")
     if setting.reshard_after_forward is not None:
-        told.append(f"reshard_after_forward={setting.reshard_after_forward}")
-    return ", ".join(told)
+        parts.append(f"reshard_after_forward={setting.reshard_after_forward}")
+    return ", ".join(parts)
 
 
-def phases_of(r: Facts) -> list[tuple[float, str]]:
-    """(seconds, name) where forward, backward and optimizer of a step begin."""
+def phases_of(r: StepEstimate) -> list[tuple[float, str]]:
+    """Return (seconds, name) of the beginning of each phase of a step: forward, backward, optimizer."""
     moments = [second for second, _ in r.timeline.moments]
     found: list[tuple[float, str]] = []
     for second, place in zip(moments, r.simulation.program.places):
@@ -108,10 +111,10 @@ def phases_of(r: Facts) -> list[tuple[float, str]]:
     return found
 
 
-def page(found: Sequence[Facts]) -> str:
-    """One HTML document with the report and the pictures of each, at the same scales."""
+def html_page(found: Sequence[StepEstimate]) -> str:
+    """Return one HTML document with the reports and the pictures of all estimates, at the same scales."""
     highest = max(max(level.total for level in levels(r)) for r in found)
-    near = [nbytes for r in found for nbytes, _, _ in lines_of(r) if nbytes <= 3 * highest]
+    near = [nbytes for r in found for nbytes, _, _ in memory_limits(r) if nbytes <= 3 * highest]
     scale_bytes = max(1, highest, *(int(1.04 * nbytes) for nbytes in near))
     seconds = max(r.timeline.seconds for r in found) or 1.0
     parts = [_section(r, scale_bytes, seconds, number if len(found) > 1 else 0) for number, r in enumerate(found, 1)]
@@ -123,7 +126,7 @@ def page(found: Sequence[Facts]) -> str:
     )
 
 
-def _section(r: Facts, most: int, seconds: float, number: int) -> str:
+def _section(r: StepEstimate, most: int, seconds: float, number: int) -> str:
     heading = f"<h2>{number}: {escape(title_of(r))}</h2>" if number else ""
     keys = "".join(f"<span><i style='background:{COLOURS[c]}'></i>{c}</span>" for c in CATEGORIES)
     kinds = {**PHASES, **{lane: LANES[lane] for lane in LANES if lane != "compute"}}
@@ -131,12 +134,12 @@ def _section(r: Facts, most: int, seconds: float, number: int) -> str:
     return (
         f"{heading}<pre>{escape(report(r))}</pre>\n"
         f"<h2>Memory over the step</h2><p class='key'>{keys}</p>{_areas(r, most, seconds)}\n"
-        f"<h2>What is under way</h2><p class='key'>{lanes}</p>{_lanes(r, seconds)}\n"
+        f"<h2>Streams</h2><p class='key'>{lanes}</p>{_lanes(r, seconds)}\n"
         f"<h2>The peak, by category and unit</h2>{_table(r)}"
     )
 
 
-def _areas(r: Facts, most: int, seconds: float) -> str:
+def _areas(r: StepEstimate, most: int, seconds: float) -> str:
     found = levels(r)
     x = [LEFT + level.seconds / seconds * (WIDTH - LEFT - RIGHT) for level in found]
     ends = [*x[1:], WIDTH - RIGHT if r.timeline.seconds >= seconds else x[-1]]
@@ -154,14 +157,14 @@ def _areas(r: Facts, most: int, seconds: float) -> str:
             points += [f"{at:.1f},{y(v):.1f}" for at, v in reversed(back)]
             shapes.append(f"<polygon points='{' '.join(points)}' fill='{COLOURS[category]}'/>")
         below = above
-    for at, end, level in zip(x, ends, found):  # what a pointer over it shows
+    for at, end, level in zip(x, ends, found):  # invisible rectangles with tooltips
         rows = "\n".join(f"{c}: {bytes_text(n)}" for c, n in level.nbytes.items() if n)
         title = f"{level.seconds * 1e3:.1f} ms, {level.where}: {bytes_text(level.total)}\n{rows}"
         shapes.append(
             f"<rect x='{at:.1f}' y='{TOP}' width='{max(end - at, 0.3):.1f}' height='{HEIGHT}' fill='#fff' fill-opacity='0'>"
             f"<title>{escape(title)}</title></rect>"
         )
-    for nbytes, label, colour in lines_of(r):
+    for nbytes, label, colour in memory_limits(r):
         if nbytes <= most:
             high, right = y(nbytes), WIDTH - RIGHT
             shapes += [
@@ -180,8 +183,8 @@ def _areas(r: Facts, most: int, seconds: float) -> str:
     return _svg(HEIGHT + TOP + 24, shapes + _time_axis(seconds, HEIGHT + TOP))
 
 
-def lines_of(r: Facts) -> list[tuple[float, str, str]]:
-    """(bytes, what, colour) of levels across the picture, beside what the driver and NCCL take."""
+def memory_limits(r: StepEstimate) -> list[tuple[float, str, str]]:
+    """Return (bytes, label, colour) of the horizontal lines in a picture, without the memory of the driver and NCCL."""
     found = [
         (r.gpu.memory - r.gpu.context, r.gpu.name, "#d62828"),
         (BUDGET * r.gpu.memory - r.gpu.context, f"{BUDGET:.0%} of it", "#e09f3e"),
@@ -189,7 +192,7 @@ def lines_of(r: Facts) -> list[tuple[float, str, str]]:
     return found if r.gpu.synchronous else [*found, (r.reserved, "reserved by the allocator", "#335c67")]
 
 
-def _lanes(r: Facts, seconds: float) -> str:
+def _lanes(r: StepEstimate, seconds: float) -> str:
     spans = r.timeline.spans
     used = [lane for lane in LANES if lane != "wait" and any(span.lane == lane for span in spans)]
     shapes = [f"<text x='{LEFT - 6}' y='{TOP + LANE * i + 15}' text-anchor='end'>{lane}</text>" for i, lane in enumerate(used)]
@@ -221,7 +224,7 @@ def _svg(height: int, shapes: Sequence[str]) -> str:
     return f"<svg viewBox='0 0 {WIDTH} {height}' role='img'>{''.join(shapes)}</svg>"
 
 
-def _table(r: Facts) -> str:
+def _table(r: StepEstimate) -> str:
     rows = []
     for category, units in by_category(r.at_peak).items():
         largest = ", ".join(
@@ -235,16 +238,16 @@ def _table(r: Facts) -> str:
     return f"<table><tr><th>category</th><th>bytes</th><th>largest</th></tr>{''.join(rows)}</table>"
 
 
-# --- others ---
+# --- PNG and Perfetto ---
 
 
-def draw_png(r: Facts, path: Path) -> None:
-    """The same two pictures, as a file."""
+def draw_png(r: StepEstimate, path: Path) -> None:
+    """Write the same two pictures to a PNG file."""
     figure_of(r).savefig(path, dpi=150)
 
 
-def figure_of(r: Facts) -> Any:
-    """The same two pictures, as a figure of matplotlib.
+def figure_of(r: StepEstimate) -> Any:
+    """Return the same two pictures as a matplotlib figure.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -252,7 +255,7 @@ def figure_of(r: Facts) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("png() draws by matplotlib: pip install 'fullshard[plot]', or take html()") from None
+        raise ImportError("png() needs matplotlib. Run pip install 'fullshard[plot]', or use html().") from None
     found = levels(r)
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -266,7 +269,7 @@ def figure_of(r: Facts) -> Any:
         step="post",
     )
     highest = max(level.total for level in found)
-    for nbytes, label, colour in lines_of(r):
+    for nbytes, label, colour in memory_limits(r):
         if nbytes <= max(1.5 * highest, highest + 2**30):
             above.axhline(nbytes / 2**30, color=colour, linestyle="--", linewidth=1, label=label)
     for second, name in phases_of(r):
@@ -289,11 +292,11 @@ def figure_of(r: Facts) -> Any:
     return figure
 
 
-def chrome_trace(r: Facts, run: Recorded | None) -> dict[str, Any]:
-    """Spans and memory as events of Chrome's trace format; predicted is process 1, recorded process 2."""
-    events: list[dict[str, Any]] = [_named(1, 0, "process_name", "predicted")]
+def chrome_trace(r: StepEstimate, run: Recorded | None) -> dict[str, Any]:
+    """Return spans and memory in Chrome's trace format; the prediction is process 1, the recorded run process 2."""
+    events: list[dict[str, Any]] = [_metadata_event(1, 0, "process_name", "predicted")]
     for number, lane in enumerate(LANES):
-        events.append(_named(1, number, "thread_name", lane))
+        events.append(_metadata_event(1, number, "thread_name", lane))
         events += [
             _event(1, number, span.unit or "outside of units", span.start, span.end - span.start, {"what": span.name})
             for span in r.timeline.spans
@@ -303,9 +306,9 @@ def chrome_trace(r: Facts, run: Recorded | None) -> dict[str, Any]:
         args = {category: level.nbytes.get(category, 0) for category in CATEGORIES}
         events.append({"ph": "C", "pid": 1, "name": "memory", "ts": level.seconds * 1e6, "args": args})
     if run is not None:
-        events.append(_named(2, 0, "process_name", "recorded"))
+        events.append(_metadata_event(2, 0, "process_name", "recorded"))
         for number, lane in enumerate(LANES):
-            events.append(_named(2, number, "thread_name", lane))
+            events.append(_metadata_event(2, number, "thread_name", lane))
         lanes = list(LANES)
         events += [
             _event(
@@ -321,7 +324,7 @@ def chrome_trace(r: Facts, run: Recorded | None) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _named(process: int, thread: int, what: str, name: str) -> dict[str, Any]:
+def _metadata_event(process: int, thread: int, what: str, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": process, "tid": thread, "name": what, "args": {"name": name}}
 
 
@@ -329,4 +332,4 @@ def _event(process: int, thread: int, name: str, start: float, seconds: float, a
     return {"ph": "X", "pid": process, "tid": thread, "name": name, "ts": start * 1e6, "dur": seconds * 1e6, "args": args}
 
 
-__all__ = ["CATEGORIES", "Level", "chrome_trace", "draw_png", "figure_of", "levels", "page"]
+__all__ = ["CATEGORIES", "Level", "chrome_trace", "draw_png", "figure_of", "html_page", "levels"]

@@ -1,4 +1,4 @@
-"""In which dtype each parameter computes, and the modules at which inputs and outputs are cast."""
+"""Compute dtypes of parameters, and the modules whose inputs and outputs are cast."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fullshard.wrap.plan import Plan, PlannedUnit
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of a model whose units have policies.
+    """Dtypes of a model, from the mixed-precision policies of its units."""
 
-    parameters: by qualified name the dtype that it computes in.
-    inputs: by module the dtype that floating-point inputs of its forward are cast to, where they are.
-    outputs: likewise of what its forward returns.
-    """
-
+    # By qualified name: compute dtype of the parameter.
     parameters: Mapping[str, torch.dtype]
+
+    # By module: dtype that floating-point inputs of its forward are cast to. Modules without a cast are left out.
     inputs: Mapping[str, torch.dtype]
+
+    # By module: dtype that floating-point outputs of its forward are cast to. Modules without a cast are left out.
     outputs: Mapping[str, torch.dtype]
 
     @classmethod
     def of(cls, plan: Plan, default: MixedPrecisionPolicy) -> Precision:
-        """That of a plan. default: the policy of units that have none of their own."""
+        """Return the precision of a plan; `default` is the policy of units without their own."""
         parameters: dict[str, torch.dtype] = {}
         inputs: dict[str, torch.dtype] = {}
         outputs: dict[str, torch.dtype] = {}
@@ -39,8 +39,13 @@ class Precision:
                 outputs |= dict.fromkeys(unit.modules, policy.output_dtype)
         return cls(parameters, inputs, outputs)
 
-    def computes_like(self, other: Precision, seen: Mapping[str, frozenset[torch.dtype]]) -> bool:
-        """Whether a model computes the same with both. seen: by module the floating-point dtypes that its inputs had."""
+    def computes_the_same_as(self, other: Precision, seen: Mapping[str, frozenset[torch.dtype]]) -> bool:
+        """Return True if a model runs the same operators with both, so that one trace serves both.
+
+        Args:
+            other: the precision to compare with.
+            seen: the floating-point dtypes of the inputs, by module. Casting an input to its own dtype changes nothing.
+        """
         changed = {name for name in {*self.inputs, *other.inputs} if self.inputs.get(name) != other.inputs.get(name)}
         casts_nothing = all(
             seen.get(name, frozenset()) <= {dtype}
@@ -52,11 +57,11 @@ class Precision:
 
 
 def policy_of(unit: PlannedUnit, default: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy of a unit."""
+    """Return the mixed-precision policy of a unit, or the default."""
     return resolve_mp(unit.options.get("mp_policy", default))
 
 
-NOTHING_CAST = Precision({}, {}, {})
-"""Of a model without policies."""
+NO_CASTS = Precision({}, {}, {})
+"""Precision of a model without policies."""
 
-__all__ = ["NOTHING_CAST", "Precision", "policy_of"]
+__all__ = ["NO_CASTS", "Precision", "policy_of"]

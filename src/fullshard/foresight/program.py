@@ -1,4 +1,4 @@
-"""The work of one step in the order in which the host queues it: operators, collectives on lanes, and waits for them."""
+"""Program of one step, in the order in which the host queues it: operators, collectives on streams, and waits."""
 
 from __future__ import annotations
 
@@ -8,39 +8,44 @@ from functools import partial
 from typing import Literal
 
 from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import HostLane, LaneWork
+from fullshard.collectives.streams import HostStream, Work
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.trace import Op
 
 ON_HOST = "on the host"
-"""The name of an operator that the host computes, on an accelerator: the optimizer's step over offloaded shards."""
+"""Name of the operator that runs on the CPU of an accelerator's host: the optimizer's step over offloaded shards."""
 
 Mesh = tuple[int, int, int]
-"""(replicas, ranks that parameters are cut over, ranks of tensor parallelism); those of the last follow each other."""
+"""Mesh sizes: (replicas, shard ranks, tensor-parallel ranks). Tensor-parallel ranks are adjacent."""
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """Work put on a lane: it begins behind all that computes now; or behind `after`, instead.
+    """Work queued on a stream. It starts after the operators queued so far, unless `after` or `early` is set."""
 
-    lane: "gather", "reduce", "replicate", or "tensor" for what tensor parallelism sends.
-    copied: bytes that kernels on the lane read and write.
-    early: whether it begins behind the last wait for its lane, instead: what computes since then does not matter to it.
-    """
+    # "gather", "reduce", "replicate", or "tensor" for collectives of tensor parallelism.
+    stream: str
 
-    lane: str
+    # Qualified name, "" for work of no unit.
     unit: str
+
+    # Work on another stream to start after, instead of the operators queued so far.
     after: Launch | None = None
+
     messages: list[Message] = field(default_factory=list)
+
+    # Bytes that kernels on the stream read and write.
     copied: int = 0
+
+    # True to start after the last wait for this stream, regardless of the operators queued since then.
     early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """What computes next is behind this work."""
+    """Wait of the compute stream for work."""
 
     launch: Launch
 
@@ -50,68 +55,71 @@ Instruction = Op | Launch | Await
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where instructions from `index` on belong, and how many changes the ledger had then."""
+    """Unit and phase of the instructions from `index` on."""
 
     index: int
-    unit: str
+    unit: str  # qualified name, "" outside of units
     phase: Phase
-    changes: int
+    changes: int  # number of ledger changes before
 
 
 class Program:
-    """Instructions, and messages by themselves, in the order in which collectives begin.
+    """Recorded instructions and collectives of one step.
 
-    places: from which instruction on which unit computes, in order.
-    retained_gather: blocks of the last gather's message, as FSDP2 keeps it for the next unit's.
+    Attributes:
+        instructions: operators, launches and waits, in the order of the host.
+        places: units and phases of the instructions, in order.
+        messages: collectives, in the order of their starts.
+        retained_blocks: blocks of the last all-gather output. FSDP2 keeps them until the next unit's all-gather completes.
     """
 
     def __init__(self) -> None:
         self.instructions: list[Instruction] = []
         self.places: list[Place] = []
         self.messages: list[Message] = []
-        self.retained_gather: list[int] = []
-        self._begun: Launch | None = None
+        self.retained_blocks: list[int] = []
+        self._current: Launch | None = None
 
     def enter(self, unit: str, phase: Phase, changes: int) -> None:
-        """From here on this unit computes."""
+        """Start a new place: the next instructions belong to this unit and phase."""
         self.places.append(Place(len(self.instructions), unit, phase, changes))
 
     def send(self, message: Message) -> None:
-        """A message of the work that begins now."""
+        """Record a collective of the work that is being started."""
         self.messages.append(message)
-        if self._begun is not None:
-            self._begun.messages.append(message)
+        if self._current is not None:
+            self._current.messages.append(message)
 
     def copy(self, nbytes: int) -> None:
-        """Bytes that kernels read and write: on the lane whose work begins now, else where everything computes."""
-        if self._begun is not None:
-            self._begun.copied += nbytes
+        """Record a copy: on the stream of the work that is being started, else on the compute stream."""
+        if self._current is not None:
+            self._current.copied += nbytes
         elif nbytes:
             self.instructions.append(Op("copy", 0, nbytes, None))
 
     def begin(self, launch: Launch, start: Callable[[], StartedWork]) -> StartedWork:
-        """Run what starts this work, and count its messages and copies with it."""
-        outer, self._begun = self._begun, launch
+        """Call `start`, and attribute its collectives and copies to `launch`."""
+        outer, self._current = self._current, launch
         try:
             return start()
         finally:
-            self._begun = outer
+            self._current = outer
 
 
 class RecordedWork:
-    """Work on a `RecordedLane`."""
+    """Work on a `RecordedStream`."""
 
     __slots__ = ("_program", "_waited", "inner", "launch")
 
-    def __init__(self, program: Program, launch: Launch, inner: LaneWork | None) -> None:
+    def __init__(self, program: Program, launch: Launch, inner: Work | None) -> None:
         self._program, self.launch, self.inner, self._waited = program, launch, inner, False
 
     def done(self) -> bool:
-        """As `LaneWork.done`. On an accelerator nobody knows before it is waited for: the host runs ahead."""
+        """Return True if the work is complete. On an accelerator, only after `wait`: the host runs ahead of the device."""
         return self._waited if self.inner is None else self.inner.done()
 
     def wait(self) -> None:
-        """As `LaneWork.wait`."""
+        """Record a wait of the compute stream, once."""
         if not self._waited:
             self._waited = True
             self._program.instructions.append(Await(self.launch))
@@ -121,20 +129,20 @@ class RecordedWork:
     block = wait
 
 
-class RecordedLane:
-    """A lane whose work is written into a program.
+class RecordedStream:
+    """Stream that records its work in a program.
 
-    accelerator: whether it is a stream, on which all of a work is queued at once, as `StreamLane`; else as `HostLane`.
+    With `accelerator`, all work is queued at once, as on `DeviceStream`. Else `finish` runs at the wait, as on `HostStream`.
     """
 
     def __init__(self, program: Program, name: str, *, accelerator: bool, early: bool = False) -> None:
         self._early = early
-        self._program, self._name, self._host = program, name, None if accelerator else HostLane()
+        self._program, self._name, self._host = program, name, None if accelerator else HostStream()
 
     def run(
         self, unit: str, start: Callable[[], StartedWork], finish: Callable[[], None], after: RecordedWork | None = None
     ) -> RecordedWork:
-        """As `Lane.run`, for a unit."""
+        """Record a launch for a unit, and run `start` and `finish` as `Lane.run` does."""
         program = self._program
         launch = Launch(self._name, unit, None if after is None else after.launch, early=self._early)
         program.instructions.append(launch)
@@ -149,8 +157,8 @@ class RecordedLane:
             finish()
             return StartedWork()
 
-        program.begin(launch, whole)
+        program.begin(launch, whole)  # attributes the copies of `finish` to the launch, too
         return RecordedWork(program, launch, None)
 
 
-__all__ = ["ON_HOST", "Await", "Instruction", "Launch", "Mesh", "Phase", "Place", "Program", "RecordedLane", "RecordedWork"]
+__all__ = ["ON_HOST", "Await", "Instruction", "Launch", "Mesh", "Phase", "Place", "Program", "RecordedStream", "RecordedWork"]

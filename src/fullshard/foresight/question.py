@@ -1,4 +1,4 @@
-"""What is asked of `explain`: its arguments, as one value."""
+"""The arguments of `explain` as one value, `ExplainArguments`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Recompute = str | Callable[[str, nn.Module], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class ExplainArguments:
     """The arguments of `explain`."""
 
     build: Build
@@ -57,29 +57,29 @@ class Question:
 
     @property
     def machine(self) -> Gpu:
-        """The GPU, in the machine that it is in.
+        """The GPU, with the number of GPUs of its machine.
 
         Raises:
-            ValueError: for a GPU that is not known, or a number of them that cannot be.
+            ValueError: for an unknown GPU, or a `per_node` that is no int of at least 1.
         """
         gpu = gpu_of(self.gpu)
         if self.per_node is None:
             return gpu
         if not isinstance(self.per_node, int) or isinstance(self.per_node, bool) or self.per_node < 1:
-            raise ValueError(f"per_node must be the number of GPUs of one machine, at least 1, got {self.per_node!r}")
+            raise ValueError(f"per_node must be the number of GPUs of one machine, at least 1, got {self.per_node!r}.")
         return replace(gpu, per_node=self.per_node)
 
     @property
     def accelerator(self) -> bool:
-        """Whether the device is one, and no CPU."""
+        """True if the device is an accelerator, not a CPU."""
         return not gpu_of(self.gpu).synchronous
 
     @property
     def dtypes(self) -> MixedPrecisionPolicy:
-        """Of parameters and gradients: in bf16 with fp32 reduction on a GPU, if nothing was said."""
+        """Mixed precision of parameters and gradients; by default bf16 with fp32 reduction on a GPU, and none on a CPU."""
         if self.mp_policy is not None:
             return resolve_mp(self.mp_policy)
         return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.accelerator else MixedPrecisionPolicy()
 
 
-__all__ = ["Build", "Loss", "Parallelize", "Question", "Recompute"]
+__all__ = ["Build", "ExplainArguments", "Loss", "Parallelize", "Recompute"]

@@ -1,34 +1,37 @@
-"""How fast products and attention are, by their sizes, in parts of what large ones reach.
+"""Speed of matrix products and attention by their sizes, as fractions of the speed of large ones.
 
-A kernel that has little to do for each block of its output is slower: the part is size / (size + what half of it would need).
+A kernel with little work per block of its output is slower. The fraction is size / (size + half), where `half` is the size at
+which the kernel reaches half of its best speed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-PRODUCT_HALF = 450
-"""The smallest size of a product at which it would reach half of what an endless one does, on accelerators.
+MATMUL_HALF_SIZE = 450
+"""Smallest size of a matrix product that reaches half the speed of an infinitely large one, on accelerators.
 
 Fitted to two published runs (benchmarks/predictions.py: MPT 760m and 7b on H100, 2,048 tokens).
 """
 
-PRODUCT_AS_MEASURED = 4096
-"""The size that `Gpu.matmul` is of."""
+MATMUL_REFERENCE_SIZE = 4096
+"""Smallest size of the matrix product that `Gpu.matmul` describes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """Of attention: flop/s of endless sequences, in parts of the best, and the length at which it reaches half of that."""
+    """Speed of one attention kernel."""
 
+    # flop/s with infinitely long sequences, as a fraction of the fastest kernel.
     best: float
+    # Sequence length at which the kernel reaches half of `best`.
     half: float
 
-    def part(self, length: int) -> float:
+    def fraction(self, length: int) -> float:
         return self.best * length / (length + self.half)
 
 
-_ATTENTION: dict[tuple[bool, bool, int], _Kernel] = {  # (backward, looks back only, largest head size)
+_ATTENTION: dict[tuple[bool, bool, int], _Kernel] = {  # (backward, causal, largest head size)
     (False, False, 64): _Kernel(0.88, 76),
     (False, False, 128): _Kernel(1.0, 101),
     (False, False, 256): _Kernel(0.88, 95),
@@ -42,42 +45,42 @@ _ATTENTION: dict[tuple[bool, bool, int], _Kernel] = {  # (backward, looks back o
     (True, True, 128): _Kernel(0.82, 1070),
     (True, True, 256): _Kernel(0.74, 1070),
 }
-"""FlashAttention-2 on an H100, of which its forward with heads of 128 reaches 370 Tflop/s without a mask.
+"""FlashAttention-2 on an H100, relative to its forward with head size 128 and no mask, which reaches 370 Tflop/s.
 
-Source: FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, the columns of FlashAttention-2. They have no backward that looks
-back only, and none with heads of 256: these are in the ratio of the forward, and of heads of 64.
+Source: FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, the columns of FlashAttention-2. The figures have no causal
+backward and no head size 256. The causal backward is scaled by the ratio of the forward, head size 256 by that of head size 64.
 """
 
 
-def attention_part(*, backward: bool, causal: bool, head: int, length: int) -> float:
-    """How fast attention is.
+def attention_fraction(*, backward: bool, causal: bool, head: int, length: int) -> float:
+    """Return the speed of attention.
 
     Args:
-        backward: whether it is the backward.
-        causal: whether positions look back only; flops are then of half the matrix.
-        head: elements of one head of the queries.
-        length: keys of one row.
+        backward: whether to return the speed of the backward.
+        causal: whether the mask is causal; flops then count half of the matrix.
+        head: head size of the queries.
+        length: number of keys per row.
 
     Returns:
-        The part of `Gpu.attention` that it reaches: of the forward of endless sequences without a mask, with heads of 128.
+        The speed as a fraction of `Gpu.attention`: the forward of infinitely long sequences without a mask, head size 128.
     """
     size = next((known for known in (64, 128) if head <= known), 256)
-    return _ATTENTION[backward, causal, size].part(length)
+    return _ATTENTION[backward, causal, size].fraction(length)
 
 
-def product_part(rows: int, inner: int, columns: int) -> float:
-    """How fast a matrix product is.
+def matmul_fraction(rows: int, inner: int, columns: int) -> float:
+    """Return the speed of a matrix product.
 
     Args:
-        rows: of the first factor.
-        inner: its columns, which are summed over.
-        columns: of the second factor.
+        rows: rows of the first factor.
+        inner: columns of the first factor, which the product sums over.
+        columns: columns of the second factor.
 
     Returns:
-        The part of `Gpu.matmul` that it reaches; more than 1 for large ones.
+        The speed as a fraction of `Gpu.matmul`; more than 1 for large products.
     """
     least = max(1, min(rows, inner, columns))
-    return (1 + PRODUCT_HALF / PRODUCT_AS_MEASURED) / (1 + PRODUCT_HALF / least)
+    return (1 + MATMUL_HALF_SIZE / MATMUL_REFERENCE_SIZE) / (1 + MATMUL_HALF_SIZE / least)
 
 
-__all__ = ["PRODUCT_HALF", "attention_part", "product_part"]
+__all__ = ["MATMUL_HALF_SIZE", "attention_fraction", "matmul_fraction"]

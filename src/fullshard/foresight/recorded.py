@@ -1,4 +1,4 @@
-"""A run that was recorded: what its steps took on each lane, to be held against what was predicted."""
+"""A recorded run, `Recorded`: time and memory of its steps, to compare with a prediction."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from fullshard.foresight.clock import Span
 
 
 class RankSummary(NamedTuple):
-    """What one rank tells the others: seconds of each step, and seconds in it that it waited for messages."""
+    """Figures of one rank that all ranks exchange."""
 
     rank: int
+    # Seconds of each step.
     steps: tuple[float, ...]
+    # Seconds of each step during which the rank waited for collectives.
     waiting: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SentMessages:
-    """The messages of one gather or reduction. exact: whether its end is known, and not only that it was over by then."""
+class RecordedCollective:
+    """One all-gather or reduction."""
 
     span: Span
     messages: tuple[Message, ...]
+    # True if the end time was measured, False if it is an upper bound.
     exact: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One step. Spans are in seconds from where it begins."""
+    """One step. Spans are in seconds from its beginning."""
 
     seconds: float
-    sent: tuple[SentMessages, ...]
+    sent: tuple[RecordedCollective, ...]
     waits: tuple[Span, ...]
 
     @property
     def waiting(self) -> dict[str, float]:
-        """Seconds of waiting, by the unit that is waited for."""
+        """Seconds of waiting, by the unit of the collective."""
         found: dict[str, float] = {}
         for span in self.waits:
             found[span.unit] = found.get(span.unit, 0.0) + span.end - span.start
@@ -48,42 +51,45 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """All that was recorded. peaks: bytes of tensors, and reserved. levels: bytes where each unit's forward begins."""
+    """Data of a whole recording."""
 
     steps: tuple[RecordedStep, ...]
+    # All ranks of the shard process group.
     ranks: tuple[RankSummary, ...]
+    # (peak bytes of tensors, peak bytes reserved); None on the CPU if memory was not counted.
     peaks: tuple[int, int] | None
+    # By unit: bytes of tensors at the beginning of its forward, in the last step. Empty on the CPU.
     levels: dict[str, int]
 
 
 class Recorded:
-    """A run, while it is recorded and afterwards; `record` makes it.
+    """A recorded run; `record` creates it.
 
-    Its properties are of whole steps, each of which ends with the last optimizer that steps. They raise StateError before the
-    block of `record` is over.
+    Its properties describe whole steps. A step ends with the last optimizer step before the next forward. The properties raise
+    StateError until the block of `record` ends.
     """
 
     def __init__(self) -> None:
         self._record: Record | None = None
 
     def complete(self, record: Record) -> None:
-        """The block is over.
+        """Store the recorded data at the end of the block.
 
         Args:
-            record: what was recorded in it.
+            record: the recorded data.
         """
         self._record = record
 
     @property
     def _found(self) -> Record:
         if self._record is None:
-            raise StateError("the run is still being recorded: ask after the `with` block of record()")
+            raise StateError("The run is still being recorded. Read its figures after the `with` block of record().")
         return self._record
 
     @property
     def _whole(self) -> tuple[RecordedStep, ...]:
         if not self._found.steps:
-            raise StateError("record() saw no whole step: have at least two optimizer steps in its block")
+            raise StateError("record() saw no whole step. Run at least two optimizer steps in its block.")
         return self._found.steps
 
     @property
@@ -93,7 +99,7 @@ class Recorded:
 
     @property
     def step(self) -> float:
-        """Seconds of the step in the middle.
+        """Median seconds of a step.
 
         Raises:
             StateError: if there is no whole step: fewer than two optimizer steps were recorded.
@@ -102,27 +108,27 @@ class Recorded:
 
     @property
     def peak(self) -> int | None:
-        """Bytes of tensors where they were most; on the CPU None without `record(memory=True)`."""
+        """Peak bytes of tensors; on the CPU None without `record(memory=True)`."""
         return None if self._found.peaks is None else self._found.peaks[0]
 
     @property
     def reserved(self) -> int | None:
-        """Bytes that the allocator of an accelerator reserved; on the CPU as `peak`."""
+        """Peak bytes that the accelerator's allocator reserved; on the CPU equal to `peak`."""
         return None if self._found.peaks is None else self._found.peaks[1]
 
     @property
     def levels(self) -> dict[str, int]:
-        """Of the last step, bytes of tensors where each unit's forward begins, in order; empty on the CPU."""
+        """Bytes of tensors at the beginning of each unit's forward in the last step, in order; empty on the CPU."""
         return dict(self._found.levels)
 
     @property
     def ranks(self) -> tuple[RankSummary, ...]:
-        """What each rank of the process group that shards said."""
+        """Figures of each rank of the shard process group."""
         return self._found.ranks
 
     @property
     def waiting(self) -> dict[str, float]:
-        """Seconds of a step that computing waited for messages, by the unit that was waited for; the mean over steps."""
+        """Mean seconds per step that compute waited for collectives, by the unit of the collective."""
         total: dict[str, float] = {}
         for step in self._whole:
             for unit, seconds in step.waiting.items():
@@ -132,17 +138,19 @@ class Recorded:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Of the last step, in order."""
+        """Collectives of the last step, in order."""
         return tuple(message for sent in self._whole[-1].sent for message in sent.messages)
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Messages and waits of the last step, in seconds from where it began."""
+        """Collectives and waits of the last step, in seconds from its beginning."""
         step = self._whole[-1]
         return tuple(sorted((*(sent.span for sent in step.sent), *step.waits), key=lambda span: span.start))
 
     def speeds(self) -> dict[str, float]:
-        """How fast messages of at least 1 MiB travelled; on the CPU only those that were waited for, as others ended unseen.
+        """Return the speed of collectives of at least 1 MiB.
+
+        On the CPU, collectives that completed before the wait are left out, since their end time is unknown.
 
         Returns:
             The median by kind, in bytes/s: bytes of all ranks' chunks over their time.
@@ -155,10 +163,10 @@ class Recorded:
         return {kind: median(speeds) for kind, speeds in found.items()}
 
     def late(self) -> dict[int, float]:
-        """Ranks that the others waited for: one waited less than all others, by a tenth of the step.
+        """Return the late ranks: a rank is late in a step if it waited less than all others by a tenth of the step.
 
         Returns:
-            The part of the steps, by rank; ranks that never were late are left out.
+            The fraction of steps in which a rank was late, by rank; ranks that were never late are left out.
         """
         ranks = self._found.ranks
         steps = min((len(rank.steps) for rank in ranks), default=0)
@@ -171,7 +179,7 @@ class Recorded:
 
     def __str__(self) -> str:
         waiting = sum(self.waiting.values())
-        return f"{len(self.steps)} steps of {self.step * 1e3:.1f} ms, {waiting * 1e3:.1f} ms of it waiting for messages"
+        return f"{len(self.steps)} steps of {self.step * 1e3:.1f} ms, {waiting * 1e3:.1f} ms of it waiting for collectives"
 
 
-__all__ = ["RankSummary", "Record", "Recorded", "RecordedStep", "SentMessages"]
+__all__ = ["RankSummary", "Record", "Recorded", "RecordedCollective", "RecordedStep"]

@@ -1,4 +1,4 @@
-"""`record()`: notes what a run's actions send and wait for, by standing around them for the length of a block."""
+"""Recording of a training run, `record()`: times of collectives and waits, and memory, by wrapping the runtime's actions."""
 
 from __future__ import annotations
 
@@ -16,146 +16,157 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import Lane, LaneWork
+from fullshard.collectives.streams import Lane, Work
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.foresight.clock import Span
-from fullshard.foresight.recorded import RankSummary, Record, Recorded, RecordedStep, SentMessages
+from fullshard.foresight.recorded import RankSummary, Record, Recorded, RecordedCollective, RecordedStep
 from fullshard.frontend.module import any_unit
-from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit
-from fullshard.schedule.residency import Action, Wait
+from fullshard.schedule.scheduler import Action, Wait
 
 Mark = Any
-"""A moment: seconds of the host's clock, or an event of the accelerator."""
+"""Point in time: seconds of the host's clock, or an event of the accelerator."""
 
 
 @dataclass(slots=True, eq=False)
-class _Sent:
-    """One collective. early: it was over before it was waited for, so that it ended at a moment that nobody knows."""
+class _Collective:
+    """One collective."""
 
     lane: str
     unit: str
     begun: Mark = None
     ended: Mark = None
-    early: bool = False
+    # True if it completed before the wait on the CPU, so that `ended` is only an upper bound.
+    end_unknown: bool = False
     messages: list[Message] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Step:
-    """One step, in marks. waits: lane, unit, from, to.      levels: bytes where each unit's forward begins."""
+    """One step, with times as marks."""
 
     began: Mark = None
     ended: Mark = None
-    sent: list[_Sent] = field(default_factory=list)
+    sent: list[_Collective] = field(default_factory=list)
+    # (lane, unit, begin, end) of each wait.
     waits: list[tuple[str, str, Mark, Mark]] = field(default_factory=list)
+    # By unit: bytes of tensors at the beginning of its forward.
     levels: dict[str, int] = field(default_factory=dict)
 
 
 class _Recorder:
-    """Takes marks while a run goes on, and makes seconds of them at the end."""
+    """Recorder of one run: takes marks during the run, and converts them to seconds at the end."""
 
     def __init__(self, model: nn.Module, device: torch.device, messages: list[Message], *, memory: bool) -> None:
         self._model, self._messages = model, messages
-        self._away = None if device.type == "cpu" else device
+        self._async_device = None if device.type == "cpu" else device
         self._steps: list[_Step] = []
-        self._now = _Step()
+        self._current = _Step()
         self._unit = ""
         self._peaks: tuple[int, int] | None = None
-        self._wants_memory, self._alive = memory and self._away is None, 0
+        self._counts_next_step, self._state_bytes = memory and self._async_device is None, 0
         self._watch: AllocationWatch | None = None
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._ended: Mark = None  # where an optimizer stepped last, until the next step begins
-        if self._away is not None:
-            torch.accelerator.reset_peak_memory_stats(self._away)
+        # Mark of the last optimizer step; None once the next step has begun.
+        self._ended: Mark = None
+        if self._async_device is not None:
+            torch.accelerator.reset_peak_memory_stats(self._async_device)
 
     def _mark(self) -> Mark:
-        """This moment, on the stream that is current."""
-        if self._away is None:
+        """Return the current time, on the current stream."""
+        if self._async_device is None:
             return time.perf_counter()
-        event = torch.Event(self._away, enable_timing=True)
+        event = torch.Event(self._async_device, enable_timing=True)
         event.record()
         return event
 
-    # --- what happens ---
+    # --- events of the run ---
 
     def around(self, kind: type[Action], run: Callable[[Unit], None], unit: Unit) -> None:
-        """Run an action of a unit; what it sends and waits for meanwhile is of that unit."""
+        """Run an action of a unit, and attribute its collectives and waits to that unit."""
+        # Several optimizers may step one after another, so only the next action ends the step.
         if self._ended is not None:
             self._end_step()
-        if self._away is not None and kind is Wait and unit.name not in self._now.levels:
-            self._now.levels[unit.name] = torch.accelerator.memory_allocated(self._away)
+        if self._async_device is not None and kind is Wait and unit.name not in self._current.levels:
+            self._current.levels[unit.name] = torch.accelerator.memory_allocated(self._async_device)
+        # Collectives outside of actions belong to no unit, "".
         before, self._unit = self._unit, unit.name
         try:
             run(unit)
         finally:
             self._unit = before
 
-    def sent(self, lane: str) -> _Sent:
-        """A collective of the unit whose action runs."""
-        sent = _Sent(lane, self._unit)
-        self._now.sent.append(sent)
+    def add_collective(self, lane: str) -> _Collective:
+        """Add a collective of the unit whose action is running."""
+        sent = _Collective(lane, self._unit)
+        self._current.sent.append(sent)
         return sent
 
-    def begin(self, sent: _Sent, start: Callable[[], StartedWork]) -> StartedWork:
-        """A collective begins."""
+    def begin(self, sent: _Collective, start: Callable[[], StartedWork]) -> StartedWork:
+        """Start a collective, and record its begin and its messages."""
         known = len(self._messages)
         sent.begun = self._mark()
         pending = start()
+        # The traffic counter appends to `_messages`, so the new ones belong to this collective.
         sent.messages = self._messages[known:]
         return pending
 
-    def finish(self, sent: _Sent, finish: Callable[[], None]) -> None:
-        """A collective is over, on an accelerator as soon as its stream comes so far."""
+    def finish(self, sent: _Collective, finish: Callable[[], None]) -> None:
+        """Record the end of a collective; on an accelerator the event is recorded on the collective's stream."""
         sent.ended = self._mark()
         finish()
 
-    def wait(self, sent: _Sent, wait: Callable[[], None], *, done: bool) -> None:
-        """Wait for a collective, and note how long. done: whether it was over before."""
-        sent.early = done and self._away is None
+    def wait(self, sent: _Collective, wait: Callable[[], None], *, done: bool) -> None:
+        """Wait for a collective, and record the wait. done: True if the collective completed before."""
+        sent.end_unknown = done and self._async_device is None
         began = self._mark()
         wait()
-        self._now.waits.append((sent.lane, sent.unit, began, self._mark()))
+        self._current.waits.append((sent.lane, sent.unit, began, self._mark()))
 
-    def stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """An optimizer has stepped. A step ends with the last of them, which the next forward tells."""
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Record the end of an optimizer step. A step ends with the last optimizer step before the next forward."""
         self._optimizers[id(optimizer)] = optimizer
         self._ended = self._mark()
 
     def _end_step(self) -> None:
-        """The optimizers have stepped. On the CPU the first whole step is for counting memory, if that was asked for."""
+        """Close the current step and begin the next. On the CPU with `memory=True`, the first whole step counts memory."""
         ended, self._ended = self._ended, None
         counted = self._watch is not None
         if self._watch is not None:
             new, self._watch = peak_of_new(self._watch.stop()), None
-            self._peaks = (self._alive + new,) * 2
-        elif self._wants_memory:
-            self._wants_memory, self._alive = False, _bytes_of(self._model, list(self._optimizers.values()))
+            self._peaks = (self._state_bytes + new,) * 2
+        elif self._counts_next_step:
+            self._counts_next_step, self._state_bytes = False, _bytes_of(self._model, list(self._optimizers.values()))
             self._watch = AllocationWatch()
-        step = self._now
+        step = self._current
         step.ended = ended
+        # Drop the incomplete step at the beginning of the block, and the step that the profiler slowed down.
         if step.began is not None and step.sent and not counted:
             self._steps.append(step)
-        self._now = _Step(began=ended)
+        self._current = _Step(began=ended)
         self._messages.clear()
 
     # --- the end ---
 
     def stop(self) -> None:
-        """The block was left, whatever the reason."""
+        """Stop recording at the end of the block, also after an exception."""
         if self._ended is not None:
             self._end_step()
         if self._watch is not None:
             self._watch.stop()
-        self._optimizers.clear()  # a heartbeat that nobody has read yet refers to us
+        # An unread heartbeat may keep this recorder alive, but must not keep the optimizers and the model.
+        self._optimizers.clear()
         del self._model
 
     def record(self, process_group: dist.ProcessGroup | None) -> Record:
-        """All of it, with what the other ranks say. Collective."""
-        if self._away is not None:
-            torch.accelerator.synchronize(self._away)
-            self._peaks = torch.accelerator.max_memory_allocated(self._away), torch.accelerator.max_memory_reserved(self._away)
+        """Return the recorded data with the summaries of all ranks. Collective."""
+        if self._async_device is not None:
+            torch.accelerator.synchronize(self._async_device)
+            self._peaks = (
+                torch.accelerator.max_memory_allocated(self._async_device),
+                torch.accelerator.max_memory_reserved(self._async_device),
+            )
         steps = tuple(self._in_seconds(step) for step in self._steps)
         waiting = tuple(sum(step.waiting.values()) for step in steps)
         mine = RankSummary(dist.get_rank(), tuple(step.seconds for step in steps), waiting)
@@ -170,8 +181,8 @@ class _Recorder:
             return Span(lane, self._seconds(step.began, begin), self._seconds(step.began, end), unit, name)
 
         sent = tuple(
-            SentMessages(
-                span(one.lane, one.begun, one.ended, one.unit, _kinds(one.messages)), tuple(one.messages), not one.early
+            RecordedCollective(
+                span(one.lane, one.begun, one.ended, one.unit, _kinds(one.messages)), tuple(one.messages), not one.end_unknown
             )
             for one in step.sent
             if one.messages and one.ended is not None
@@ -180,7 +191,7 @@ class _Recorder:
         return RecordedStep(self._seconds(step.began, step.ended), sent, waits)
 
     def _seconds(self, begin: Mark, end: Mark) -> float:
-        return float(end - begin) if self._away is None else float(begin.elapsed_time(end)) / 1e3
+        return float(end - begin) if self._async_device is None else float(begin.elapsed_time(end)) / 1e3
 
 
 def _kinds(messages: Sequence[Message]) -> str:
@@ -188,7 +199,7 @@ def _kinds(messages: Sequence[Message]) -> str:
 
 
 def _bytes_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Bytes of this rank's parts of parameters, buffers and optimizer states."""
+    """Return the bytes of this rank's local parameters, buffers and optimizer states."""
     states = (
         value
         for optimizer in optimizers
@@ -200,15 +211,16 @@ def _bytes_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
         tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for tensor in (*model.parameters(), *model.buffers(), *states)
     ]
+    # Tied tensors count once.
     return sum({tensor.data_ptr(): tensor.numel() * tensor.itemsize for tensor in tensors}.values())
 
 
 class _TimedWork:
-    """Work on a lane that is recorded."""
+    """Work of a recorded collective."""
 
     __slots__ = ("_recorder", "_sent", "inner")
 
-    def __init__(self, recorder: _Recorder, sent: _Sent, inner: LaneWork) -> None:
+    def __init__(self, recorder: _Recorder, sent: _Collective, inner: Work) -> None:
         self._recorder, self._sent, self.inner = recorder, sent, inner
 
     def done(self) -> bool:
@@ -222,14 +234,14 @@ class _TimedWork:
 
 
 class _TimedLane:
-    """A lane that notes when its work begins and ends."""
+    """Lane that records when its work begins and ends."""
 
     def __init__(self, recorder: _Recorder, name: str, lane: Lane) -> None:
         self._recorder, self._name, self._lane = recorder, name, lane
 
-    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> LaneWork:
+    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Work:
         recorder = self._recorder
-        sent = recorder.sent(self._name)
+        sent = recorder.add_collective(self._name)
         after = after.inner if isinstance(after, _TimedWork) else after
         begin, end = partial(recorder.begin, sent, start), partial(recorder.finish, sent, finish)
         inner = self._lane.run(begin, end) if after is None else self._lane.run(begin, end, after=after)
@@ -238,18 +250,18 @@ class _TimedLane:
 
 @contextmanager
 def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
-    """Note what each step of a run takes, on which lane, to be held against a prediction. Collective where the block ends.
+    """Record the collectives, waits and memory of each step within a `with` block, to compare them with a prediction.
 
-    Nothing is noted, and nothing costs any time, outside of the block. In it there are two marks for each message and two for
-    each wait: events on an accelerator, the host's clock on the CPU.
+    Outside of the block nothing is recorded and there is no overhead. Inside, each collective and each wait costs two marks:
+    events on an accelerator, readings of the host's clock on the CPU. The end of the block is a collective.
 
     Args:
-        model: a module that is a unit, or holds some.
-        memory: on the CPU, whether the first whole step in the block is run under torch's profiler, which counts the bytes of
-            tensors, and left out of all that is timed. Accelerators count them anyway.
+        model: a module that is a unit or contains units.
+        memory: on the CPU, whether to run the first whole step in the block under torch's profiler, which counts the bytes of
+            tensors; this step is not timed. Accelerators always count them.
 
     Yields:
-        The run; its figures can be asked for after the block. A step ends with the last optimizer that steps before the next
+        The run, whose figures are available after the block. A step ends with the last optimizer step before the next
         forward.
 
     Raises:
@@ -262,12 +274,12 @@ def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
         >>> print(fullshard.explain(build, batch, world=8).against(run))                      # doctest: +SKIP
     """
     unit = any_unit(model)
-    runtime, run = runtime_of(unit), Recorded()
+    runtime, run = unit.runtime, Recorded()
     with runtime.communicator.traffic.counting() as messages:
         recorder = _Recorder(model, runtime.communicator.device, messages, memory=memory)
-        handle = _torch.register_optimizer_step_post_hook(recorder.stepped)
+        handle = _torch.register_optimizer_step_post_hook(recorder.optimizer_stepped)
         try:
-            with runtime.executor.watched(recorder.around), runtime.communicator.on_lanes(partial(_TimedLane, recorder)):
+            with runtime.watched(recorder.around), runtime.communicator.with_streams(partial(_TimedLane, recorder)):
                 yield run
         finally:
             handle.remove()

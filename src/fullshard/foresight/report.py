@@ -1,4 +1,4 @@
-"""The report of a step: a verdict, where memory is most, and where time goes; as text, and as figures."""
+"""Report of a step: verdict, peak memory and its parts, time and its parts; as text, and as figures for JSON."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from fullshard.foresight.facts import Facts
+from fullshard.foresight.facts import StepEstimate
 from fullshard.foresight.ledger import Category
 from fullshard.wrap.tables import aligned, bytes_text, span
 
 
-def report(r: Facts) -> str:
-    """The report."""
+def report(r: StepEstimate) -> str:
+    """Return the report as text."""
     setting = r.setting
     mesh = f"{setting.replicas} x {setting.ranks} ranks" if setting.hybrid else f"{setting.ranks} ranks"
     if setting.tensor_parallel > 1:
@@ -28,14 +28,17 @@ def report(r: Facts) -> str:
     return "\n".join(lines)
 
 
-def _needs(r: Facts) -> str:
-    """As "70.1 GiB"; as "70.1 to 79.9 GiB" where it fits by giving back what the allocator keeps, or may be compiled."""
+def _needs(r: StepEstimate) -> str:
+    """Return the needed memory, as "70.1 GiB" or as a range, "70.1 GiB to 79.9 GiB".
+
+    There is a range if the step fits only because the allocator frees its cached blocks, or if the model calls torch.compile.
+    """
     least, most = (bytes_text(nbytes) for nbytes in r.needs)
     ranges = r.traced.trace.compiled or (r.verdict == "tight" and r.needed > r.gpu.memory)
     return f"{least} to {most}" if ranges and least != most else most
 
 
-def _memory(r: Facts) -> list[str]:
+def _memory(r: StepEstimate) -> list[str]:
     when = place_at(r, r.simulation.ledger.peak_after)
     beside = f"{bytes_text(r.reserved)} reserved by the allocator, {bytes_text(r.gpu.context)} for the driver and NCCL"
     if r.gpu.synchronous:
@@ -48,13 +51,13 @@ def _memory(r: Facts) -> list[str]:
     if most:
         lines.append(f"  outside of units, by operator: {', '.join(most)}")
     if r.pinned:
-        over = f", of {bytes_text(r.gpu.host)} that there are" if r.pinned > r.gpu.host else ""
-        lines.append(f"  in the host's memory, pinned: {bytes_text(r.pinned)} for each rank{over}")
+        over = f", more than the available {bytes_text(r.gpu.host)}" if r.pinned > r.gpu.host else ""
+        lines.append(f"  pinned host memory: {bytes_text(r.pinned)} for each rank{over}")
     return lines
 
 
 def by_category(found: Mapping[tuple[Category, str], int]) -> dict[Category, dict[str, int]]:
-    """Bytes of units by category, largest first."""
+    """Group bytes by category and then by unit, the largest first."""
     categories: dict[Category, dict[str, int]] = {}
     for (category, unit), nbytes in sorted(found.items(), key=lambda item: -item[1]):
         categories.setdefault(category, {})[unit] = nbytes
@@ -62,25 +65,25 @@ def by_category(found: Mapping[tuple[Category, str], int]) -> dict[Category, dic
 
 
 def _units(units: Mapping[str, int]) -> str:
-    """`layers.0 ... 31  32 x 1.1 GiB, (model) 3 GiB`: units of the same bytes as one."""
-    alike: dict[int, list[str]] = {}
+    """Return units and their bytes, units of equal bytes as one: `32 x 1.1 GiB layers.0 ... 31, 3.0 GiB (model)`."""
+    equal: dict[int, list[str]] = {}
     for unit, nbytes in units.items():
-        alike.setdefault(nbytes, []).append(unit)
-    told = []
-    for nbytes, names in sorted(alike.items(), key=lambda item: -item[0] * len(item[1]))[:3]:
+        equal.setdefault(nbytes, []).append(unit)
+    texts = []
+    for nbytes, names in sorted(equal.items(), key=lambda item: -item[0] * len(item[1]))[:3]:
         names = sorted(names, key=lambda name: (len(name), name))
         name = names[0] or "outside of units"
-        told.append(
+        texts.append(
             f"{bytes_text(nbytes)} {name}"
             if len(names) == 1
             else f"{len(names)} x {bytes_text(nbytes)} {span(name, names[-1])}"
         )
-    more = len(alike) - 3
-    return ", ".join(told) + (f", and {more} more" if more > 0 else "")
+    more = len(equal) - 3
+    return ", ".join(texts) + (f", and {more} more" if more > 0 else "")
 
 
-def place_at(r: Facts, changes: int) -> str:
-    """Where a step is after so many changes of the ledger: "in backward of layers.3"."""
+def place_at(r: StepEstimate, changes: int) -> str:
+    """Return the phase and the unit of the step after this many changes of the ledger, as "in backward of layers.3"."""
     place = next((place for place in reversed(r.simulation.program.places) if place.changes < changes), None)
     if place is None:
         return "before the first step" if changes <= r.simulation.begins else "as the step begins"
@@ -91,18 +94,18 @@ def place_at(r: Facts, changes: int) -> str:
     return f"in {place.phase} of {place.unit}" if place.unit else f"in {place.phase}, outside of units"
 
 
-def _time(r: Facts) -> list[str]:
+def _time(r: StepEstimate) -> list[str]:
     timeline, gpu = r.timeline, r.gpu
     seconds, many = timeline.seconds, r.setting.microbatches
     lines = [
         f"step: {r.step}{f' of {many} microbatches' if many > 1 else ''}; most of it is {r.bottleneck}",
-        f"  computing {timeline.computing / seconds:.0%}, waiting for messages {timeline.waiting / seconds:.0%}, "
+        f"  computing {timeline.computing / seconds:.0%}, waiting for collectives {timeline.waiting / seconds:.0%}, "
         f"for the host {timeline.host / seconds:.0%}; {r.flops:.3g} flop, {r.mfu:.1%} of "
         f"{gpu.peak(r.compute_dtype):.3g} flop/s (MFU, recomputation not counted)",
     ]
     if r.exposed:
-        told = [f"{name or 'the end'} {value * 1e3:.1f} ms" for name, value in list(r.exposed.items())[:3]]
-        lines.append(f"  waited for: {', '.join(told)}{' and others' if len(r.exposed) > 3 else ''}")
+        waits = [f"{name or 'the end'} {value * 1e3:.1f} ms" for name, value in list(r.exposed.items())[:3]]
+        lines.append(f"  waits by unit: {', '.join(waits)}{' and others' if len(r.exposed) > 3 else ''}")
     sent = [f"{bytes_text(nbytes)} {_LINKS[link]}" for link, nbytes in timeline.links.items() if nbytes]
     if sent:
         kinds = Counter(message.kind for message in r.messages)
@@ -120,13 +123,19 @@ _LINKS = {"inside": "inside its machine", "between": "between machines", "host":
 
 
 def _plural(kind: str, count: int) -> str:
-    words = {"all_gather": "gather", "reduce_scatter": "reduction", "all_reduce": "sum", "heartbeat": "heartbeat"}
+    words = {
+        "all_gather": "all-gather",
+        "reduce_scatter": "reduce-scatter",
+        "all_reduce": "all-reduce",
+        "heartbeat": "heartbeat",
+    }
+    # Kinds that are no collective are copies between host and device.
     word = words.get(kind, f"copy {kind.replace('_', ' ')}")
     return word if count == 1 or word not in words.values() else f"{word}s"
 
 
-def figures(r: Facts) -> dict[str, Any]:
-    """The same as numbers, for JSON: bytes and seconds."""
+def figures(r: StepEstimate) -> dict[str, Any]:
+    """Return the report as numbers for JSON, in bytes and seconds."""
     at_peak = [{"category": c, "unit": unit, "bytes": nbytes} for (c, unit), nbytes in r.at_peak.items()]
     kinds: Counter[tuple[str, int, int]] = Counter((m.kind, m.nbytes, m.ranks) for m in r.messages)
     return {

@@ -1,4 +1,4 @@
-"""From what a user gives to what is simulated: the model on meta, its plan, its trace, and how it is carried out."""
+"""Turn the arguments of `explain` into the input of the simulator: the model on meta, its plan, its trace and its settings."""
 
 from __future__ import annotations
 
@@ -18,133 +18,148 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fullshard import _torch
 from fullshard.foresight.hardware import Gpu
-from fullshard.foresight.optimizer import Factory, OptimizerStep, named, optimizer_step
+from fullshard.foresight.optimizer import Factory, OptimizerStep, optimizer_factory, optimizer_step
 from fullshard.foresight.precision import Precision
-from fullshard.foresight.question import Build, Question, Recompute
+from fullshard.foresight.question import Build, ExplainArguments, Recompute
 from fullshard.foresight.simulate import Setting
-from fullshard.foresight.trace import Gradient, StepFailed, Trace, names_of, trace
+from fullshard.foresight.trace import GradientReady, StepFailed, Trace, parameter_names, trace
 from fullshard.foresight.values import Untraceable, UntraceablePlace, place_of
-from fullshard.frontend.known_values import ConstantsMode, Known, Values, ValuesMode, values_of_buffers
+from fullshard.frontend.known_values import ConstantsMode, KnownValue, KnownValues, ValuesMode, values_of_buffers
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import plan_model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Traced:
-    """A model that was traced with one batch.
+class TracedModel:
+    """A model on meta and the trace of one step of it."""
 
-    model: on meta.      question: that it was traced for.      precision: the dtypes that it was traced with.
-    rows, tokens: of the batch of one rank and microbatch; see `sizes_of`.
-    counted: whether "tokens" or "rows" are meant by `tokens`.
-    recomputed: names of the modules that backward runs again, if `explain` had it so.
-    blocks: names of the modules that are units and have siblings of their class.
-    """
-
+    # The model, on the meta device.
     model: nn.Module
-    question: Question
+    # The arguments of `explain` that the model was traced for.
+    arguments: ExplainArguments
+    # The units, for these arguments.
     plan: Plan
+    # The events of one microbatch.
     trace: Trace
+    # Compute dtypes of the parameters and casts of the inputs during the trace.
     precision: Precision
+    # Rows of one microbatch on one rank, see `batch_size_of`.
     rows: int
+    # Tokens of one microbatch on one rank, see `batch_size_of`.
     tokens: int
+    # Unit of `tokens`: "tokens" or "rows".
     counted: str
+    # Names of the modules that `explain(recompute=...)` recomputes in backward.
     recomputed: tuple[str, ...]
+    # Names of the modules that are units and have siblings of their class.
     blocks: tuple[str, ...]
-    steps: dict[object, OptimizerStep] = field(default_factory=dict)  # by optimizer, shards and whether on an accelerator
+    # Traced optimizer steps by (factory, shards, accelerator). `search` shares this cache between models.
+    steps: dict[object, OptimizerStep] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(entry.numel for _, entries in self.plan.held() for entry in entries)
 
-    def serves(self, question: Question) -> Traced | None:
-        """The same for another question, None if the model does something else in a step that it asks for."""
-        before = self.question
-        same = all(getattr(before, name) is getattr(question, name) for name in ("build", "batch", "loss"))
-        same = same and before.tensor_parallel == question.tensor_parallel and before.parallelize is question.parallelize
-        same = same and before.footprints == question.footprints and before.keep_output == question.keep_output
-        if not same or before.accelerator != question.accelerator:
+    def reuse_for(self, arguments: ExplainArguments) -> TracedModel | None:
+        """Return this trace for other arguments of `explain`, or None if the model must be traced again for them."""
+        before = self.arguments
+        # Functions and batches are compared by identity: they have no useful equality.
+        same = all(getattr(before, name) is getattr(arguments, name) for name in ("build", "batch", "loss"))
+        same = same and before.tensor_parallel == arguments.tensor_parallel and before.parallelize is arguments.parallelize
+        same = same and before.footprints == arguments.footprints and before.keep_output == arguments.keep_output
+        if not same or before.accelerator != arguments.accelerator:
             return None
-        plan = self.planned_for(question).plan
+        plan = self.planned_for(arguments).plan
         blocks = _blocks(self.model, plan)
-        recomputed = _recomputed(self.model, plan, blocks, question.recompute)
-        precision = Precision.of(plan, question.dtypes)
-        if tuple(recomputed) != self.recomputed or (question.recompute == "selective") != (before.recompute == "selective"):
+        recomputed = _modules_to_recompute(self.model, plan, blocks, arguments.recompute)
+        precision = Precision.of(plan, arguments.dtypes)
+        if tuple(recomputed) != self.recomputed or (arguments.recompute == "selective") != (before.recompute == "selective"):
             return None
-        if not self.precision.computes_like(precision, self.trace.inputs):
+        if not self.precision.computes_the_same_as(precision, self.trace.inputs):
             return None
-        return replace(self, question=question, plan=plan, blocks=tuple(blocks))
+        return replace(self, arguments=arguments, plan=plan, blocks=tuple(blocks))
 
-    def planned_for(self, question: Question) -> Traced:
-        """The same with the plan of another question, for what depends on no trace: what units hold and send."""
-        if question.plan is self.question.plan:
+    def planned_for(self, arguments: ExplainArguments) -> TracedModel:
+        """Return this model with the plan of other arguments, whose trace may not match.
+
+        Use the result only for facts that do not depend on the trace: the shards and the collectives of the units.
+        """
+        if arguments.plan is self.arguments.plan:
             return self
-        return replace(self, question=question, plan=plan_model(self.model, question.plan))
+        return replace(self, arguments=arguments, plan=plan_model(self.model, arguments.plan))
 
-    def step_of(self, factory: Factory | None, ranks: int) -> OptimizerStep | None:
-        """A step of this optimizer over a rank's shards."""
+    def optimizer_step_for(self, factory: Factory | None, ranks: int) -> OptimizerStep | None:
+        """Return a traced step of this optimizer over a rank's shards, or None without an optimizer."""
         if factory is None:
             return None
-        question = self.question
-        shards = tuple(local_shards(self, ranks, dims_of(self, question)))
-        key = factory, shards, question.accelerator
+        arguments = self.arguments
+        shards = tuple(local_shards(self, ranks, shard_dims_of(self, arguments)))
+        key = factory, shards, arguments.accelerator
         if key not in self.steps:
-            self.steps[key] = optimizer_step(factory, shards, accelerator=question.accelerator)
+            self.steps[key] = optimizer_step(factory, shards, accelerator=arguments.accelerator)
         return self.steps[key]
 
 
-def trace_model(question: Question) -> Traced:
-    """Build a model on meta, plan it, and trace a step of it.
+def trace_model(arguments: ExplainArguments) -> TracedModel:
+    """Build the model on meta, plan its units, and trace one step.
 
     Raises:
-        ValueError: for what cannot be traced, in a line that says what to give instead.
+        ValueError: if the model, the batch or the step cannot be traced; the text is one line that names the remedy.
     """
-    with _torch.fake_ranks(question.tensor_parallel) as mesh:
-        return _trace_model(question, mesh)
+    with _torch.fake_ranks(arguments.tensor_parallel) as mesh:
+        return _trace_model(arguments, mesh)
 
 
-def _trace_model(question: Question, mesh: DeviceMesh | None) -> Traced:
-    model, known = _built(question.build)
-    if mesh is not None and question.parallelize is not None:
+def _trace_model(arguments: ExplainArguments, mesh: DeviceMesh | None) -> TracedModel:
+    model, known = _build_on_meta(arguments.build)
+    if mesh is not None and arguments.parallelize is not None:
         try:
-            question.parallelize(model, mesh)
+            arguments.parallelize(model, mesh)
         except Exception as failure:
-            told = " ".join(str(failure).split())[:300]
-            raise ValueError(f"parallelize() raises {type(failure).__name__}: {told}{_where(failure, model)}") from failure
-    plan = plan_model(model, question.plan)
+            text = " ".join(str(failure).split())[:300]
+            raise ValueError(f"parallelize() raises {type(failure).__name__}: {text}{_location(failure, model)}") from failure
+    plan = plan_model(model, arguments.plan)
     blocks = _blocks(model, plan)
-    again = _recomputed(model, plan, blocks, question.recompute)
-    precision = Precision.of(plan, question.dtypes)
-    inputs = meta_batch(question.batch)
-    with _recomputing(model, again, selective=question.recompute == "selective"):
+    recomputed = _modules_to_recompute(model, plan, blocks, arguments.recompute)
+    precision = Precision.of(plan, arguments.dtypes)
+    inputs = meta_batch(arguments.batch)
+    with _checkpointed(model, recomputed, selective=arguments.recompute == "selective"):
         try:
             traced = trace(
                 model,
                 inputs,
-                loss=question.loss or _loss_of,
+                loss=arguments.loss or _loss_of,
                 precision=precision,
-                accelerator=question.accelerator,
-                footprints=question.footprints,
+                accelerator=arguments.accelerator,
+                footprints=arguments.footprints,
                 known=known,
-                batch_values=values_of_batch(question.batch),
-                keep_output=question.keep_output,
+                batch_values=values_of_batch(arguments.batch),
+                keep_output=arguments.keep_output,
                 warm=mesh is not None,
             )
-        except UntraceablePlace as why:
-            raise Untraceable(f"{why}{_where(why, model)}") from why
+        except UntraceablePlace as failure:
+            raise Untraceable(f"{failure}{_location(failure, model)}") from failure
         except StepFailed as failed:
             assert failed.__cause__ is not None
-            raise ValueError(_why(failed.part, failed.__cause__, model)) from failed.__cause__
-    return Traced(model, question, plan, traced, precision, *sizes_of(inputs), tuple(again), tuple(blocks))
+            raise ValueError(_failure_text(failed.part, failed.__cause__, model)) from failed.__cause__
+    return TracedModel(model, arguments, plan, traced, precision, *batch_size_of(inputs), tuple(recomputed), tuple(blocks))
 
 
 @contextmanager
-def _recomputing(model: nn.Module, names: Sequence[str], *, selective: bool) -> Iterator[None]:
-    """Have backward run these modules again, for the length of a block. selective: all of them but the costly products."""
-    options: dict[str, Any] = {"context_fn": _keep_costly} if selective else {}
+def _checkpointed(model: nn.Module, names: Sequence[str], *, selective: bool) -> Iterator[None]:
+    """Checkpoint the forward of these modules within a `with` block.
+
+    Args:
+        model: the model.
+        names: names of the modules whose forward runs again in backward.
+        selective: keep the results of attention and of every second matrix product, see `_selective_contexts`.
+    """
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
     before: list[tuple[nn.Module, Any]] = []
     try:
         for module in (model.get_submodule(name) for name in names):
+            # An instance may have a `forward` of its own already, which must come back afterwards.
             before.append((module, vars(module).get("forward")))
             module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **options)
         yield
@@ -156,8 +171,9 @@ def _recomputing(model: nn.Module, names: Sequence[str], *, selective: bool) -> 
                 module.forward = own
 
 
-def _keep_costly() -> Any:
-    """Contexts of a checkpoint that keeps attention and every second matrix product (torchtitan's "op")."""
+def _selective_contexts() -> Any:
+    """Return contexts of a checkpoint that keeps attention and every second matrix product (torchtitan's "op" policy)."""
+    # Forward and recomputation count separately, so that both choose the same products.
     seen = {True: 0, False: 0}
 
     def choose(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -170,79 +186,87 @@ def _keep_costly() -> Any:
     return create_selective_checkpoint_contexts(choose)
 
 
-def _built(build: Build) -> tuple[nn.Module, Mapping[str, Known]]:
-    """(the model on meta, what its buffers hold). One that is somewhere else is copied, and stays as it is."""
+def _build_on_meta(build: Build) -> tuple[nn.Module, Mapping[str, KnownValue]]:
+    """Call `build` and return (the model on meta, the known values of its buffers).
+
+    A model on another device is copied to meta and is not changed.
+
+    Raises:
+        ValueError: if `build` is no function, raises, or returns a model that cannot be traced.
+    """
     if isinstance(build, nn.Module) or not callable(build):
         raise ValueError(
-            f"build must be a function that returns the model, as in lambda: {type(build).__name__}(...), since it is called "
-            f"on the meta device; got {'a module' if isinstance(build, nn.Module) else repr(build)}"
+            "build must be a function that returns the model, got "
+            f"{'a module' if isinstance(build, nn.Module) else repr(build)}. Write lambda: {type(build).__name__}(...), since "
+            "build() is called on the meta device."
         )
-    values = Values()
+    values = KnownValues()
     try:
         with torch.device("meta"), ValuesMode(values), ConstantsMode(values):
             model = build()
     except Exception as failure:
-        text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}{_where(failure, nn.Module())}"
+        text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}{_location(failure, nn.Module())}"
         if _needs_group(failure):
             raise ValueError(
-                f"build() needs a process group, and runs without one ({text}): have it return the model as it is before "
-                "fully_shard(), shard_model() or init_device_mesh(), on one rank"
+                f"build() needs a process group, but runs without one ({text}). Return the model of one rank as it is before "
+                "fully_shard(), shard_model() or init_device_mesh()."
             ) from failure
         if not isinstance(failure, (NotImplementedError, RuntimeError)):
             raise ValueError(
-                f"build() raises {text}; it is called under torch.device('meta'), without a process group"
+                f"build() raises {text}. It is called under torch.device('meta'), without a process group."
             ) from failure
         raise ValueError(
-            f"build() fails, where it runs under torch.device('meta') ({text}): make there what needs values under "
-            "torch.device('cpu')"
+            f"build() fails under torch.device('meta') ({text}). Create the tensors whose values it reads under "
+            "torch.device('cpu')."
         ) from failure
     if not isinstance(model, nn.Module):
-        raise ValueError(f"build() must return an nn.Module, got a {type(model).__name__}")
+        raise ValueError(f"build() must return an nn.Module, got a {type(model).__name__}.")
     _refuse_wrapped(model)
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, tensor in held.items():
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            raise ValueError(f"build() must return a model that is not sharded yet, but '{name}' is a DTensor")
+            raise ValueError(f"build() must return a model that is not sharded yet, but '{name}' is a DTensor.")
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ValueError(
-                f"'{name}' has no shape before a first forward, which explain() does not know: give its module its sizes"
+                f"'{name}' has no shape before a first forward, and explain() cannot infer it. Pass the sizes to its module."
             )
-    if all(tensor.device.type == "meta" for tensor in held.values()):
+    if all(tensor.device.type == "meta" for tensor in tensors.values()):
         return model, values_of_buffers(model, values)
-    copies: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in held.values()}
+    # As the memo of deepcopy, meta tensors replace the real ones before any value is copied; ties stay ties.
+    copies: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors.values()}
     try:
         return copy.deepcopy(model, copies), values_of_buffers(model, values)
     except Exception as failure:
         raise ValueError(
-            f"build() returns a model on {next(iter(held.values())).device} that cannot be copied ({failure}): have it made on "
-            "the device that is current, which is meta there"
+            f"build() returns a model on {next(iter(tensors.values())).device} that cannot be copied ({failure}). Create its "
+            "tensors on the current device, which is meta during build()."
         ) from failure
 
 
 def _needs_group(failure: BaseException) -> bool:
-    """Whether this was raised for want of a process group."""
+    """Return True if this exception was raised because there is no process group."""
     text = str(failure).lower()
     return any(words in text for words in ("process group", "init_process_group", "torchrun", "env:// rendezvous"))
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Refuse modules whose step is another one than that of the model inside.
+    """Check that no module is TorchScript, data parallel, a sparse embedding, or sharded already.
 
     Raises:
-        ValueError: naming the module.
+        ValueError: if there is such a module; the text names it.
     """
     for name, module in model.named_modules():
         kind, which = type(module).__name__, f"'{name}'" if name else "the model that build() returns"
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"{which} is TorchScript ({kind}), which cannot be traced: give the nn.Module that it was made from"
+                f"{which} is TorchScript ({kind}), which cannot be traced. Return the nn.Module that it was made from."
             )
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            raise ValueError(f"{which} is a {kind}, which keeps whole parameters on each rank: give the module inside of it")
+            raise ValueError(f"{which} is a {kind}, which replicates all parameters on each rank. Return the module inside it.")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(f"{which} is an {kind} with sparse=True, whose gradients cannot be reduced: give it sparse=False")
-        if isinstance(module, _torch.TorchFSDPModule) or kind == "FullyShardedDataParallel":  # torch's, or that of compat
-            raise ValueError(f"{which} is sharded already ({kind}): give the model as it is before")
+            raise ValueError(f"{which} is an {kind} with sparse=True, whose gradients cannot be reduced. Pass sparse=False.")
+        if isinstance(module, _torch.TorchFSDPModule) or kind == "FullyShardedDataParallel":  # torch's or fullshard.compat's
+            raise ValueError(f"{which} is sharded already ({kind}). Return the model as it is before sharding.")
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -251,56 +275,61 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def meta_batch(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
-    """The arguments of a model's forward, on meta."""
+    """Return the arguments of the model's forward, on meta."""
     meta: Sequence[Any] | Mapping[str, Any] = _torch.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tensors_of(batch))
     return meta
 
 
 def tensors_of(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
-    """The arguments of a model's forward, as they were given.
+    """Return the arguments of the model's forward on the devices that the caller chose.
+
+    A function is called with step number 0 under `torch.device("meta")`. A single tensor becomes a tuple.
 
     Raises:
-        ValueError: for what are no arguments, or has no rows.
+        ValueError: if `batch` is no tensor, sequence or mapping, has no tensor, or has no rows.
     """
     if callable(batch) and not isinstance(batch, Tensor):
         try:
             with torch.device("meta"):
                 batch = batch(0)
         except Exception as failure:
-            told = " ".join(str(failure).split())[:300]
+            text = " ".join(str(failure).split())[:300]
             raise ValueError(
-                "batch is a function, which is called with the number of a step under torch.device('meta'), and raises "
-                f"{type(failure).__name__}: {told}{_where(failure, nn.Module())}"
+                "batch is a function, which is called with the number of a step under torch.device('meta'). It raises "
+                f"{type(failure).__name__}: {text}{_location(failure, nn.Module())}"
             ) from failure
     if isinstance(batch, Tensor):
         batch = (batch,)
     if not isinstance(batch, (Sequence, Mapping)) or isinstance(batch, str):
         raise ValueError(
             "batch must be a tensor, a tuple of the model's arguments, a dict of them, or a function that returns one of "
-            f"these, got a {type(batch).__name__}"
+            f"these, got a {type(batch).__name__}."
         )
     leaves = [leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if not leaves:
         raise ValueError(
-            "batch has no tensor: give the inputs of one rank and microbatch, as in (torch.zeros(2, 8192).long(),)"
+            "batch has no tensor. Pass the inputs of one rank and microbatch, as in (torch.zeros(2, 8192).long(),)."
         )
     if not any(leaf.numel() for leaf in leaves):
-        raise ValueError(f"batch has no rows: its tensors are {', '.join(str(tuple(leaf.shape)) for leaf in leaves)}")
+        raise ValueError(f"batch has no rows: its tensors are {', '.join(str(tuple(leaf.shape)) for leaf in leaves)}.")
     return batch
 
 
-def values_of_batch(batch: Any) -> list[Known | None]:
-    """What each tensor of a batch holds, in the order of `meta_batch`; None of one on meta, or that a function makes there."""
+def values_of_batch(batch: Any) -> list[KnownValue | None]:
+    """Return the known values of each tensor of a batch, in the order of `meta_batch`.
+
+    A tensor on meta has None. A batch that a function creates has no values at all: the list is empty.
+    """
     if callable(batch) and not isinstance(batch, Tensor):
         return []
     leaves = [leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return [None if leaf.device.type == "meta" else Known.constant(leaf, of_batch=True) for leaf in leaves]
+    return [None if leaf.device.type == "meta" else KnownValue.constant(leaf, of_batch=True) for leaf in leaves]
 
 
-def sizes_of(batch: Any) -> tuple[int, int, str]:
-    """(rows, tokens, "tokens") of the largest tensor of integers in a batch; of the largest tensor, if there is none.
+def batch_size_of(batch: Any) -> tuple[int, int, str]:
+    """Return (rows, tokens, "tokens") of the largest int32 or int64 tensor in a batch.
 
-    Then ("rows") there are as many tokens as rows. The order of tensors does not matter.
+    Without such a tensor, return (rows, rows, "rows") of the largest tensor. The order of the tensors does not matter.
     """
     leaves = [leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
     ids = [leaf for leaf in leaves if leaf.dtype in (torch.int32, torch.int64)]
@@ -310,7 +339,11 @@ def sizes_of(batch: Any) -> tuple[int, int, str]:
 
 
 def _loss_of(output: Any) -> Tensor:
-    """The output, if it is one number, or its `.loss`."""
+    """Return the output's `.loss`, or the output itself if it has one element.
+
+    Raises:
+        Untraceable: if the output is no loss.
+    """
     found = getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found
@@ -318,20 +351,24 @@ def _loss_of(output: Any) -> Tensor:
         return output
     shape = f"a tensor {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
     raise Untraceable(
-        f"the model returns {shape}, which is no loss: give explain(loss=...), a function of it, since the loss needs memory, "
-        "too (on the command line: a dict with 'loss' from the factory)"
+        f"The model returns {shape}, which is no loss. Pass explain(loss=...), a function of the output, since the loss needs "
+        "memory, too (on the command line: a dict with 'loss' from the factory)."
     )
 
 
 def _blocks(model: nn.Module, plan: Plan) -> list[str]:
-    """The modules that are units and have siblings of their class."""
+    """Return the names of the modules that are units and have siblings of their class."""
     units = [name for unit in plan.units for name in unit.modules if name]
     kinds = [type(model.get_submodule(name)) for name in units]
     return [name for name, kind in zip(units, kinds) if kinds.count(kind) > 1]
 
 
-def _recomputed(model: nn.Module, plan: Plan, blocks: list[str], recompute: Recompute) -> list[str]:
-    """The modules that backward is to run again."""
+def _modules_to_recompute(model: nn.Module, plan: Plan, blocks: list[str], recompute: Recompute) -> list[str]:
+    """Return the names of the modules that backward recomputes.
+
+    Raises:
+        ValueError: for an unknown value of `recompute`, or if the plan has no blocks to recompute.
+    """
     if recompute == "none":
         return []
     if callable(recompute):
@@ -342,13 +379,13 @@ def _recomputed(model: nn.Module, plan: Plan, blocks: list[str], recompute: Reco
     if each < 1:
         raise ValueError(
             "recompute must be 'none', 'block', 'selective', 'every:2' or a function (name, module) -> bool of the units, got "
-            f"{recompute!r}"
+            f"{recompute!r}."
         )
     if not blocks:
         raise ValueError(
-            f"recompute={recompute!r} runs blocks again, and this plan has none: no unit has a sibling of its class (its units "
-            f"are {', '.join(repr(unit.name) for unit in plan.units[:4])}); give a plan that has some, or a function (name, "
-            "module) -> bool"
+            f"recompute={recompute!r} recomputes blocks, but this plan has none: no unit has a sibling of its class (its units "
+            f"are {', '.join(repr(unit.name) for unit in plan.units[:4])}). Pass a plan that has blocks, or a function (name, "
+            "module) -> bool."
         )
     return blocks[::each]
 
@@ -356,38 +393,44 @@ def _recomputed(model: nn.Module, plan: Plan, blocks: list[str], recompute: Reco
 FOOTPRINT = "explain(footprints={{'{op}': lambda *arguments: ...}})"
 
 
-def _why(part: str, failure: BaseException, model: nn.Module) -> str:
-    """One line for what a part of the step raised."""
+def _failure_text(part: str, failure: BaseException, model: nn.Module) -> str:
+    """Return one line that explains an exception in a part of the step and names the remedy.
+
+    Args:
+        part: "forward", "loss" or "backward".
+        failure: the exception.
+        model: the traced model, to name the module of the traceback.
+    """
     text = " ".join(str(failure).split())
     op = next((word.strip("'\",.:()") for word in text.split() if word.strip("'\",.:()").startswith("aten::")), None)
     if "torch.nonzero()" in text:
         op = "aten::nonzero"
-    where = _where(failure, model)
+    where = _location(failure, model)
     if "SparseTensorImpl" in text:
-        return f"the step makes a sparse tensor{where}, whose gradients cannot be reduced: call embeddings with sparse=False"
+        return f"The step creates a sparse tensor{where}, whose gradients cannot be reduced. Call embeddings with sparse=False."
     if op is not None and isinstance(failure, (NotImplementedError, RuntimeError)) and "meta" in text.lower():
         return (
-            f"the model's step depends on values, which meta does not have{where}: say what {op} returns by "
-            f"{FOOTPRINT.format(op=op)}, with tensors on meta (fullshard.routed() for the tokens of experts)"
+            f"The model's step depends on values, which meta tensors do not have{where}. Pass the result of {op} as "
+            f"{FOOTPRINT.format(op=op)}, with tensors on meta (fullshard.routed() for the tokens of experts)."
         )
     if isinstance(failure, NotImplementedError):
-        return f"an operator has no kernel for meta ({text[:160]}){where}: register one by torch.library.register_fake"
-    told = f"{type(failure).__name__}: {text[:300] or 'without a text'}{where}"
+        return f"An operator has no kernel for meta ({text[:160]}){where}. Register one by torch.library.register_fake."
+    raised = f"{type(failure).__name__}: {text[:300] or 'without a text'}{where}"
     if _needs_group(failure):
         return (
-            f"the {part} needs a process group, and explain() makes none ({told}): leave its collectives out, or call "
-            "explain() in a program that has one; context parallelism is not simulated"
+            f"The {part} needs a process group, but explain() creates none ({raised}). Leave its collectives out, or call "
+            "explain() in a program that has a process group. Context parallelism is not simulated."
         )
     if _needs_device(text):
         return (
-            f"the {part} asks for a device of its own ({told}), and runs on meta: make tensors on the device of those that it "
-            "gets, as by device=x.device"
+            f"The {part} uses an explicit device ({raised}), but runs on meta. Create tensors on the device of the inputs, "
+            "as by device=x.device."
         )
     if "required keyword-only argument" in text:
-        return f"the model does not take this batch: {told}; give a dict of arguments by name"
+        return f"The model does not accept this batch: {raised}. Pass a dict of arguments by name."
     if part == "forward":
-        return f"the model does not take this batch: {told}"
-    return f"the {part} raises {told}" + (", called with what the model returns" if part == "loss" else "")
+        return f"The model does not accept this batch: {raised}"
+    return f"The {part} raises {raised}" + (", called with the output of the model" if part == "loss" else "")
 
 
 def _needs_device(text: str) -> bool:
@@ -396,22 +439,29 @@ def _needs_device(text: str) -> bool:
     )
 
 
-def _where(failure: BaseException, model: nn.Module) -> str:
-    """As in " (in 'layers.0', at model.py:12)": the innermost module of a traceback, and the innermost line of the user."""
+def _location(failure: BaseException, model: nn.Module) -> str:
+    """Return the innermost module and the innermost user line of a traceback, as in " (in 'layers.0', at model.py:12)"."""
     names = {id(module): name for name, module in model.named_modules()}
     module = place = ""
     frame = failure.__traceback__
+    # A traceback runs from the outermost frame to the innermost, so the last match wins.
     while frame is not None:
         module = names.get(id(frame.tb_frame.f_locals.get("self"))) or module
         place = place_of(frame.tb_frame.f_code.co_filename, frame.tb_lineno) or place
         frame = frame.tb_next
-    told = [f"in '{module}'"] * bool(module) + [f"at {place}"] * bool(place)
-    return f" ({', '.join(told)})" if told else ""
+    parts = [f"in '{module}'"] * bool(module) + [f"at {place}"] * bool(place)
+    return f" ({', '.join(parts)})" if parts else ""
 
 
-def local_shards(traced: Traced, ranks: int, dims: Mapping[str, int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """(shape, dtype) of the shards that get gradients, of the first rank, which has the largest. dims: as `Setting.dims`."""
-    graded = {event.parameter for event in traced.trace.events if isinstance(event, Gradient)}
+def local_shards(traced: TracedModel, ranks: int, dims: Mapping[str, int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return (shape, dtype) of the first rank's shards, the largest, of all parameters that receive gradients.
+
+    Args:
+        traced: the traced model.
+        ranks: number of ranks that share the parameters.
+        dims: sharded dim by parameter name where it is not 0, as `Setting.dims`.
+    """
+    graded = {event.parameter for event in traced.trace.events if isinstance(event, GradientReady)}
     found = []
     for entry in (entry for entry in traced.plan.outline.parameters if entry.name in graded):
         shape = list(entry.shape)
@@ -422,121 +472,125 @@ def local_shards(traced: Traced, ranks: int, dims: Mapping[str, int]) -> list[tu
     return found
 
 
-def dims_of(traced: Traced, question: Question) -> dict[str, int]:
-    """By name, along which dim `shard_placement_fn` cuts a parameter, where that is not 0.
+def shard_dims_of(traced: TracedModel, arguments: ExplainArguments) -> dict[str, int]:
+    """Return the dim along which `shard_placement_fn` shards each parameter, by name, where it is not 0.
 
     Raises:
-        ValueError: naming the parameter, for what is no dim of it; and with the engine "fsdp2".
+        ValueError: if the function returns no dim of a parameter, or a dim other than 0 with the engine "fsdp2"; the text
+            names the parameter.
     """
-    function = question.shard_placement_fn
+    function = arguments.shard_placement_fn
     if function is None:
         return {}
     found: dict[str, int] = {}
-    for parameter, name in names_of(traced.model, (entry.name for entry in traced.plan.outline.parameters)).items():
+    for parameter, name in parameter_names(traced.model, (entry.name for entry in traced.plan.outline.parameters)).items():
         chosen = function(parameter)
         if not isinstance(chosen, (Shard, type(None))):
-            raise ValueError(f"shard_placement_fn gives {chosen!r} for '{name}': expected None or Shard(dim) to simulate it")
+            raise ValueError(f"shard_placement_fn must return None or Shard(dim) for explain(), got {chosen!r} for '{name}'.")
         if chosen is None or not parameter.ndim:
             continue
         if not -parameter.ndim <= chosen.dim < parameter.ndim:
-            raise ValueError(f"shard_placement_fn cuts '{name}' of shape {tuple(parameter.shape)} along dim {chosen.dim}")
+            raise ValueError(
+                f"shard_placement_fn shards '{name}' along dim {chosen.dim}, which its shape {tuple(parameter.shape)} does not "
+                "have."
+            )
         if chosen.dim % parameter.ndim:
             found[name] = chosen.dim % parameter.ndim
-    if found and question.engine == "fsdp2":
+    if found and arguments.engine == "fsdp2":
         raise ValueError(
-            f"shard_placement_fn cuts '{min(found)}' along dim {found[min(found)]}, which is simulated with engine='fullshard' "
-            "alone: torch's FSDP2 makes further copies of such parameters"
+            f"shard_placement_fn shards '{min(found)}' along dim {found[min(found)]}, which is simulated only with "
+            "engine='fullshard': torch's FSDP2 makes further copies of such parameters."
         )
     return found
 
 
-def check_tensor_parallel(question: Question) -> None:
-    """Refuse tensor parallelism that cannot be.
+def check_tensor_parallel(arguments: ExplainArguments) -> None:
+    """Check that `tensor_parallel` divides the world and is passed together with `parallelize`.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: otherwise; the text names the argument.
     """
-    many, world = question.tensor_parallel, question.world
+    many, world = arguments.tensor_parallel, arguments.world
     if not isinstance(many, int) or isinstance(many, bool) or many < 1 or world % many:
-        raise ValueError(f"tensor_parallel must be a number of ranks that divides the world of {world}, got {many!r}")
-    if (many > 1) != (question.parallelize is not None):
+        raise ValueError(f"tensor_parallel must be a number of ranks that divides the world of {world}, got {many!r}.")
+    if (many > 1) != (arguments.parallelize is not None):
         raise ValueError(
-            f"tensor_parallel={many} and parallelize={question.parallelize!r} do not go together: give the number of ranks, "
-            "and a function of the model and their mesh, as lambda model, mesh: parallelize_module(model, mesh, plan)"
+            f"tensor_parallel={many} does not match parallelize={arguments.parallelize!r}. Pass both: the number of ranks, and "
+            "a function of the model and their mesh, as lambda model, mesh: parallelize_module(model, mesh, plan)."
         )
 
 
 def check_machines(world: int, gpu: Gpu) -> None:
-    """Refuse worlds of several machines that are not all whole.
+    """Check that a world of several machines uses all GPUs of each machine.
 
     Raises:
-        ValueError: naming both numbers.
+        ValueError: otherwise; the text names both numbers.
     """
     if world > gpu.per_node and world % gpu.per_node:
         raise ValueError(
-            f"world={world} is no number of whole machines of {gpu.per_node} {gpu.name}: say how many GPUs each has by "
-            "per_node= (--per-node)"
+            f"world={world} is no multiple of the {gpu.per_node} {gpu.name} of one machine. Pass the number of GPUs of each "
+            "machine as per_node= (--per-node)."
         )
 
 
-def setting_of(question: Question, traced: Traced) -> Setting:
-    """How the plan is carried out.
+def setting_of(arguments: ExplainArguments, traced: TracedModel) -> Setting:
+    """Return the settings of the simulation.
 
     Raises:
-        ValueError: if the mesh has not as many ranks as the world.
+        ValueError: if the mesh does not have as many ranks as the world.
     """
-    ranks, replicas, hybrid = mesh_of(question.world // question.tensor_parallel, question.mesh)
-    accelerator = question.accelerator
-    factory = None if question.optimizer is None else named(question.optimizer)
+    ranks, replicas, hybrid = mesh_shape(arguments.world // arguments.tensor_parallel, arguments.mesh)
+    accelerator = arguments.accelerator
+    factory = None if arguments.optimizer is None else optimizer_factory(arguments.optimizer)
     return Setting(
         ranks,
         replicas=replicas,
         hybrid=hybrid,
-        mp_policy=question.dtypes,
-        comm_policy=question.comm_policy,
-        offload_policy=question.offload_policy,
-        reshard_after_forward=question.reshard_after_forward,
-        microbatches=question.microbatches,
-        accumulate=question.accumulate,
+        mp_policy=arguments.dtypes,
+        comm_policy=arguments.comm_policy,
+        offload_policy=arguments.offload_policy,
+        reshard_after_forward=arguments.reshard_after_forward,
+        microbatches=arguments.microbatches,
+        accumulate=arguments.accumulate,
         accelerator=accelerator,
         gloo=not accelerator,
-        optimizer=traced.step_of(factory, ranks),
-        keep_unsharded_storage=question.keep_unsharded_storage,
-        engine=question.engine,
-        tensor_parallel=question.tensor_parallel,
-        dims=dims_of(traced, question),
+        optimizer=traced.optimizer_step_for(factory, ranks),
+        keep_unsharded_storage=arguments.keep_unsharded_storage,
+        engine=arguments.engine,
+        tensor_parallel=arguments.tensor_parallel,
+        dims=shard_dims_of(traced, arguments),
     )
 
 
-def mesh_of(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, bool]:
-    """(ranks that parameters are cut over, replicas, whether there is an axis of replicas).
+def mesh_shape(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, bool]:
+    """Return (ranks that shard the parameters, replicas, True if the mesh has a replicate dim).
 
     Raises:
-        ValueError: if the mesh has not as many ranks as the world.
+        ValueError: if the mesh does not have as many ranks as the world.
     """
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
-        raise ValueError(f"world must be the number of ranks, at least 1, got {world!r}")
+        raise ValueError(f"world must be the number of ranks, at least 1, got {world!r}.")
     sizes = (world,) if mesh is None else (mesh,) if isinstance(mesh, int) else tuple(mesh)
     if len(sizes) > 2 or not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise ValueError(f"mesh must be one or two sizes, (ranks,) or (replicas, ranks), got {mesh!r}")
+        raise ValueError(f"mesh must be one or two sizes, (ranks,) or (replicas, ranks), got {mesh!r}.")
     if prod(sizes) != world:
         fits = [f"({world // size}, {size})" for size in (8, 16, 32, 64) if world % size == 0 and size < world]
         raise ValueError(
-            f"a mesh of {' x '.join(map(str, sizes))} has {prod(sizes)} ranks, the world {world}: take ({world},)"
-            f"{' or ' + fits[0] if fits else ''}"
+            f"mesh must have as many ranks as the world, {world}, got {' x '.join(map(str, sizes))} = {prod(sizes)} ranks. "
+            f"Pass ({world},){' or ' + fits[0] if fits else ''}."
         )
     return (sizes[0], 1, False) if len(sizes) == 1 else (sizes[1], sizes[0], True)
 
 
 __all__ = [
-    "Traced",
+    "TracedModel",
+    "batch_size_of",
     "check_machines",
     "check_tensor_parallel",
     "local_shards",
-    "mesh_of",
+    "mesh_shape",
     "meta_batch",
     "setting_of",
-    "sizes_of",
     "tensors_of",
     "trace_model",
     "values_of_batch",

@@ -1,4 +1,4 @@
-"""A trace, a plan and options, run by the planner that runs the training, over a ledger of bytes."""
+"""Simulator of training steps: runs a trace through the runtime's scheduler, and records memory and collectives."""
 
 from __future__ import annotations
 
@@ -13,20 +13,31 @@ import torch
 from fullshard.collectives.base import StartedWork
 from fullshard.collectives.streams import InFlight
 from fullshard.collectives.traffic import Message
+from fullshard.errors import check_positive_int
 from fullshard.foresight.fsdp2 import Fsdp2Group, Fsdp2Reduction
 from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduction
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.optimizer import OptimizerStep
-from fullshard.foresight.program import ON_HOST, Await, Launch, Mesh, Phase, Program, RecordedLane, RecordedWork
-from fullshard.foresight.trace import Backward, BackwardEnds, Born, Died, Enter, Exchanged, Gradient, Leave, Op, Trace
-from fullshard.frontend.api import collector_paused
-from fullshard.frontend.module import keep_of
+from fullshard.foresight.program import ON_HOST, Await, Launch, Mesh, Phase, Program, RecordedStream, RecordedWork
+from fullshard.foresight.trace import (
+    Allocated,
+    BackwardBegins,
+    BackwardEnds,
+    ForwardBegins,
+    ForwardEnds,
+    Freed,
+    GradientReady,
+    Op,
+    TensorParallelCollective,
+    Trace,
+)
+from fullshard.frontend.api import gc_paused
+from fullshard.frontend.module import parse_reshard_after_forward
 from fullshard.policies import (
     DIRECT_MIN_BYTES,
     CheckPolicy,
     CommPolicy,
     CPUOffloadPolicy,
-    Dtypes,
     MixedPrecisionPolicy,
     OffloadPolicy,
     resolve_mp,
@@ -35,12 +46,20 @@ from fullshard.policies import (
 from fullshard.runtime.heartbeat import message_length
 from fullshard.runtime.options import UnitOptions
 from fullshard.runtime.unit_modules import ForwardProgress
-from fullshard.schedule.planner import Planner
-from fullshard.schedule.records import ForwardCall, UnitRecord
-from fullshard.schedule.residency import Action, Reduce, Reshard, SaveSubgroupShard, Unshard, Wait
+from fullshard.schedule.scheduler import (
+    Action,
+    ForwardCall,
+    Reduce,
+    Reshard,
+    SaveSubgroupShard,
+    Scheduler,
+    UnitRecord,
+    Unshard,
+    Wait,
+)
 from fullshard.sharding.layout import DirectRule, plan_layout
 from fullshard.wrap.plan import Plan, PlannedUnit
-from fullshard.wrap.plan_messages import PlanEntry
+from fullshard.wrap.plan_messages import EntryGroup, PlanEntry, group_entries
 
 Engine = Literal["fullshard", "fsdp2"]
 _MP, _COMM, _OFFLOAD = MixedPrecisionPolicy(), CommPolicy(), OffloadPolicy()
@@ -48,25 +67,25 @@ _MP, _COMM, _OFFLOAD = MixedPrecisionPolicy(), CommPolicy(), OffloadPolicy()
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a plan is carried out: the arguments of `shard_model`, and over how many ranks.
+    """Options of a simulated run: the mesh and the arguments of `shard_model`.
 
     Args:
-        ranks: over how many ranks parameters are cut.
-        replicas: how many ranks hold the same shards, on a hybrid mesh; 1 on a flat one.
-        hybrid: whether the mesh has an axis of replicas, which may have one rank.
-        mp_policy: the dtypes, as of `fully_shard`.
-        comm_policy: how messages are cut, and how many are ahead, as of `fully_shard`.
-        offload_policy: where shards are, as of `fully_shard`.
-        reshard_after_forward: as of `fully_shard`.
-        microbatches: forwards and backwards per step.
-        accumulate: whether all of them but the last are without communication.
-        accelerator: whether lanes are streams and kernels those of an accelerator; the CPU's need more memory for casts.
-        gloo: whether messages travel by gloo, as they do on the CPU.
-        optimizer: its step over the local shards; None steps nothing.
-        engine: "fullshard", or "fsdp2": as torch's FSDP2 uses memory and messages, to compare.
-        keep_unsharded_storage: whether the memory of full parameters and messages stays where it is.
-        tensor_parallel: how many ranks that follow each other share each of these shards' parameters.
-        dims: by name, along which dim a parameter is cut, where that is not 0.
+        ranks: the size of the shard mesh dim.
+        replicas: the size of the replicate mesh dim of a hybrid mesh; 1 on a flat mesh.
+        hybrid: True if the mesh has a replicate dim, even of size 1.
+        mp_policy: the mixed-precision policy, as in `fully_shard`.
+        comm_policy: the communication policy (message sizes, prefetch depth), as in `fully_shard`.
+        offload_policy: the offload policy, as in `fully_shard`.
+        reshard_after_forward: as in `fully_shard`.
+        microbatches: the number of forwards and backwards per step.
+        accumulate: True to reduce gradients in the last microbatch only, False to reduce them in each.
+        accelerator: True for the streams and kernels of an accelerator, False for the CPU, which needs more memory for casts.
+        gloo: True if collectives run on gloo, as on the CPU.
+        optimizer: the optimizer's step over the local shards; None to skip it.
+        engine: "fullshard", or "fsdp2" to simulate the memory and collectives of torch's FSDP2 for comparison.
+        keep_unsharded_storage: True to keep the storages of unsharded parameters and collective buffers allocated.
+        tensor_parallel: the size of the tensor-parallel mesh dim, whose ranks are adjacent.
+        dims: the sharded tensor dim by parameter name, for parameters not sharded on dim 0.
 
     Raises:
         ValueError: if ranks, replicas or microbatches are not at least 1.
@@ -91,131 +110,136 @@ class Setting:
 
     @property
     def mesh(self) -> Mesh:
-        """(replicas, ranks, ranks of tensor parallelism)."""
+        """Mesh sizes: (replicas, ranks, tensor-parallel ranks)."""
         return self.replicas, self.ranks, self.tensor_parallel
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "microbatches"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Setting.{name} must be an int of at least 1, got {value!r}")
+            check_positive_int(f"Setting.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a step does, after one that warmed up.
+    """Result of a simulation: a steady-state step, after one warm-up step."""
 
-    ledger: of both steps.      begins: the index of the first change of the second step.      program: of the second step.
-    outside: by block, the operator that made what is of no unit.
-    """
-
+    # Allocations and frees of both steps.
     ledger: Ledger
+
+    # Index of the second step's first change in the ledger.
     begins: int
+
+    # Instructions and collectives of the second step.
     program: Program
+
+    # By block: operator that allocated it. Only blocks outside of units.
     outside: Mapping[int, str]
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Of the second step, in the order in which they begin."""
+        """Collectives of the second step, in the order of their starts."""
         return tuple(self.program.messages)
 
 
 def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
-    """Run two steps: the first has no order to prefetch by, the second is like all that follow.
+    """Simulate two steps. The first has no execution order for prefetching yet, the second is like all later steps.
 
     Args:
-        trace: of the model that the plan is of, with the dtypes of the setting.
-        plan: its units.
-        setting: how it is carried out.
+        trace: a trace of the planned model, with the dtypes of the setting.
+        plan: the units.
+        setting: the options of the run.
 
     Returns:
         The simulation.
 
     Raises:
-        ValueError: if `reshard_after_forward` of a unit does not divide the ranks.
+        ValueError: if a unit's `reshard_after_forward` does not divide the number of ranks.
     """
-    with collector_paused():
+    with gc_paused():
         return _simulate(trace, plan, setting)
 
 
 def _simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
-    machine = _Machine(plan, setting, trace.makers())
-    machine.ledger.take(trace.buffers, "buffers", "")
-    machine.ledger.take(trace.batch, "buffers", "")
+    simulator = _Simulator(plan, setting, trace.operator_by_storage())
+    simulator.ledger.allocate(trace.buffers, "buffers", "")
+    simulator.ledger.allocate(trace.batch, "buffers", "")
     begins = 0
     for step in range(2):
-        begins = machine.begin_step()
+        begins = simulator.begin_step()
         for number in range(setting.microbatches):
-            machine.run(trace, sync=number == setting.microbatches - 1 or not setting.accumulate, noted=step > 0)
-        machine.end_step()
-    return Simulation(machine.ledger, begins, machine.program, machine.outside)
+            simulator.run(trace, sync=number == setting.microbatches - 1 or not setting.accumulate, noted=step > 0)
+        simulator.end_step()
+    return Simulation(simulator.ledger, begins, simulator.program, simulator.outside)
 
 
 @dataclass(slots=True, eq=False)
 class _Unit:
-    """One unit: its modules by name, its record in the planner, and the gradients that arrived at its full parameters."""
+    """One unit of the plan."""
 
     name: str
-    modules: dict[str, object]
-    record: UnitRecord
+    modules: dict[str, object]  # by qualified name; plain objects stand for the modules
+    record: UnitRecord  # in the scheduler
     progress: ForwardProgress = field(default_factory=ForwardProgress)
     groups: list[SimulatedGroup] = field(default_factory=list)
-    gathering: list[tuple[SimulatedGroup, RecordedWork]] = field(default_factory=list)
-    arrived: dict[str, int] = field(default_factory=dict)  # parameter -> block
+    gathering: list[tuple[SimulatedGroup, RecordedWork]] = field(default_factory=list)  # all-gathers in flight
+    arrived: dict[str, int] = field(default_factory=dict)  # by parameter: block of its unsharded gradient
 
     @property
     def is_list(self) -> bool:
-        """Whether it has several modules."""
+        """True if the unit has several modules."""
         return len(self.modules) > 1
 
     def take_gradients(self, group: SimulatedGroup) -> list[int | None] | None:
-        """As `ParamGroup.take_gradients`."""
+        """Remove and return the gradients of a group, by parameter (None if missing). Return None if all are missing."""
         found = [self.arrived.pop(name, None) for name in group.plan.parameters]
         return found if any(block is not None for block in found) else None
 
 
-class _Machine:
-    """Executor, steps and gradient reducer in one, on blocks instead of tensors."""
+class _Simulator:
+    """Counterpart of the runtime's executor, hooks and gradient reducer that works on blocks instead of tensors.
 
-    def __init__(self, plan: Plan, setting: Setting, makers: Mapping[int, str]) -> None:
-        self.setting, self._makers = setting, makers
+    Every decision comes from the runtime's own `Scheduler`. Each method repeats the allocations, frees and collectives of its
+    counterpart in the runtime, in the same order.
+    """
+
+    def __init__(self, plan: Plan, setting: Setting, operators: Mapping[int, str]) -> None:
+        self.setting, self._operators = setting, operators
         self.outside: dict[int, str] = {}
         self.ledger, self.program = Ledger(), Program()
-        self.planner = Planner()
+        self.scheduler = Scheduler()
         self._units: dict[int, _Unit] = {}
         self._by_module: dict[str, _Unit] = {}
-        self._owner: dict[str, _Unit] = {}  # of each parameter
-        self._rival = setting.engine == "fsdp2"
-        lane = partial(RecordedLane, self.program, accelerator=setting.accelerator)
-        self._gather_lane, self._reduce_lane, self._replicate_lane = (
-            lane("gather", early=self._rival),
-            lane("reduce"),
-            lane("replicate"),
+        self._owner: dict[str, _Unit] = {}  # by parameter
+        self._as_fsdp2 = setting.engine == "fsdp2"
+        stream = partial(RecordedStream, self.program, accelerator=setting.accelerator)
+        self._gather_stream, self._reduce_stream, self._replicate_stream = (
+            stream("gather", early=self._as_fsdp2),
+            stream("reduce"),
+            stream("replicate"),
         )
         self._in_flight, self._replicating = InFlight(), InFlight()
         self._reduced: list[SimulatedReduction] = []
-        self._delivered: dict[SimulatedGroup, int] = {}
+        self._delivered: dict[SimulatedGroup, int] = {}  # block of `.grad` of the group's shards
         self._sync = True
-        self._runs = 0  # outermost forwards so far
-        self._has_states = False  # of the optimizer
+        self._runs = 0  # number of outermost forwards
+        self._has_states = False  # True once the optimizer's states are allocated
         for number, (unit, entries) in enumerate(plan.held()):
             self._add(number, unit, entries)
         self._run: dict[type[Action], Callable[[_Unit], None]] = {
             Unshard: self._unshard,
             Wait: self._wait,
             SaveSubgroupShard: self._save_subgroup_shard,
-            Reshard: self._free,
+            Reshard: self._reshard,
             Reduce: self._reduce,
         }
 
     def _add(self, number: int, planned: PlannedUnit, entries: Sequence[PlanEntry]) -> None:
         setting, options = self.setting, options_of(planned, self.setting)
         keys: dict[str, object] = {name: object() for name in planned.modules}
-        unit = _Unit(planned.name, keys, self.planner.register(number, options))
+        unit = _Unit(planned.name, keys, self.scheduler.register(number, options))
         for group in group_plans(planned.name, entries, options, setting):
-            kind = Fsdp2Group if self._rival else SimulatedGroup
+            kind = Fsdp2Group if self._as_fsdp2 else SimulatedGroup
             unit.groups.append(kind(group, self.ledger, self.program))
-        unit.record.configure(options, nbytes=sum(group.plan.full_nbytes for group in unit.groups))
+        unit.record.configure(options, nbytes=sum(group.plan.unsharded_nbytes for group in unit.groups))
         self._units[number] = unit
         self._by_module |= dict.fromkeys(planned.modules, unit)
         self._owner |= {entry.name: unit for entry in entries}
@@ -223,7 +247,7 @@ class _Machine:
     # --- events ---
 
     def begin_step(self) -> int:
-        """A step begins with an empty program. Returns how many changes there were before it."""
+        """Clear the program for a new step. Return the number of ledger changes before it."""
         self.program.instructions.clear()
         self.program.messages.clear()
         self.program.places.clear()
@@ -233,37 +257,45 @@ class _Machine:
         self.program.enter(unit, phase, len(self.ledger.changes))
 
     def run(self, trace: Trace, *, sync: bool, noted: bool) -> None:
-        """One forward and backward. sync: whether its gradients are reduced. noted: whether operators go into the program."""
+        """Run one forward and backward.
+
+        Args:
+            trace: the events of the step.
+            sync: True to reduce the gradients.
+            noted: True to append operators to the program.
+        """
         self._sync = sync
         calls: dict[int, ForwardCall] = {}
         blocks: dict[int, int] = {}
-        gradients = {event.storage: event.parameter for event in trace.events if isinstance(event, Gradient)}
+        gradients = {event.storage: event.parameter for event in trace.events if isinstance(event, GradientReady)}
         running: list[str] = [""]
         self._enter("", "forward")
         execute, kept, unit_name = self.program.instructions.append, trace.kept, ""
-        take, give, share = self.ledger.take, self.ledger.give, self.ledger.share
+        allocate, free, share = self.ledger.allocate, self.ledger.free, self.ledger.share
         for event in trace.events:
             if isinstance(event, Op):
                 if noted:
                     execute(event)
-            elif isinstance(event, Born):
+            elif isinstance(event, Allocated):
                 owner = gradients.get(event.storage)
                 if owner is not None:
-                    blocks[event.storage] = take(event.nbytes, "gradients", self._owner[owner].name)
+                    blocks[event.storage] = allocate(event.nbytes, "gradients", self._owner[owner].name)
                 else:
                     category: Category = "activations" if event.storage in kept else "temporaries"
-                    block = blocks[event.storage] = take(event.nbytes, category, unit_name)
+                    block = blocks[event.storage] = allocate(event.nbytes, category, unit_name)
                     if not unit_name:
-                        self.outside[block] = self._makers.get(event.storage, "")
-            elif isinstance(event, Died):
-                give(blocks.pop(event.storage))
-            elif isinstance(event, Gradient):
+                        self.outside[block] = self._operators.get(event.storage, "")
+            elif isinstance(event, Freed):
+                free(blocks.pop(event.storage))
+            elif isinstance(event, GradientReady):
                 arrived = self._owner[event.parameter].arrived
-                if event.parameter not in arrived:  # else autograd adds it to the one that is there
+                # The block has two owners now: the trace, and the reduction. A second gradient of the same parameter in one
+                # backward is accumulated into the first.
+                if event.parameter not in arrived:
                     arrived[event.parameter] = share(blocks[event.storage])
             elif isinstance(event, BackwardEnds):
                 self._leave_backward()
-            elif isinstance(event, Exchanged):
+            elif isinstance(event, TensorParallelCollective):
                 if noted:
                     launch = Launch("tensor", unit_name, messages=[event.message])
                     self.program.instructions += [launch, Await(launch)]
@@ -271,67 +303,76 @@ class _Machine:
                 self._run_module(event, running, calls)
                 unit_name = running[-1]
 
-    def _run_module(self, event: Enter | Leave | Backward, running: list[str], calls: dict[int, ForwardCall]) -> None:
-        """A module of a unit begins its forward, ends it, or begins its backward. running: units, the innermost last."""
+    def _run_module(
+        self, event: ForwardBegins | ForwardEnds | BackwardBegins, running: list[str], calls: dict[int, ForwardCall]
+    ) -> None:
+        """Handle the start or end of a unit's forward, or the start of its backward.
+
+        Args:
+            event: the event.
+            running: the names of the running units, innermost last; updated.
+            calls: the forward calls by their number in the trace; updated.
+        """
         unit = self._by_module[event.module]
         match event:
-            case Enter(module, in_backward):
+            case ForwardBegins(module, in_backward):
                 running.append(unit.name)
                 self._enter_forward(unit, unit.modules[module], in_backward)
                 self._enter(unit.name, "backward" if in_backward else "forward")
-            case Leave(module, call, grad, in_backward):
+            case ForwardEnds(module, call, grad, in_backward):
                 running.pop()
                 ended = self._leave_forward(unit, unit.modules[module], grad, in_backward)
                 if call >= 0:
                     calls[call] = ended
-                    self.planner.expect_backward(ended)
+                    self.scheduler.expect_backward(ended)
                 self._enter(running[-1], "backward" if in_backward else "forward" if running[1:] else "loss")
-            case Backward(module, call):
-                self.planner.graph_released(calls[call])
-                self._execute(self.planner.before_backward(calls[call]))
+            case BackwardBegins(module, call):
+                self.scheduler.graph_released(calls[call])
+                self._execute(self.scheduler.before_backward(calls[call]))
                 running[-1] = unit.name
                 self._enter(running[-1], "backward")
 
     def _enter_forward(self, unit: _Unit, module: object, in_backward: bool) -> None:
-        """As `Steps.enter_forward`."""
-        number, planner = unit.record.number, self.planner
+        """Unshard a unit before its forward or its recomputation, and prefetch."""
+        number, scheduler = unit.record.number, self.scheduler
         if in_backward:
-            self._execute(planner.before_recompute(number))
-        elif not (unit.is_list and planner.running.has(number)):
-            self._runs += not planner.running
-            self._execute(planner.before_forward(number))
+            self._execute(scheduler.before_recompute(number))
+        elif not (unit.is_list and scheduler.is_running(number)):
+            self._runs += not scheduler.running
+            self._execute(scheduler.before_forward(number))
             if unit.is_list:
                 unit.progress.begin_list(unit.modules.values())
-        unit.progress.begin(module, planner.clock, 0)
+        unit.progress.begin(module, scheduler.clock, 0)
 
     def _leave_forward(self, unit: _Unit, module: object, grad: bool, in_backward: bool) -> ForwardCall:
-        """As `Steps.leave_forward`."""
+        """End a unit's forward or recomputation, and reshard the unit if the scheduler decides so."""
         number, progress = unit.record.number, unit.progress
         if in_backward:
             progress.end(module)
-            return self.planner.after_recompute(number, grad=grad)
+            return self.scheduler.after_recompute(number, grad=grad)
         if unit.is_list:
             done = progress.is_list_done(module, self._runs) and not progress.runs_around(module)
-            if not done and self.planner.running.outermost() != number:
+            if not done and self.scheduler.outermost() != number:
                 progress.end(module)
-                return self.planner.partial_end(number)
-        ended = self.planner.after_forward(number, grad=grad, since=progress.end(module).clock)
+                return self.scheduler.partial_end(number)
+        ended = self.scheduler.after_forward(number, grad=grad, since=progress.end(module).clock)
         self._execute(ended.actions)
         self._poll()
         return ended.call
 
     def _leave_backward(self) -> None:
-        self._execute(self.planner.after_backward())
+        """Reduce the remaining gradients, run the heartbeats, and deliver the reduced gradients to `.grad`."""
+        self._execute(self.scheduler.after_backward())
         for unit in self._units.values():
             for group in unit.groups:
                 late = unit.take_gradients(group)
                 if late is not None:
-                    self._send(group, late)
+                    self._start_reduction(group, late)
         due, self._reduced = self._reduced, []
         if not due:
             return
         if len(self._replicating):
-            self._in_flight.drain()
+            self._in_flight.drain()  # starts the all-reduces over replicas before the heartbeat, as on every rank
         beats = self._send_heartbeats(due)
         self._in_flight.drain()
         self._replicating.drain()
@@ -343,20 +384,20 @@ class _Machine:
             block, left = reduction.deliver()
             copied.append(left)
             if not reduction.used or self._delivered.setdefault(reduction.group, block) != block:
-                added.append(block)  # to the gradient that is there; or no parameter gets it
-        self._give(copied)
-        self._give(added)
+                added.append(block)  # freed: added to an existing `.grad`, or no parameter was used
+        self._free_blocks(copied)
+        self._free_blocks(added)
 
     def end_step(self) -> None:
-        """The optimizer steps, and gradients are cleared."""
+        """Run the optimizer's step and clear the gradients."""
         self._enter("", "optimizer")
         if self.setting.optimizer is not None:
             self._step_optimizer(self.setting.optimizer)
         for group, block in self._delivered.items():
             if group.used:
-                group.write()
+                group.invalidate_subgroup_shard()
             group.used = False
-            self.ledger.give(block)
+            self.ledger.free(block)
         self._delivered.clear()
 
     def _step_optimizer(self, step: OptimizerStep) -> None:
@@ -364,30 +405,31 @@ class _Machine:
         if not self._has_states:
             self._has_states = True
             for nbytes in step.states:
-                self.ledger.take(nbytes, kind, "")
+                self.ledger.allocate(nbytes, kind, "")
         if kind == "pinned host":
+            # The CPU runs the whole step, so only its time counts: one operator that reads and writes all bytes.
             self.program.instructions.append(Op(ON_HOST, 0, sum(op.nbytes for op in step.ops), None))
             return
         self.program.instructions.extend(step.ops)
         temporaries: dict[int, int] = {}
         for storage, nbytes in step.changes:
             if nbytes:
-                temporaries[storage] = self.ledger.take(nbytes, "temporaries", "")
+                temporaries[storage] = self.ledger.allocate(nbytes, "temporaries", "")
             else:
-                self.ledger.give(temporaries.pop(storage))
+                self.ledger.free(temporaries.pop(storage))
 
     def _send_heartbeats(self, due: Sequence[SimulatedReduction]) -> list[RecordedWork]:
-        """One message per log, and one over the replicas behind it."""
+        """Start one heartbeat per collective log, followed by one over the replicas if there are any."""
         sent: list[RecordedWork] = []
         logs: dict[str, list[GroupPlan]] = defaultdict(list)
         for reduction in due:
             logs[reduction.plan.axis].append(reduction.plan)
-        for plans in () if self._rival else logs.values():
+        for plans in () if self._as_fsdp2 else logs.values():
             length = message_length(sum(len(plan.parameters) for plan in plans))
             first = plans[0]
-            work = self._reduce_lane.run("", partial(self._beat, length, first.layout.ranks), _nothing)
+            work = self._reduce_stream.run("", partial(self._beat, length, first.layout.ranks), _nothing)
             if first.replicated:
-                work = self._replicate_lane.run("", partial(self._beat, length, first.replicas), _nothing, after=work)
+                work = self._replicate_stream.run("", partial(self._beat, length, first.replicas), _nothing, after=work)
             sent.append(work)
         return sent
 
@@ -402,59 +444,59 @@ class _Machine:
             self._run[type(action)](self._units[action.unit])
 
     def _unshard(self, unit: _Unit) -> None:
-        if self._rival and self.program.places[-1].phase == "forward":  # FSDP2 gathers ahead in backward only
+        if self._as_fsdp2 and self.program.places[-1].phase == "forward":  # FSDP2 prefetches in backward only
             unit.gathering = []
             return
         self._gather(unit)
 
     def _gather(self, unit: _Unit) -> None:
-        unit.gathering = [(group, self._gather_lane.run(unit.name, group.gather, _nothing)) for group in unit.groups]
+        unit.gathering = [(group, self._gather_stream.run(unit.name, group.gather, _nothing)) for group in unit.groups]
 
     def _wait(self, unit: _Unit) -> None:
-        if self._rival and not unit.gathering:
+        if self._as_fsdp2 and not unit.gathering:
             self._gather(unit)
         for group, work in unit.gathering:
             work.wait()
-            group.finish_gather()
+            group.finish_all_gather()
         unit.gathering = []
 
     def _save_subgroup_shard(self, unit: _Unit) -> None:
         for group in unit.groups:
             group.save_subgroup_shard()
 
-    def _free(self, unit: _Unit) -> None:
+    def _reshard(self, unit: _Unit) -> None:
         for group in unit.groups:
             group.free()
 
     def _reduce(self, unit: _Unit) -> None:
         for group in unit.groups:
             if group.plan.trainable:
-                self._send(group, unit.take_gradients(group) or [None] * len(group.plan.parameters))
+                self._start_reduction(group, unit.take_gradients(group) or [None] * len(group.plan.parameters))
         self._poll()
 
-    def _send(self, group: SimulatedGroup, grads: list[int | None]) -> None:
-        """As `GradientReducer.reduce`."""
+    def _start_reduction(self, group: SimulatedGroup, grads: list[int | None]) -> None:
+        """Start the reduction of a group's gradients, or accumulate them if this backward does not reduce."""
         if not self._sync:
-            return self._give(group.accumulate(grads))
-        if group.plan.keep:
+            return self._free_blocks(group.accumulate(grads))
+        if group.plan.keep:  # all reductions share one buffer, so the previous one must be complete
             self._in_flight.drain()
             self._replicating.drain()
         self._in_flight.make_room(group.plan.in_flight)
         merged = group.merge(grads)
-        reduction = (Fsdp2Reduction if self._rival else SimulatedReduction)(group, merged)
+        reduction = (Fsdp2Reduction if self._as_fsdp2 else SimulatedReduction)(group, merged)
         group.used = group.used or reduction.used
-        self._give(merged.spent if merged.kept else reduction.packed_grads)
-        work = self._reduce_lane.run(group.plan.unit, reduction.start, reduction.finish)
-        self._in_flight.push(work, reduction.release_messages, polled=not reduction.replicated)
+        self._free_blocks(merged.spent if merged.kept else reduction.packed_grads)
+        work = self._reduce_stream.run(group.plan.unit, reduction.start, reduction.finish)
+        self._in_flight.push(work, reduction.release_inputs, polled=not reduction.replicated)
         if reduction.replicated:
-            work = self._replicate_lane.run(group.plan.unit, reduction.replicate, reduction.finish_replicated, after=work)
-            self._replicating.push(work, reduction.release_sum)
-        if merged.kept:  # they were in a list of their own
-            self._give(reduction.packed_grads)
+            work = self._replicate_stream.run(group.plan.unit, reduction.replicate, reduction.finish_replicated, after=work)
+            self._replicating.push(work, reduction.release_reduced_shard)
+        if merged.kept:  # `GradientReducer.reduce` references accumulated gradients until it returns
+            self._free_blocks(reduction.packed_grads)
         self._reduced.append(reduction)
 
-    def _give(self, blocks: Sequence[int]) -> None:
-        self.ledger.give_all(blocks)
+    def _free_blocks(self, blocks: Sequence[int]) -> None:
+        self.ledger.free_all(blocks)
 
     def _poll(self) -> None:
         self._in_flight.poll()
@@ -465,57 +507,46 @@ def _nothing() -> None: ...
 
 
 def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
-    """The options of a unit: its own, and those of the setting where it has none.
+    """Return the options of a unit: its own, with the setting's as defaults.
 
     Raises:
-        ValueError: if its `reshard_after_forward` does not divide the ranks.
+        ValueError: if its `reshard_after_forward` does not divide the number of ranks.
     """
-    told: dict[str, Any] = {
+    options: dict[str, Any] = {
         "mp_policy": setting.mp_policy,
         "comm_policy": setting.comm_policy,
         "offload_policy": setting.offload_policy,
         "reshard_after_forward": setting.reshard_after_forward,
         **planned.options,
     }
-    policy, subgroup = keep_of(told["reshard_after_forward"], setting.ranks)
+    policy, subgroup = parse_reshard_after_forward(options["reshard_after_forward"], setting.ranks)
     return UnitOptions(
         reshard_policy=policy,
         subgroup_size=subgroup,
-        mp=resolve_mp(told["mp_policy"]),
-        offload=resolve_offload(told["offload_policy"]),
-        comm=told["comm_policy"],
+        mp=resolve_mp(options["mp_policy"]),
+        offload=resolve_offload(options["offload_policy"]),
+        comm=options["comm_policy"],
         checks=CheckPolicy(),
         keep_memory=setting.keep_unsharded_storage,
     )
 
 
 def group_plans(name: str, entries: Sequence[PlanEntry], options: UnitOptions, setting: Setting) -> list[GroupPlan]:
-    """The groups of a unit, as `group_parameters` makes them."""
-    kinds: dict[tuple[Dtypes, bool, bool], list[PlanEntry]] = {}
-    for entry in entries:
-        dtypes = options.mp.for_planning().resolve(entry.dtype, entry.grad_dtype)
-        kinds.setdefault((dtypes, entry.trainable, not entry.shape), []).append(entry)
-    return [_group_plan(name, members, *kind, options, setting) for kind, members in kinds.items()]
+    """Return the parameter groups of a unit, as `group_parameters` forms them."""
+    return [_group_plan(name, group, options, setting) for group in group_entries(entries, options.mp)]
 
 
-def _group_plan(
-    name: str,
-    entries: Sequence[PlanEntry],
-    dtypes: Dtypes,
-    trainable: bool,
-    scalar: bool,
-    options: UnitOptions,
-    setting: Setting,
-) -> GroupPlan:
-    """The group of these parameters. Scalars are cut nowhere: a group of one rank, whose replicas are all ranks."""
+def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Setting) -> GroupPlan:
+    """Return the plan of one parameter group."""
+    entries, dtypes, trainable, scalar = group.entries, group.dtypes, group.trainable, group.scalar
     ranks = 1 if scalar else setting.ranks
-    told = options.comm.direct_min_bytes
-    default = 0 if ranks == 1 else DIRECT_MIN_BYTES  # of SingleRank, CoalescedCollectives
+    direct_min_bytes = options.comm.direct_min_bytes
+    default = 0 if ranks == 1 else DIRECT_MIN_BYTES  # as SingleRank and CoalescedCollectives
     layout = plan_layout(
         [entry.shape or (1,) for entry in entries],
         ranks=ranks,
         itemsize=min(dtypes.storage.itemsize, dtypes.compute.itemsize),
-        direct=DirectRule.by_default(default) if told is None else DirectRule(told),
+        direct=DirectRule.default(default) if direct_min_bytes is None else DirectRule(direct_min_bytes),
         dims=[setting.dims.get(entry.name, 0) for entry in entries],
     )
     as_is = dtypes.compute == dtypes.reduce

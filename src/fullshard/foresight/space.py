@@ -1,6 +1,6 @@
-"""What a search may change, and what each change can do at best: seconds and bytes that it cannot do without.
+"""Settings of a search, and a lower bound of the seconds and bytes of each.
 
-A bound takes no simulation, so thousands of settings are left out by it.
+A bound takes no simulation, so a search rules out thousands of settings by it.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.clock import message_seconds, op_seconds
-from fullshard.foresight.explanation import Explanation, answer
+from fullshard.foresight.explanation import Explanation, explain_with
 from fullshard.foresight.group import GroupPlan
 from fullshard.foresight.hardware import Gpu, Network, network_of
 from fullshard.foresight.optimizer import OptimizerStep
-from fullshard.foresight.question import Question
-from fullshard.foresight.setup import Traced, setting_of, sizes_of, tensors_of
+from fullshard.foresight.question import ExplainArguments
+from fullshard.foresight.setup import TracedModel, batch_size_of, setting_of, tensors_of
 from fullshard.foresight.simulate import Setting, group_plans, options_of
-from fullshard.foresight.trace import Born, Op
+from fullshard.foresight.trace import Allocated, Op
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.wrap.plan import Plan
 
 Changes = Mapping[str, Any]
-"""By names of `explain`'s arguments; "rows" are those of the batch of one microbatch."""
+"""Values by names of `explain`'s arguments; "rows" is the number of rows of one microbatch."""
 
 Axis = Sequence[Changes]
-"""What one thing may be; the first is {}, as it was asked for."""
+"""Alternatives for one argument. The first is {}, the value that the caller passed."""
 
-WAYS = ("none", "block", "every:2", "selective")
-QUICK = 0.3
-"""Seconds: a model that is traced in less is traced for each batch and way of recomputation, which gives better bounds."""
+RECOMPUTE_VALUES = ("none", "block", "every:2", "selective")
+QUICK_SECONDS = 0.3
+"""Seconds. A model that is explained in less is traced for each batch and each `recompute`, which gives tighter bounds."""
 
-MAY_CHANGE = (
+SEARCHABLE = (
     "recompute",
     "microbatches",
     "accumulate",
@@ -50,52 +50,52 @@ MAY_CHANGE = (
     "offload_policy",
     "plan",
 )
-"""What a search may change: the bounds below hold for these, and the goals change `world` and rows."""
+"""Arguments that a search may change. The bounds below hold for these; the goals also change `world` and the rows."""
 
 LARGEST_VALUES = 1 << 22
-"""Elements of a tensor of a batch whose values are kept when its rows change."""
+"""Largest number of elements of a batch tensor that keeps its values when the rows change; larger ones move to meta."""
 
 
 def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list[list[Changes]]:
-    """What may change: of `over` by name, or all that is known.
+    """Return one axis for each argument in `over`, or the default axes if it is None.
 
     Raises:
-        ValueError: for a name of `over` that a search may not change, or that has no values.
+        ValueError: for a name in `over` that a search may not change, or that has no values.
     """
-    question = base.traced.question
+    arguments = base.traced.arguments
     if over is not None:
         axes: list[list[Changes]] = []
         for name, values in over.items():
-            if name not in MAY_CHANGE:
+            if name not in SEARCHABLE:
                 raise ValueError(
-                    f"over has {name!r}, which a search does not change: expected some of {', '.join(MAY_CHANGE)}; search once "
-                    "for each value of another argument"
+                    f"over must have names out of {', '.join(SEARCHABLE)}, got {name!r}, which a search does not change. "
+                    "Search once for each value of another argument."
                 )
             if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-                raise ValueError(f"over[{name!r}] must be a sequence of values to try, got {values!r}")
-            asked = getattr(question, name)
-            axes.append([{}, *({name: value} for value in values if not _same(value, asked))])
+                raise ValueError(f"over[{name!r}] must be a sequence of values to try, got {values!r}.")
+            requested = getattr(arguments, name)
+            axes.append([{}, *({name: value} for value in values if not _same(value, requested))])
         return axes
     found: dict[str, list[Any]] = {
-        "recompute": [way for way in WAYS if way != question.recompute] if base.traced.blocks else [],
-        "microbatches": _parts(question, base.traced.rows),
-        "accumulate": [not question.accumulate],
-        "reshard_after_forward": _reshards(base),
-        "mesh": _meshes(base),
-        "mp_policy": _reduced(base),
-        "comm_policy": _comms(base.setting.comm_policy),
-        "offload_policy": [] if base.gpu.synchronous or _offloads(question) else [CPUOffloadPolicy()],
-        "plan": _pairs(base),
+        "recompute": [way for way in RECOMPUTE_VALUES if way != arguments.recompute] if base.traced.blocks else [],
+        "microbatches": _microbatch_values(arguments, base.traced.rows),
+        "accumulate": [not arguments.accumulate],
+        "reshard_after_forward": _reshard_values(base),
+        "mesh": _mesh_values(base),
+        "mp_policy": _mp_values(base),
+        "comm_policy": _comm_values(base.setting.comm_policy),
+        "offload_policy": [] if base.gpu.synchronous or _offloads(arguments) else [CPUOffloadPolicy()],
+        "plan": _merged_plans(base),
     }
     every: list[list[Changes]] = [[{}, *({name: value} for value in values)] for name, values in found.items() if values]
     return every
 
 
-def settings(axes: Sequence[Axis], question: Question) -> Iterator[dict[str, Any]]:
-    """Every combination that means something: without several microbatches there is nothing to accumulate."""
+def settings(axes: Sequence[Axis], arguments: ExplainArguments) -> Iterator[dict[str, Any]]:
+    """Yield all combinations, except `accumulate` with a single microbatch, which has nothing to accumulate."""
     for chosen in product(*axes):
         changes = {name: value for change in chosen for name, value in change.items()}
-        if "accumulate" in changes and changes.get("microbatches", question.microbatches) == 1:
+        if "accumulate" in changes and changes.get("microbatches", arguments.microbatches) == 1:
             continue
         yield changes
 
@@ -104,26 +104,26 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _offloads(question: Question) -> bool:
-    return isinstance(question.offload_policy, CPUOffloadPolicy)
+def _offloads(arguments: ExplainArguments) -> bool:
+    return isinstance(arguments.offload_policy, CPUOffloadPolicy)
 
 
-def _parts(question: Question, rows: int) -> list[int]:
-    return [parts for parts in (2, 4, 8) if rows % parts == 0] if question.microbatches == 1 else []
+def _microbatch_values(arguments: ExplainArguments, rows: int) -> list[int]:
+    return [parts for parts in (2, 4, 8) if rows % parts == 0] if arguments.microbatches == 1 else []
 
 
-def _reshards(base: Explanation) -> list[bool | int]:
+def _reshard_values(base: Explanation) -> list[bool | int]:
     per_node, ranks = base.gpu.per_node, base.setting.ranks
     values: list[bool | int] = [True, False]
     if ranks > per_node and ranks % per_node == 0:
         values.append(per_node)
-    asked = base.traced.question.reshard_after_forward
+    asked = base.traced.arguments.reshard_after_forward
     return [value for value in values if value is not asked]
 
 
-def _meshes(base: Explanation) -> list[tuple[int, int]]:
-    world, size = base.traced.question.world, base.gpu.per_node
-    if base.traced.question.mesh is not None:
+def _mesh_values(base: Explanation) -> list[tuple[int, int]]:
+    world, size = base.traced.arguments.world, base.gpu.per_node
+    if base.traced.arguments.mesh is not None:
         return []
     found = []
     while size < world:
@@ -133,19 +133,19 @@ def _meshes(base: Explanation) -> list[tuple[int, int]]:
     return found[:4]
 
 
-def _reduced(base: Explanation) -> list[MixedPrecisionPolicy]:
+def _mp_values(base: Explanation) -> list[MixedPrecisionPolicy]:
     policy = base.setting.mp_policy
     if policy.param_dtype is None or policy.resolve(torch.float32).reduce == policy.param_dtype:
         return []
     return [replace(policy, reduce_dtype=policy.param_dtype)]
 
 
-def _comms(policy: CommPolicy) -> list[CommPolicy]:
+def _comm_values(policy: CommPolicy) -> list[CommPolicy]:
     return [replace(policy, reductions_in_flight=policy.reductions_in_flight + 1), replace(policy, prefetch_bytes=0)]
 
 
-def _pairs(r: Explanation) -> list[Plan]:
-    """The plan with blocks that follow each other merged in pairs, if there are four."""
+def _merged_plans(r: Explanation) -> list[Plan]:
+    """Return the plan with adjacent blocks merged in pairs, if there are at least four blocks."""
     blocks = [unit.modules[0] for unit in r.plan.units if len(unit.modules) == 1 and unit.modules[0] in r.traced.blocks]
     if len(blocks) < 4:
         return []
@@ -157,65 +157,69 @@ def _pairs(r: Explanation) -> list[Plan]:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a step cannot do without.
+    """Lower bounds of one step."""
 
-    seconds: of all its microbatches.      nbytes: of the device's memory.      pinned: of the host's.
-    traced: whether its own batch and way of recomputation were traced. Else activations are not counted, and the seconds are
-        those of the batch that was asked for, so the bound is lower than it could be.
-    """
-
+    # Seconds of all microbatches.
     seconds: float
+    # Bytes of device memory.
     nbytes: int
+    # Bytes of pinned host memory.
     pinned: int
+    # True if the setting's own batch and recomputation were traced. If not, the bound is looser: it omits activations, and
+    # takes the seconds of the requested batch.
     traced: bool
 
 
-class Tries:
-    """Answers and bounds variants of one question; models are traced once for each batch and way of recomputation."""
+class Variants:
+    """Explanations and bounds for variants of the arguments; the model is traced once for each batch and each `recompute`."""
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
-        self._batch = tensors_of(question.batch)
-        self.rows = sizes_of(self._batch)[0]
+    def __init__(self, arguments: ExplainArguments) -> None:
+        self.arguments = arguments
+        self._batch = tensors_of(arguments.batch)
+        self.rows = batch_size_of(self._batch)[0]
         self._batches = {self.rows: self._batch}
-        self._traced: dict[object, Traced] = {}
+        self._traced: dict[object, TracedModel] = {}
         self._steps: dict[object, OptimizerStep] = {}
-        self._works: dict[int, _Work] = {}
-        self._held: dict[object, _Held] = {}
+        self._compute_costs: dict[int, _ComputeCost] = {}
+        self._state_costs: dict[object, _StateCost] = {}
         self.quick: bool | None = None
         self.skipped: list[tuple[Changes, str]] = []
 
     def rows_of(self, changes: Changes) -> int:
-        """Rows of one microbatch: several share the batch that was asked for, unless these changes say rows."""
+        """Return the rows of one microbatch.
+
+        Microbatches share the requested batch, unless the changes contain "rows" or "world".
+        """
         if "rows" in changes or "world" in changes:
             return int(changes.get("rows", self.rows))
-        return self.rows * self.question.microbatches // int(changes.get("microbatches", self.question.microbatches))
+        return self.rows * self.arguments.microbatches // int(changes.get("microbatches", self.arguments.microbatches))
 
-    def question_of(self, changes: Changes) -> Question:
-        """The question with these changes."""
+    def arguments_for(self, changes: Changes) -> ExplainArguments:
+        """Return the arguments of `explain` with these changes."""
         rows = self.rows_of(changes)
         if rows not in self._batches:
             self._batches[rows] = _with_rows(self._batch, self.rows, rows)
         rest = {name: value for name, value in changes.items() if name != "rows"}
-        return replace(self.question, batch=self._batches[rows], **rest)
+        return replace(self.arguments, batch=self._batches[rows], **rest)
 
     def run(self, changes: Changes) -> Explanation:
         """Explain with these changes.
 
         Raises:
-            ValueError: if that cannot be.
+            ValueError: if `explain` does not accept them.
         """
-        question = self.question_of(changes)
-        key = id(question.batch), question.recompute
+        arguments = self.arguments_for(changes)
+        key = id(arguments.batch), arguments.recompute
         started = time.process_time()
-        found = answer(question, self._traced.get(key), self._steps)
+        found = explain_with(arguments, self._traced.get(key), self._steps)
+        # Only the first explanation is timed, since it traces the model.
         if self.quick is None:
-            self.quick = time.process_time() - started < QUICK
+            self.quick = time.process_time() - started < QUICK_SECONDS
         self._traced.setdefault(key, found.traced)
         return found
 
     def attempt(self, changes: Changes) -> Explanation | None:
-        """The same; None, and a line in `skipped`, if that cannot be."""
+        """Explain with these changes, or return None and add the reason to `skipped` if `explain` does not accept them."""
         try:
             return self.run(changes)
         except ValueError as why:
@@ -223,63 +227,72 @@ class Tries:
             return None
 
     def is_traced(self, changes: Changes) -> bool:
-        """Whether the batch and the way of recomputation of these changes were traced."""
-        question = self.question_of(changes)
-        return (id(question.batch), question.recompute) in self._traced
+        """Return True if the model was traced with the batch and the `recompute` of these changes."""
+        arguments = self.arguments_for(changes)
+        return (id(arguments.batch), arguments.recompute) in self._traced
 
     def bound(self, changes: Changes) -> Bound | None:
-        """What a step with these changes cannot do without; None, and a line in `skipped`, if it cannot be."""
-        question = self.question_of(changes)
-        many = question.microbatches
+        """Return the bound of a step with these changes, or None and add the reason to `skipped` if they are invalid."""
+        arguments = self.arguments_for(changes)
+        many = arguments.microbatches
         try:
             if self.quick and not self.is_traced(changes):
                 self.run(
                     {name: value for name, value in changes.items() if name in ("rows", "recompute", "microbatches", "world")}
                 )
             is_traced = self.is_traced(changes)
-            work = self._work_of(self._traced[id(question.batch), question.recompute] if is_traced else self._anchor())
-            held = self._held_of(question, self._anchor())
+            compute = self._compute_cost_of(
+                self._traced[id(arguments.batch), arguments.recompute] if is_traced else self._base_trace()
+            )
+            state = self._state_cost_of(arguments, self._base_trace())
         except ValueError as why:
             self.skipped.append((dict(changes), str(why)))
             return None
-        links = many * held.gather + (1 if question.accumulate else many) * held.reduce
-        nbytes = held.nbytes + (held.gradients if many > 1 and question.accumulate else 0) + question.machine.context
+        # Compute and communication may overlap completely, so the bound is the longer of the two.
+        links = many * state.gather + (1 if arguments.accumulate else many) * state.reduce
+        nbytes = state.nbytes + (state.gradients if many > 1 and arguments.accumulate else 0) + arguments.machine.context
         if is_traced:
-            return Bound(max(many * work.seconds, links), nbytes + work.kept, held.pinned, is_traced)
-        whole = self.rows_of(changes) * many == self.rows * self.question.microbatches  # cut in parts it takes no less
-        return Bound(max(self.question.microbatches * work.seconds if whole else 0.0, links), nbytes, held.pinned, is_traced)
+            return Bound(max(many * compute.seconds, links), nbytes + compute.kept, state.pinned, is_traced)
+        # The same rows split into more microbatches take no less time. Other rows have no known bound of compute.
+        whole = self.rows_of(changes) * many == self.rows * self.arguments.microbatches
+        seconds = max(self.arguments.microbatches * compute.seconds if whole else 0.0, links)
+        return Bound(seconds, nbytes, state.pinned, is_traced)
 
-    def _anchor(self) -> Traced:
-        """A trace of the batch that was asked for, without recomputation where a search may leave it out."""
-        named = isinstance(self.question.recompute, str)
-        key = id(self._batch), "none" if named else self.question.recompute
+    def _base_trace(self) -> TracedModel:
+        """Return a trace of the requested batch, without recomputation unless `recompute` is a function."""
+        named = isinstance(self.arguments.recompute, str)
+        # Recomputation only adds time, so the trace without it gives a lower bound for all values of `recompute`.
+        key = id(self._batch), "none" if named else self.arguments.recompute
         if key not in self._traced:
             self.run({"recompute": "none"} if named else {})
         return self._traced[key]
 
-    def _work_of(self, traced: Traced) -> _Work:
-        if id(traced) not in self._works:
-            self._works[id(traced)] = _work(traced, self.question.machine)
-        return self._works[id(traced)]
+    def _compute_cost_of(self, traced: TracedModel) -> _ComputeCost:
+        if id(traced) not in self._compute_costs:
+            self._compute_costs[id(traced)] = _compute_cost(traced, self.arguments.machine)
+        return self._compute_costs[id(traced)]
 
-    def _held_of(self, question: Question, traced: Traced) -> _Held:
-        key = question.world, question.mesh, question.mp_policy, id(question.plan), _offloads(question)
-        if key not in self._held:
-            planned, gpu = traced.planned_for(question), question.machine
-            self._held[key] = _held(planned, setting_of(question, planned), gpu, network_of(question.net, gpu))
-        return self._held[key]
+    def _state_cost_of(self, arguments: ExplainArguments, traced: TracedModel) -> _StateCost:
+        key = arguments.world, arguments.mesh, arguments.mp_policy, id(arguments.plan), _offloads(arguments)
+        if key not in self._state_costs:
+            planned, gpu = traced.planned_for(arguments), arguments.machine
+            self._state_costs[key] = _state_cost(planned, setting_of(arguments, planned), gpu, network_of(arguments.net, gpu))
+        return self._state_costs[key]
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """What one microbatch computes. seconds: of all operators, if none waits.      kept: bytes that its forward leaves."""
+class _ComputeCost:
+    """Compute cost of one microbatch."""
 
-    traced: Traced
+    # Keeps the trace alive: costs are cached by its id.
+    traced: TracedModel
+    # Seconds of all operators, without any waiting.
     seconds: float
+    # Bytes that stay after forward: activations, buffers and the batch.
     kept: int
 
 
-def _work(traced: Traced, gpu: Gpu) -> _Work:
+def _compute_cost(traced: TracedModel, gpu: Gpu) -> _ComputeCost:
     seconds: dict[object, float] = {}
     total = host = 0.0
     kept = 0
@@ -290,29 +303,29 @@ def _work(traced: Traced, gpu: Gpu) -> _Work:
                 seconds[key] = op_seconds(event, gpu)
             total += seconds[key]
             host += gpu.launch
-        elif isinstance(event, Born) and event.storage in traced.trace.kept:
+        elif isinstance(event, Allocated) and event.storage in traced.trace.kept:
             kept += event.nbytes
     kept += traced.trace.buffers + traced.trace.batch
-    return _Work(traced, total + host if gpu.synchronous else max(total, host), kept)
+    return _ComputeCost(traced, total + host if gpu.synchronous else max(total, host), kept)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What the library holds and sends.
+class _StateCost:
+    """Memory of the sharded state, and communication time of all units."""
 
-    nbytes: of shards and states on the device.      pinned: of those in the host's memory.
-    gradients: bytes of full gradients in the reduce dtype.
-    gather, reduce: seconds on the link to gather each unit once, and to reduce it.
-    """
-
+    # Bytes of shards and optimizer states on the device.
     nbytes: int
+    # Bytes of shards and optimizer states in pinned host memory.
     pinned: int
+    # Bytes of all unsharded gradients in the reduce dtype.
     gradients: int
+    # Seconds on the link to all-gather each unit once.
     gather: float
+    # Seconds on the link to reduce-scatter each unit once.
     reduce: float
 
 
-def _held(traced: Traced, setting: Setting, gpu: Gpu, network: Network) -> _Held:
+def _state_cost(traced: TracedModel, setting: Setting, gpu: Gpu, network: Network) -> _StateCost:
     groups: list[GroupPlan] = []
     for planned, entries in traced.plan.held():
         groups += group_plans(planned.name, entries, options_of(planned, setting), setting)
@@ -326,22 +339,22 @@ def _held(traced: Traced, setting: Setting, gpu: Gpu, network: Network) -> _Held
     for group in groups:
         if group.layout.ranks == 1:
             continue
-        gather += _seconds(group, "all_gather", group.full_nbytes, gpu, network, setting.mesh)
+        gather += _seconds(group, "all_gather", group.unsharded_nbytes, gpu, network, setting.mesh)
         if group.trainable:
-            nbytes = sum(prod(place.shape) for place in group.layout.places) * group.dtypes.reduce.itemsize
+            nbytes = sum(prod(place.shape) for place in group.layout.offsets) * group.dtypes.reduce.itemsize
             gradients += nbytes
             reduce += _seconds(group, "reduce_scatter", nbytes, gpu, network, setting.mesh)
-    return _Held(shards + states, pinned, gradients, gather, reduce)
+    return _StateCost(shards + states, pinned, gradients, gather, reduce)
 
 
 def _seconds(group: GroupPlan, kind: Literal["all_gather", "reduce_scatter"], nbytes: int, *where: Any) -> float:
-    """Of a message of all of a group, at least. where: (the GPU, the network, the mesh)."""
+    """Return the least seconds of a collective over a whole group. where: (GPU, network, mesh)."""
     message = Message(kind, group.dtypes.compute, nbytes, 1, group.layout.ranks)
     return message_seconds(message, "gather" if kind == "all_gather" else "reduce", *where) if nbytes else 0.0
 
 
 def _with_rows(batch: Any, rows: int, wanted: int) -> Any:
-    """The batch with another number of rows, in every tensor that has them; small ones keep their values, again and again."""
+    """Return the batch with another number of rows in each tensor whose dim 0 is `rows`; small tensors repeat their values."""
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != rows:
@@ -354,4 +367,4 @@ def _with_rows(batch: Any, rows: int, wanted: int) -> Any:
     return batch if wanted == rows else _torch.tree_map_only(Tensor, change, batch)
 
 
-__all__ = ["Axis", "Bound", "Changes", "Tries", "axes_of", "settings"]
+__all__ = ["Axis", "Bound", "Changes", "Variants", "axes_of", "settings"]

@@ -1,4 +1,4 @@
-"""One step of a model on meta: when modules are entered and left, when their backward begins, and what lives meanwhile."""
+"""Tracer of one training step on the meta device: events of modules, operators, storages and gradients, in order."""
 
 from __future__ import annotations
 
@@ -19,154 +19,165 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.collectives.traffic import Message
 from fullshard.foresight.kernels import fused_kernels, host_kernels
-from fullshard.foresight.precision import NOTHING_CAST, Precision
+from fullshard.foresight.precision import NO_CASTS, Precision
 from fullshard.foresight.values import Answers, Untraceable, UntraceablePlace, decide
-from fullshard.frontend.api import collector_paused
+from fullshard.frontend.api import gc_paused
 from fullshard.frontend.hooks import cast_floats, tensors_in
-from fullshard.frontend.known_values import ConstantsMode, Known, Values
+from fullshard.frontend.known_values import ConstantsMode, KnownValue, KnownValues
 from fullshard.runtime.backward import NodeHooks
 from fullshard.wrap.tables import bytes_text
 
 
 @dataclass(frozen=True, slots=True)
-class Enter:
-    """A forward of a module begins; in the midst of a backward it is a recomputation."""
+class ForwardBegins:
+    """Start of a module's forward."""
 
-    module: str
-    in_backward: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """A forward of a module ends. call: its number, of which a `Backward` may come; -1 if nothing of it needs grad."""
-
-    module: str
-    call: int
-    grad: bool  # whether grad was enabled
-    in_backward: bool
+    module: str  # qualified name
+    in_backward: bool  # True for a recomputation
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
-    """The backward of a call begins."""
+class ForwardEnds:
+    """End of a module's forward."""
 
-    module: str
-    call: int
+    module: str  # qualified name
+    call: int  # number that a later `BackwardBegins` repeats; -1 if no output requires grad
+    grad: bool  # True if grad mode was enabled
+    in_backward: bool  # True for a recomputation
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardBegins:
+    """Start of the backward of one module call."""
+
+    module: str  # qualified name
+    call: int  # number of the `ForwardEnds`
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operator computes. flops: of matrix products and attention, a multiply-add is two; nbytes: read and written.
-
-    dtype: of its first floating-point input (of the real part, if that is complex), None if it has none.
-    causal: whether it computes half of these flops.
-    sizes: of a product (rows, inner, columns), of attention (elements of a head, keys of a row), of others none.
-    """
+    """Cost of one operator call."""
 
     name: str
-    flops: int
-    nbytes: int
-    dtype: torch.dtype | None
-    causal: bool = False
-    sizes: tuple[int, ...] = ()
+    flops: int  # of matrix products and attention; a multiply-add counts two
+    nbytes: int  # read and written
+    dtype: torch.dtype | None  # of the first floating-point input (its real part, if complex); None without one
+    causal: bool = False  # True if the operator computes half of `flops`
+    sizes: tuple[int, ...] = ()  # (rows, inner, columns) of a product, (head dim, keys per query) of attention, else ()
 
 
 @dataclass(frozen=True, slots=True)
-class Born:
-    """A storage is allocated."""
+class Allocated:
+    """Allocation of a storage."""
 
-    storage: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """A storage is freed."""
-
-    storage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """The gradient of a parameter is whole, in this storage; from here on it is the library's."""
-
-    parameter: str
-    storage: int
+    storage: int  # number, unique within a trace
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
-    """Ranks of tensor parallelism send each other something, and wait for it."""
+class Freed:
+    """Free of a storage."""
+
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReady:
+    """End of the accumulation of one parameter's gradient. From here on, fullshard owns the gradient."""
+
+    parameter: str  # qualified name
+    storage: int  # storage of the gradient
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelCollective:
+    """Blocking collective between the ranks of tensor parallelism."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardEnds:
-    """A backward of the loss is over."""
+    """End of the backward of the loss."""
 
 
-Event = Exchanged | Enter | Leave | Backward | Op | Born | Died | Gradient | BackwardEnds
+Event = (
+    TensorParallelCollective
+    | ForwardBegins
+    | ForwardEnds
+    | BackwardBegins
+    | Op
+    | Allocated
+    | Freed
+    | GradientReady
+    | BackwardEnds
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one forward, loss and backward of a model does, in order. Its parameters have the compute dtype.
+    """Events of one forward, loss and backward of a model whose parameters have the compute dtype."""
 
-    events: in order.      buffers: bytes of the model's buffers.      batch: bytes of the inputs.
-    kept: storages that a forward leaves to its backward, which are activations; all others are temporaries.
-    recomputed: flops of forwards that a backward runs again.
-    inputs: by module, the floating-point dtypes of its inputs before they are cast; modules without any are left out.
-    notes: lines of a report: what values of the batch decided that others might decide otherwise, what the step does that is
-        not simulated, and unused footprints.
-    compiled: whether it calls anything that torch.compile made; it is traced as it was written.
-    """
-
+    # In program order.
     events: tuple[Event, ...]
+
+    # Bytes of the model's buffers.
     buffers: int
+
+    # Bytes of the inputs.
     batch: int
+
+    # Storages that are alive when backward begins: activations. All other storages are temporaries.
     kept: frozenset[int]
+
+    # Flops of forwards that backward runs again.
     recomputed: int
+
+    # By module: floating-point dtypes of its inputs before casting. Modules without such inputs are left out.
     inputs: Mapping[str, frozenset[torch.dtype]]
+
+    # Lines of the report: decisions by values of the batch, unsimulated work, unused footprints.
     notes: tuple[str, ...] = ()
+
+    # True if the step calls functions compiled by torch.compile. They are traced in eager mode.
     compiled: bool = False
 
     @property
     def flops(self) -> int:
-        """Of the whole step."""
+        """Flops of the whole step."""
         return sum(event.flops for event in self.events if isinstance(event, Op))
 
-    def makers(self) -> dict[int, str]:
-        """By storage, the operator that it was allocated for."""
+    def operator_by_storage(self) -> dict[int, str]:
+        """Return the name of the operator that allocated each storage, by storage."""
         found: dict[int, str] = {}
         born: list[int] = []
         for event in self.events:
-            if isinstance(event, Born):
+            if isinstance(event, Allocated):
                 born.append(event.storage)
-            elif isinstance(event, Op | Exchanged):
+            elif isinstance(event, Op | TensorParallelCollective):
                 name = event.name if isinstance(event, Op) else event.message.kind
                 found |= dict.fromkeys(born, name.removeprefix("aten.").removesuffix(".default"))
                 born.clear()
         return found
 
     @property
-    def multiplied(self) -> set[torch.dtype]:
-        """The dtypes of products."""
+    def product_dtypes(self) -> set[torch.dtype]:
+        """Dtypes of matrix products and attention."""
         return {event.dtype for event in self.events if isinstance(event, Op) and event.flops and event.dtype is not None}
 
 
 Footprint = Callable[..., Any]
-"""Called with the arguments of an operator, returns tensors on meta, or a number, in its place."""
+"""Replacement for an operator: takes its arguments, returns meta tensors or a number."""
 
 
 def routed(share: float, imbalance: float = 1.0) -> Footprint:
-    """What `nonzero` returns of a mask that chooses a part of its elements, as the tokens of an expert.
+    """Return a footprint for `nonzero` of a mask that selects a fixed share of its elements, like the tokens of an expert.
 
     Args:
-        share: the part of the elements that is chosen: 1 / experts of a mask of (tokens, chosen experts).
-        imbalance: how many times as many are chosen, each time: 1.0 for a router that is balanced, more for a bound on what the
-            busiest expert needs (all of them get so many, and so do flops).
+        share: the selected share of the elements: 1 / experts for a mask of (tokens, selected experts).
+        imbalance: the factor on the number of selected elements: 1.0 for a balanced router, more for an upper bound for the
+            busiest expert. The factor applies to every expert, and therefore to the flops too.
 
     Returns:
         A footprint for `explain(footprints={"aten::nonzero": ...})`.
@@ -179,7 +190,9 @@ def routed(share: float, imbalance: float = 1.0) -> Footprint:
         (24, 2)
     """
     if not 0 < share <= 1 or imbalance < 1:
-        raise ValueError(f"routed() takes a share between 0 and 1 and an imbalance of at least 1, got {share!r}, {imbalance!r}")
+        raise ValueError(
+            f"routed() expected a share between 0 and 1 and an imbalance of at least 1, got {share!r} and {imbalance!r}."
+        )
 
     def nonzero(mask: Tensor) -> Tensor:
         chosen = min(mask.numel(), ceil(mask.numel() * share * imbalance))
@@ -200,15 +213,15 @@ _NO_KERNEL = {
 def _op_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, given: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> Op:
-    """What an operator computes, reads and writes."""
+    """Return the flops, bytes and dtype of an operator call."""
     flops = _torch.count_flops(func, args, kwargs, out)
     nbytes = 0 if func.overloadpacket in _NO_KERNEL else sum(t.numel() * t.itemsize for t in (*given, *outs))
-    if func.overloadpacket is torch.ops.aten.embedding:  # of the table it reads some rows
+    if func.overloadpacket is torch.ops.aten.embedding:  # reads only the looked-up rows of the table
         nbytes -= args[0].numel() * args[0].itemsize
     numbers = next((t.dtype for t in given if t.dtype.is_floating_point or t.dtype.is_complex), None)
     dtype = None if numbers is None else numbers.to_real()
     if numbers is not None and numbers.is_complex:
-        flops *= 4  # multiplications of real numbers
+        flops *= 4  # a complex product takes four real ones
     causal = bool(flops) and bool(_torch.argument(func, "is_causal", args, kwargs))
     return Op(str(func), flops, nbytes, dtype, causal, _torch.sizes_of_product(func, args) if flops else ())
 
@@ -223,24 +236,24 @@ _PRODUCTS = {
 _ATTENTION = {_torch.flash_attention, _torch.efficient_attention}
 
 
-def _refuse_mixed(func: Any, given: Sequence[Tensor]) -> None:
-    """Refuse a product of several dtypes, as devices do, and meta does not."""
+def _check_product_dtypes(func: Any, given: Sequence[Tensor]) -> None:
+    """Raise UntraceablePlace if a product mixes dtypes: real devices refuse them, the meta device does not."""
     if func.overloadpacket in _PRODUCTS:
         found = dict.fromkeys(tensor.dtype for tensor in given)
-    elif func.overloadpacket in _ATTENTION:  # lengths and seeds are integers, masks may be bools
+    elif func.overloadpacket in _ATTENTION:  # lengths and seeds are integers, masks may be bool
         found = dict.fromkeys(tensor.dtype for tensor in given if tensor.dtype.is_floating_point)
     else:
         return
     if len(found) > 1:
         names = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
         raise UntraceablePlace(
-            f"{func.overloadpacket} gets {names}, which no device multiplies: cast one of them, as by .to(), or choose another "
-            "mp_policy= (parameters compute in its param_dtype)"
+            f"{func.overloadpacket} cannot multiply {names}: devices need operands of one dtype. Cast one operand with .to(), "
+            "or choose another mp_policy=. Parameters compute in its param_dtype"
         )
 
 
-def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """What the result of an operator depends on, on meta; None if that is not known."""
+def _result_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    """Return a cache key that determines an operator's result on meta, or None if an argument cannot be part of a key."""
     found: list[object] = [func]
     for arg in (*args, *kwargs, *kwargs.values()) if kwargs else args:
         if isinstance(arg, Tensor):
@@ -258,12 +271,16 @@ def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     return tuple(found)
 
 
-def _maker(
+def _result_factory(
     func: Any, args: Sequence[Any], out: Any, given: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> Callable[[Sequence[Any]], Any] | None:
-    """What makes the same result again: new tensors on meta, or the first argument, written in place. None if it is neither."""
+    """Return a function that repeats a result without running the operator, or None if that is not possible.
+
+    The function returns new meta tensors, or its first argument if the operator works in place.
+    """
     if isinstance(out, Tensor) and args and out is args[0]:
         return lambda args: args[0]
+    # A result over an argument's storage, or over a part of a storage, cannot be recreated from its shape alone.
     storages = {_torch.storage_key(tensor) for tensor in given}
     keys = [_torch.storage_key(tensor) for tensor in outs]
     fresh = len(set(keys)) == len(keys) and not storages & set(keys) and all(t.device.type == "meta" for t in outs)
@@ -283,10 +300,11 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 @cache
-def _references_of_one() -> tuple[int, int]:
-    """How many references a gradient has in a dispatch mode if autograd alone holds it."""
+def _autograd_only_references() -> tuple[int, int]:
+    """Return the reference counts that a gradient has inside a dispatch mode if only autograd holds it."""
     found: list[tuple[int, int]] = []
 
+    # Measured, since the counts depend on internals of torch.
     class Counts(_torch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _ADD:
@@ -301,12 +319,12 @@ def _references_of_one() -> tuple[int, int]:
 
 
 @cache
-def _takes_itself_apart(kind: type) -> bool:
+def _has_torch_dispatch(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", None) not in (None, Tensor.__torch_dispatch__)
 
 
-def _called(told: Any) -> Footprint:
-    return told if callable(told) else lambda *_, **__: told
+def _as_footprint(value: Any) -> Footprint:
+    return value if callable(value) else lambda *_, **__: value
 
 
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:
@@ -314,19 +332,19 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
 
 
 _EQUAL, _COPIED = torch.ops.aten.equal.default, _torch.copied.default
-_ASKS = {_EQUAL, _COPIED, _torch.item.default}
+_NEEDS_VALUES = {_EQUAL, _COPIED, _torch.item.default}
 
 
 def _is_host(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cpu"
 
 
-class _CallHook:
-    """Rides on the graph of one call, and says when its backward begins."""
+class _BackwardBeginHook:
+    """Autograd hook that records the start of the backward of one call, once."""
 
     __slots__ = ("_reached", "_recorder", "event")
 
-    def __init__(self, recorder: _Recorder, event: Backward) -> None:
+    def __init__(self, recorder: _TraceMode, event: BackwardBegins) -> None:
         self._recorder, self.event, self._reached = recorder, event, False
 
     def __call__(self, *_: object) -> None:
@@ -336,39 +354,50 @@ class _CallHook:
             self._recorder.events.append(self.event)
 
 
-class _Recorder(_torch.TorchDispatchMode):
-    """Notes operators, and storages from the operator that makes them until the last reference to them is gone."""
+class _TraceMode(_torch.TorchDispatchMode):
+    """Dispatch mode that records operators, and the allocation and the free of storages.
+
+    Attributes:
+        values: known values of meta tensors.
+        inputs: by module, the floating-point dtypes of its inputs.
+        events: recorded events, in order.
+        recomputed: flops of recomputed forwards.
+        unsimulated_collectives: names of collectives that the model itself runs.
+        nested: True if the forward or the loss computes gradients.
+        in_backward: True once the backward of the loss has begun.
+        kept: storages that are alive when the backward begins.
+    """
 
     def __init__(self, footprints: Mapping[str, Footprint], answers: Answers | None = None) -> None:
         super().__init__()
         self._answers = Answers({}) if answers is None else answers
-        self.values = Values()
-        self._footprints = {name.replace("::", "."): _called(told) for name, told in footprints.items()}
-        self._references_of_one = _references_of_one()
+        self.values = KnownValues()
+        self._footprints = {name.replace("::", "."): _as_footprint(value) for name, value in footprints.items()}
+        self._autograd_only_references = _autograd_only_references()
         self.inputs: dict[str, set[torch.dtype]] = {}
         self.events: list[Event] = []
-        self._known: dict[int, int] = {}  # address of a storage that lives -> its number, -1 if it was there before
-        self._known_ops: dict[object, tuple[Op, Callable[[Sequence[Any]], Any]]] = {}
+        self._storage_numbers: dict[int, int] = {}  # by storage key, while alive: number, or -1 if not traced
+        self._op_cache: dict[object, tuple[Op, Callable[[Sequence[Any]], Any]]] = {}
         self._storages = self._calls = 0
-        self.recomputed = 0  # flops
-        self.not_simulated: dict[str, None] = {}  # names of operators that send messages of the model's own
-        self.nested = False  # whether the forward or the loss computes gradients
+        self.recomputed = 0
+        self.unsimulated_collectives: dict[str, None] = {}  # a dict, to keep the order
+        self.nested = False
         self.in_backward = False
         self.kept: frozenset[int] = frozenset()
 
-    def know(self, tensors: Sequence[Tensor]) -> int:
-        """These were there before; how many bytes they have."""
+    def register_existing(self, tensors: Sequence[Tensor]) -> int:
+        """Exclude the storages of `tensors` from the recorded allocations. Return their bytes."""
         tensors = [_torch.local_part(tensor) for tensor in tensors]
         found = {_torch.storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-        self._known |= dict.fromkeys(found, -1)
+        self._storage_numbers |= dict.fromkeys(found, -1)
         return sum(found.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, _torch.FakeTensor) for kind in types):
-            return func(*args, **kwargs)  # the rules of DTensor ask such tensors for shapes
-        if any(_takes_itself_apart(kind) for kind in types):
-            return NotImplemented  # a subclass, as torchao's for float8, takes itself apart, and its parts come here
+            return func(*args, **kwargs)  # DTensor's sharding propagation only computes shapes with these
+        if any(_has_torch_dispatch(kind) for kind in types):
+            return NotImplemented  # a subclass (torchao's float8) dispatches plain tensors, which arrive here
         if func.is_view:
             out = func(*args, **kwargs)
             self.values.note(func, args, kwargs, out)
@@ -378,56 +407,59 @@ class _Recorder(_torch.TorchDispatchMode):
             kind, ranks = sent
             out = func(*args, **kwargs)
             nbytes = max(t.numel() * t.itemsize for t in (args[0], out))
-            self.events.append(Exchanged(Message(kind, args[0].dtype, nbytes, 1, ranks)))
-            self._note(out)
+            self.events.append(TensorParallelCollective(Message(kind, args[0].dtype, nbytes, 1, ranks)))
+            self._track_storage(out)
             return out
         if func is _ADD and not torch.is_grad_enabled() and _torch.current_graph_task() != -1:
-            summed = self._sum_in_place(*args)
+            summed = self._accumulation_target(*args)
             if summed is not None:
                 self.events.append(Op(str(func), 0, 3 * summed.numel() * summed.itemsize, summed.dtype))
                 return summed
-        told = self._footprints and str(func.overloadpacket) in self._footprints  # may say something else each time
-        key = None if told else _key(func, args, kwargs)
-        known = None if key is None else self._known_ops.get(key)
+        # A footprint may return another result at each call, so its results are neither cached nor known.
+        has_footprint = self._footprints and str(func.overloadpacket) in self._footprints
+        key = None if has_footprint else _result_key(func, args, kwargs)
+        known = None if key is None else self._op_cache.get(key)
         if known is not None:
             op, makes = known
             out = makes(args)
             for tensor in out if type(out) is tuple else (out,):
-                self._note(tensor)
+                self._track_storage(tensor)
             self.values.note(func, args, kwargs, out)
         else:
             out = self._run(func, args, kwargs)
-            if not told:
+            if not has_footprint:
                 self.values.note(func, args, kwargs, out)
             outs = [leaf for leaf in _torch.tree_leaves(out) if isinstance(leaf, Tensor)]
             given = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            _refuse_mixed(func, given)
+            _check_product_dtypes(func, given)
             if _torch.sends_messages(func):
-                self.not_simulated[str(func.overloadpacket).replace(".", "::")] = None
+                self.unsimulated_collectives[str(func.overloadpacket).replace(".", "::")] = None
             op = _op_of(func, args, kwargs, out, given, outs)
             for tensor in outs:
-                self._note(tensor)
-            makes_ = None if key is None else _maker(func, args, out, given, outs)
+                self._track_storage(tensor)
+            makes_ = None if key is None else _result_factory(func, args, out, given, outs)
             if makes_ is not None:
-                self._known_ops[key] = op, makes_
+                self._op_cache[key] = op, makes_
         self.events.append(op)
-        if op.flops and torch.is_grad_enabled() and _torch.current_graph_task() != -1:  # a recomputation builds a graph there
+        # Inside a backward, only recomputation enables grad.
+        if op.flops and torch.is_grad_enabled() and _torch.current_graph_task() != -1:
             self.recomputed += op.flops
         return out
 
-    def _sum_in_place(self, one: Any, other: Any, *_: Any) -> Tensor | None:
-        """The gradient that autograd adds another one to, if one of them is held by nobody else.
+    def _accumulation_target(self, one: Any, other: Any, *_: Any) -> Tensor | None:
+        """Return the gradient that autograd would accumulate into in place, or None if it allocates the sum.
 
-        Under a dispatch mode autograd makes a new tensor of two gradients that meet, as it does for subclasses of Tensor.
+        Without a dispatch mode, autograd adds in place if it holds the only reference to one of the gradients. Under a dispatch
+        mode it always allocates the sum, which would overstate the memory of the step.
         """
         if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape and one.dtype == other.dtype:
-            for held in (one, other):
-                if held.is_contiguous() and _torch.references(held) == self._references_of_one:
-                    return held
+            for gradient in (one, other):
+                if gradient.is_contiguous() and _torch.references(gradient) == self._autograd_only_references:
+                    return gradient
         return None
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator, or have its footprint say what it returns. One that only writes changes nothing on meta."""
+        """Run an operator, or return the result of its footprint. Operators without a result are skipped on meta."""
         if _torch.only_writes(func) and all(t.device.type == "meta" for t in args[0] if isinstance(t, Tensor)):
             return None
         footprint = self._footprint(str(func.overloadpacket))
@@ -436,41 +468,42 @@ class _Recorder(_torch.TorchDispatchMode):
             if _torch.returns_tensors(func) and not isinstance(found, (Tensor, list, tuple)):
                 name = str(func.overloadpacket)
                 raise Untraceable(
-                    f"the footprint of {name} gives {found!r}, and the operator returns a tensor: give one on meta"
+                    f"The footprint of {name} returns {found!r}, but the operator returns a tensor. Return a tensor on meta."
                 )
             return found
         if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_) and _has_mask(args[1]):
+            # The kernel of a masked index runs nonzero inside. Run it here instead, so that its footprint applies.
             nonzero = torch.ops.aten.nonzero.default
-            places = [
-                place
+            indices = [
+                one
                 for index in args[1]
-                for place in (self._run(nonzero, (index,), {}).unbind(1) if _has_mask([index]) else (index,))
+                for one in (self._run(nonzero, (index,), {}).unbind(1) if _has_mask([index]) else (index,))
             ]
-            args = (args[0], places, *args[2:])
-        if func in _ASKS:
-            return self._asked(func, args, kwargs)
+            args = (args[0], indices, *args[2:])
+        if func in _NEEDS_VALUES:
+            return self._read_values(func, args, kwargs)
         if torch.Tag.dynamic_output_shape in func.tags and func.overloadpacket is not torch.ops.aten.index:
             chosen = self.values.computed(func, args, kwargs)
             if chosen is not None:
-                self._answers.shaped(chosen[0], of_batch=chosen[1])
+                self._answers.record_shape(chosen[0], of_batch=chosen[1])
                 return _torch.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), chosen[0])
-        if func.overloadpacket is _torch.grouped_mm and args[0].dtype != torch.bfloat16:  # which is all that meta takes
+        if func.overloadpacket is _torch.grouped_mm and args[0].dtype != torch.bfloat16:  # meta implements bf16 only
             return _torch.grouped_mm_shape(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except RuntimeError as failure:
-            if "meta" in str(failure).lower():
+            if "meta" in str(failure).lower():  # a missing meta kernel, not an error of the program: see `decide`
                 self._answers.refused = failure
             raise
 
     def _footprint(self, name: str) -> Footprint | None:
-        """What the user says that an operator returns."""
+        """Return the user's footprint for an operator, if any."""
         if name in self._footprints:
             self._answers.used.add(name)
         return self._footprints.get(name)
 
-    def _asked(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a program gets that asks for values."""
+    def _read_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator that reads values, from known values or the user's answers."""
         if func is _EQUAL:
             one, other = args
             if one.shape != other.shape:
@@ -484,74 +517,83 @@ class _Recorder(_torch.TorchDispatchMode):
             return self._answers.on_host(args[0], known_).to(kwargs.get("dtype") or args[0].dtype)
         return self._answers.scalar(args[0], known_)
 
-    def _note(self, tensor: Tensor) -> None:
+    def _track_storage(self, tensor: Tensor) -> None:
         key = _torch.storage_key(tensor)
-        if key in self._known or tensor.device.type != "meta":  # numbers of the host
+        if key in self._storage_numbers or tensor.device.type != "meta":  # a CPU tensor of the program itself
             return
         storage = tensor.untyped_storage()
         self._storages += 1
-        self._known[key] = self._storages
-        self.events.append(Born(self._storages, storage.nbytes()))
-        weakref.finalize(storage, self._forget, key, self._storages).atexit = False
+        self._storage_numbers[key] = self._storages
+        self.events.append(Allocated(self._storages, storage.nbytes()))
+        # The storage, not the tensor: views and autograd's saved tensors keep the memory alive. No events at exit.
+        weakref.finalize(storage, self._record_freed, key, self._storages).atexit = False
 
-    def _forget(self, key: int, number: int) -> None:
-        self._known.pop(key, None)
-        self.events.append(Died(number))
+    def _record_freed(self, key: int, number: int) -> None:
+        self._storage_numbers.pop(key, None)  # a later storage may reuse the key
+        self.events.append(Freed(number))
 
-    def hold(self, model: nn.Module, batch: Any, known: Mapping[str, Known], of_batch: Sequence[Known | None]) -> None:
-        """Some buffers and tensors of the batch hold this."""
+    def set_known_values(
+        self, model: nn.Module, batch: Any, known: Mapping[str, KnownValue], of_batch: Sequence[KnownValue | None]
+    ) -> None:
+        """Register known values of buffers (by name) and of the batch's tensors (in order)."""
         for name, buffer in model.named_buffers():
             if name in known:
-                self.values.keep(buffer, known[name])
+                self.values.record(buffer, known[name])
         for tensor, value in zip((leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)), of_batch):
             if value is not None:
-                self.values.keep(tensor, value)
+                self.values.record(tensor, value)
 
-    def numpy(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor on meta that a program makes an array of."""
+    def values_for_numpy(self, tensor: Tensor) -> Tensor:
+        """Return the known values of a meta tensor whose `numpy()` is called."""
         return self._answers.on_host(tensor, self.values.find(tensor))
 
     def begin_backward(self) -> None:
-        """What lives now is what the forward leaves to its backward."""
-        self.kept = frozenset(number for number in self._known.values() if number >= 0)
+        """Record the storages that are alive now: they are the activations of the forward."""
+        self.kept = frozenset(number for number in self._storage_numbers.values() if number >= 0)
         self.in_backward = True
 
     # --- modules and parameters ---
 
     def before_forward(self, name: str, inputs: Sequence[Tensor]) -> None:
-        """A forward of a module begins."""
-        self.events.append(Enter(name, _torch.current_graph_task() != -1))
+        """Record the start of a module's forward and the dtypes of its inputs."""
+        self.events.append(ForwardBegins(name, _torch.current_graph_task() != -1))
         for tensor in inputs:
             if tensor.dtype.is_floating_point:
                 self.inputs.setdefault(name, set()).add(tensor.dtype)
 
     def after_forward(self, name: str, output: Any) -> None:
-        """It ended: have the graph of its output say when its backward begins."""
-        hook: _CallHook | None = None
+        """Record the end of a module's forward, and hook its outputs' graph nodes to record the start of backward."""
+        hook: _BackwardBeginHook | None = None
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 if hook is None:
                     self._calls += 1
-                    hook = _CallHook(self, Backward(name, self._calls))
+                    hook = _BackwardBeginHook(self, BackwardBegins(name, self._calls))
                 NodeHooks.on(tensor.grad_fn).add(hook)  # type: ignore[arg-type]
         call = -1 if hook is None else hook.event.call
-        self.events.append(Leave(name, call, torch.is_grad_enabled(), _torch.current_graph_task() != -1))
+        self.events.append(ForwardEnds(name, call, torch.is_grad_enabled(), _torch.current_graph_task() != -1))
 
-    def take_gradient(self, name: str, parameter: Tensor) -> None:
-        """The gradient of a parameter is whole."""
+    def record_gradient(self, name: str, parameter: Tensor) -> None:
+        """Record a parameter's accumulated gradient and clear `.grad`.
+
+        Raises:
+            Untraceable: if the gradient is missing, or if the forward or the loss produced it.
+        """
         grad = parameter.grad
         if grad is None:
             raise Untraceable(
-                f"the gradient of '{name}' is gone where it was to be taken: a hook of the parameter takes it, as an optimizer "
-                "in the backward does, or an operator has no gradient, as torch.distributed's broadcast; leave that out"
+                f"The gradient of '{name}' is missing after its accumulation: a hook of the parameter removes it, as an "
+                "optimizer in the backward does, or an operator has no gradient, as torch.distributed's broadcast. "
+                "Leave that out."
             )
         if not self.in_backward:
             raise Untraceable(
-                f"the forward or the loss runs a backward, which gives '{name}' a gradient: have the step end with it"
+                f"The forward or the loss runs a backward, which computes the gradient of '{name}'. Run the backward only at "
+                "the end of the step."
             )
         grad = _torch.local_part(grad)
-        number = self._known[_torch.storage_key(grad)]
-        self.events.append(Gradient(name, number, grad.numel() * grad.itemsize))
+        number = self._storage_numbers[_torch.storage_key(grad)]
+        self.events.append(GradientReady(name, number, grad.numel() * grad.itemsize))
         parameter.grad = None
 
 
@@ -560,34 +602,34 @@ def trace(
     batch: Sequence[Any] | Mapping[str, Any],
     *,
     loss: Callable[[Any], Tensor],
-    precision: Precision = NOTHING_CAST,
+    precision: Precision = NO_CASTS,
     accelerator: bool = True,
     footprints: Mapping[str, Footprint] = MappingProxyType({}),
-    known: Mapping[str, Known] = MappingProxyType({}),
-    batch_values: Sequence[Known | None] = (),
+    known: Mapping[str, KnownValue] = MappingProxyType({}),
+    batch_values: Sequence[KnownValue | None] = (),
     keep_output: bool = False,
     warm: bool = False,
 ) -> Trace:
-    """Run one step on meta.
+    """Trace one step of a model on meta.
 
     Args:
-        model: on the meta device; it is left as it was.
-        batch: the inputs of its forward, tensors on meta among them.
-        loss: makes the tensor that `backward` is called on out of what the forward returns.
+        model: a model on the meta device; it is not changed.
+        batch: the inputs of the forward; its tensors are on meta.
+        loss: a function from the forward's output to the loss tensor.
         precision: the dtypes of parameters, inputs and outputs.
-        accelerator: whether attention, dropout and RMSNorm are the kernels of one, or those of the CPU.
-        footprints: by names of operators as "aten::nonzero", what they return, where that depends on values; by places as
-            "model.py:12" likewise.
-        known: by name, what buffers hold.
-        batch_values: what each tensor of the batch holds, in their order, None where that is not known.
-        warm: whether a first step is run before, in which DTensor works out its rules.
-        keep_output: whether the loop keeps what the forward returns until the backward is over.
+        accelerator: True to use the kernels of an accelerator for attention, dropout and RMSNorm, False for those of the CPU.
+        footprints: results that depend on values, by operator ("aten::nonzero") or by place ("model.py:12").
+        known: known values of buffers, by name.
+        batch_values: the known values of the batch's tensors, in order; None for an unknown one.
+        keep_output: True if the training loop keeps the forward's output until backward ends.
+        warm: True to trace one step before, which fills DTensor's caches of sharding propagation.
 
     Returns:
         The trace.
 
     Raises:
-        ValueError: if a parameter is not on meta, a product has several dtypes, or the model runs under torch.autocast.
+        ValueError: if a parameter is not on meta, a product has operands of several dtypes, the model runs under
+            torch.autocast, or the step cannot be traced.
 
     Example:
         >>> with torch.device("meta"):
@@ -597,43 +639,44 @@ def trace(
     """
     real = next((name for name, parameter in model.named_parameters() if parameter.device.type != "meta"), None)
     if real is not None:
-        raise ValueError(f"trace() takes a model on meta, but '{real}' is not: build it under torch.device('meta')")
+        raise ValueError(f"trace() expected a model on meta, but '{real}' is not. Build the model under torch.device('meta').")
     at_places, at_operators = split_footprints(footprints)
-    step = _Step(model, batch, loss, precision, accelerator, at_operators, batch_values, keep_output=keep_output)
+    step = _StepTracer(model, batch, loss, precision, accelerator, at_operators, batch_values, keep_output=keep_output)
     if warm:
         step.run(Answers(at_places), known)
     found, notes = decide(partial(step.run, known=known), at_places, _difference)
-    if step.asked and step.written:  # a buffer that a step writes to has another value in the next one
+    if step.reads_values and step.written:  # buffers that a step writes have other values in the next step
         known = {name: value for name, value in known.items() if name not in step.written}
         found, notes = decide(partial(step.run, known=known), at_places, _difference)
     unused = [name for name in footprints if not {name, name.replace("::", ".")} & step.used]
-    return replace(
-        found, notes=(*found.notes, *notes, *(f"footprint {name!r} was not needed: nothing asks for it" for name in unused))
-    )
+    return replace(found, notes=(*found.notes, *notes, *(f"footprint {name!r} is not used by the step" for name in unused)))
 
 
 def split_footprints(footprints: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(footprints of places as "model.py:12", those of operators as "aten::nonzero").
+    """Split footprints into those of places ("model.py:12") and those of operators ("aten::nonzero").
 
     Raises:
-        ValueError: for a name that is neither.
+        ValueError: if a name is neither a place nor an operator.
     """
-    places = {name: told for name, told in footprints.items() if re.search(r"[.]py:[0-9]+$", name)}
-    operators = {name: told for name, told in footprints.items() if name not in places}
+    places = {name: value for name, value in footprints.items() if re.search(r"[.]py:[0-9]+$", name)}
+    operators = {name: value for name, value in footprints.items() if name not in places}
     for name in operators:
         namespace, _, operator = name.replace("::", ".").partition(".")
         if not operator or not hasattr(getattr(torch.ops, namespace), operator):
             raise ValueError(
-                f"footprints has {name!r}: expected the name of an operator, as 'aten::nonzero', or a place, as 'model.py:12'"
+                f"footprints expected the name of an operator, as 'aten::nonzero', or a place, as 'model.py:12', got {name!r}."
             )
     return places, operators
 
 
-class _Step:
-    """A step that is traced, several times where it depends on values. The arguments are those of `trace`.
+class _StepTracer:
+    """Repeatable tracer of one step, with the arguments of `trace`. A step that depends on values is traced several times.
 
-    asked: whether any trace asked for values.      written: names of buffers that a trace wrote to.
-    used: names of footprints that a trace asked for.
+    Attributes:
+        reads_values: True if any trace read values.
+        compiled: True if any trace called a compiled function.
+        written: names of the buffers that any trace wrote to.
+        used: names of the footprints that any trace used.
     """
 
     def __init__(
@@ -644,37 +687,37 @@ class _Step:
         precision: Precision,
         accelerator: bool,
         footprints: Mapping[str, Footprint],
-        batch_values: Sequence[Known | None],
+        batch_values: Sequence[KnownValue | None],
         *,
         keep_output: bool,
     ) -> None:
         self._model, self._batch, self._loss, self._precision = model, batch, loss, precision
         self._accelerator, self._footprints, self._batch_values = accelerator, footprints, batch_values
         self._keep_output = keep_output
-        self.asked = False
+        self.reads_values = False
         self.compiled = False
         self.written: set[str] = set()
         self.used: set[str] = set()
 
-    def run(self, answers: Answers, known: Mapping[str, Known]) -> Trace:
-        """Trace it once."""
-        model, recorder = self._model, _Recorder(self._footprints, answers)
+    def run(self, answers: Answers, known: Mapping[str, KnownValue]) -> Trace:
+        """Trace the step once."""
+        model, recorder = self._model, _TraceMode(self._footprints, answers)
         with (
-            collector_paused(),
-            _computing_in(model, self._precision.parameters),
+            gc_paused(),
+            _cast_parameters(model, self._precision.parameters),
             _torch.on_autocast(_refuse_autocast),
             _torch.on_compiled(self._see_compiled),
             _torch.on_activation_offload(_refuse_activation_offload),
             _torch.on_context_parallel(_refuse_context_parallel),
-            _torch.on_numpy(recorder.numpy),
+            _torch.on_numpy(recorder.values_for_numpy),
             fused_kernels() if self._accelerator else host_kernels(),
         ):
-            recorder.know(list(model.parameters()))
-            buffers = recorder.know(list(model.buffers()))
-            inputs = recorder.know(list(tensors_in(self._batch)))
-            recorder.hold(model, self._batch, known, self._batch_values)
+            recorder.register_existing(list(model.parameters()))
+            buffers = recorder.register_existing(list(model.buffers()))
+            inputs = recorder.register_existing(list(tensors_in(self._batch)))
+            recorder.set_known_values(model, self._batch, known, self._batch_values)
             _run_step(model, self._batch, self._loss, self._precision, recorder, keep_output=self._keep_output)
-        self.asked = self.asked or bool(answers.asked)
+        self.reads_values = self.reads_values or bool(answers.reads)
         self.used |= answers.used
         wrote = recorder.values.written
         self.written |= {
@@ -688,7 +731,7 @@ class _Step:
             recorder.kept,
             recorder.recomputed,
             seen,
-            notes=tuple(_left_out(model, self._precision, recorder)),
+            notes=tuple(_limitations(model, self._precision, recorder)),
             compiled=self.compiled,
         )
 
@@ -696,91 +739,94 @@ class _Step:
         self.compiled = True
 
 
-def _left_out(model: nn.Module, precision: Precision, recorder: _Recorder) -> Iterator[str]:
-    """What a step does that is not simulated, and parameters that it gives no gradient."""
-    if recorder.not_simulated:
+def _limitations(model: nn.Module, precision: Precision, recorder: _TraceMode) -> Iterator[str]:
+    """Yield notes on work that is not simulated and on parameters without a gradient."""
+    if recorder.unsimulated_collectives:
         yield (
-            f"the step sends messages of its own ({', '.join(recorder.not_simulated)}), which are not simulated: their time "
-            "and buffers come on top"
+            f"the step runs collectives of its own ({', '.join(recorder.unsimulated_collectives)}), which are not simulated: "
+            "their time and buffers are not in the estimate"
         )
     if recorder.nested:
         yield (
-            "the forward or the loss computes gradients, as a gradient penalty does: units that are gathered for that alone "
-            "are not simulated"
+            "the forward or the loss computes gradients, as a gradient penalty does: the all-gathers for these gradients are "
+            "not simulated"
         )
-    graded = {event.parameter for event in recorder.events if isinstance(event, Gradient)}
-    names = names_of(model, precision.parameters)
+    graded = {event.parameter for event in recorder.events if isinstance(event, GradientReady)}
+    names = parameter_names(model, precision.parameters)
     unused = [name for parameter, name in names.items() if parameter.requires_grad and name not in graded]
     if unused:
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         yield (
-            f"no gradient reaches {', '.join(map(repr, unused[:3]))}{more}: gathered with their units, but not reduced, and "
-            "without states of the optimizer"
+            f"no gradient reaches {', '.join(map(repr, unused[:3]))}{more}: all-gathered with their units, but not reduced, "
+            "and without optimizer states"
         )
 
 
 def _difference(one: Trace, other: Trace) -> str | None:
-    """In what the step of another trace differs, None if it is the same."""
+    """Describe how the step of `other` differs from that of `one`, or return None if they are equal."""
     if one.events == other.events and one.kept == other.kept:
         return None
-    kept = (sum(e.nbytes for e in t.events if isinstance(e, Born) and e.storage in t.kept) for t in (one, other))
+    activations = (sum(e.nbytes for e in t.events if isinstance(e, Allocated) and e.storage in t.kept) for t in (one, other))
     return "it takes {:.3g} flop in place of {:.3g}, and leaves {} in place of {} to its backward".format(
-        other.flops, one.flops, *(bytes_text(nbytes) for nbytes in reversed([*kept]))
+        other.flops, one.flops, *(bytes_text(nbytes) for nbytes in reversed([*activations]))
     )
 
 
 @contextmanager
-def _computing_in(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Have parameters in these dtypes for the length of a block."""
+def _cast_parameters(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Cast parameters to these dtypes inside the block."""
     before: list[tuple[nn.Parameter, Tensor]] = []
     replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for parameter, name in names_of(model, dtypes).items():
+    for parameter, name in parameter_names(model, dtypes).items():
         dtype = dtypes.get(name, parameter.dtype)
         if dtype == parameter.dtype:
             continue
-        if isinstance(parameter, DTensor):  # whose part has a dtype of its own
+        if isinstance(parameter, DTensor):  # assigning `.data` does not change the dtype of its local tensor
             replaced[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
             continue
         before.append((parameter, parameter.data))
         parameter.data = parameter.data.to(dtype)
-    places = [
-        (held, key, one) for held in map(_torch.parameters_of, model.modules()) for key, one in held.items() if one in replaced
+    slots = [
+        (owner, key, one)
+        for owner in map(_torch.parameters_of, model.modules())
+        for key, one in owner.items()
+        if one in replaced
     ]
-    for held, key, one in places:
-        held[key] = replaced[one]
+    for owner, key, one in slots:
+        owner[key] = replaced[one]
     try:
         yield
     finally:
         for parameter, data in before:
             parameter.grad = None
             parameter.data = data
-        for held, key, one in places:
-            held[key] = one
+        for owner, key, one in slots:
+            owner[key] = one
 
 
 def _refuse_activation_offload() -> None:
     raise UntraceablePlace(
-        "the model keeps activations in the host's memory (torch.autograd.graph.save_on_cpu), which is not simulated: leave it "
-        "out, and say recompute= to see what recomputation would free instead"
+        "explain() cannot simulate torch.autograd.graph.save_on_cpu, with which the model keeps activations in host memory. "
+        "Remove it, and pass recompute= to see how much memory recomputation would free instead"
     )
 
 
 def _refuse_context_parallel() -> None:
     raise UntraceablePlace(
-        "the model computes attention by context parallelism (torch's context_parallel), which is not simulated: leave it out, "
-        "and give the rows of one rank: the answer then lacks the attention over the rest of each sequence"
+        "explain() cannot simulate torch's context_parallel, with which the model computes attention. Remove it, and pass the "
+        "rows of one rank. The estimate then lacks the attention over the rest of each sequence"
     )
 
 
 def _refuse_autocast() -> None:
     raise UntraceablePlace(
-        "the model runs under torch.autocast, whose casts meta does not have: say explain(mp_policy=...) instead, whose dtype "
-        "is also the one that parameters are gathered in"
+        "explain() cannot trace a model that runs under torch.autocast: the meta device does not apply its casts. Pass "
+        "explain(mp_policy=...) instead. Its param_dtype is also the dtype of the all-gathers"
     )
 
 
 class StepFailed(ValueError):
-    """A part of the step raised: the "forward", the "loss" or the "backward". Its cause is what was raised."""
+    """Raised if a part of the step ("forward", "loss" or "backward") raises; that exception is the cause."""
 
     def __init__(self, part: str) -> None:
         super().__init__(part)
@@ -792,28 +838,28 @@ def _run_step(
     batch: Sequence[Any] | Mapping[str, Any],
     loss: Callable[[Any], Tensor],
     precision: Precision,
-    recorder: _Recorder,
+    recorder: _TraceMode,
     *,
     keep_output: bool,
 ) -> None:
-    """Forward, loss and backward, recorded."""
+    """Run forward, loss and backward under the recorder."""
     with _hooks(model, recorder, precision), recorder, ConstantsMode(recorder.values):
-        with _part("forward"):
+        with _step_part("forward"):
             output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
-        with _part("loss"):
+        with _step_part("loss"):
             value = loss(output)
             if not keep_output:
-                output = None
+                output = None  # frees the output before backward, as a training loop without a reference to it does
         _check_loss(value)
         recorder.begin_backward()
-        with _part("backward"):
+        with _step_part("backward"):
             value.backward()
         recorder.events.append(BackwardEnds())
-        del output, value
+        del output, value  # inside the block, so that their frees are recorded
 
 
 @contextmanager
-def _part(name: str) -> Iterator[None]:
+def _step_part(name: str) -> Iterator[None]:
     try:
         yield
     except Untraceable:
@@ -825,42 +871,46 @@ def _part(name: str) -> Iterator[None]:
 def _check_loss(value: Any) -> None:
     if not isinstance(value, Tensor):
         raise Untraceable(
-            f"the loss is a {type(value).__name__}: expected a tensor of one element, which backward is called on"
+            f"loss= expected a function that returns a tensor of one element, got a {type(value).__name__}. Return the tensor "
+            "that backward() is called on."
         )
     if value.numel() != 1:
         raise Untraceable(
-            f"the loss is a tensor {tuple(value.shape)}: expected one element, which backward is called on (take its .mean())"
+            f"loss= expected a function that returns a tensor of one element, got shape {tuple(value.shape)}. Return its "
+            ".mean(), for example."
         )
     if not value.requires_grad:
-        raise Untraceable("the loss depends on no trainable parameter: set requires_grad of some, or give another loss=")
+        raise Untraceable(
+            "The loss depends on no trainable parameter. Set requires_grad of a parameter, or pass another loss=."
+        )
 
 
-def recorded(work: Callable[[], object], held: Sequence[Tensor]) -> list[Event]:
-    """Operators of any work on meta, and storages but those of `held`, which are there before."""
-    recorder = _Recorder({})
-    recorder.know(held)
+def events_of(work: Callable[[], object], existing: Sequence[Tensor]) -> list[Event]:
+    """Return the operators, allocations and frees of work on meta, without the storages of `existing`."""
+    recorder = _TraceMode({})
+    recorder.register_existing(existing)
     with recorder:
         work()
     return recorder.events
 
 
 @contextmanager
-def _hooks(model: nn.Module, recorder: _Recorder, precision: Precision) -> Iterator[None]:
-    """Have modules and parameters tell the recorder what happens to them, and cast as `frontend.hooks.ForwardHooks` does."""
+def _hooks(model: nn.Module, recorder: _TraceMode, precision: Precision) -> Iterator[None]:
+    """Hook modules and parameters to record their events, and cast inputs and outputs as `frontend.hooks.ForwardHooks`."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            before = _entering(recorder, name, precision.inputs.get(name))
+            before = _forward_pre_hook(recorder, name, precision.inputs.get(name))
             stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
-            after = _leaving(recorder, name, precision.outputs.get(name))
+            after = _forward_hook(recorder, name, precision.outputs.get(name))
             stack.callback(module.register_forward_hook(after, always_call=True).remove)
-        for parameter, name in names_of(model, precision.parameters).items():
+        for parameter, name in parameter_names(model, precision.parameters).items():
             if parameter.requires_grad:
-                stack.callback(parameter.register_post_accumulate_grad_hook(_taking(recorder, name)).remove)
+                stack.callback(parameter.register_post_accumulate_grad_hook(_grad_hook(recorder, name)).remove)
         yield
 
 
-def names_of(model: nn.Module, planned: Iterable[str]) -> dict[nn.Parameter, str]:
-    """The name of each parameter: of those that a tied one has that of the plan, else the first."""
+def parameter_names(model: nn.Module, planned: Iterable[str]) -> dict[nn.Parameter, str]:
+    """Return the name of each parameter. Of the names of a tied parameter, choose the one in `planned`, else the first."""
     found: dict[nn.Parameter, str] = {}
     names = set(planned)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -869,7 +919,7 @@ def names_of(model: nn.Module, planned: Iterable[str]) -> dict[nn.Parameter, str
     return found
 
 
-def _entering(recorder: _Recorder, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
+def _forward_pre_hook(recorder: _TraceMode, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder.before_forward(name, [*tensors_in(args), *tensors_in(kwargs)] if kwargs else [*tensors_in(args)])
         return None if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
@@ -877,7 +927,7 @@ def _entering(recorder: _Recorder, name: str, dtype: torch.dtype | None) -> Call
     return enter
 
 
-def _leaving(recorder: _Recorder, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
+def _forward_hook(recorder: _TraceMode, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         recorder.after_forward(name, output)
         return None if dtype is None else cast_floats(output, dtype)
@@ -885,27 +935,27 @@ def _leaving(recorder: _Recorder, name: str, dtype: torch.dtype | None) -> Calla
     return leave
 
 
-def _taking(recorder: _Recorder, name: str) -> Callable[[Tensor], None]:
-    return lambda parameter: recorder.take_gradient(name, parameter)
+def _grad_hook(recorder: _TraceMode, name: str) -> Callable[[Tensor], None]:
+    return lambda parameter: recorder.record_gradient(name, parameter)
 
 
 __all__ = [
-    "Backward",
+    "Allocated",
+    "BackwardBegins",
     "BackwardEnds",
-    "Born",
-    "Died",
-    "Enter",
     "Event",
-    "Exchanged",
     "Footprint",
-    "Gradient",
-    "Leave",
+    "ForwardBegins",
+    "ForwardEnds",
+    "Freed",
+    "GradientReady",
     "Op",
     "StepFailed",
+    "TensorParallelCollective",
     "Trace",
     "Untraceable",
-    "names_of",
-    "recorded",
+    "events_of",
+    "parameter_names",
     "routed",
     "trace",
 ]

@@ -1,9 +1,9 @@
-"""What a step decides by values of tensors, which meta does not have.
+"""Control flow that depends on tensor values, which the meta device does not have.
 
-    Answers   what each place of the program that asks for a value is told in one trace
-    decide    traces a step, and traces it again with the other answers where only data could tell
+    Answers   the values that one trace returns to places of the program that read them
+    decide    traces a step, and repeats it with other answers where a value depends on data
 
-Models of transformers ask such things in most forwards, as `if attention_mask.all():`.
+Models of transformers read values in most forwards, as in `if attention_mask.all():`.
 """
 
 from __future__ import annotations
@@ -20,123 +20,131 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.frontend.known_values import Known
+from fullshard.frontend.known_values import KnownValue
 
 MOST_ANSWERS = 1000
-"""How often one place may be told the same: a loop that ends by values would go on for ever."""
+"""Most reads of one data-dependent place: a loop that ends by a value would never end."""
 
 
 class Untraceable(ValueError):
-    """What cannot be traced, in a line that says what to do."""
+    """Raised for a step that cannot be traced; its one-line text names the remedy."""
 
 
 class UntraceablePlace(Untraceable):
-    """The same, of a line of the program that the text does not name yet: that of its traceback."""
+    """Untraceable error whose text does not name the line of the program yet. The caller adds it from the traceback."""
 
 
-# --- who asks ---
+# --- reads of values ---
 
 
 @dataclass(slots=True)
-class Asked:
-    """A place that asks for a value.
+class ValueRead:
+    """Reads of a value at one place of the program."""
 
-    place: as in "masking_utils.py:354".      line: the text of it.      answer: what it was told last.
-    free: whether only data can tell.      of_batch: whether the batch's values told it.      times: how often it asked.
-    """
-
-    place: str
-    line: str
-    answer: object = None
-    free: bool = False
-    of_batch: bool = False
-    times: int = 0
+    place: str  # for example "masking_utils.py:354"
+    line: str  # source text of the line
+    answer: object = None  # last returned value
+    free: bool = False  # True if the value depends on unknown data
+    of_batch: bool = False  # True if the value depends on the batch's values
+    times: int = 0  # number of reads
 
 
 @dataclass(slots=True)
 class Answers:
-    """What places are told in one trace.
+    """Answers to the reads of values in one trace."""
 
-    given: by place, what the user says.      tried: by place, the other answer, where data would tell.
-    refused: what an operator raised that has no values on meta, as none would where values are.
-    used: the names of `given` that were asked for.
-    """
-
+    # By place: the user's footprints.
     given: Mapping[str, Any]
+
+    # By place: chosen answers where the value depends on data.
     tried: Mapping[str, bool] = field(default_factory=dict)
-    asked: dict[str, Asked] = field(default_factory=dict)
+
+    # By place: reads so far.
+    reads: dict[str, ValueRead] = field(default_factory=dict)
+
+    # Failure of an operator that needs values. It would not fail on a real device.
     refused: Exception | None = None
+
+    # Names of `given` that were used.
     used: set[str] = field(default_factory=set)
 
-    def scalar(self, tensor: Tensor, known: Known | None) -> Any:
-        """The number or truth that a program asks of a tensor."""
-        place, line = asking()
-        told = self._told(place)
-        if told is not None:
-            return told(tensor) if callable(told) else told
+    def scalar(self, tensor: Tensor, known: KnownValue | None) -> Any:
+        """Return the number or bool for `tensor.item()`.
+
+        Raises:
+            Untraceable: if the value is a number that depends on data.
+        """
+        place, line = running_line()
+        given = self._user_answer(place)
+        if given is not None:
+            return given(tensor) if callable(given) else given
         value = None if known is None else known.value()
         if value is not None and known is not None:
-            return self._say(place, line, value.item(), of_batch=known.of_batch)
+            return self._answer(place, line, value.item(), of_batch=known.of_batch)
         if tensor.dtype == torch.bool:
-            return self._say(place, line, None)
+            return self._answer(place, line, None)
         raise Untraceable(
-            f"{place} (`{line}`) asks for a number that depends on data, which meta does not have: say it by "
-            f"explain(footprints={{'{place}': 128}}), on the command line by --footprint {place}=128, or give a batch that has "
-            "values"
+            f"{place} (`{line}`) reads a number that depends on data, which the meta device does not have. Pass it with "
+            f"explain(footprints={{'{place}': 128}}), on the command line with --footprint {place}=128, or pass a batch with "
+            "values."
         )
 
-    def equal(self, one: Known | None, other: Known | None) -> Any:
-        """Whether two tensors of one shape are equal."""
-        place, line = asking()
-        told = self._told(place)
-        if told is not None:
-            return told
+    def equal(self, one: KnownValue | None, other: KnownValue | None) -> Any:
+        """Return True if two tensors of the same shape are equal."""
+        place, line = running_line()
+        given = self._user_answer(place)
+        if given is not None:
+            return given
         values = [None if known is None else known.value() for known in (one, other)]
         if values[0] is None or values[1] is None or one is None or other is None:
-            return self._say(place, line, None)
-        return self._say(place, line, torch.equal(values[0], values[1]), of_batch=one.of_batch or other.of_batch)
+            return self._answer(place, line, None)
+        return self._answer(place, line, torch.equal(values[0], values[1]), of_batch=one.of_batch or other.of_batch)
 
-    def on_host(self, tensor: Tensor, known: Known | None) -> Tensor:
-        """The values of a tensor that a program copies to the host."""
-        place, line = asking()
-        told = self._told(place)
-        if told is not None:
-            return torch.as_tensor(told(tensor) if callable(told) else told, dtype=tensor.dtype).reshape(tensor.shape)
+    def on_host(self, tensor: Tensor, known: KnownValue | None) -> Tensor:
+        """Return the values of a meta tensor that is copied to the host.
+
+        Raises:
+            Untraceable: if the values depend on data.
+        """
+        place, line = running_line()
+        given = self._user_answer(place)
+        if given is not None:
+            return torch.as_tensor(given(tensor) if callable(given) else given, dtype=tensor.dtype).reshape(tensor.shape)
         value = None if known is None else known.value()
         if value is None or known is None:
             raise Untraceable(
-                f"{place} (`{line}`) copies values to the host that depend on data, which meta does not have: say them by "
-                f"explain(footprints={{'{place}': [...]}}), as many as a tensor of {tuple(tensor.shape)} has, or give a batch "
-                "that has values"
+                f"{place} (`{line}`) copies values to the host that depend on data, which the meta device does not have. Pass "
+                f"them with explain(footprints={{'{place}': [...]}}), as many as a tensor of shape {tuple(tensor.shape)} has, "
+                "or pass a batch with values."
             )
-        self._say(place, line, _short(value), of_batch=known.of_batch)
+        self._answer(place, line, _short(value), of_batch=known.of_batch)
         return value.clone()
 
-    def shaped(self, found: Any, *, of_batch: bool) -> None:
-        """The shape of this follows from values."""
+    def record_shape(self, found: Any, *, of_batch: bool) -> None:
+        """Record that the shape of a result depends on values of the batch."""
         if of_batch:
             shapes = [tuple(leaf.shape) for leaf in _torch.tree_leaves(found) if isinstance(leaf, Tensor)]
-            self._say(*asking(), f"of shape {shapes[0]}", of_batch=True)
+            self._answer(*running_line(), f"of shape {shapes[0]}", of_batch=True)
 
-    def _told(self, place: str) -> Any:
-        for name, told in self.given.items():
+    def _user_answer(self, place: str) -> Any:
+        for name, given in self.given.items():
             if place == name or name.endswith(f"/{place}"):
                 self.used.add(name)
-                return told
+                return given
         return None
 
-    def _say(self, place: str, line: str, answer: Any, *, of_batch: bool = False) -> Any:
-        """Answer a place, and note it. answer: None if only data tell."""
+    def _answer(self, place: str, line: str, answer: Any, *, of_batch: bool = False) -> Any:
+        """Record a read and return its answer. `answer` is None if the value depends on data."""
         free = answer is None
         if free or of_batch:
             answer = self.tried.get(place, True if free else answer)
-        found = self.asked.setdefault(place, Asked(place, line))
+        found = self.reads.setdefault(place, ValueRead(place, line))
         found.answer, found.times = answer, found.times + 1
         found.free, found.of_batch = found.free or free, found.of_batch or of_batch
         if free and found.times > MOST_ANSWERS:
             self.refused = Untraceable(
-                f"{place} (`{line}`) was told {answer} {MOST_ANSWERS} times, and asks again: a loop that ends by data. Say how "
-                f"it ends by explain(footprints={{'{place}': function}}), called with the tensor each time"
+                f"{place} (`{line}`) read {answer} {MOST_ANSWERS} times, and reads again: its loop ends by data. Pass "
+                f"explain(footprints={{'{place}': function}}), which is called with the tensor at each read, to end the loop."
             )
             raise self.refused
         return answer
@@ -146,13 +154,13 @@ def _short(value: Tensor) -> str:
     return f"{value.flatten()[:4].tolist()}{'...' if value.numel() > 4 else ''}"
 
 
-_OURS = str(Path(__file__).parent.parent)
-_TORCHS = str(Path(torch.__file__).parent)
-_STANDARD = sysconfig.get_path("stdlib")
+_FULLSHARD_DIR = str(Path(__file__).parent.parent)
+_TORCH_DIR = str(Path(torch.__file__).parent)
+_STDLIB_DIR = sysconfig.get_path("stdlib")
 
 
-def asking() -> tuple[str, str]:
-    """(the place in the user's program that is running, the text of its line)."""
+def running_line() -> tuple[str, str]:
+    """Return the running line of the user's program: (place, source text)."""
     for frame, line in traceback.walk_stack(None):
         if place := place_of(frame.f_code.co_filename, line):
             return place, " ".join(linecache.getline(frame.f_code.co_filename, line).split())[:100]
@@ -160,113 +168,113 @@ def asking() -> tuple[str, str]:
 
 
 def place_of(file: str, line: int) -> str:
-    """As in "model.py:12"; "" of a line of torch, of this library or of the standard one."""
-    is_standard = file.startswith(_STANDARD) and "-packages" not in file
-    return "" if is_standard or file.startswith((_OURS, _TORCHS, "<frozen")) else f"{Path(file).name}:{line}"
+    """Return a place such as "model.py:12", or "" for a line of torch, fullshard or the standard library."""
+    is_standard = file.startswith(_STDLIB_DIR) and "-packages" not in file
+    return "" if is_standard or file.startswith((_FULLSHARD_DIR, _TORCH_DIR, "<frozen")) else f"{Path(file).name}:{line}"
 
 
-# --- both ways ---
+# --- traces with other answers ---
 
 Run = TypeVar("Run")
 
 
 MOST_TRACES = 32
-"""Traces of one step, each with other answers, before a program is refused."""
+"""Most traces of one step with different answers."""
 
 
 def decide(
     trace: Callable[[Answers], Run], given: Mapping[str, Any], differ: Callable[[Run, Run], str | None]
 ) -> tuple[Run, tuple[str, ...]]:
-    """Trace a step; where only data tell what it does, trace every combination of answers.
+    """Trace a step, and trace it with every combination of answers that depend on data, to check that they do not matter.
 
-    A place is told the same each time that it asks.
+    A place gets the same answer at each read.
 
     Args:
-        trace: runs a step on meta with these answers.
-        given: what the user says, by place.
-        differ: in what two traces differ, None if they are of one program.
+        trace: a function that traces the step with given answers.
+        given: the user's footprints, by place.
+        differ: a function that describes how two traces differ, and returns None if they are equal.
 
     Returns:
-        The trace, and lines of a report: what was taken from the batch, where another answer gives another program.
+        The trace, and notes on answers from the batch's values for which another answer gives another trace.
 
     Raises:
-        ValueError: naming the place and the choice, where several answers are possible and give different programs.
+        ValueError: if several answers are possible and give different traces. The text names the place and the choice.
     """
-    answers, found = _first(trace, given)
-    todo = _others(answers)
-    for count, (asked, tried) in enumerate(iter(lambda: todo.pop() if todo else None, None)):
+    answers, found = _first_trace(trace, given)
+    todo = _untried(answers)
+    for count, (read, tried) in enumerate(iter(lambda: todo.pop() if todo else None, None)):
         if count == MOST_TRACES:
-            raise _undecided(asked, f"as it does on more than {MOST_TRACES} combinations of such answers")
+            raise _undecided(read, f"more than {MOST_TRACES} combinations of such answers are possible")
         other = Answers(given, tried)
         try:
             differs = differ(found, trace(other))
         except Exception as failure:
-            if not _is_of_the_program(failure, other):
-                raise _undecided(asked, "with the other answer it cannot be traced") from failure
-            continue  # the program itself refuses the other answer
+            if not _raised_by_program(failure, other):
+                raise _undecided(read, "with the other answer it cannot be traced") from failure
+            continue  # the program itself raises, so the other answer is impossible
         if differs is not None:
-            raise _undecided(asked, f"with the other answer {differs}")
-        todo += _others(other)
-    return found, tuple(_taken_from_batch(trace, given, answers, found, differ))
+            raise _undecided(read, f"with the other answer {differs}")
+        todo += _untried(other)
+    return found, tuple(_batch_notes(trace, given, answers, found, differ))
 
 
-def _first(trace: Callable[[Answers], Run], given: Mapping[str, Any]) -> tuple[Answers, Run]:
-    """A trace that the program does not refuse. Where only data tell, True is tried first."""
+def _first_trace(trace: Callable[[Answers], Run], given: Mapping[str, Any]) -> tuple[Answers, Run]:
+    """Return the first trace in which the program does not raise, with its answers. Try True before False."""
     tried: dict[str, bool] = {}
     while True:
         answers = Answers(given, dict(tried))
         try:
             return answers, trace(answers)
         except Exception as failure:
-            last = next((one for one in reversed(answers.asked.values()) if one.free and one.place not in tried), None)
-            if last is None or not _is_of_the_program(failure, answers):
+            last = next((one for one in reversed(answers.reads.values()) if one.free and one.place not in tried), None)
+            if last is None or not _raised_by_program(failure, answers):
                 raise
             tried[last.place] = False
 
 
-def _others(answers: Answers) -> list[tuple[Asked, dict[str, bool]]]:
-    """What is left to try behind a trace: the other answer at each place that only data tell, those before as they were."""
-    found: list[tuple[Asked, dict[str, bool]]] = []
+def _untried(answers: Answers) -> list[tuple[ValueRead, dict[str, bool]]]:
+    """Return the combinations left to try after a trace: each new data-dependent place inverted, earlier places unchanged."""
+    found: list[tuple[ValueRead, dict[str, bool]]] = []
     before = dict(answers.tried)
-    for asked in answers.asked.values():
-        if asked.free and asked.place not in answers.tried:
-            found.append((asked, {**before, asked.place: not asked.answer}))
-            before[asked.place] = bool(asked.answer)
+    for read in answers.reads.values():
+        if read.free and read.place not in answers.tried:
+            found.append((read, {**before, read.place: not read.answer}))
+            before[read.place] = bool(read.answer)
     return found
 
 
-def _taken_from_batch(
+def _batch_notes(
     trace: Callable[[Answers], Run],
     given: Mapping[str, Any],
     answers: Answers,
     found: Run,
     differ: Callable[[Run, Run], str | None],
 ) -> Iterator[str]:
-    """What was decided by the batch's values, where another batch might be decided otherwise."""
-    for asked in [one for one in answers.asked.values() if one.of_batch]:
-        told = f"{asked.place} (`{asked.line}`) is {asked.answer} by the values of this batch"
-        if not isinstance(asked.answer, bool):
-            yield told
+    """Yield notes on answers that come from the batch's values and that another batch might change."""
+    for read in [one for one in answers.reads.values() if one.of_batch]:
+        note = f"{read.place} (`{read.line}`) is {read.answer} by the values of this batch"
+        if not isinstance(read.answer, bool):
+            yield note
             continue
         try:
-            differs = differ(found, trace(Answers(given, {**answers.tried, asked.place: not asked.answer})))
-        except Exception:  # refused by the program, or by meta: this batch's answer stands
+            differs = differ(found, trace(Answers(given, {**answers.tried, read.place: not read.answer})))
+        except Exception:  # the program or meta refuses the other answer: this batch's answer stands
             continue
         if differs is not None:
-            yield f"{told}; otherwise {differs}"
+            yield f"{note}; otherwise {differs}"
 
 
-def _is_of_the_program(failure: Exception, answers: Answers) -> bool:
-    """Whether the program itself raised this, and no operator that has no values on meta."""
+def _raised_by_program(failure: Exception, answers: Answers) -> bool:
+    """Return True if the program itself raised `failure`, not an operator that needs values."""
     return answers.refused is None and not isinstance(failure.__cause__ or failure, (Untraceable, NotImplementedError))
 
 
-def _undecided(asked: Asked, differs: str) -> Untraceable:
+def _undecided(read: ValueRead, differs: str) -> Untraceable:
     return Untraceable(
-        f"{asked.place} (`{asked.line}`) depends on data, and the step depends on it ({differs}): say it by "
-        f"explain(footprints={{'{asked.place}': True}}) or False, on the command line by --footprint {asked.place}=True, or "
-        "give a batch that has values"
+        f"{read.place} (`{read.line}`) depends on data, and the step depends on it ({differs}). Pass "
+        f"explain(footprints={{'{read.place}': True}}) or False, on the command line --footprint {read.place}=True, or pass "
+        "a batch with values."
     )
 
 
-__all__ = ["Answers", "Asked", "Untraceable", "UntraceablePlace", "decide", "place_of"]
+__all__ = ["Answers", "Untraceable", "UntraceablePlace", "ValueRead", "decide", "place_of"]

@@ -1,4 +1,4 @@
-"""The vote of the ranks on whether a step failed anywhere, so that all of them skip it and go on."""
+"""`any_failed`: agreement of all ranks that a step failed on at least one of them, so that all ranks skip it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.collectives.base import Collectives
 from fullshard.collectives.gloo import MessageTag, channels
 from fullshard.collectives.process_groups import held, on_release
 from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName, headline
-from fullshard.consistency.local_state import MEETING, WaitState
+from fullshard.consistency.local_state import ANY_FAILED_PREFIX, WaitState
 from fullshard.consistency.process import watchdog_of
 from fullshard.consistency.watchdog import Watchdog
 from fullshard.errors import StateError
@@ -26,12 +26,15 @@ from fullshard.sharding.mesh import resolve_mesh
 
 
 class FailureVote:
-    """A place for the ranks of a mesh to vote, with a log of its own: it works wherever their other logs have parted."""
+    """Reduction of failure flags over the ranks of a mesh.
+
+    It has a separate collective log, so it works even where the other logs of the ranks have diverged.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.ranks = tuple(mesh.mesh.flatten().tolist())
-        name = f"{MEETING}{crc32(repr(self.ranks).encode()):08x} {tuple(mesh.mesh.shape)}"
+        name = f"{ANY_FAILED_PREFIX}{crc32(repr(self.ranks).encode()):08x} {tuple(mesh.mesh.shape)}"
         self._tag = MessageTag()
         self.device = _torch.device_of(mesh.device_type)
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
@@ -49,11 +52,11 @@ class FailureVote:
 
     @property
     def is_released(self) -> bool:
-        """Whether its process groups were destroyed."""
+        """True if a process group of the mesh was destroyed."""
         return any(one.is_released for one in self._held)
 
-    def agree(self, flag: bool) -> bool:
-        """Whether any rank says so (collective)."""
+    def any_true(self, flag: bool) -> bool:
+        """Return True if `flag` is True on any rank. Collective."""
         for collectives in self._collectives:
             entry = self._fingerprints.log_call("any_failed()")
             message = torch.tensor([flag], dtype=torch.uint8, device=self.device)
@@ -66,7 +69,7 @@ class FailureVote:
                 if pending.then is not None:
                     pending.then()
             except Exception as failure:
-                where = "" if self.watch is None else self.watch.survey(self._log)
+                where = "" if self.watch is None else self.watch.describe_peers(self._log)
                 raise StateError(f"rank {self._log.rank}, any_failed(): {headline(failure)}. {where}") from failure
             finally:
                 self._wait_state.leave(before)
@@ -76,7 +79,9 @@ class FailureVote:
 
 _NUMBERS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()
 _VOTES: _torch.PerRank[int, FailureVote] = _torch.PerRank()
-_WORLD: _torch.PerRank[int, tuple[object, DeviceMesh]] = _torch.PerRank()  # the default process group, and the mesh of all
+_WORLD: _torch.PerRank[int, tuple[object, DeviceMesh]] = (
+    _torch.PerRank()
+)  # the default process group, and the mesh of all ranks
 
 
 @on_release
@@ -95,7 +100,7 @@ def _vote_of(mesh: DeviceMesh | None) -> FailureVote:
             _WORLD[0] = world, resolve_mesh(None, None).mesh
         mesh = _WORLD[0][1]
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"any_failed takes a DeviceMesh or None, got {type(mesh).__name__}")
+        raise ValueError(f"any_failed takes a DeviceMesh or None, got {type(mesh).__name__}.")
     found = _VOTES.get(id(mesh))
     if found is None or found.mesh is not mesh:
         found = _VOTES[id(mesh)] = FailureVote(mesh)
@@ -103,26 +108,26 @@ def _vote_of(mesh: DeviceMesh | None) -> FailureVote:
 
 
 def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
-    """Whether the step failed on any rank of `mesh`, so that all of them skip it together. Collective.
+    """Return True on all ranks if the step failed on any rank of `mesh`, so that all ranks skip it together. Collective.
 
-    If so, every rank forgets the step: what was gathered is freed, and gradients that are not in a `.grad` yet (on their way,
-    or kept by accumulation) are discarded on all ranks alike. The next forward is right. Gradients that were assigned
-    before stay, until `zero_grad()`.
+    If a rank failed, all ranks reset the step: unsharded parameters are freed, and gradients that are not in a `.grad` yet
+    (reductions in flight, or accumulated gradients) are discarded. The next forward starts from a clean state. A `.grad` that
+    was set before remains until `zero_grad()`.
 
-    With gloo the ranks need not have failed at the same place: those that wait for a rank that is here already
-    raise StateError where they are, and come here too. Other backends cannot end a wait; there, call it for
-    failures that happen between collectives (data, losses) or alike on all ranks.
+    With gloo, ranks may fail at different points: a rank that waits for a rank that is already in `any_failed` raises
+    StateError at its current point, and can then call `any_failed` too. Other backends cannot interrupt a wait. With them, use
+    it for failures between collectives (data, losses), or failures on all ranks at the same point.
 
     Args:
-        mesh: the ranks that run the same program; None means all.
-        failed: whether it failed on this rank: a bool, or the exception or None.
+        mesh: the ranks that run the same program; None means all ranks.
+        failed: the outcome on this rank: a bool, or the exception, or None.
 
     Returns:
-        Whether any rank failed: the same on every rank.
+        True if any rank failed. The result is equal on all ranks.
 
     Raises:
-        ValueError: if `mesh` is no DeviceMesh, or None where there is no process group and the environment names none.
-        StateError: if a rank of the mesh is gone.
+        ValueError: if `mesh` is not a DeviceMesh, or if it is None without a process group and without torchrun's environment.
+        StateError: if a rank of the mesh has exited.
 
     Example:
         >>> error = None                                                                      # doctest: +SKIP
@@ -141,30 +146,30 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
     logs = [log for runtime in runtimes for log in runtime.communicator.logs() if inside.issuperset(log.ranks)]
     try:
         for log in logs:
-            log.silence(True)
-        result = vote.agree(bool(failed))
+            log.set_silent(True)
+        result = vote.any_true(bool(failed))
         if result:
-            _restart_together(vote, runtimes, logs)
+            _reset_all_ranks(vote, runtimes, logs)
     finally:
         for log in logs:
-            log.silence(False)
+            log.set_silent(False)
     return result
 
 
-def _restart_together(vote: FailureVote, runtimes: Sequence[Runtime], logs: Sequence[CollectiveLog]) -> None:
-    """Forget on all ranks what any of them was in the midst of."""
+def _reset_all_ranks(vote: FailureVote, runtimes: Sequence[Runtime], logs: Sequence[CollectiveLog]) -> None:
+    """Abort the interrupted step on all ranks, and start a new epoch of their logs."""
     for log in logs:
-        log.close("the step failed on some rank, and any_failed() is under way")
+        log.close("the step failed on some rank, and any_failed() is running")
     if vote.watch is not None:
         vote.watch.publish_state()
-    vote.agree(True)  # now every rank has published what it waits for
+    vote.any_true(True)  # barrier: every rank has published its pending collectives
     if vote.watch is not None:
         for log in logs:
-            vote.watch.answer_peers(log)
+            vote.watch.drain_peers(log)
     for runtime in runtimes:
         runtime.recovery.abort_step()
-    vote.agree(True)  # now no rank waits for anything
-    with vote.watch.paused() if vote.watch is not None else nullcontext():  # the watchdog has read states of the old epoch
+    vote.any_true(True)  # barrier: no rank waits for a collective of the old epoch
+    with vote.watch.paused() if vote.watch is not None else nullcontext():  # it has read states of the old epoch
         for channel in channels():
             if set(vote.ranks).issuperset(channel.members):
                 channel.forget_answers()

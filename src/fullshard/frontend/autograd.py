@@ -1,4 +1,4 @@
-"""Gradients as values: torch.autograd.grad for sharded parameters."""
+"""`grad`: torch.autograd.grad for sharded parameters."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def grad(
     retain_graph: bool | None = None,
     allow_unused: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `outputs` with respect to `inputs`, sharded parameters among them, without touching any `.grad`.
+    """Return the gradients of `outputs` with respect to `inputs`, which may be sharded parameters. Collective.
 
-    torch.autograd.grad cannot give those: modules compute with the gathered parameters, so the sharded ones are in no graph.
-    Collective; gradients are averaged over the ranks, as by backward. There is no `create_graph`: sharded gradients have no
-    graph.
+    torch.autograd.grad cannot compute these gradients: modules compute with the unsharded parameters, so the sharded ones are
+    in no graph. Gradients are averaged over the ranks, as in backward, and no `.grad` changes. There is no `create_graph`:
+    sharded gradients have no graph.
 
     Args:
-        outputs: a tensor to differentiate, or several.
+        outputs: one tensor to differentiate, or several.
         inputs: sharded parameters, plain parameters or other tensors of the graph.
-        grad_outputs: gradients of the outputs, of their shapes; None for outputs of one element.
-        retain_graph: whether the graph can be differentiated again.
-        allow_unused: whether an input that no rank used gets None instead of an error.
+        grad_outputs: gradients of the outputs, with their shapes; None for outputs of one element.
+        retain_graph: True keeps the graph for another backward.
+        allow_unused: True returns None for an input that no rank used; False raises an error.
 
     Returns:
-        One gradient per input: a DTensor sharded like its parameter, a plain tensor for a plain one; None where no rank used
-        it, with `allow_unused=True`.
+        One gradient per input: a DTensor with the placements of its parameter, or a plain tensor for a plain input. With
+        `allow_unused=True`, None for an input that no rank used.
 
     Raises:
-        StateError: naming the parameter, if it was never gathered, has gradients kept by accumulation, or (unless
-            `allow_unused`) was not used.
+        StateError: if a parameter was never unsharded, has accumulated gradients, or was not used (without `allow_unused`). The
+            error names the parameter.
 
     Example:
         >>> weight, bias = fullshard.grad(loss, [model.head.weight, model.head.bias])         # doctest: +SKIP
@@ -55,16 +55,17 @@ def grad(
             leaves.append(tensor)
             continue
         names[id(tensor)] = logical.name
-        if logical.full is None:
+        if logical.unsharded is None:
             raise StateError(
-                f"grad(): parameter '{logical.name}' was never gathered, so it is in no graph: run a forward first"
+                f"grad(): parameter '{logical.name}' was never unsharded, so it is in no graph. Run a forward first."
             )
         if logical.local_grad is not None:
             raise StateError(
-                f"grad(): a gradient of parameter '{logical.name}' is kept on each rank by accumulate() or "
-                "set_requires_gradient_sync(False): run the last backward of the step first"
+                f"grad(): a gradient of parameter '{logical.name}' is accumulated on each rank by accumulate() or "
+                "set_requires_gradient_sync(False). Run the last backward of the step first."
             )
-        leaves.append(logical.full)
+        leaves.append(logical.unsharded)
+    # Backward of a unit reduces into `.grad` only: collect the gradients there, then restore the former ones.
     before = [tensor.grad for tensor in listed]
     for tensor in listed:
         tensor.grad = None
@@ -78,29 +79,29 @@ def grad(
         if value is None and not allow_unused:
             name = names.get(id(tensor))
             what = f"parameter '{name}'" if name else f"the input of shape {tuple(tensor.shape)}"
-            raise StateError(f"grad(): {what} was not used by any rank: pass allow_unused=True to get None for it")
+            raise StateError(f"grad(): {what} was not used by any rank. Pass allow_unused=True to get None for it.")
     return tuple(found)
 
 
-_SHOWN = 4  # names in an error
+_SHOWN = 4  # maximum number of names in an error
 _INSTEAD = (
-    "Take gradients as values with fullshard.grad(loss, parameters), or call backward() without inputs= (parameters that are "
-    "to get none: requires_grad_(False))"
+    "Take gradients as values with fullshard.grad(loss, parameters), or call backward() without inputs= (set "
+    "requires_grad_(False) for parameters without gradients)."
 )
 
 
 def _check(outputs: Sequence[Any], inputs: Sequence[Any], all_used: bool) -> None:
-    """Raise StateError for what torch would take the gradient of, but cannot: modules compute with the full parameters.
+    """Raise StateError for sharded `inputs` that torch cannot differentiate, since modules compute with unsharded parameters.
 
-    Of a loss that was computed from the sharded parameters themselves (a penalty on weights) torch's gradient is right.
+    torch's gradient is right for a loss computed from the sharded parameters themselves, such as a penalty on weights.
     """
     sharded = logical_parameters(tensor for tensor in inputs if isinstance(tensor, Tensor))
     if not sharded:
         return
-    gathered = [(parameter, full) for parameter in sharded if (full := parameter.full) is not None and full.requires_grad]
-    found = _torch.leads_to(outputs, [full for _, full in gathered])
-    missed = [parameter for number, (parameter, _) in enumerate(gathered) if number in found]
-    how = "it cannot reach, since modules compute with the full ones"
+    unsharded = [(parameter, full) for parameter in sharded if (full := parameter.unsharded) is not None and full.requires_grad]
+    found = _torch.leads_to(outputs, [full for _, full in unsharded])
+    missed = [parameter for number, (parameter, _) in enumerate(unsharded) if number in found]
+    how = "it cannot reach, since modules compute with the unsharded ones"
     if not missed and all_used:
         found = _torch.leads_to(outputs, [parameter.sharded for parameter in sharded])
         missed = [parameter for number, parameter in enumerate(sharded) if number not in found]
@@ -112,6 +113,9 @@ def _check(outputs: Sequence[Any], inputs: Sequence[Any], all_used: bool) -> Non
         raise StateError(f"torch.autograd.grad or backward(inputs=) was given {several} that {how}: {shown}. {_INSTEAD}")
 
 
-_torch.on_differentiation(_check)
+def install() -> _torch.Undo:
+    """Check the inputs of torch.autograd.grad and backward(inputs=), which cannot reach sharded parameters."""
+    return _torch.on_differentiation(_check)
 
-__all__ = ["grad"]
+
+__all__ = ["grad", "install"]

@@ -1,4 +1,4 @@
-"""Putting units on modules and taking them off; carrying a sharded model elsewhere: copies, pickles, plain modules again."""
+"""Install units on modules and remove them; snapshots of a sharded model, for copies and pickles; `undo`."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from fullshard.errors import StateError
 from fullshard.frontend import hooks
 from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.params.shard_values import clone_shard, unshard_permanently
-from fullshard.params.sharded_param import ShardedParameter, is_ours
+from fullshard.params.sharded_param import ShardedParameter, is_internal_attribute
 from fullshard.policies import GradDtype
 from fullshard.runtime import lint
 from fullshard.runtime.options import UnitOptions
-from fullshard.runtime.runtime import make_unit, runtime_of
+from fullshard.runtime.runtime import make_unit
 from fullshard.runtime.unit import Unit, attach, detach, unit_of
 from fullshard.sharding.mesh import ShardAxis
 from fullshard.sharding.module_tree import ParamRef, Slot
 from fullshard.sharding.param_sharding import ParamSharding
 
-Dress = Callable[[type[nn.Module]], "type[nn.Module]"]  # the class of a unit's module, from the class it had
+ClassMap = Callable[[type[nn.Module]], "type[nn.Module]"]  # maps the class of a module to its sharded class, or back
 
 
-def as_it_is(cls: type[nn.Module]) -> type[nn.Module]:
-    """The dress of modules whose class does not change."""
+def keep_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return `cls`: the class map for modules whose class does not change."""
     return cls
 
 
-def assemble(unit: Unit, dress: Dress, managed: Iterable[nn.Module]) -> None:
-    """Put a new unit on its modules: strong references to it, hooks, marks, and their class."""
+def install_unit(unit: Unit, wrap_class: ClassMap, managed: Iterable[nn.Module]) -> None:
+    """Install a new unit on its modules: references to it, hooks, torch's marks of managed modules, and the sharded class."""
     attach(unit)
     hooks.install(unit)
-    lint.mark(unit)
+    lint.mark_modules(unit)
     view = UnitView(unit)
     for module in managed:
         _torch.mark_managed(module)
     for root in unit.modules:
         _torch.attach_state(root, view)
-        root.__class__ = dress(type(root))
+        root.__class__ = wrap_class(type(root))
 
 
-def disassemble(unit: Unit, undress: Dress) -> None:
-    """The opposite of `assemble`. The parameters stay as they are."""
+def remove_unit(unit: Unit, unwrap_class: ClassMap) -> None:
+    """Remove a unit from its modules (the inverse of `install_unit`). The parameters do not change."""
     for module in unit.modules:
-        module.__class__ = undress(type(module))
+        module.__class__ = unwrap_class(type(module))
         _torch.detach_state(module)
         detach(module)
     hooks.remove(unit)
-    runtime_of(unit).executor.unregister(unit)
+    unit.runtime.unregister(unit)
 
 
 # --- copies and pickles --------------------------------------------------------------------------------------------------
@@ -62,67 +62,68 @@ def disassemble(unit: Unit, undress: Dress) -> None:
 
 @dataclass(frozen=True)
 class ParameterSnapshot:
-    """One sharded parameter, as a value: where it is installed, how it is cut, and this rank's shard of it."""
+    """Snapshot of one sharded parameter."""
 
-    name: str
-    slots: list[tuple[nn.Module, str]]
-    cut: ParamSharding
-    shard: nn.Parameter
-    attributes: dict[str, Any]
-    keeps_dtype: bool
-    grad_dtype: GradDtype
+    name: str  # qualified within its unit
+    slots: list[tuple[nn.Module, str]]  # modules and attribute names it is registered under
+    sharding: ParamSharding  # how it is sharded
+    shard: nn.Parameter  # this rank's shard, a plain local tensor
+    attributes: dict[str, Any]  # attributes that the user set on the parameter
+    keeps_dtype: bool  # True if it is all-gathered in its own dtype, whatever the policy
+    grad_dtype: GradDtype  # dtype of its `.grad`
 
 
 @dataclass(frozen=True)
 class UnitSnapshot:
-    """One unit, as a value."""
+    """Snapshot of one unit."""
 
     modules: list[nn.Module]
-    dressed: bool  # whether the class of its modules says that they are sharded
-    name: str
+    has_sharded_class: bool  # True if its modules have a class made by the class map
+    name: str  # for logs and errors
     axis: ShardAxis
     options: UnitOptions
-    global_id: int
+    global_id: int  # equal on all ranks
     parameters: list[ParameterSnapshot]
 
 
 @dataclass(frozen=True)
 class ShardedSnapshot:
-    """A sharded model taken apart: plain modules that hold plain local shards, and what makes units of them again."""
+    """Snapshot of a sharded model: plain modules with plain local shards, and the data to rebuild the units."""
 
-    root: nn.Module
+    root: nn.Module  # a copy of the model, without units
     units: list[UnitSnapshot]
 
 
-def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = None) -> ShardedSnapshot:
-    """A copy of `root` in parts. Raises StateError while a unit's forward or backward runs, or if one reaches outside.
+def to_snapshot(root: nn.Module, unwrap_class: ClassMap, memo: dict[int, Any] | None = None) -> ShardedSnapshot:
+    """Return a snapshot of `root`, with copies of its modules.
 
-    memo: as of copy.deepcopy; afterwards it knows which copy stands for which module.
+    `memo` is that of copy.deepcopy; afterwards it maps the ids of the modules to their copies. Raises StateError inside a
+    forward or backward of a unit, or if a unit also has modules outside of `root`.
     """
     memo = {} if memo is None else memo
     modules = list(root.modules())
     inside = {id(module) for module in modules}
     units = list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
-    units = [unit for unit in units if not any(id(module) in memo for module in unit.modules)]  # copied already
+    units = [unit for unit in units if not any(id(module) in memo for module in unit.modules)]  # else already copied
     for unit in units:
-        runtime_of(unit).requests.ensure_sharded(unit, doing="copying or pickling")
-        runtime_of(unit).requests.refresh(unit)
+        unit.ensure_sharded(doing="copying or pickling")
+        unit.refresh()
         for module in (*unit.modules, *(i.module for p in unit.parameters for i in p.slots)):
             if module is None or id(module) not in inside:
                 raise StateError(
-                    f"unit '{unit.name}' also manages modules outside of the {type(root).__name__} that is copied or pickled: "
-                    "copy or pickle a unit that contains all of them"
+                    f"Unit '{unit.name}' also manages modules outside of the {type(root).__name__} that is copied or pickled. "
+                    "Copy or pickle a module that contains all of them."
                 )
-        memo[id(unit)] = None
+        memo[id(unit)] = None  # keeps deepcopy from copying the unit with its process groups and buffers
         for parameter in unit.parameters:
             memo[id(parameter.sharded)] = clone_shard(parameter)
-    dressed = [any(undress(type(module)) is not type(module) for module in unit.modules) for unit in units]
-    with undressed(units, undress):
+    has_sharded_class = [any(unwrap_class(type(module)) is not type(module) for module in unit.modules) for unit in units]
+    with with_original_classes(units, unwrap_class):
         plain = copy.deepcopy(root, memo)
     parts: list[UnitSnapshot] = []
-    for unit, has_class in zip(units, dressed):
+    for unit, has_class in zip(units, has_sharded_class):
         copies = [memo[id(module)] for module in unit.modules]
-        hooks.purge(unit, memo)
+        hooks.remove_from_copies(unit, memo)
         for module in copies:
             detach(module)
             _torch.detach_state(module)
@@ -132,7 +133,7 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
                 [(memo[id(i.module)], i.name) for i in parameter.slots],
                 parameter.sharding,
                 memo[id(parameter.sharded)],
-                {key: copy.deepcopy(v, memo) for key, v in vars(parameter.sharded).items() if not is_ours(key)},
+                {key: copy.deepcopy(v, memo) for key, v in vars(parameter.sharded).items() if not is_internal_attribute(key)},
                 parameter.keeps_dtype,
                 parameter.grad_dtype,
             )
@@ -142,67 +143,71 @@ def take_apart(root: nn.Module, undress: Dress, memo: dict[int, Any] | None = No
     return ShardedSnapshot(plain, parts)
 
 
-def put_together(parts: ShardedSnapshot, dress: Dress) -> nn.Module:
-    """Make units of the parts, in place; the opposite of `take_apart`."""
-    for part in parts.units:
+def from_snapshot(parts: ShardedSnapshot, wrap_class: ClassMap) -> nn.Module:
+    """Rebuild the units of a snapshot in place, and return its root (the inverse of `to_snapshot`)."""
+    for unit_snapshot in parts.units:
         rebuilt: list[ShardedParameter] = []
         with torch.no_grad():
-            for snapshot in part.parameters:
+            for snapshot in unit_snapshot.parameters:
                 ref = ParamRef(snapshot.name, snapshot.shard, [Slot(module, name) for module, name in snapshot.slots])
                 parameter = ShardedParameter(
                     ref,
-                    snapshot.cut,
+                    snapshot.sharding,
                     snapshot.shard,
                     keeps_dtype=snapshot.keeps_dtype,
                     grad_dtype=snapshot.grad_dtype,
                 )
                 parameter.sharded.__dict__.update(snapshot.attributes)
                 rebuilt.append(parameter)
-            unit = make_unit(part.modules, rebuilt, part.axis, part.options, global_id=part.global_id)
-            unit.unit_name.name = part.name
+            unit = make_unit(
+                unit_snapshot.modules, rebuilt, unit_snapshot.axis, unit_snapshot.options, global_id=unit_snapshot.global_id
+            )
+            unit.unit_name.name = unit_snapshot.name
             for parameter in rebuilt:
                 parameter.restore_sharded(forget=True)
-        assemble(unit, dress if part.dressed else as_it_is, ())
+        install_unit(unit, wrap_class if unit_snapshot.has_sharded_class else keep_class, ())
     return parts.root
 
 
 @contextmanager
-def undressed(units: Iterable[Unit], undress: Dress) -> Iterator[None]:
-    """Sharded modules have the class they had before, for the length of a block."""
-    dressed = [(module, type(module)) for unit in units for module in unit.modules]
-    for module, cls in dressed:
-        module.__class__ = undress(cls)
+def with_original_classes(units: Iterable[Unit], unwrap_class: ClassMap) -> Iterator[None]:
+    """Give the modules of `units` their original classes inside the block."""
+    classes = [(module, type(module)) for unit in units for module in unit.modules]
+    for module, cls in classes:
+        module.__class__ = unwrap_class(cls)
     try:
         yield
     finally:
-        for module, cls in dressed:
+        for module, cls in classes:
             module.__class__ = cls
 
 
-# --- plain modules again -------------------------------------------------------------------------------------------------
+# --- undo ----------------------------------------------------------------------------------------------------------------
 
 
-def undo(root: nn.Module, undress: Dress) -> None:
-    """Make ordinary modules with full parameters of all units at and below `root`, in place.
+def undo(root: nn.Module, unwrap_class: ClassMap) -> None:
+    """Remove all units at and below `root`, in place, and leave plain modules with unsharded parameters. Collective.
 
-    Raises StateError, before anything has changed, while a forward or backward runs.
+    Raises StateError inside a forward or backward, or while gradients are accumulated on each rank only. Nothing has changed
+    then.
     """
     units = list(dict.fromkeys(unit for module in root.modules() if (unit := unit_of(module)) is not None))
     for unit in units:
-        runtime_of(unit).requests.check_idle(unit, doing="undo()")
-        runtime_of(unit).requests.check_delivered(unit, doing="undo()")
+        unit.check_idle(doing="undo()")
+        unit.check_delivered(doing="undo()")
         if any(parameter.local_grad is not None for parameter in unit.parameters):
             raise StateError(
-                f"undo() was called while gradients of unit '{unit.name}' are only kept on each rank: run the last backward of "
-                "the step first, or call zero_grad()"
+                f"undo() was called while gradients of unit '{unit.name}' are accumulated on each rank only. Run the last "
+                "backward of the step first, or call zero_grad()."
             )
+    # Barrier: no rank changes anything before all ranks are here, so that a diverged rank leaves all of them intact.
     for unit in units[:1]:
-        runtime_of(unit).requests.meet(unit, doing="undo()")
+        unit.barrier(doing="undo()")
     for unit in units:
         setup = unit.setup_collectives("undo()")
-        runtime_of(unit).requests.reshard(unit, doing="undo()")
-        runtime_of(unit).requests.refresh(unit)
+        unit.reshard(doing="undo()")
+        unit.refresh()
         for parameter in unit.parameters:
             unshard_permanently(parameter, setup.unsharded)
     for unit in units:
-        disassemble(unit, undress)
+        remove_unit(unit, unwrap_class)

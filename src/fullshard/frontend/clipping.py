@@ -1,4 +1,4 @@
-"""Clipping: the norm of gradients over all ranks, by one small all-reduce per set of ranks."""
+"""Gradient clipping: the norm of gradients over all ranks, with one small all-reduce per set of process groups."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fullshard.consistency.collective_log import GroupFingerprints, UnitName
 from fullshard.errors import StateError
 from fullshard.params.grad_commit import flat_gradient
 from fullshard.params.group import ParamGroup
-from fullshard.params.sharded_param import ShardedParameter, inside, logical_parameters
-from fullshard.params.stale_params import successor
+from fullshard.params.sharded_param import ShardedParameter, logical_parameters, to_local
+from fullshard.params.stale_params import replacement_of
 from fullshard.runtime.unit import StepCheck, Unit
 
 
-def _alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
-    """`tensors` by dtype and device."""
+def _by_dtype_and_device(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    """Group `tensors` by dtype and device, as foreach operations need them."""
     found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -32,76 +32,81 @@ def _alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], 
 
 
 def _norms(tensors: list[Tensor], power: float) -> list[Tensor]:
-    """The norm of each tensor, on the device of the first."""
+    """Return the norm of each tensor, on the device of the first one. Norms of half-precision tensors are float32."""
     found: list[Tensor] = []
-    for (dtype, _), alike in _alike(tensors).items():
+    for (dtype, _), group in _by_dtype_and_device(tensors).items():
         half = dtype in (torch.bfloat16, torch.float16)
-        found += torch._foreach_norm(alike, power, torch.float32) if half else torch._foreach_norm(alike, power)
+        found += torch._foreach_norm(group, power, torch.float32) if half else torch._foreach_norm(group, power)
     return [norm.to(found[0].device) for norm in found]
 
 
-def _cut_over(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over which the elements of a gradient are spread, each element once."""
+def _sharding_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the process groups of the mesh dims that `grad` is sharded over. Reducing over them counts each element once."""
     if not isinstance(grad, DTensor):
         return ()
     mesh = grad.device_mesh
-    cut = [axis for axis, placement in enumerate(grad.placements) if _torch.is_cut(placement) and mesh.size(axis) > 1]
-    return tuple(mesh.get_group(axis) for axis in cut)
+    dims = [axis for axis, placement in enumerate(grad.placements) if _torch.is_cut(placement) and mesh.size(axis) > 1]
+    return tuple(mesh.get_group(axis) for axis in dims)
 
 
-Cut = tuple[str | None, tuple[dist.ProcessGroup, ...]]
-"""The kind of device where ranks sum the elements of a gradient, None if they need not, and the process groups over which."""
+NormGroups = tuple[str | None, tuple[dist.ProcessGroup, ...]]
+"""(device type, process groups) of the all-reduce of a gradient's norm; (None, ()) for plain tensors."""
 
 
-def _cut(tensor: Tensor) -> Cut:
-    return (tensor.device_mesh.device_type if isinstance(tensor, DTensor) else None), _cut_over(tensor)
+def _norm_groups(tensor: Tensor) -> NormGroups:
+    """Return the device type and process groups to reduce the norm of `tensor` over."""
+    return (tensor.device_mesh.device_type if isinstance(tensor, DTensor) else None), _sharding_groups(tensor)
 
 
-_CUTS: weakref.WeakKeyDictionary[ParamGroup, Cut | None] = weakref.WeakKeyDictionary()
+_NORM_GROUPS: weakref.WeakKeyDictionary[ParamGroup, NormGroups | None] = weakref.WeakKeyDictionary()
 
 
-def _cut_of(group: ParamGroup) -> Cut | None:
-    """How the gradients of a group are cut; None if not all alike, as beside tensor parallelism."""
-    if group not in _CUTS:
-        cuts = {_cut(parameter.sharded) for parameter in group.parameters}
-        _CUTS[group] = cuts.pop() if len(cuts) == 1 else None
-    return _CUTS[group]
+def _norm_groups_of(group: ParamGroup) -> NormGroups | None:
+    """Return the norm groups of a parameter group; None if its parameters differ, as with tensor parallelism."""
+    if group not in _NORM_GROUPS:
+        found = {_norm_groups(parameter.sharded) for parameter in group.parameters}
+        _NORM_GROUPS[group] = found.pop() if len(found) == 1 else None
+    return _NORM_GROUPS[group]
 
 
 class _Gradients:
-    """The gradients that are clipped: of a group whose gradients are views of one flat tensor that, of others each.
+    """Gradients to clip: one flat tensor per parameter group where the gradients are views of it, else each gradient.
 
-    parts: what is scaled, with how it is cut.     axes: a unit for each set of process groups, whose shards lie on just those.
+    Attributes:
+        parts: local gradient tensors, each with its norm groups.
+        axes: for each tuple of process groups, a unit that is sharded over exactly these.
     """
 
     def __init__(self, parameters: Sequence[Tensor], logical: Sequence[ShardedParameter]) -> None:
         self.axes: dict[tuple[dist.ProcessGroup | None, ...], Unit] = {}
-        self.parts: list[tuple[Cut, Tensor]] = []
+        self.parts: list[tuple[NormGroups, Tensor]] = []
         checks: dict[Any, list[ShardedParameter]] = {}
         for one in logical:
-            checks.setdefault(one.before_step, []).append(one)
-        flat: dict[int, tuple[Cut, Tensor]] = {}  # by id of each parameter
+            checks.setdefault(one.write_guard, []).append(one)
+        flat: dict[int, tuple[NormGroups, Tensor]] = {}  # by id of the parameter
         for check, members in checks.items():
             unit, group = (check.unit, check.group) if isinstance(check, StepCheck) else (None, None)
             if unit is not None:
                 self.axes.setdefault((unit.axis.group,), unit)
             if group is not None and len(set(members)) == len(group.parameters):
-                cut, gradient = _cut_of(group), flat_gradient(group)
-                if cut is not None and gradient is not None:
-                    flat.update(dict.fromkeys([id(member.sharded) for member in members], (cut, gradient)))
-        listed: set[int] = set()  # flat tensors, by id
-        for parameter in parameters:  # in this order ranks sum, whichever of them have flat ones
+                groups, gradient = _norm_groups_of(group), flat_gradient(group)
+                if groups is not None and gradient is not None:
+                    flat.update(dict.fromkeys([id(member.sharded) for member in members], (groups, gradient)))
+        listed: set[int] = set()  # ids of the flat tensors in `parts`
+        # The order of `parts` decides the order of the all-reduces. It follows the parameters, since it must be equal on all
+        # ranks, and a rank may have flat gradients where another has none.
+        for parameter in parameters:
             part = flat.get(id(parameter))
             if part is not None and id(part[1]) not in listed:
                 listed.add(id(part[1]))
                 self.parts.append(part)
             elif part is None and parameter.grad is not None:
-                _check_summed("clip_grad_norm_", parameter.grad)
-                self.parts.append((_cut(parameter.grad), inside(parameter.grad)))
+                _check_not_partial("clip_grad_norm_", parameter.grad)
+                self.parts.append((_norm_groups(parameter.grad), to_local(parameter.grad)))
 
 
 def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], axes: Any, *, maximum: bool) -> None:
-    """Reduce over process groups; over the ranks of a unit it is logged as one of the calls that they must make alike."""
+    """All-reduce `part` over `groups`. Over the ranks of a unit the call is entered in the collective log."""
     unit: Unit | None = axes.get(groups)
     if unit is not None:
         communicator = unit.runtime.communicator
@@ -115,24 +120,24 @@ def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], axes: Any, *, m
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale the gradients of `parameters` in place so that their norm, over all ranks, is at most `max_norm`. Collective.
+    """Clip the total norm of the gradients of `parameters` over all ranks to `max_norm`, in place. Collective.
 
-    Takes any mixture of sharded parameters (also of several meshes) and plain ones, which are taken to be equal on all
-    ranks. Works on local shards: one small all-reduce per mesh.
+    The parameters may be sharded, on one mesh or several, or plain. Gradients of plain parameters are assumed to be equal on
+    all ranks. The computation uses local shards and one small all-reduce per mesh.
 
     Args:
-        parameters: a parameter or several; those without `.grad` do not count.
-        max_norm: the largest norm that is left as it is.
-        norm_type: the power of the norm, above 0; `float("inf")` takes the largest absolute value.
-        error_if_nonfinite: whether a norm that is NaN or infinite is an error; otherwise gradients are scaled by it.
+        parameters: one parameter or several; parameters without `.grad` are ignored.
+        max_norm: the maximum norm.
+        norm_type: the p of the p-norm, above 0; `float("inf")` is the maximum norm.
+        error_if_nonfinite: True raises an error if the norm is NaN or infinite; False scales the gradients nevertheless.
 
     Returns:
-        The norm before clipping, a plain 0-dim tensor, equal on all ranks.
+        The norm before clipping: a plain 0-dim tensor, equal on all ranks.
 
     Raises:
         RuntimeError: with `error_if_nonfinite=True`, if the norm is not finite; no gradient has changed then.
-        StateError: naming the parameter, if its gradient is only kept on each rank (`accumulate()`).
-        ValueError: for a `norm_type` that is not above 0, or a DTensor gradient that is not summed yet.
+        StateError: if a gradient is accumulated on each rank only (`accumulate()`); the error names the parameter.
+        ValueError: for a `norm_type` that is not above 0, or a DTensor gradient with a `Partial` placement.
 
     Example:
         >>> norm = clip_grad_norm_(model.parameters(), max_norm=1.0)                          # doctest: +SKIP
@@ -140,50 +145,54 @@ def clip_grad_norm_(
     Source: Pascanu et al. 2013 (arXiv 1211.5063); the interface of `torch.nn.utils.clip_grad_norm_`.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    listed = [parameter if (now := successor(parameter)) is None else now for parameter in given]  # a list made before sharding
+    listed = [
+        parameter if (now := replacement_of(parameter)) is None else now for parameter in given
+    ]  # aliases of a list made before sharding
     sharded = logical_parameters(listed)
     for logical in sharded:
         if logical.local_grad is not None and logical.sharded.grad is None:
             raise StateError(
-                f"clip_grad_norm_ was called while the gradient of '{logical.name}' is only kept on each rank: run the last "
-                "backward of the step outside of accumulate() or no_sync() first"
+                f"clip_grad_norm_ was called while the gradient of '{logical.name}' is accumulated on each rank only. Run the "
+                "last backward of the step outside of accumulate() or no_sync() first."
             )
     grads = _Gradients(listed, sharded)
     if not grads.parts:
         return torch.tensor(0.0)
     power = float(norm_type)
     if not power > 0:
-        raise ValueError(f"clip_grad_norm_ takes a norm_type > 0 or inf, got {norm_type!r}")
+        raise ValueError(f"clip_grad_norm_ takes a norm_type > 0 or inf, got {norm_type!r}.")
     total = _total_norm(grads.parts, power, grads.axes)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"the gradients have a norm of {total.item()} over all ranks, so they cannot be clipped to {max_norm}"
-        )
+        raise RuntimeError(f"The gradients cannot be clipped to {max_norm}: their norm over all ranks is {total.item()}.")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    # One coefficient, rounded to each dtype where it is used.
-    for (dtype, where), tensors in _alike([tensor for _, tensor in grads.parts]).items():
+    # One coefficient for all gradients, rounded only when it multiplies a gradient, so that all dtypes are scaled equally.
+    for (dtype, where), tensors in _by_dtype_and_device([tensor for _, tensor in grads.parts]).items():
         torch._foreach_mul_(tensors, coefficient.to(where, torch.float64 if dtype == torch.float64 else torch.float32))
     return total
 
 
-def _check_summed(caller: str, tensor: Tensor) -> None:
-    """Raises ValueError for a DTensor that is still to be summed."""
+def _check_not_partial(caller: str, tensor: Tensor) -> None:
+    """Raise ValueError for a DTensor with a `Partial` placement."""
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(
             f"{caller} takes gradients that are sharded, replicated or plain, got a DTensor of shape "
-            f"{tuple(tensor.shape)} with placements {tensor.placements}, which is not summed yet: redistribute() it first"
+            f"{tuple(tensor.shape)} with placements {tensor.placements}, which is not reduced yet. redistribute() it first."
         )
 
 
-def _total_norm(parts: Sequence[tuple[Cut, Tensor]], power: float, axes: Any, *, singly: bool = False) -> Tensor:
-    """The norm of `parts` over all ranks, each element once, where the first is. `singly`: without foreach operations."""
-    alike: dict[Cut, list[Tensor]] = {}
-    for cut, tensor in parts:
-        alike.setdefault(cut, []).append(tensor)
+def _total_norm(parts: Sequence[tuple[NormGroups, Tensor]], power: float, axes: Any, *, singly: bool = False) -> Tensor:
+    """Return the norm of `parts` over all ranks, each element counted once, on the device of the first part.
+
+    `singly` avoids foreach operations.
+    """
+    by_groups: dict[NormGroups, list[Tensor]] = {}
+    for norm_groups, tensor in parts:
+        by_groups.setdefault(norm_groups, []).append(tensor)
     device = parts[0][1].device
     sums = []
-    for (kind, groups), shards in alike.items():
-        # Squares of bfloat16 norms would lose their digits when summed. Every rank sends the same dtype, shards or none.
+    for (kind, groups), shards in by_groups.items():
+        # Sums of squares would lose their digits in bfloat16. A rank without elements must use the same dtype as the others,
+        # so the dtype is taken before empty shards are dropped.
         wide = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
         shards = [shard for shard in shards if shard.numel()]
         norms = torch.zeros(1, dtype=wide, device=device)
@@ -191,14 +200,14 @@ def _total_norm(parts: Sequence[tuple[Cut, Tensor]], power: float, axes: Any, *,
             found = chain.from_iterable(_norms([one], power) for one in shards) if singly else _norms(shards, power)
             norms = torch.stack([norm.to(device, wide) for norm in found])
         part = norms.max() if power == torch.inf else norms.pow(power).sum()
-        part = part.to(device if kind is None or kind == device.type else kind)  # where the group's backend works
+        part = part.to(device if kind is None or kind == device.type else kind)  # the device type of the group's backend
         _reduce(part, groups, axes, maximum=power == torch.inf)
         sums.append(part.to(device))
     return torch.stack(sums).max() if power == torch.inf else torch.stack(sums).sum().pow(1.0 / power)
 
 
 def _is_mixed(tensors: Sequence[Tensor]) -> bool:
-    """Whether DTensors of several meshes are among them, or DTensors and plain tensors: torch has no operation for those."""
+    """Return True for DTensors of several meshes, or DTensors and plain tensors, for which torch has no operation."""
     meshes = {tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors}
     return len(meshes) > 1
 
@@ -210,19 +219,19 @@ def _torch_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """torch.nn.utils.get_total_norm, also over several meshes, and over sharded and plain tensors."""
+    """Extend torch.nn.utils.get_total_norm to DTensors of several meshes, and to DTensors with plain tensors."""
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     power = float(norm_type)
     if not _is_mixed(listed):
         return original(listed, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
     if not power > 0:
         raise ValueError(
-            f"a norm over several meshes, or of sharded and plain tensors, has norm_type > 0 or inf, got {norm_type!r}"
+            f"A norm over several meshes, or of sharded and plain tensors, takes a norm_type > 0 or inf, got {norm_type!r}."
         )
     for tensor in listed:
-        _check_summed("torch.nn.utils.get_total_norm", tensor)
-    total = _total_norm([(_cut(tensor), inside(tensor)) for tensor in listed], power, {}, singly=foreach is False)
-    original([total], 1.0, error_if_nonfinite, False)  # torch's own error
+        _check_not_partial("torch.nn.utils.get_total_norm", tensor)
+    total = _total_norm([(_norm_groups(tensor), to_local(tensor)) for tensor in listed], power, {}, singly=foreach is False)
+    original([total], 1.0, error_if_nonfinite, False)  # raises torch's own error if the norm is not finite
     return total
 
 
@@ -233,7 +242,7 @@ def _torch_clip_with_norm(
     total_norm: Tensor,
     foreach: bool | None = None,
 ) -> None:
-    """torch.nn.utils.clip_grads_with_norm_: likewise."""
+    """Extend torch.nn.utils.clip_grads_with_norm_ to DTensors of several meshes, and to DTensors with plain tensors."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [parameter.grad for parameter in listed if parameter.grad is not None]
     if isinstance(total_norm, DTensor):
@@ -242,8 +251,10 @@ def _torch_clip_with_norm(
     else:
         mixed = _is_mixed(grads)
     if mixed:
-        listed = [SimpleNamespace(grad=inside(grad)) for grad in grads]  # type: ignore[misc]
+        listed = [SimpleNamespace(grad=to_local(grad)) for grad in grads]  # type: ignore[misc]
     original(listed, max_norm, total_norm, foreach)
 
 
-_torch.extend_clipping(_torch_total_norm, _torch_clip_with_norm)
+def install() -> _torch.Undo:
+    """Extend torch's clipping to DTensors of several meshes, and to DTensors with plain tensors."""
+    return _torch.extend_clipping(_torch_total_norm, _torch_clip_with_norm)

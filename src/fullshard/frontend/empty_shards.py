@@ -1,8 +1,8 @@
-"""Empty shards as optimizers of other libraries see them: kernels over lists of tensors skip what precedes an empty last one.
+"""Empty shards in steps of other libraries' optimizers, whose fused kernels may skip tensors before an empty one.
 
-A rank holds no rows of a parameter that has fewer of them than there are ranks. Fused kernels in the manner of apex (its
-multi_tensor_apply, and what DeepSpeed and Transformer Engine made of it) start when they meet the last piece of the last
-tensor. If that tensor is empty it has no piece, and the tensors before it are not stepped, silently, on this rank alone.
+A parameter with fewer rows than ranks has an empty shard on some ranks. Fused kernels like multi_tensor_apply of apex (also in
+DeepSpeed and Transformer Engine) are launched at the last chunk of the last tensor. If that tensor is empty, it has no chunk,
+so the tensors before it are silently not updated, on this rank only.
 """
 
 from __future__ import annotations
@@ -21,34 +21,37 @@ from torch.optim import Optimizer
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.sharding.param_sharding import ParamSharding
 
-STAND_IN_LENGTH = 17
-"""Elements of what stands in for an empty tensor: a number that states of a few elements per parameter hardly have."""
+PLACEHOLDER_LENGTH = 17
+"""Length of a placeholder: an unusual number, so that optimizer states of a few elements are not mistaken for full states."""
 
 
-def stand_in(empty: Tensor) -> Tensor:
-    """Some zeros in the place of an empty tensor of the same dtype, device and number of dims.
+def placeholder(empty: Tensor) -> Tensor:
+    """Return zeros to replace an empty tensor, with its dtype, device and number of dims.
 
-    Rather than to leave empty tensors out: the optimizer must make their states and count their steps, or the ranks would
-    save different states. Rather than to put them first: those kernels have room for some tens of tensors, and only look
-    whether it is used up at a tensor with elements, so a run of empty ones writes behind it.
+    Empty tensors cannot be left out: the optimizer must create their states and count their steps, or the ranks would save
+    different states. They cannot be moved to the front either: the kernels have room for a few dozen tensors, and check
+    whether it is used up only at tensors with elements, so many empty tensors in a row overflow it.
     """
-    return torch.zeros((STAND_IN_LENGTH, *[1] * (empty.ndim - 1)), dtype=empty.dtype, device=empty.device)
+    return torch.zeros((PLACEHOLDER_LENGTH, *[1] * (empty.ndim - 1)), dtype=empty.dtype, device=empty.device)
 
 
 def is_foreign(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer does not step by torch's own code, whose kernels accept empty tensors."""
+    """Return True if the step of an optimizer is not torch's own code, whose kernels accept empty tensors."""
     step = inspect.unwrap(type(optimizer).step)
     return not getattr(step, "__module__", "").startswith("torch.optim")
 
 
 class StepOrder:
-    """The order of an optimizer's parameters in steps that see DTensors and may unwrap them: of each dtype, the fullest last.
+    """Order of an optimizer's parameters during a step on DTensors, whose local tensors the step may use.
+
+    For each dtype, the last parameter is one with elements on the most ranks.
 
         before      a  b  c(empty on rank 2)  d(empty on ranks 1 and 2)
         in steps    a  c  d  b
 
-    The order is the same on all ranks, since operations on DTensors may send messages: it follows from the shapes and from
-    which parameters have gradients. Nothing is left out, for the same reason. Others keep their places: see `stand_in`.
+    The order must be equal on all ranks, since operations on DTensors may run collectives. So it depends only on the shapes
+    and on the set of parameters with gradients, and no parameter is left out. Empty ones are not moved to the front, for the
+    reason in `placeholder`.
     """
 
     __slots__ = ("_optimizer_hooks", "_put", "_shares")
@@ -57,11 +60,11 @@ class StepOrder:
         known: dict[Any, float] = {}
         shares = {id(one.sharded): _share(one.sharding, known) for one in sharded}
         self._shares = {key: share for key, share in shares.items() if share < 1}
-        self._put: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = []  # group, key, as it was, as it is now
+        self._put: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = []  # group, key, list before, list now
         self._optimizer_hooks: list[Any] = []
 
     def enter(self, optimizer: Optimizer) -> None:
-        """Put the parameters of each group in the order of steps."""
+        """Put the parameters of each group into the order for the step."""
         if not self._shares:
             return
         for group in optimizer.param_groups:
@@ -76,15 +79,16 @@ class StepOrder:
                     self._put.append((group, key, before, now))
                     listed[:] = now
         if self._put and not self._optimizer_hooks:
-            # No hook runs behind a step that raised. Before the order is saved or a saved one is loaded, it is put right; what
-            # torch.distributed.checkpoint loads it lists by name in the order that it finds, so that this one stays.
+            # torch runs no hook after a step that raised, which leaves this order in place. Restore the former order before a
+            # state dict is saved or loaded. Keep it for a load with names, as by torch.distributed.checkpoint, which listed the
+            # parameters by name in the order it found.
             self._optimizer_hooks += [
                 optimizer.register_state_dict_pre_hook(lambda _: self.leave()),
                 optimizer.register_load_state_dict_pre_hook(self._before_load),
             ]
 
     def leave(self) -> None:
-        """Put them in the order of before, except where somebody made another list meanwhile."""
+        """Restore the former order, except in lists that other code changed meanwhile."""
         while self._put:
             group, key, before, now = self._put.pop()
             listed = group.get(key)
@@ -96,15 +100,16 @@ class StepOrder:
             self.leave()
 
     def _order(self, members: list[Any]) -> list[int] | None:
-        """Indices of `members`; None if they are in order."""
-        last: dict[torch.dtype, tuple[float, int]] = {}  # kernels get a list of each dtype
+        """Return the indices of `members` in the order for the step; None if they are in order already."""
+        # (share, index) of the parameter to be the last one, for each dtype, since kernels get one list per dtype.
+        last: dict[torch.dtype, tuple[float, int]] = {}
         for index, parameter in enumerate(members):
             if parameter.grad is not None:
                 share = self._shares.get(id(parameter), 1.0)
                 last[parameter.dtype] = max(last.get(parameter.dtype, (share, index)), (share, index))
 
         def place(index: int) -> tuple[int, bool]:
-            """Behind the fullest one: right before it."""
+            """Return the sort key: parameters after the one to be last move to just before it."""
             _, end = last.get(members[index].dtype, (0, len(members)))
             return (end, False) if index > end and members[index].grad is not None else (index, True)
 
@@ -113,10 +118,10 @@ class StepOrder:
 
 
 def _share(sharding: ParamSharding, known: dict[Any, float]) -> float:
-    """On which share of its ranks a parameter has elements: a number that is the same on all of them. `known`: found before."""
+    """Return the share of ranks on which a parameter has elements. It is equal on all ranks. `known` is a cache."""
     if not prod(sharding.shape):
         return 0.0
-    if sharding.dense is None:
+    if sharding.tensor_parallel is None:
         if sharding.axis.group is None or not sharding.shape:
             return 1.0
         rows, ranks = sharding.local_shape[sharding.dim], sharding.axis.ranks
@@ -128,4 +133,4 @@ def _share(sharding: ParamSharding, known: dict[Any, float]) -> float:
     return known[key]
 
 
-__all__ = ["StepOrder", "is_foreign", "stand_in"]
+__all__ = ["StepOrder", "is_foreign", "placeholder"]

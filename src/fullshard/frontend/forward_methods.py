@@ -1,4 +1,4 @@
-"""Methods beside forward that gather as forward does: `generate`, `encode`; also the units below that they touch."""
+"""Registered forward methods such as `generate` and `encode`: they unshard their unit, and units below on first read."""
 
 from __future__ import annotations
 
@@ -15,98 +15,100 @@ from torch import nn
 from fullshard import _torch
 from fullshard.errors import StateError
 from fullshard.frontend.hooks import ForwardHooks, hook_outputs
-from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, own_modules, unit_of
-from fullshard.schedule.records import ForwardCall
+from fullshard.schedule.scheduler import ForwardCall
 
 
-class LazyGather:
-    """The units below a method's own whose parameters it read, without calling them: they run until the method ends."""
+class LazyUnshard:
+    """Units below the unit of a running method that were unsharded because the method read their parameters directly.
+
+    Each of them runs a forward from the first read of a parameter until the method ends.
+    """
 
     def __init__(self) -> None:
         self._units: list[tuple[Unit, nn.Module]] = []
 
-    def touch(self, unit: Unit, root: nn.Module) -> None:
-        """Have the parameters of `unit` full."""
-        if not unit.shows_full and not unit.runtime.planner.running.has(unit.number):
-            runtime_of(unit).steps.enter_forward(unit, root)
+    def unshard(self, unit: Unit, root: nn.Module) -> None:
+        """Unshard `unit`, unless it is unsharded or running already."""
+        if not unit.shows_full and not unit.runtime.scheduler.is_running(unit.number):
+            unit.pre_forward(root)
             self._units.append((unit, root))
             for parameter in unit.parameters:
                 parameter.note_version()
 
     def leave(self, *, failed: bool) -> list[tuple[Unit, ForwardCall]]:
-        """The method ends: the calls of those that may have a backward, latest first."""
+        """End the forwards of these units, and return their calls that may have a backward, latest first."""
         calls: list[tuple[Unit, ForwardCall]] = []
         while self._units:
             unit, root = self._units.pop()
             for parameter in unit.parameters:
                 parameter.adopt_writes()
-            call = runtime_of(unit).steps.leave_forward(unit, root, failed=failed)
+            call = unit.post_forward(root, failed=failed)
             if call is not None:
                 calls.append((unit, call))
         return sorted(calls, key=lambda pair: -pair[1].end)
 
 
-class GatheringParameters(MutableMapping[str, Any]):
-    """The parameters of a module while a method around it runs: reading one gathers its unit."""
+class LazyUnshardParameters(MutableMapping[str, Any]):
+    """Stand-in for `module._parameters` while a method runs: the first read of a parameter unshards its unit."""
 
-    def __init__(self, held: dict[str, Any], touched: LazyGather, unit: Unit, root: nn.Module) -> None:
-        self.held = held
-        self._units_in_backward, self._unit, self._root = touched, unit, root
+    def __init__(self, parameters: dict[str, Any], lazy: LazyUnshard, unit: Unit, root: nn.Module) -> None:
+        self.parameters = parameters
+        self._lazy, self._unit, self._root = lazy, unit, root
 
     def __getitem__(self, name: str) -> Any:
-        value = self.held[name]
+        value = self.parameters[name]
         if value is not None:
-            self._units_in_backward.touch(self._unit, self._root)
-        return self.held[name]
+            self._lazy.unshard(self._unit, self._root)
+        return self.parameters[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.held[name] = value
+        self.parameters[name] = value
 
     def __delitem__(self, name: str) -> None:
-        del self.held[name]
+        del self.parameters[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.held)
+        return iter(self.parameters)
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.parameters)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.held
+        return name in self.parameters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(self.held, memo)
+        return copy.deepcopy(self.parameters, memo)
 
     def __reduce__(self) -> Any:
-        return dict, (self.held,)
+        return dict, (self.parameters,)
 
     def copy(self) -> dict[str, Any]:
-        """A plain dict of the parameters as they are: none is gathered."""
-        return dict(self.held)
+        """Return a plain dict of the parameters, without unsharding them."""
+        return dict(self.parameters)
 
     def __or__(self, other: Any) -> dict[str, Any]:
-        return self.held | dict(other)
+        return self.parameters | dict(other)
 
     def __ror__(self, other: Any) -> dict[str, Any]:
-        return dict(other) | self.held
+        return dict(other) | self.parameters
 
-    # Walking over parameters, as `parameters()` does, reads none of them.
+    # Iteration, as in `module.parameters()`, must not unshard: a method may list the parameters of the whole model.
 
     def items(self) -> ItemsView[str, Any]:
-        return self.held.items()
+        return self.parameters.items()
 
     def keys(self) -> KeysView[str]:
-        return self.held.keys()
+        return self.parameters.keys()
 
     def values(self) -> ValuesView[Any]:
-        return self.held.values()
+        return self.parameters.values()
 
 
 @contextmanager
-def touching(module: nn.Module) -> Iterator[LazyGather]:
-    """For the length of a block, reading a parameter of a unit below `module` gathers that unit."""
-    touched = LazyGather()
+def unshard_on_read(module: nn.Module) -> Iterator[LazyUnshard]:
+    """Unshard units below `module` when one of their parameters is read inside the block."""
+    lazy = LazyUnshard()
     replaced: list[tuple[nn.Module, Any]] = []
     own = unit_of(module)
     for below in module.modules():
@@ -114,27 +116,30 @@ def touching(module: nn.Module) -> Iterator[LazyGather]:
         if unit is None or unit is own:
             continue
         for inner in own_modules(below):
-            held = _torch.parameters_of(inner)
-            if held and isinstance(held, dict):
-                replaced.append((inner, held))
-                _torch.replace_parameters(inner, GatheringParameters(held, touched, unit, below))
+            parameters = _torch.parameters_of(inner)
+            if parameters and isinstance(parameters, dict):
+                replaced.append((inner, parameters))
+                _torch.replace_parameters(inner, LazyUnshardParameters(parameters, lazy, unit, below))
     try:
-        yield touched
+        yield lazy
     finally:
-        for inner, held in replaced:
-            _torch.replace_parameters(inner, held)
+        for inner, parameters in replaced:
+            _torch.replace_parameters(inner, parameters)
 
 
 class Method:
-    """A method of a unit's module, with what the unit does around its forward. Copies and pickles with its module."""
+    """Registered forward method of a unit's module, which runs the unit's forward hooks around each call.
+
+    It is stored on the module, and is copied and pickled with it.
+    """
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         own = getattr(method, "__self__", None) is module
-        self._module = weakref.ref(module)  # which holds this
+        self._module = weakref.ref(module)  # weak, since the module holds this object
         self._method: Callable[..., Any] = method.__func__ if own else method  # type: ignore[attr-defined]
         self._own = own
         update_wrapper(self, method, updated=())
-        del self.__wrapped__  # type: ignore[attr-defined]  # it holds the module
+        del self.__wrapped__  # type: ignore[attr-defined]  # a strong reference to the module
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._method(module, *args, **kwargs) if self._own else self._method(*args, **kwargs)
@@ -149,40 +154,40 @@ class Method:
         module = self._module()
         name = getattr(self._method, "__name__", "")
         if not self._own or getattr(type(module), name, None) is not self._method:
-            raise StateError(f"the registered method '{name}' is no method of its module's class, so it cannot be pickled")
-        return _method_again, (module, name)
+            raise StateError(f"The registered method '{name}' cannot be pickled: it is not a method of its module's class.")
+        return _rebuild_method, (module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the method between the forward hooks of its unit."""
+        """Call the method between the forward hooks of its unit."""
         module = self._module()
         assert module is not None
         unit = unit_of(module)
-        if unit is None:  # plain again
+        if unit is None:  # undo() was called since the registration
             return self._call(module, *args, **kwargs)
         hooks = ForwardHooks(unit)
         with unit.progress.in_method():
             changed = hooks.before(module, args, kwargs)
             args, kwargs = (args, kwargs) if changed is None else changed
-            with touching(module) as touched:
+            with unshard_on_read(module) as lazy:
                 try:
                     output = self._call(module, *args, **kwargs)
                 except BaseException:
-                    touched.leave(failed=True)
+                    lazy.leave(failed=True)
                     hooks.after(module, args, None)
                     raise
-                calls = touched.leave(failed=False)
+                calls = lazy.leave(failed=False)
                 output = hooks.after(module, args, output)
             for below, call in calls:
                 hook_outputs(below, call, output)
             return output
 
 
-def _method_again(module: nn.Module, name: str) -> Method:
+def _rebuild_method(module: nn.Module, name: str) -> Method:
     return Method(module, getattr(module, name))
 
 
 def wrap_method(module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` of `module` with what its unit does around its forward."""
+    """Return `method` of `module`, wrapped to run the forward hooks of its unit."""
     return method if isinstance(method, Method) else Method(module, method)
 
 

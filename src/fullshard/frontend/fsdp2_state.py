@@ -1,4 +1,4 @@
-"""FSDP2's state objects, which some programs look at behind its modules, as views on units."""
+"""Views of units with the attributes of FSDP2's private state objects, which some programs use."""
 
 from __future__ import annotations
 
@@ -11,66 +11,65 @@ from fullshard.errors import StateError
 from fullshard.params.group import ParamGroup
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, unit_of
 
 
 class _View:
-    """The state of one unit or of a part of it, under FSDP2's names. A view is made anew whenever it is asked for."""
+    """Read-only view with FSDP2's names, created at each access."""
 
-    _shows: tuple[str, ...] = ()
+    _names: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"fullshard keeps no '{name}' for a unit: of FSDP2's private state, {type(self).__name__} shows "
-            f"{', '.join(self._shows)}"
+            f"fullshard has no '{name}' for a unit. Of FSDP2's private state, {type(self).__name__} has "
+            f"{', '.join(self._names)}."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise StateError(
-            f"'{name}' was set on {type(self).__name__}, a view of FSDP2's private state in which it would be lost: use the "
-            "methods of FSDPModule, or set_custom_all_gather() and set_custom_reduce_scatter()"
+            f"'{name}' cannot be set on {type(self).__name__}: it is a view of FSDP2's private state, and the value would be "
+            "lost. Use the methods of FSDPModule, such as set_custom_all_gather() and set_custom_reduce_scatter()."
         )
 
 
 class ParameterView(_View):
-    """One parameter, under FSDP2's names."""
+    """View of one parameter, with the names of FSDP2's FSDPParam."""
 
-    _shows = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad", "keep_unsharded_storage")
+    _names = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad", "keep_unsharded_storage")
 
     def __init__(self, unit: Unit, parameter: ShardedParameter) -> None:
         self.__dict__.update(_unit=unit, _parameter=parameter)
 
     @property
     def sharded_param(self) -> nn.Parameter:
-        """The DTensor that a caller sees."""
+        """The sharded parameter, a DTensor."""
         return self._parameter.sharded
 
     @property
     def unsharded_param(self) -> nn.Parameter | None:
-        """The parameter that modules compute with, None before the first gather."""
-        return self._parameter.full
+        """The parameter for forward and backward; None before the first all-gather."""
+        return self._parameter.unsharded
 
     @property
     def _unsharded_param(self) -> nn.Parameter | None:
-        return self._parameter.full
+        return self._parameter.unsharded
 
     @property
     def unsharded_accumulated_grad(self) -> Tensor | None:
-        """The full gradient that backwards without communication kept on this rank."""
+        """The unsharded gradient that backwards without communication accumulated on this rank."""
         kept = self._parameter.local_grad
         return None if kept is None else self._parameter.sharding.to_module(kept)
 
     @property
     def keep_unsharded_storage(self) -> bool:
-        """True if the memory of the full parameter stays where it is when it is freed."""
+        """True if reshard keeps the storage of the unsharded parameter."""
         return self._unit.options.keep_memory
 
 
 class GroupView(_View):
-    """One group, under FSDP2's names."""
+    """View of one parameter group, with the names of FSDP2's FSDPParamGroup."""
 
-    _shows = ("fsdp_params", "mp_policy", "post_backward()")
+    _names = ("fsdp_params", "mp_policy", "post_backward()")
 
     def __init__(self, unit: Unit, group: ParamGroup) -> None:
         self.__dict__.update(_unit=unit, _group=group)
@@ -82,18 +81,18 @@ class GroupView(_View):
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        """The policy of the unit."""
+        """The mixed-precision policy of the unit."""
         return self._unit.options.mp
 
     def post_backward(self) -> None:
-        """Reduce what this group's parameters were given so far. Pipeline schedules call it after the last microbatch."""
-        runtime_of(self._unit).requests.reduce_now(self._unit, self._group)
+        """Reduce the gradients of this group so far. Pipeline schedules call it after the last microbatch."""
+        self._unit.reduce_now(self._group)
 
 
 class ContextView(_View):
-    """The context that the units of one tree share, under FSDP2's names."""
+    """View of the context that the units of one model share, with the names of FSDP2's state context."""
 
-    _shows = ("all_states",)
+    _names = ("all_states",)
 
     def __init__(self, unit: Unit) -> None:
         self.__dict__.update(_unit=unit)
@@ -105,9 +104,9 @@ class ContextView(_View):
 
 
 class UnitView(_View):
-    """One unit, under FSDP2's names: the result of `fully_shard.state(module)` and `module._get_fsdp_state()`."""
+    """View of one unit, with the names of FSDP2's FSDPState: the result of `fully_shard.state(module)`."""
 
-    _shows = (
+    _names = (
         *("_fsdp_param_groups", "_fsdp_param_group", "_mp_policy", "_modules", "_comm_ctx", "_state_ctx.all_states"),
         "_root_post_backward_final_callback()",
     )
@@ -137,19 +136,19 @@ class UnitView(_View):
         return ContextView(self._unit)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Wait for the reductions under way and hand out the gradients. Pipeline schedules call it at the end of a step."""
-        runtime_of(self._unit).requests.finish_reductions(self._unit)
+        """Wait for the reductions in flight and set `.grad`. Pipeline schedules call it at the end of a step."""
+        self._unit.finish_reductions()
 
     @property
     def _comm_ctx(self) -> object:
-        """An object that the units of one model share, and others do not: programs compare its `id`."""
-        root = self._unit.place.tree
+        """An object shared by exactly the units of one model. Programs compare its `id`."""
+        root = self._unit.place.outermost
         found = None if root is None else unit_of(root)
         return (found or self._unit).unit_name
 
 
 def units_below(unit: Unit) -> Iterator[Unit]:
-    """The units at and below the modules of `unit`, each once."""
+    """Yield the units at and below the modules of `unit`, each once."""
     seen: set[int] = set()
     for root in unit.modules:
         for module in root.modules():
@@ -160,6 +159,6 @@ def units_below(unit: Unit) -> Iterator[Unit]:
 
 
 def view_of(module: nn.Module) -> UnitView | None:
-    """The result of `fully_shard.state(module)`: None for a module that is no unit."""
+    """Return the view of a sharded module, or None for a module that is not sharded. It is `fully_shard.state`."""
     unit = unit_of(module)
     return None if unit is None else UnitView(unit)

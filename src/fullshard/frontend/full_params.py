@@ -1,4 +1,4 @@
-"""Full parameters for the length of a `with` block: to read and write, to differentiate through."""
+"""Unsharded parameters inside a `with` block: `full_params` to read and write them, `gathered` to differentiate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from fullshard.errors import StateError
 from fullshard.frontend.module import units_of
 from fullshard.params.group import ParamGroup
-from fullshard.params.shard_values import write_full
+from fullshard.params.shard_values import write_unsharded
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.runtime.backward import BackwardHook
-from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit
 
 
@@ -31,24 +30,25 @@ def full_params(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[nn.Module]:
-    """Have the modules hold ordinary, full Parameters in the storage dtype, outside of forward and backward. Collective.
+    """Register plain, unsharded Parameters on the modules inside the block, outside of forward and backward. Collective.
 
     Args:
-        module: a module that is a unit, or holds some.
-        write: what was written to a parameter (or, with `grads`, to its gradient) is kept in the shards at the end. All
-            ranks must write the same; each keeps its own rows of what it has.
-        recurse: whether the units below are full as well; otherwise `module` must be a unit, and is full alone.
-        rank0_only: only rank 0 of each mesh has full parameters, the others their shards. Needs `write=False`.
-        grads: parameters have their full, averaged gradients.
-        dtype: of the full parameters; None takes that of the shards.
-        device: of the full parameters; None takes that of the shards.
+        module: a sharded module, or a module that contains sharded modules.
+        write: True copies the values of the parameters (with `grads` also of their gradients) back into the shards at the end
+            of the block. All ranks must write equal values: each rank keeps its rows of its own values.
+        recurse: True unshards all units at and below `module`. False unshards only the unit of `module`, which must be sharded.
+        rank0_only: True gives unsharded parameters to rank 0 of each mesh only; the other ranks keep their shards. It requires
+            `write=False`.
+        grads: True sets `.grad` of the parameters to their unsharded, averaged gradients.
+        dtype: dtype of the unsharded parameters; None is the storage dtype of the shards.
+        device: device of the unsharded parameters; None is the device of the shards.
 
     Yields:
         `module`.
 
     Raises:
         ValueError: for `rank0_only` with `write`.
-        StateError: inside a forward or backward, or if a slot holds another Parameter at the end of a block that writes.
+        StateError: inside a forward or backward, or if another Parameter was assigned to a module in a block with `write`.
 
     Example:
         >>> with full_params(model, write=False, rank0_only=True, device="cpu"):              # doctest: +SKIP
@@ -57,15 +57,16 @@ def full_params(
     Source: FSDP1's `summon_full_params`.
     """
     if rank0_only and write:
-        raise ValueError("full_params(rank0_only=True) cannot write what only rank 0 has: pass write=False as well")
+        raise ValueError("full_params(rank0_only=True) cannot write parameters that only rank 0 has. Pass write=False as well.")
     units = list(units_of(module, recurse))
     for unit in units:
-        runtime_of(unit).requests.check_idle(unit, doing="full_params()")
+        unit.check_idle(doing="full_params()")
     for unit in units:
-        runtime_of(unit).requests.reshard(unit, doing="full_params()")
-        runtime_of(unit).requests.refresh(unit)
+        unit.reshard(doing="full_params()")
+        unit.refresh()
+    # Barrier: no rank changes anything before all ranks are here, so that a diverged rank leaves all of them intact.
     for unit in units[:1]:
-        runtime_of(unit).requests.meet(unit, doing="full_params()")
+        unit.barrier(doing="full_params()")
     shown: list[tuple[ShardedParameter, nn.Parameter]] = []
     assigned: list[str] = []
     for unit in units:
@@ -82,13 +83,13 @@ def full_params(
             assigned = [parameter.name for parameter, plain in shown if not parameter.restore(plain)]
     if write and assigned:
         raise StateError(
-            f"inside full_params() another Parameter was assigned to {assigned}: write to the ones that are there "
-            "(`p.copy_(...)`), or assign outside of the block. Nothing was written"
+            f"Another Parameter was assigned to {assigned} inside full_params(). Write to the existing ones (`p.copy_(...)`), "
+            "or assign outside of the block. Nothing was written."
         )
     if write:
         with torch.no_grad():
             for parameter, plain in shown:
-                write_full(parameter, plain, grad=grads)
+                write_unsharded(parameter, plain, grad=grads)
 
 
 def _install_full(
@@ -100,7 +101,10 @@ def _install_full(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> None:
-    """Gather the parameters of a unit one by one, install plain ones, and append both to `shown` as they are installed."""
+    """All-gather the parameters of a unit one by one, and register plain, unsharded ones.
+
+    `shown` gets each pair (sharded, plain) at once, so that the caller can restore the sharded parameters after an error.
+    """
     setup = unit.setup_collectives("full_params()")
     for parameter in unit.parameters:
         sharded: Any = parameter.sharded
@@ -120,19 +124,19 @@ def _install_full(
 
 @contextmanager
 def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Full parameters of the unit `module` as tensors that can be computed and differentiated with. Collective.
+    """All-gather the parameters of the unit `module` as differentiable tensors. Collective.
 
-    For what happens outside of forward: weight decay terms, tied projections, penalties on weights. Each group is gathered
-    once, in its compute dtype, into memory that lives as long as the graph; gradients are reduced once, together with those
-    of the unit's own forward.
+    Use it for computation outside of forward: weight decay terms, tied projections, penalties on weights. Each group is
+    all-gathered once, in its compute dtype, into memory that lives as long as the graph. The gradients are reduced once,
+    together with those of the unit's own forward.
 
     Args:
-        module: a module that is a unit; with `recurse`, one that holds some.
-        grad: whether gradients flow back to the shards. Every rank must then use the parameters in its loss, or none.
-        recurse: also those of the units below.
+        module: a sharded module; with `recurse`, a module that contains sharded modules.
+        grad: True lets gradients flow back to the shards. Then either all ranks or no rank must use the parameters in the loss.
+        recurse: True includes the parameters of all units below.
 
     Yields:
-        qualified name -> full tensor.
+        A dict from qualified names to unsharded tensors.
 
     Raises:
         StateError: inside a forward or backward.
@@ -145,33 +149,34 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
     prefixes = {id(inner): f"{name}." if name else "" for name, inner in module.named_modules()}
     found: dict[str, Tensor] = {}
     for unit in units:
-        runtime_of(unit).requests.check_idle(unit, doing="gathered()")
-        runtime_of(unit).requests.refresh_for_read(unit)
+        unit.check_idle(doing="gathered()")
+        unit.refresh_for_read()
         for group in unit.groups:
-            tensors = runtime_of(unit).requests.gather_copy(group)
+            tensors = unit.all_gather_copy(group)
             if grad and torch.is_grad_enabled() and group.trainable:
-                source = _Source(group, runtime_of(unit).requests.register_copied_use(unit))
+                copied_use = unit.runtime.scheduler.register_copied_use(unit.number)
+                source = _Source(group, BackwardHook(unit, copied_use, copied_use=True))
                 handle = torch.zeros((), device=tensors[0].device, requires_grad=True)
                 outputs: Any = _Gathered.apply(handle, source, *tensors)
                 tensors = list(outputs)
             for parameter, tensor in zip(group.parameters, tensors):
                 places = [(i.module, i.name) for i in parameter.slots]
                 inner = [prefixes[id(m)] + n for m, n in places if id(m) in prefixes]
-                name = inner[0] if inner else f"{unit.name}/{parameter.name}"  # of a list, in a module beside this one
+                name = inner[0] if inner else f"{unit.name}/{parameter.name}"  # in another module of a unit of several modules
                 found[name] = tensor if parameter.requires_grad else tensor.detach()
     yield found
 
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """The group that gathered tensors come from, and the hook of their backward."""
+    """Origin of gathered tensors."""
 
-    group: ParamGroup
-    hook: BackwardHook
+    group: ParamGroup  # the group that was all-gathered
+    hook: BackwardHook  # notifies the runtime that their backward began
 
 
 class _Gathered(torch.autograd.Function):
-    """The identity on gathered tensors; backward keeps their gradients for the reduction at the end of that backward."""
+    """Identity on gathered tensors. Its backward accumulates their gradients, to be reduced at the end of backward."""
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, source: _Source, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -184,7 +189,7 @@ class _Gathered(torch.autograd.Function):
         source: _Source = ctx.source
         source.hook()
         parameters: Sequence[ShardedParameter] = source.group.parameters
-        owned: list[Tensor | None] = [None] * len(grads)  # autograd may give one tensor to several, or expand it
+        owned: list[Tensor | None] = [None] * len(grads)  # clones: autograd may share or expand the grads
         for index, (parameter, grad) in enumerate(zip(parameters, grads)):
             if grad is not None and parameter.requires_grad:
                 owned[index] = parameter.sharding.grad_to_local(grad, name=parameter.name).clone(

@@ -1,4 +1,4 @@
-"""Translates torch's callbacks into runtime events: module hooks, graph hooks, state-dict hooks. No policy lives here."""
+"""Module hooks, autograd graph hooks and state-dict hooks of a unit. They only call the runtime, which decides what to do."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.errors import StateError
 from fullshard.params.shard_values import shard_of
-from fullshard.params.sharded_tensor import wake
+from fullshard.params.sharded_tensor import restore_subclass
 from fullshard.runtime import lint
 from fullshard.runtime.backward import BackwardHook, NodeHooks
 from fullshard.runtime.interrupts import marks_interrupts
 from fullshard.runtime.late_grads import check_hidden
 from fullshard.runtime.replicas import share_buffers
-from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit
-from fullshard.runtime.unwritten import warn_of_unwritten
-from fullshard.schedule.records import ForwardCall
-from fullshard.schedule.residency import Residency
+from fullshard.runtime.unwritten import warn_if_unwritten
+from fullshard.schedule.scheduler import ForwardCall, Residency
 
-_DEPTH = 16  # how deep nested outputs are searched
+_DEPTH = 16  # maximum depth of the search in nested outputs
 _OPAQUE = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType)
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH) -> Any:
-    """`value` with `fn` on the tensors in nested lists, tuples, dicts and dataclasses; the same object if nothing changed."""
+    """Return `value` with `fn` applied to all tensors in nested lists, tuples, dicts and dataclasses.
+
+    If `fn` changes no tensor, the result is `value` itself, so that outputs keep their identity.
+    """
     if isinstance(value, Tensor):
         return fn(value)
     if depth == 0 or value is None or isinstance(value, (str, int, float)):
@@ -64,7 +65,7 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH)
 
 
 def tensors_in(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """The tensors in `value`: nested containers, mappings, dataclasses, and attributes of plain objects, each object once."""
+    """Yield the tensors in nested containers, mappings, dataclasses and attributes of plain objects. Visit each object once."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -88,31 +89,31 @@ def tensors_in(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) ->
 
 
 class ForwardHooks:
-    """The pair of forward hooks of one module of a unit."""
+    """Forward hooks of the modules of one unit."""
 
     def __init__(self, unit: Unit) -> None:
-        self._unit, runtime = unit, runtime_of(unit)
-        self._steps, self.recovery = runtime.steps, runtime.recovery
+        self._unit, self.recovery = unit, unit.runtime.recovery
         mp = unit.options.mp
         self._input_dtype, self._output_dtype = mp.input_dtype, mp.output_dtype
 
     @marks_interrupts
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Before a forward: have the parameters full, and the inputs in their dtype."""
+        """Unshard the parameters and cast the inputs before forward."""
         if self._unit.checks.lint:
-            lint.examine(self._unit, module)
-        self._steps.enter_forward(self._unit, module)
+            lint.check_before_forward(self._unit, module)
+        self._unit.pre_forward(module)
         if self._input_dtype is None:
             return None
         return cast_floats(args, self._input_dtype), cast_floats(kwargs, self._input_dtype)
 
     @marks_interrupts
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """After a forward, also one that raised: free the parameters, and have the graph tell when its backward begins."""
+        """Reshard the parameters, hook the graph of the output for backward, and cast the output, also if forward raised."""
         unit = self._unit
-        output = self._own(module, output)
+        output = self._clone_own_parameters(module, output)
+        # torch calls this hook for a forward that raised, too (`always_call=True`), with None as output.
         failed = output is None and sys.exc_info()[1] is not None
-        call = self._steps.leave_forward(unit, module, failed=failed)
+        call = unit.post_forward(module, failed=failed)
         if call is not None:
             has_graph = hook_outputs(unit, call, output)
             if not failed:
@@ -121,12 +122,12 @@ class ForwardHooks:
                     check_hidden(unit, output)
         return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
 
-    def share(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Share the buffers, behind a forward that did not raise."""
+    def sync_buffers(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Average or broadcast the buffers after a forward that did not raise."""
         share_buffers(self._unit, module, self._unit.runtime.communicator)
 
-    def _own(self, module: nn.Module, output: Any) -> Any:
-        """A unit that returns one of its parameters, or a view of it, returns a copy: the parameter itself is about to go."""
+    def _clone_own_parameters(self, module: nn.Module, output: Any) -> Any:
+        """Clone outputs that are unsharded parameters of the unit, or views of them, since forward frees their memory."""
         unit = self._unit
 
         def copied(tensor: Tensor) -> Tensor:
@@ -135,20 +136,20 @@ class ForwardHooks:
         output = map_tensors(output, copied)
         if not isinstance(output, Tensor) and any(unit.owns_memory_of(tensor) for tensor in tensors_in(output)):
             raise StateError(
-                f"unit '{unit.name}' returns a {type(output).__name__} that holds one of its gathered parameters, whose memory "
-                "goes when its forward ends: return a clone() of it"
+                f"Unit '{unit.name}' returns a {type(output).__name__} with one of its unsharded parameters, which is freed "
+                "after forward. Return a clone() of the parameter."
             )
         return output
 
 
 def hook_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
-    """Have the graph of `output` tell the runtime when the backward of `call` begins; whether there is a graph."""
+    """Hook the graph of `output`, to notify the runtime when the backward of `call` begins. Return True if there is a graph."""
     hook: BackwardHook | None = None
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
         if tensor.requires_grad and tensor.grad_fn is not None:
             hook = hook or BackwardHook(unit, call)
             NodeHooks.on(tensor.grad_fn).add(hook)
-            # Writing to a view in place gives it a new graph node, but keeps that of the tensor it views.
+            # An in-place write to a view replaces the graph node of the view, but not that of its base.
             base = _torch.view_base(tensor)
             if base is not None and base.grad_fn is not None:
                 NodeHooks.on(base.grad_fn).add(hook)
@@ -156,19 +157,19 @@ def hook_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with the floating-point tensors in it in `dtype`."""
+    """Return `value` with all floating-point tensors cast to `dtype`."""
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
 
 
 class StateHooks:
-    """State dicts always show the sharded parameters, and full tensors can be loaded into them.
+    """State-dict hooks of one unit: save sharded parameters, and load both sharded and unsharded tensors.
 
-    A copy or pickle of a module takes hooks along that know no unit.
+    Copies and pickles of a module contain hooks without a unit, which do nothing.
     """
 
     def __init__(self, unit: Unit | None = None) -> None:
         self._unit: Any = unit
-        self._loads = False  # whether the state dict that is loaded has something for the unit
+        self._loads = False  # True if the state dict being loaded contains a parameter of the unit
 
     def __reduce__(self) -> Any:
         return StateHooks, ()
@@ -177,23 +178,26 @@ class StateHooks:
         return StateHooks()
 
     def before_save(self, module: nn.Module, *_: Any) -> None:
-        """Have the slots show the sharded parameters."""
+        """Register the sharded parameters on the modules before `state_dict()`."""
         if self._unit is None:
             return
         if self._unit.residency is not Residency.SHARDED:
-            runtime_of(self._unit).requests.ensure_sharded(self._unit, doing="state_dict()")
+            self._unit.ensure_sharded(doing="state_dict()")
         if self._unit.checks.uninitialized is not None:
-            warn_of_unwritten(self._unit)
+            warn_if_unwritten(self._unit)
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
-        """Runs for each module that holds parameters of the unit. With `assign=True` the dtype of what is loaded stays."""
-        wake()
+        """Replace unsharded tensors in `state_dict` by shards, for each module that holds parameters of the unit.
+
+        With `assign=True` the loaded tensors keep their dtype.
+        """
+        restore_subclass()
         if self._unit is None:
             return
         if self._unit.residency is not Residency.SHARDED:
-            runtime_of(self._unit).requests.ensure_sharded(self._unit, doing="load_state_dict()")
+            self._unit.ensure_sharded(doing="load_state_dict()")
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))
         for parameter in self._unit.parameters:
@@ -209,9 +213,9 @@ class StateHooks:
                         )
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
-        """Take over what was loaded, and enter it in the log once per state dict that had something for the unit."""
+        """Copy assigned parameters into the flat shards, and log the load once per state dict with parameters of the unit."""
         if self._unit is not None:
-            runtime_of(self._unit).requests.refresh(self._unit)
+            self._unit.refresh()
             if self._loads:
                 self._loads = False
                 self._unit.log_write("load_state_dict()")
@@ -230,13 +234,13 @@ _REGISTRIES = (
 
 
 def remove(unit: Unit) -> None:
-    """Remove every hook that `install` installed."""
+    """Remove all hooks of the unit."""
     for _, handle in unit.place.take_hooks():
         handle.remove()
 
 
-def purge(unit: Unit, copies: dict[int, Any]) -> None:
-    """Remove from copies of modules (by the id of what they are copies of) the copies of the unit's hooks."""
+def remove_from_copies(unit: Unit, copies: dict[int, Any]) -> None:
+    """Remove the hooks of the unit from copies of its modules. `copies` maps the id of each module to its copy."""
     for ref, handle in unit.place.hooks:
         module = ref()
         copied = None if module is None else copies.get(id(module))
@@ -245,16 +249,16 @@ def purge(unit: Unit, copies: dict[int, Any]) -> None:
 
 
 def install(unit: Unit) -> None:
-    """Install every hook of a unit, once."""
+    """Install all hooks of a unit. Call it once per unit."""
     forward, state = ForwardHooks(unit), StateHooks(unit)
     before, after = _torch.disable_tracing(forward.before), _torch.disable_tracing(forward.after)
-    share = _torch.disable_tracing(forward.share) if unit.options.buffers != "local" else None
+    sync_buffers = _torch.disable_tracing(forward.sync_buffers) if unit.options.buffers != "local" else None
     holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.slots}
     for root in unit.modules:
         unit.place.add_hook(root, root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         unit.place.add_hook(root, root.register_forward_hook(after, always_call=True))
-        if share is not None:
-            unit.place.add_hook(root, root.register_forward_hook(share))
+        if sync_buffers is not None:
+            unit.place.add_hook(root, root.register_forward_hook(sync_buffers))
         unit.place.add_hook(root, root.register_state_dict_pre_hook(state.before_save))
         unit.place.add_hook(root, root.register_load_state_dict_post_hook(state.after_load))
         for module in root.modules():
@@ -269,7 +273,7 @@ __all__ = [
     "hook_outputs",
     "install",
     "map_tensors",
-    "purge",
     "remove",
+    "remove_from_copies",
     "tensors_in",
 ]

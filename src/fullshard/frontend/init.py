@@ -1,4 +1,4 @@
-"""Giving a model that was built on the meta device its memory and its first values, unit by unit."""
+"""Materialization: allocate and initialize a sharded model that was built on the meta device."""
 
 from __future__ import annotations
 
@@ -15,38 +15,35 @@ from fullshard.frontend.module import units_of
 from fullshard.params.shard_values import replace_rows
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.params.uninitialized import is_marked, mark
-from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.setup_collectives import SetupCollectives
 
 Init = Callable[[nn.Module], object]
 
 Owner = tuple[ShardedParameter, torch.device]
-"""A sharded parameter, and where its shard is kept."""
+"""A sharded parameter, and the device of its shard."""
 
 
 def materialize(
     model: nn.Module, device: torch.device | str | None = None, *, init: Init | None = None, seed: int | None = None
 ) -> nn.Module:
-    """Allocate and initialise a sharded model that was built under `torch.device("meta")`, in place. Collective.
+    """Allocate and initialize a sharded model that was built under `torch.device("meta")`, in place. Collective.
 
-    Module by module, children first, the full parameters and buffers are allocated on one module at a time, `init` is
-    called, and each rank keeps its shards: at no time is there more than one module's full memory. Random numbers are
-    drawn from one seed on all ranks, so the full weights are the same for every number of ranks, and the generators of
-    the caller are left as they were.
+    For one module at a time, children first, it allocates the unsharded parameters and buffers, calls `init`, and keeps this
+    rank's shards. So the peak is the unsharded memory of one module. All ranks draw random numbers from one seed, so the
+    weights are equal for every number of ranks. The random generators of the caller are not advanced.
 
     Args:
-        model: a module that is sharded, at it or below it.
-        device: where to compute; None takes the device of the mesh. Under `CPUOffloadPolicy` shards go to the host.
-        init: called with each module that holds parameters or buffers that are on meta; None calls its
-            `reset_parameters()`.
-        seed: of the random numbers; None draws one on rank 0 of the model's mesh from torch's generator.
+        model: a sharded module, or a module that contains sharded modules.
+        device: device of the computation; None is the device of the mesh. With `CPUOffloadPolicy` the shards move to the host.
+        init: called with each module that has parameters or buffers on meta; None calls `reset_parameters()` of the module.
+        seed: seed of the random numbers; None draws a seed on rank 0 of the model's mesh from torch's generator.
 
     Returns:
         `model`.
 
     Raises:
-        StateError: naming the module, if it has no `reset_parameters` and `init` was not given, or naming the parameter or
-            buffer that `init` left without values.
+        StateError: if a module has no `reset_parameters` and there is no `init`, or if `init` left a parameter or buffer
+            without values. The error names the module, parameter or buffer.
 
     Example:
         >>> with torch.device("meta"):                                                        # doctest: +SKIP
@@ -57,23 +54,23 @@ def materialize(
     """
     units = list(units_of(model, True))
     if not units:
-        raise StateError(f"no module in this {type(model).__name__} is a unit: call fully_shard first")
+        raise StateError(f"{type(model).__name__} contains no sharded module. Call fully_shard() first.")
     for unit in units:
-        runtime_of(unit).requests.reshard(unit, doing="materialize()")
+        unit.reshard(doing="materialize()")
     where = torch.device(device) if device is not None else units[0].axis.device
     number = common_seed(units[0].setup_collectives("materialize()")) if seed is None else seed
     groups = [group for unit in units for group in unit.groups]
     owners = {id(parameter.sharded): (parameter, group.storage.home) for group in groups for parameter in group.parameters}
     filled: dict[int, Tensor] = {}
     done: set[int] = set()
-    leaving = units[0].runtime.communicator.leaving(f"'{units[0].name}' materialize()")
-    with leaving, torch.no_grad(), seeded(where, number):
+    reporting_exceptions = units[0].runtime.communicator.reporting_exceptions(f"'{units[0].name}' materialize()")
+    with reporting_exceptions, torch.no_grad(), seeded(where, number):
         for name, module in _children_first(model):
             if id(module) not in done:
                 done.add(id(module))
                 _fill(module, name, where, init, owners, filled)
     for unit in units:
-        runtime_of(unit).requests.refresh(unit)
+        unit.refresh()
     return model
 
 
@@ -91,10 +88,15 @@ def _fill(
     owners: dict[int, Owner],
     filled: dict[int, Tensor],
 ) -> None:
-    """Give one module's own meta tensors memory and values.
+    """Allocate and initialize the meta tensors of one module, without its children.
 
-    owners: the sharded parameters of the model and where their shards are kept, by the id of their DTensor.
-    filled: the tensors that have values already, by the id of the meta tensor; tied ones are found there.
+    Args:
+        module: the module.
+        name: its qualified name.
+        device: device of the computation.
+        init: as in `materialize`.
+        owners: sharded parameters of the model and the devices of their shards, by id of the DTensor.
+        filled: tensors with values, by id of the meta tensor. Tied tensors are looked up here.
     """
     held, kept = _torch.parameters_of(module), _torch.buffers_of(module)
     waiting = {key: p for key, p in held.items() if p is not None and p.device.type == "meta"}
@@ -118,7 +120,7 @@ def _fill(
         kept.update(buffers)
         raise StateError(
             f"{', '.join(left)} of {type(module).__name__} got no values from "
-            f"{'reset_parameters()' if init is None else 'init'}: pass an init(module) to materialize() that fills all of them"
+            f"{'reset_parameters()' if init is None else 'init'}. Pass an init(module) to materialize() that fills all of them."
         )
     for key, parameter in waiting.items():
         if id(parameter) not in filled:
@@ -137,14 +139,14 @@ def _allocate(
     device: torch.device,
     filled: dict[int, Tensor],
 ) -> None:
-    """Install memory without values, marked as such, in the place of a module's own meta tensors."""
+    """Replace the meta tensors of one module by uninitialized tensors, marked as uninitialized."""
     held, kept = _torch.parameters_of(module), _torch.buffers_of(module)
-    alike: dict[int, nn.Parameter] = {}  # tied within the module
+    allocated: dict[int, nn.Parameter] = {}  # by id of the meta parameter, since a module may tie its own parameters
     for key, parameter in waiting.items():
-        if id(parameter) not in alike:
+        if id(parameter) not in allocated:
             full = mark(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
-            alike[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-        held[key] = alike[id(parameter)]
+            allocated[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+        held[key] = allocated[id(parameter)]
     for key, buffer in buffers.items():
         if id(buffer) not in filled:
             filled[id(buffer)] = mark(torch.empty_like(buffer, device=device))
@@ -152,8 +154,8 @@ def _allocate(
 
 
 def _keep_value(original: nn.Parameter, value: Tensor, owner: Owner | None) -> Tensor:
-    """The parameter with its value: a sharded one (of `owner`) keeps this rank's rows, another one is made anew."""
-    if owner is None:  # ignored, or of no unit
+    """Return the parameter with its value: a sharded one keeps this rank's rows of `value`, another one is a new Parameter."""
+    if owner is None:  # an ignored parameter, or one outside of all units
         made = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
         made.__dict__.update(original.__dict__)
         return made
@@ -170,8 +172,8 @@ def _initialise(module: nn.Module, name: str, init: Init | None) -> None:
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
         raise StateError(
-            f"'{name or type(module).__name__}' ({type(module).__name__}) holds parameters or buffers on meta and has no "
-            "reset_parameters(): pass init=, which is called with each such module"
+            f"'{name or type(module).__name__}' ({type(module).__name__}) has parameters or buffers on meta and no "
+            "reset_parameters(). Pass init=, which is called with each such module."
         )
     reset()
 
@@ -179,24 +181,24 @@ def _initialise(module: nn.Module, name: str, init: Init | None) -> None:
 # --- random numbers ------------------------------------------------------------------------------------------------------
 
 
-_DRAWING = threading.RLock()
+_GENERATOR_LOCK = threading.RLock()
 
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """One seed for the block; the generators of the caller go on afterwards as if nothing had been drawn.
+    """Seed the random generators inside the block, and restore their states afterwards.
 
-    Threads share a generator, so one of them draws at a time.
+    Threads share the generators, so a lock lets one thread at a time run such a block.
     """
     devices = [] if device.type == "cpu" else [device]
-    with _DRAWING, torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    with _GENERATOR_LOCK, torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
         yield
 
 
 def common_seed(setup: SetupCollectives) -> int:
-    """Drawn on the first rank, the same on all (collective)."""
-    return int(setup.first(torch.randint(2**62, (1,), dtype=torch.int64).to(setup.axis.device)).item())
+    """Draw a seed on the first rank and broadcast it to all ranks. Collective."""
+    return int(setup.from_first_rank(torch.randint(2**62, (1,), dtype=torch.int64).to(setup.axis.device)).item())
 
 
 __all__ = ["common_seed", "materialize", "seeded"]

@@ -1,4 +1,4 @@
-"""What tensors on meta would hold, where that follows from shapes and constants: buffers of a model, positions, masks."""
+"""Values of meta tensors that follow from shapes and constants: buffers of a model, positions, masks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch.overrides import TorchFunctionMode
 from fullshard import _torch
 
 LARGEST = 1 << 24
-"""Elements of a value that is computed: beyond it a value is not known."""
+"""Maximum number of elements of a known value. Larger values are not computed."""
 
 
-class Known:
-    """What a tensor holds, computed when somebody asks for it: an operator of what other tensors hold.
+class KnownValue:
+    """Value of a tensor, as an operator applied to other known values. It is computed on first use.
 
-    of_batch: whether it depends on values of the batch, which stand for those of other steps.
+    Attributes:
+        of_batch: True if it depends on values of the batch, which differ between steps.
     """
 
     __slots__ = ("_args", "_func", "_index", "_kwargs", "_numel", "_value", "of_batch")
@@ -31,8 +32,8 @@ class Known:
         self.of_batch = of_batch
 
     @classmethod
-    def constant(cls, value: Tensor, *, of_batch: bool = False) -> Known:
-        """That of a tensor that has values; they are copied now, since the tensor may be written to later."""
+    def constant(cls, value: Tensor, *, of_batch: bool = False) -> KnownValue:
+        """Return the value of a tensor with data. The data is copied at once, since the tensor may be modified later."""
         known = cls(None, (), {}, value.numel(), of_batch=of_batch)
         if value.numel() <= LARGEST:
             known._value = value.detach().to("cpu", copy=True)
@@ -42,23 +43,24 @@ class Known:
         """The value on the CPU, None if it is too large or cannot be computed there."""
         if self._value is None and self._func is not None:
             try:
-                self._value = self._computed()
-            except Exception:  # an operator without a kernel there, a recursion too deep: not known
+                self._value = self._compute()
+            except Exception:  # no CPU kernel, or recursion too deep: the value is unknown
                 self._func = None
         return self._value
 
-    def _computed(self) -> Tensor | None:
+    def _compute(self) -> Tensor | None:
         if self._numel > LARGEST:
             return None
+        # An operator that writes in place gets copies, since other known values share its inputs.
         copied = _torch.writes(self._func)
 
-        def value_of(known: Known) -> Tensor:
+        def value_of(known: KnownValue) -> Tensor:
             value = known.value()
             if value is None:
                 raise LookupError
             return value.clone() if copied else value
 
-        args, kwargs = _torch.tree_map_only(Known, value_of, (self._args, self._kwargs))
+        args, kwargs = _torch.tree_map_only(KnownValue, value_of, (self._args, self._kwargs))
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "cpu"}
         with torch.no_grad(), torch.device("cpu"):
@@ -77,51 +79,52 @@ _WITHOUT_VALUES = {
 }
 
 
-class Values:
-    """What tensors on meta hold, by tensor and until something is written to their storage, by whatever view or alias.
+class KnownValues:
+    """Known values of meta tensors. A write to a storage, through any view or alias, removes the values of its tensors.
 
-    written: storages that were written to, as `_torch.storage_key` numbers them.
+    Attributes:
+        written: keys (`_torch.storage_key`) of the storages that were written to.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Tensor], Known]] = {}
-        self._in: dict[int, set[int]] = {}  # by storage, the tensors in it of which something is known
+        self._found: dict[int, tuple[weakref.ref[Tensor], KnownValue]] = {}
+        self._by_storage: dict[int, set[int]] = {}  # ids of tensors with known values, by storage
         self.written: set[int] = set()
 
-    def keep(self, tensor: Tensor, known: Known) -> None:
-        """A tensor holds this."""
+    def record(self, tensor: Tensor, known: KnownValue) -> None:
+        """Set the known value of `tensor`."""
         key, storage = id(tensor), _torch.storage_key(tensor)
 
         def forget(ref: object) -> None:
             if key in self._found and self._found[key][0] is ref:
                 del self._found[key]
-                self._in.get(storage, set()).discard(key)
+                self._by_storage.get(storage, set()).discard(key)
 
         self._found[key] = weakref.ref(tensor, forget), known
-        self._in.setdefault(storage, set()).add(key)
+        self._by_storage.setdefault(storage, set()).add(key)
 
-    def find(self, tensor: Tensor) -> Known | None:
-        """What a tensor holds, None if that is not known."""
+    def find(self, tensor: Tensor) -> KnownValue | None:
+        """Return the known value of `tensor`, or None."""
         found = self._found.get(id(tensor))
         if found is None:
-            return None if tensor.device.type == "meta" else Known.constant(tensor)
+            return None if tensor.device.type == "meta" else KnownValue.constant(tensor)
         ref, known = found
         return known if ref() is tensor else None
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """An operator ran: what it returns is known if all that it was given is."""
+        """Record the results of an operator: they are known if all its inputs are known."""
         made = self._made_by(func, args, kwargs, out)
         for tensor in _torch.written_to(func, args, kwargs):
             self._forget_storage(_torch.storage_key(tensor))
         for tensor, known in made:
-            self.keep(tensor, known)
+            self.record(tensor, known)
 
     def _forget_storage(self, storage: int) -> None:
         self.written.add(storage)
-        for key in self._in.pop(storage, ()):
+        for key in self._by_storage.pop(storage, ()):
             self._found.pop(key, None)
 
-    def _made_by(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> list[tuple[Tensor, Known]]:
+    def _made_by(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> list[tuple[Tensor, KnownValue]]:
         of_batch = False
 
         def known(given: Any) -> Any:
@@ -148,25 +151,25 @@ class Values:
             return []
         several = isinstance(out, (list, tuple))
         return [
-            (one, Known(func, given, named, one.numel(), index if several else None, of_batch=of_batch))
+            (one, KnownValue(func, given, named, one.numel(), index if several else None, of_batch=of_batch))
             for index, one in enumerate(outs)
             if isinstance(one, Tensor)
         ]
 
     def computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool] | None:
-        """(what an operator returns whose shape depends on values, whether the batch has a part in it); None if unknown."""
+        """Return (result, depends on the batch) of an operator whose output shape depends on values; None if unknown."""
         found = [self.find(leaf) for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(known is None for known in found):
             return None
         given, named = _torch.tree_map_only(Tensor, self.find, (args, dict(kwargs)))
-        value = Known(func, given, named, 0, of_batch=False).value()
+        value = KnownValue(func, given, named, 0, of_batch=False).value()
         return None if value is None else (value, any(known is not None and known.of_batch for known in found))
 
 
 class ValuesMode(_torch.TorchDispatchMode):
-    """Notes values that a model is built with, as its buffers."""
+    """Dispatch mode that records the values of tensors created while a model is built, such as its buffers."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: KnownValues) -> None:
         super().__init__()
         self._values = values
 
@@ -180,25 +183,25 @@ _OF_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
 
 
 class ConstantsMode(TorchFunctionMode):
-    """Notes what tensors on meta hold that are made of numbers, as by `torch.tensor(3.5)`: no operator makes them."""
+    """Function mode that records meta tensors of Python numbers, as by `torch.tensor(3.5)`, which dispatches no operator."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: KnownValues) -> None:
         super().__init__()
         self._values = values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _OF_DATA and isinstance(out, Tensor) and out.device.type == "meta":
-            with torch.device("cpu"), suppress(Exception):  # of tensors that have no values: not known
+            with torch.device("cpu"), suppress(Exception):  # data of tensors without values: unknown
                 made = func(*args, **{**(kwargs or {}), "device": "cpu"})
-                self._values.keep(out, Known.constant(made))
+                self._values.record(out, KnownValue.constant(made))
         return out
 
 
-def values_of_buffers(model: nn.Module, values: Values) -> dict[str, Known]:
-    """By name what buffers hold, where that is known. Parameters have other values in each step."""
+def values_of_buffers(model: nn.Module, values: KnownValues) -> dict[str, KnownValue]:
+    """Return the known values of buffers by name. Parameters are left out, since they change in each step."""
     found = {name: values.find(buffer) for name, buffer in model.named_buffers()}
     return {name: known for name, known in found.items() if known is not None}
 
 
-__all__ = ["ConstantsMode", "Known", "Values", "ValuesMode", "values_of_buffers"]
+__all__ = ["ConstantsMode", "KnownValue", "KnownValues", "ValuesMode", "values_of_buffers"]

@@ -1,4 +1,4 @@
-"""The methods of a sharded module: the class that is mixed into it, the handle of an asynchronous gather, and counts."""
+"""`FSDPModule`, the mixin of sharded modules; the handles of asynchronous operations; `counting`, `stats` and `undo`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.params.shard_values import discard_gradient
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.runtime import lint
-from fullshard.runtime.finalization import PendingReduction
-from fullshard.runtime.runtime import Runtime, runtime_of
+from fullshard.runtime.finalization import Finalization, PendingReduction
+from fullshard.runtime.join import join
+from fullshard.runtime.runtime import Runtime
 from fullshard.runtime.unit import Unit, unit_of
-from fullshard.runtime.unwritten import mark_unwritten, on_meta
-from fullshard.schedule.prefetch import Stats
-from fullshard.schedule.residency import ReshardPolicy
+from fullshard.runtime.unwritten import mark_unwritten, tensors_on_meta
+from fullshard.schedule.scheduler import ReshardPolicy, Stats
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class UnshardHandle:
-    """A gather under way, as `FSDPModule.unshard(async_op=True)` returns it; `wait()` installs the full parameters.
+    """Handle of an asynchronous all-gather, returned by `FSDPModule.unshard(async_op=True)`.
 
     Args:
-        unit: the unit whose gather was started. Callers make no handles themselves.
+        unit: the unit that is being unsharded. Only `unshard` creates handles.
 
     Source: `torch.distributed.fsdp.UnshardHandle`.
     """
@@ -44,103 +44,109 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Order the current stream behind the gather and install the full parameters. Later calls do nothing.
+        """Make the current stream wait for the all-gather, and register the unsharded parameters. Later calls do nothing.
 
         Raises:
-            StateError: if the process group was destroyed, or the ranks gather different units.
+            StateError: if the process group was destroyed, or the ranks unshard different units.
         """
         if self._unit is not None:
-            runtime_of(self._unit).requests.ensure_gathered(self._unit)
+            self._unit.ensure_unsharded()
             self._unit = None
 
 
 class GradientReductionHandle(_torch.GradientReductionHandle):  # type: ignore[misc]
-    """Gradients that are reduced, as `FSDPModule.finalize_backward(async_op=True)` returns it; `wait()` sets `.grad`.
+    """Handle of asynchronous gradient reductions, returned by `FSDPModule.finalize_backward(async_op=True)`.
 
     Args:
-        pending: the reductions under way. A bare handle waits for nothing.
+        pending: the reductions in flight. A handle without reductions waits for nothing.
 
-    Source: `torch.distributed.fsdp.GradientReductionHandle` (torch 2.15), whose subclass it is where that exists.
+    Source: `torch.distributed.fsdp.GradientReductionHandle` (torch 2.15). Where torch has that class, this is a subclass.
     """
 
     def __init__(self, pending: PendingReduction | None = None) -> None:
         self._pending = pending
 
     def wait(self) -> None:
-        """Order the current stream behind the reductions and set `.grad`. Sends nothing. Later calls do nothing.
+        """Make the current stream wait for the reductions, and set `.grad`. Starts no collective. Later calls do nothing.
 
         Raises:
-            StateError: if `zero_grad()` or `reset_iter_state()` dropped the reductions, or the ranks diverged.
+            StateError: if `zero_grad()` or `reset_iter_state()` discarded the reductions, or the ranks diverged.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            runtime_of(pending.units[0]).finalization.finish(pending)
+            Finalization(pending.units[0].runtime).finish(pending)
 
 
 _SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of a module of class `cls` once it is sharded, one per class."""
+    """Return the class that sharded modules of class `cls` get. Each `cls` has exactly one."""
     found = _SHARDED_CLASSES.get(cls)
     if found is None:
         found = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-        found = _SHARDED_CLASSES.setdefault(cls, found)  # another thread may have made one meanwhile
+        found = _SHARDED_CLASSES.setdefault(cls, found)  # another thread may have created one meanwhile
     return found
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The inverse of `sharded_class`; a class that is none of those stays as it is."""
+    """Return the original class of a sharded class (the inverse of `sharded_class`), and any other class unchanged."""
     made = next((base for base in cls.__mro__ if base.__bases__[:1] == (FSDPModule,)), None)
     return cls if made is None else made.__bases__[1]
 
 
-def keep_of(reshard_after_forward: bool | int | None, ranks: int) -> tuple[ReshardPolicy, int | None]:
-    """The reshard policy that an argument means, and how many ranks keep one copy together if they keep a part."""
+def parse_reshard_after_forward(reshard_after_forward: bool | int | None, ranks: int) -> tuple[ReshardPolicy, int | None]:
+    """Return (reshard policy, subgroup size) for the argument `reshard_after_forward`.
+
+    The subgroup size is the number of ranks that keep one copy of the parameters together; None without such subgroups.
+    """
     if reshard_after_forward is None:
         return ReshardPolicy.OUTERMOST, None
     if isinstance(reshard_after_forward, bool):
         return (ReshardPolicy.NEVER if reshard_after_forward else ReshardPolicy.ALWAYS), None
     if not isinstance(reshard_after_forward, int):
-        raise ValueError(f"reshard_after_forward must be True, False, an int or None, got {reshard_after_forward!r}")
+        raise ValueError(f"reshard_after_forward must be True, False, an int or None, got {reshard_after_forward!r}.")
     if reshard_after_forward < 1 or ranks % reshard_after_forward:
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward} must divide the {ranks} ranks that parameters are sharded "
-            f"over: take one of {[k for k in range(1, ranks + 1) if ranks % k == 0]}"
+            f"over. Take one of {[k for k in range(1, ranks + 1) if ranks % k == 0]}."
         )
     if reshard_after_forward == ranks:
         return ReshardPolicy.NEVER, None
     if reshard_after_forward == 1:
-        warn_once("reshard_after_forward=1 keeps all parameters after forward: it is taken as False, which says so")
+        warn_once("reshard_after_forward=1 keeps all parameters after forward. Pass False, which means the same.")
         return ReshardPolicy.ALWAYS, None
     return ReshardPolicy.PARTLY, reshard_after_forward
 
 
 class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
-    """Mixed into the class of every module given to `fully_shard`; not made by itself.
+    """Mixin of every module that `fully_shard` was called on. It is never instantiated directly.
 
-    Has the methods of torch's class of this name (and is one, for `isinstance`), on the units of fullshard. With `recurse`
-    a setter reaches every unit at or below the module, without it this unit alone; the defaults are FSDP2's. Every setter
-    works at any time between steps. Where one takes True or False, any other value (1, None, "no") is a ValueError.
+    It has the methods of torch's FSDPModule, and is a subclass of it for `isinstance`. With `recurse=True` a setter applies
+    to all units at and below the module, with `recurse=False` to this unit only; the defaults are those of FSDP2. Setters
+    may be called at any time between steps. Boolean arguments must be True or False: any other value (1, None, "no") raises
+    ValueError.
 
     Source: `torch.distributed.fsdp.FSDPModule`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Constructing the class of a sharded module gives an ordinary one: `sharded_sequential[0:2]` is a plain Sequential."""
+        """Construct a plain module of the original class, so that `sharded_sequential[0:2]` is a plain Sequential."""
         original = plain_class(cls)
         made = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)  # type: ignore[misc]
         return made
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters and install them until `reshard()`, or its forward or backward, frees them. Collective.
+        """Unshard this unit's parameters: allocate memory, all-gather, and register them on the modules. Collective.
+
+        It is not recursive. The parameters stay unsharded until `reshard()`, or the unit's forward or backward, frees them.
 
         Args:
-            async_op: whether to start the gather only.
+            async_op: True starts the all-gather and returns a handle; False waits for it.
 
         Returns:
-            With `async_op=True` the handle whose `wait()` installs the parameters, else None.
+            With `async_op=True` a handle whose `wait()` registers the unsharded parameters, else None.
 
         Raises:
             ValueError: if `async_op` is neither True nor False.
@@ -151,8 +157,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             >>> handle.wait()                                                                     # doctest: +SKIP
         """
         unit = _unit(self)
-        _flag("async_op", async_op)
-        runtime_of(unit).requests.start_unshard(unit)
+        _check_bool("async_op", async_op)
+        unit.unshard()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -160,65 +166,67 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return None
 
     def reshard(self) -> None:
-        """Free this unit's full parameters.
+        """Free this unit's unsharded parameters, and register the sharded ones on the modules. It is not recursive.
 
         Raises:
-            StateError: while the unit's forward or backward runs, or inside `full_params()`.
+            StateError: inside the unit's forward or backward, or inside `full_params()`.
         """
         unit = _unit(self)
-        runtime_of(unit).requests.reshard(unit)
+        unit.reshard()
 
     def join(self) -> torch.Tensor:
-        """Take part in the collectives of this unit and those below, forward and backward, without computing anything.
+        """Run the forward and backward collectives of all units at and below this module, without computing anything.
 
-        For a rank that has no work for a unit that others run: no image for the vision tower, no batch at the end of an
-        epoch, no token for an expert. Call it where the forward would be, at the same place of the program on all ranks. The
-        units below are entered as the last time this unit ran on this rank, before that in the order they are registered in.
-        Backward follows by itself, in the backward of whatever else this rank computed; gradients are as if this rank's loss
-        did not depend on the unit.
+        Use it on a rank that has no input for a unit that other ranks run: no image for the vision tower, no batch at the end
+        of an epoch, no token for an expert. Call it in place of the forward, at the same point of the program on all ranks.
+        The units below run in the order of this unit's last forward on this rank, or before any forward in the order of
+        registration. The backward collectives run within the next backward of this rank. The gradients are the same as if
+        the loss of this rank did not depend on the unit.
 
-        Ranks that compute must not recompute several units in one checkpoint (torch.utils.checkpoint around a module with units
-        below it): they would run them once more, and this rank does not know. Checkpoint the units one by one.
+        Ranks that compute must not recompute several units in one checkpoint (torch.utils.checkpoint around a module with
+        units below it): they run those units a second time, and this rank cannot join that. Checkpoint each unit separately.
 
         Returns:
-            A zero, 0-dim, to be added to the loss of a rank that computes nothing else: `model.join().backward()`.
+            A 0-dim zero with a graph. A rank that computes nothing else calls `model.join().backward()`.
 
         Raises:
-            StateError: inside a backward, or for a unit of several modules at or below this one.
+            StateError: inside a backward, or if this unit or a unit below has several modules.
 
         Example:
             >>> features = model.vision(images) if images is not None else model.vision.join()      # doctest: +SKIP
         """
         unit = _unit(self)
-        return runtime_of(unit).join(unit)
+        return join(unit)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward of the units at and below is the last of the step.
+        """Set whether the next backward of all units at and below this module is the last one of the step.
 
-        A backward that is not the last does not wait for its reductions; the last one waits for all of them and sets `.grad`.
+        A backward that is not the last does not wait for its reductions. The last backward waits for all of them and sets
+        `.grad`.
 
         Args:
-            is_last_backward: False for all microbatches but the last.
+            is_last_backward: False for all microbatches except the last.
 
         Raises:
             ValueError: if it is neither True nor False.
         """
-        last = _flag("is_last_backward", is_last_backward)
+        last = _check_bool("is_last_backward", is_last_backward)
         for unit in units_of(self, True):
             unit.configure(last_backward=last)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Have `finalize_backward()` end the backwards of the units at and below, instead of autograd.
+        """Set whether `finalize_backward()` finalizes backward, instead of the end of each autograd backward.
 
-        Backwards then reduce gradients, or keep them without gradient sync, and set no `.grad`. The mode goes before
-        `set_is_last_backward`. It suits schedules in which reducing is a step of its own, as pipelines have it.
+        It applies to all units at and below this module. In manual mode a backward reduces gradients, or accumulates them
+        without gradient sync, and does not set `.grad`. Manual mode takes precedence over `set_is_last_backward`. Use it in
+        schedules with an explicit reduction step, such as pipelines.
 
         Args:
-            enabled: False lets autograd's backward end the step again.
+            enabled: True enables manual mode; False finalizes at the end of each backward again.
 
         Raises:
             ValueError: if it is neither True nor False.
-            StateError: inside a backward, or while there are gradients that no parameter has yet, if the mode changes.
+            StateError: if the mode changes inside a backward, or before all gradients of earlier backwards are in `.grad`.
 
         Example:
             >>> model.set_manual_backward_finalization(True)                                      # doctest: +SKIP
@@ -228,32 +236,34 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             >>> model.set_requires_gradient_sync(True)                                            # doctest: +SKIP
             >>> model.finalize_backward()                                                         # doctest: +SKIP
         """
-        manual = _flag("enabled", enabled)
+        manual = _check_bool("enabled", enabled)
         for runtime, units in _units_by_runtime(self):
-            runtime.finalization.set_manual(units, manual)
+            Finalization(runtime).set_manual(units, manual)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards since the last call: reduce what none of them reduced, and set `.grad`. Collective.
+        """Finalize all backwards since the last call: reduce the remaining gradients, and set `.grad`. Collective.
 
-        Every trainable parameter of a unit with gradient sync is in one reduction, with zeros on a rank that has no gradient.
-        Full parameters are freed as `set_reshard_after_backward` says now. Before the first forward it does nothing.
+        Each trainable parameter of a unit with gradient sync is reduced once; a rank without a gradient contributes zeros.
+        Unsharded parameters are freed unless `set_reshard_after_backward(False)` is in effect. Before the first forward this
+        does nothing.
 
         Args:
-            async_op: whether to start the reductions only.
+            async_op: True starts the reductions and returns a handle; False waits for them.
 
         Returns:
-            With `async_op=True` the handle whose `wait()` sets `.grad`, else None. Until then the units run no forward.
+            With `async_op=True` a handle whose `wait()` sets `.grad`, else None. The units cannot run a forward before
+            `wait()`.
 
         Raises:
             ValueError: if `async_op` is neither True nor False.
             StateError: without `set_manual_backward_finalization(True)`, inside a forward or backward, before the `wait()` of
-                the last call, while sums over replicas are put off, or if the ranks diverged.
+                the last call, with `set_requires_all_reduce(False)` in effect, or if the ranks diverged.
         """
         pending: list[PendingReduction] = []
-        start_only = _flag("async_op", async_op)
+        start_only = _check_bool("async_op", async_op)
         for runtime, units in _units_by_runtime(self):
             if any(unit.record.last is not None for unit in units):
-                pending.append(runtime.finalization.start(units))
+                pending.append(Finalization(runtime).start(units))
         handle = _CombinedHandle(pending) if len(pending) > 1 else GradientReductionHandle(*pending)
         if start_only:
             return handle
@@ -261,188 +271,196 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Keep the memory of full parameters and messages where it is, so that addresses are the same in every step.
+        """Keep the storage of unsharded parameters and of communication buffers, so that addresses are equal in every step.
 
-        `reshard()` then gives no memory back: it costs that of all full parameters, and the largest message of a reduction
-        once more. Parameters are gathered as often as before. From the third step on no address changes, but for memory of
-        the caller's own collectives and tensor subclasses. Reductions run one at a time.
+        `reshard()` then frees no memory. The cost is the memory of all unsharded parameters, plus one more copy of the largest
+        reduce-scatter input. Parameters are all-gathered as often as before. From the third step on no address changes,
+        except in memory of custom collectives and of tensor subclasses. Reductions run one at a time.
 
         Args:
-            keep: False gives memory back at the next reshard.
-            recurse: whether the units below are meant as well.
+            keep: True keeps the storage; False frees it at the next reshard.
+            recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
             ValueError: if an argument is neither True nor False.
         """
-        kept = _flag("keep", keep)
-        for unit in units_of(self, _flag("recurse", recurse)):
+        kept = _check_bool("keep", keep)
+        for unit in units_of(self, _check_bool("recurse", recurse)):
             unit.keep_memory(kept)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Say whether backward reduces gradients.
+        """Set whether backward reduces gradients. False implements gradient accumulation without communication.
 
-        Without it each rank keeps its own gradients, in the reduce dtype and of full size, until a backward that reduces their
-        sum. `accumulate()` does that for the length of a block.
+        Without gradient sync each rank accumulates its unsharded gradients, in the reduce dtype, until a backward with
+        gradient sync reduces the sum. The context manager `accumulate()` does the same.
 
         Args:
-            requires_gradient_sync: False keeps gradients on each rank.
-            recurse: whether the units below are meant as well.
+            requires_gradient_sync: True reduces gradients; False accumulates them on each rank.
+            recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
             ValueError: if an argument is neither True nor False.
         """
-        sync = _flag("requires_gradient_sync", requires_gradient_sync)
-        for unit in units_of(self, _flag("recurse", recurse)):
+        sync = _check_bool("requires_gradient_sync", requires_gradient_sync)
+        for unit in units_of(self, _check_bool("recurse", recurse)):
             unit.configure(sync_gradients=sync)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
-        """Change `reshard_after_forward`, from the next forward on. Collective where the size of the smaller group changes.
+        """Set whether forward frees the unsharded parameters, from the next forward on.
+
+        It is collective if the subgroup size changes.
 
         Args:
-            reshard_after_forward: as the argument of `fully_shard`: True, False, None, or the number of neighbours that keep
-                one copy together.
-            recurse: whether the units below are meant as well.
+            reshard_after_forward: True, False, None or an int, as in `fully_shard`. An int is the number of neighbouring ranks
+                (the subgroup size) that keep one copy of the parameters.
+            recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
-            ValueError: for another type, or a number that does not divide the ranks of the shard axis.
-            StateError: inside a forward or backward, where the size of the smaller group changes.
+            ValueError: for another type, or a number that does not divide the size of the shard mesh dim.
+            StateError: inside a forward or backward, if the subgroup size changes.
         """
-        told = [(unit, *keep_of(reshard_after_forward, unit.axis.ranks)) for unit in units_of(self, _flag("recurse", recurse))]
-        for unit, policy, size in told:
+        parsed = [
+            (unit, *parse_reshard_after_forward(reshard_after_forward, unit.axis.ranks))
+            for unit in units_of(self, _check_bool("recurse", recurse))
+        ]
+        for unit, policy, size in parsed:
             if size == unit.options.subgroup_size:
                 unit.configure(reshard_policy=policy)
             else:
                 doing = "set_reshard_after_forward()"
-                runtime_of(unit).requests.reconfigure(unit, doing=doing, reshard_policy=policy, subgroup_size=size)
+                unit.reconfigure(doing=doing, reshard_policy=policy, subgroup_size=size)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Say whether backward frees the full parameters. If not, they are gathered again only once the shards were written.
+        """Set whether backward frees the unsharded parameters.
+
+        If it keeps them, they are all-gathered again only after the shards were written, for example by an optimizer step.
 
         Args:
-            reshard_after_backward: False keeps the full parameters, for steps of several microbatches.
-            recurse: whether the units below are meant as well.
+            reshard_after_backward: False keeps the unsharded parameters, for steps of several microbatches.
+            recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
             ValueError: if an argument is neither True nor False.
         """
-        keep = not _flag("reshard_after_backward", reshard_after_backward)
-        for unit in units_of(self, _flag("recurse", recurse)):
+        keep = not _check_bool("reshard_after_backward", reshard_after_backward)
+        for unit in units_of(self, _check_bool("recurse", recurse)):
             unit.configure(keep_after_backward=keep)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Say whether backward sums gradients over the replicas of a hybrid mesh.
+        """Set whether backward all-reduces gradients over the replicas of a hybrid mesh (HSDP).
 
-        If not, backward only reduces them over shards and keeps that, in the reduce dtype, until a backward that sums over the
-        replicas too. Without replicas there is nothing to put off.
+        If False, backward only reduce-scatters the gradients, and accumulates the results in the reduce dtype until a backward
+        with all-reduce. It has no effect without replicas.
 
         Args:
-            requires_all_reduce: False puts the sum over replicas off.
-            recurse: whether the units below are meant as well.
+            requires_all_reduce: False defers the all-reduce over replicas to a later backward.
+            recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
             ValueError: if an argument is neither True nor False.
         """
-        reduces = _flag("requires_all_reduce", requires_all_reduce)
-        for unit in units_of(self, _flag("recurse", recurse)):
+        reduces = _check_bool("requires_all_reduce", requires_all_reduce)
+        for unit in units_of(self, _check_bool("recurse", recurse)):
             unit.configure(reduce=replace(unit.options.reduce, all_reduce=reduces))
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
-        """Divide summed gradients by `factor` instead of by the number of ranks they come from.
+        """Set the factor to divide reduced gradients by, instead of the number of ranks that contribute to them.
 
         Args:
-            factor: a finite number above 0; None is the number of ranks again.
-            recurse: whether the units below are meant as well; as in FSDP2 they are not, unless it is said.
+            factor: a finite number above 0; None restores the number of ranks.
+            recurse: True applies to all units at and below this module, False to this unit only (the default, as in FSDP2).
 
         Raises:
             ValueError: for any other factor.
         """
         number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         if factor is not None and not (number and 0 < factor < float("inf")):
-            raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}")
-        for unit in units_of(self, _flag("recurse", recurse)):
+            raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}.")
+        for unit in units_of(self, _check_bool("recurse", recurse)):
             unit.configure(reduce=replace(unit.options.reduce, divide=None if factor is None else float(factor)))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Reduce with sums alone, scaled separately. fullshard always does, so that any backend and any factor will do.
+        """Reduce gradients with the op SUM and scale them separately. fullshard always does, for all backends and factors.
 
         Args:
-            enable: True or False, which make no difference.
+            enable: True or False. It has no effect.
 
         Raises:
             ValueError: if it is neither True nor False.
         """
         _unit(self)
-        _flag("enable", enable)
+        _check_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Reduce zeros for parameters that a rank did not use. fullshard always does: every rank sends the same messages.
+        """Reduce zeros for the unused parameters of a rank. fullshard always does, so all ranks run the same collectives.
 
         Args:
-            reduce_scatter_unused_params: True or False, which make no difference.
-            recurse: likewise.
+            reduce_scatter_unused_params: True or False. It has no effect.
+            recurse: True or False. It has no effect.
 
         Raises:
             ValueError: if an argument is neither True nor False.
             StateError: if there is no unit at or below this module.
         """
         any_unit(self)
-        _flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        _flag("recurse", recurse)
+        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        _check_bool("recurse", recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Limit how many groups' gradients are on their way at a time, from the next reduction on.
+        """Set the maximum number of reduce-scatters in flight, each of one parameter group, from the next one on.
 
         Args:
-            max_input_buffers: groups, at least 1; backward waits for the oldest before it starts one more.
-            recurse: whether the units below are meant as well.
+            max_input_buffers: reduce-scatters in flight, at least 1. At the limit, backward waits for the oldest before it
+                starts the next.
+            recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
-            ValueError: if it is no int, or less than 1.
+            ValueError: if it is not an int, or less than 1.
         """
         most = max_input_buffers
         if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-            raise ValueError(f"max_input_buffers must be an int >= 1, got {most!r}")
-        for unit in units_of(self, _flag("recurse", recurse)):
+            raise ValueError(f"max_input_buffers must be an int >= 1, got {most!r}.")
+        for unit in units_of(self, _check_bool("recurse", recurse)):
             unit.configure(comm=replace(unit.options.comm, reductions_in_flight=most))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Give reductions a process group of their own, so that they need not queue behind gathers. Collective.
+        """Set whether reduce-scatters use a separate process group, to overlap with all-gathers. Collective.
 
         Args:
-            enable: False takes the process group of the gathers again.
-            recurse: whether the units below are meant as well.
+            enable: True uses a separate process group; False uses that of the all-gathers again.
+            recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
             ValueError: if an argument is neither True nor False.
             StateError: inside a forward or backward.
         """
-        separate = _flag("enable", enable)
-        for unit in units_of(self, _flag("recurse", recurse)):
-            runtime_of(unit).requests.reconfigure(unit, doing="set_separate_reduce_scatter_group()", separate_reduce=separate)
+        separate = _check_bool("enable", enable)
+        for unit in units_of(self, _check_bool("recurse", recurse)):
+            unit.reconfigure(doing="set_separate_reduce_scatter_group()", separate_reduce=separate)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
-        """Call `hook` with each reduced flat gradient of this unit.
+        """Set a hook that is called with each reduced flat gradient of this unit, once per parameter group.
 
-        The hook may change it in place, by a sum over further replicas say. It runs behind the reduce-scatter and the sum over
-        replicas, on their lane or on `stream`, in an order that is the same on every rank; a unit of several groups has
-        one call for each.
+        The hook may modify the gradient in place, for example by an all-reduce over further replicas. It runs after the
+        reduce-scatter and the all-reduce over replicas, on the reduction stream or on `stream`. The order of the calls is
+        equal on all ranks.
 
         Args:
-            hook: called with a tensor (elements of this rank's shard,) in the reduce dtype; None removes the hook.
-            stream: of the mesh's device, to call `hook` on; None is the lane of the reductions.
+            hook: called with a 1-D tensor in the reduce dtype, the gradient of this rank's flat shard; None removes the hook.
+            stream: the stream to call `hook` on, on the device of the mesh; None is the reduction stream.
 
         Raises:
-            ValueError: if `hook` is no callable, or for a stream where the mesh computes on the CPU.
+            ValueError: if `hook` is not callable, or if a stream is given for a CPU mesh.
         """
         if hook is not None and not callable(hook):
-            raise ValueError(f"set_all_reduce_hook takes a callable or None, got {type(hook).__name__}")
-        if stream is not None and runtime_of(_unit(self)).communicator.away is None:
-            raise ValueError("set_all_reduce_hook got a stream, but the mesh of this unit computes on the CPU: leave it out")
+            raise ValueError(f"set_all_reduce_hook takes a callable or None, got {type(hook).__name__}.")
+        if stream is not None and _unit(self).runtime.communicator.async_device is None:
+            raise ValueError("set_all_reduce_hook got a stream, but the mesh of this unit is on the CPU. Omit `stream`.")
         unit = _unit(self)
         unit.configure(reduce=replace(unit.options.reduce, hook=hook, hook_stream=stream))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients of this unit: FSDP2's deprecated name of `set_gradient_divide_factor`.
+        """Set the factor to divide reduced gradients by: FSDP2's deprecated name of `set_gradient_divide_factor`.
 
         Args:
             factor: a finite number above 0.
@@ -453,53 +471,57 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         self.set_gradient_divide_factor(factor)
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
-        """While this unit computes forward, gather these units, instead of those that the last run needed next.
+        """Set the units whose all-gathers are prefetched in forward, while this unit computes.
+
+        By default a unit prefetches the unit that followed it in the last forward.
 
         Args:
-            modules: modules that `fully_shard` was called on, in the order to gather them; an empty list gathers none ahead.
+            modules: modules that `fully_shard` was called on, in prefetch order; an empty list disables prefetching.
 
         Raises:
-            ValueError: for anything else, or for a unit that has lanes or a device of its own.
+            ValueError: for anything else, or for a unit with separate streams or on another device.
 
         Example:
             >>> for block, following in zip(model.blocks, model.blocks[1:]):                      # doctest: +SKIP
             ...     block.set_modules_to_forward_prefetch([following])
         """
         unit = _unit(self)
-        unit.record.next_forward = _numbers_given(modules, unit)
+        unit.record.next_forward = _prefetch_numbers(modules, unit)
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
-        """While this unit's backward computes, gather these units, instead of those that the last run needed next.
+        """Set the units whose all-gathers are prefetched in backward, while the backward of this unit computes.
+
+        By default a unit prefetches the unit that followed it in the last backward.
 
         Args:
-            modules: modules that `fully_shard` was called on, in the order to gather them; an empty list gathers none ahead.
+            modules: modules that `fully_shard` was called on, in prefetch order; an empty list disables prefetching.
 
         Raises:
-            ValueError: for anything else, or for a unit that has lanes or a device of its own.
+            ValueError: for anything else, or for a unit with separate streams or on another device.
         """
         unit = _unit(self)
-        unit.record.next_backward = _numbers_given(modules, unit)
+        unit.record.next_backward = _prefetch_numbers(modules, unit)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Say whether this unit's backward needs its parameters. That of an embedding does not, and saves a gather.
+        """Set whether this unit's parameters are unsharded in backward. Backward of an embedding, for example, needs none.
 
-        If backward needs them after all, autograd raises: parameters that were freed are marked as written.
+        If backward needs them nevertheless, autograd raises an error, since freed parameters are marked as modified.
 
         Args:
-            unshard_in_backward: False leaves the gather before backward out.
+            unshard_in_backward: False skips the all-gather before backward.
 
         Raises:
             ValueError: if it is neither True nor False.
         """
-        _unit(self).configure(in_backward=_flag("unshard_in_backward", unshard_in_backward))
+        _unit(self).configure(in_backward=_check_bool("unshard_in_backward", unshard_in_backward))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Whether gathers take their memory from the compute stream. fullshard's always do, and are asynchronous."""
+        """Set whether all-gather memory comes from the compute stream, with async collectives. fullshard always does this."""
         any_unit(self)
-        _flag("async_op", async_op)
+        _check_bool("async_op", async_op)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this unit's parameters with `comm`, in memory that it allocates: one message per gather and group.
+        """Set a custom all-gather for this unit, with one all-gather per parameter group in memory allocated by `comm`.
 
         Args:
             comm: an `AllGather`, or any callable with an `allocate` method of that interface.
@@ -510,10 +532,10 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         _check_comm(comm, "set_custom_all_gather", "AllGather")
         unit = _unit(self)
-        runtime_of(unit).requests.reconfigure(unit, doing="set_custom_all_gather()", all_gather=comm)
+        unit.reconfigure(doing="set_custom_all_gather()", all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this unit's gradients with `comm`, in memory that it allocates: one message per reduction and group.
+        """Set a custom reduce-scatter for this unit, with one reduce-scatter per group in memory allocated by `comm`.
 
         Args:
             comm: a `ReduceScatter`, or any callable with an `allocate` method of that interface.
@@ -524,81 +546,83 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         _check_comm(comm, "set_custom_reduce_scatter", "ReduceScatter")
         unit = _unit(self)
-        runtime_of(unit).requests.reconfigure(unit, doing="set_custom_reduce_scatter()", reduce_scatter=comm)
+        unit.reconfigure(doing="set_custom_reduce_scatter()", reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Say whether this unit's messages lie in memory of the process group's backend (NCCL's user buffers, say).
+        """Set whether communication buffers are allocated by the process group's backend, as for NCCL user buffers.
 
         Args:
-            enable: False takes memory of fullshard's own again.
+            enable: False allocates them from the default allocator again.
 
         Raises:
-            ValueError: if the backend allocates no memory, or custom collectives were set.
+            ValueError: if the backend cannot allocate memory, or this unit has custom collectives.
             StateError: inside a forward or backward.
         """
         unit = _unit(self)
         _refuse_custom_collectives(unit)
         group, memory = unit.axis.group, None
-        if _flag("enable", enable) and group is not None:
+        if _check_bool("enable", enable) and group is not None:
             memory = _torch.process_group_memory(group, unit.axis.device)
-        runtime_of(unit).requests.reconfigure(unit, doing="set_allocate_memory_...()", memory=memory)
+        unit.reconfigure(doing="set_allocate_memory_...()", memory=memory)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Have this unit's messages lie in symmetric memory. Collective.
+        """Allocate this unit's communication buffers in symmetric memory. Collective.
 
         Args:
-            backend: the name of torch's symmetric-memory backend, "NCCL" or "NVSHMEM" say.
+            backend: the name of torch's symmetric-memory backend, such as "NCCL" or "NVSHMEM".
 
         Raises:
-            ValueError: where there is none (on the CPU), if custom collectives were set, or if `backend` is no name.
+            ValueError: on the CPU, which has no symmetric memory, if this unit has custom collectives, or if `backend` is not
+                a string.
             StateError: inside a forward or backward.
         """
         unit = _unit(self)
         if not isinstance(backend, str):
-            raise ValueError(f"set_symm_mem_for_comm takes the name of a backend, got {backend!r}")
+            raise ValueError(f"set_symm_mem_for_comm takes the name of a backend, got {backend!r}.")
         _refuse_custom_collectives(unit)
         group = unit.axis.group
         memory = None if group is None else _torch.symmetric_memory(group, unit.axis.device, backend)
-        runtime_of(unit).requests.reconfigure(unit, doing="set_symm_mem_for_comm()", memory=memory)
+        unit.reconfigure(doing="set_symm_mem_for_comm()", memory=memory)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Order the next forward, or `unshard()`, behind `event`, which an optimizer recorded on a stream of its own. Once.
+        """Set an event, recorded after the optimizer step, for the next forward or `unshard()` to wait for. It is used once.
 
-        Gathers are ordered behind the current stream as well, whose memory they write to. The optimizer may read gradients
-        until then: call `zero_grad()` after that forward, since the allocator gives freed memory to the current stream at once.
+        Set it if the optimizer steps on a separate stream. The all-gathers wait for the current stream too, since they write
+        to its memory. The optimizer may read gradients until the event: call `zero_grad()` after that forward, since the
+        allocator reuses freed memory on the current stream at once.
 
         Args:
-            event: a torch.Event (or one of the device, such as torch.cuda.Event) that was recorded after `optimizer.step()`.
+            event: a torch.Event (or a device event such as torch.cuda.Event) that was recorded after `optimizer.step()`.
 
         Raises:
-            ValueError: if it has no `wait()`, or the mesh computes on the CPU, which has no streams.
+            ValueError: if it has no `wait()`, or the mesh is on the CPU, which has no streams.
             StateError: if there is no unit at or below this module.
         """
         unit = any_unit(self)
-        if runtime_of(unit).communicator.away is None:
-            raise ValueError("set_post_optim_event got an event, but the mesh computes on the CPU, which has no streams")
+        if unit.runtime.communicator.async_device is None:
+            raise ValueError("set_post_optim_event got an event, but the mesh is on the CPU, which has no streams.")
         if not callable(getattr(event, "wait", None)):
-            raise ValueError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}")
-        runtime_of(unit).communicator.next_event = event
+            raise ValueError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}.")
+        unit.runtime.communicator.next_event = event
 
     def reset_iter_state(self) -> None:
-        """Forget a step that was interrupted by an exception, with all gradients that only this rank holds.
+        """Reset the state of a step that an exception interrupted, and discard all of its gradients.
 
-        The next forward forgets the interrupted part by itself; this also discards what earlier backwards without
-        communication kept, as `zero_grad()` does, every `.grad`, and reductions whose handle was not waited for: its `wait()`
-        raises.
+        The next forward resets the interrupted forward or backward by itself. This method also discards every `.grad`, the
+        gradients that earlier backwards accumulated without communication, and reductions that were not waited for: `wait()`
+        of their handle then raises StateError.
         """
         for unit in units_of(self, True):
-            runtime_of(unit).recovery.forget_step(unit)
+            unit.runtime.recovery.forget_step(unit)
             for parameter in unit.parameters:
                 parameter.sharded.grad = None
 
     def _get_fsdp_state(self) -> UnitView:
-        """The state that FSDP2's programs look at: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
+        """Return a view with FSDP2's private attributes: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
         return UnitView(_unit(self))
 
     def resident(self) -> AbstractContextManager[None]:
-        """Keep all units at and below full for the length of a `with` block: `fullshard.resident(self)`. Collective.
+        """Keep all units at and below this module unsharded inside a `with` block: `fullshard.resident(self)`. Collective.
 
         Returns:
             The context manager.
@@ -606,9 +630,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return resident(_module(self))
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backwards inside a `with` block keep their gradients on each rank; the first one after it reduces the sum of all.
+        """Accumulate gradients without communication inside a `with` block. The first backward after it reduces the sum.
 
-        `model.zero_grad()` discards what was kept; an optimizer's `zero_grad()` does not see it.
+        `model.zero_grad()` discards the accumulated gradients; `optimizer.zero_grad()` does not reach them.
 
         Returns:
             The context manager.
@@ -622,46 +646,50 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return accumulate(_module(self))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """`to`, `half`, `to_empty` and the like: on the shards, which then go back into flat memory."""
-        with applying(_module(self), _unit(self), fn):
-            _beyond(self)._apply(fn, recurse)
+        """Apply `fn` to the shards, as in `to`, `half` and `to_empty`, then copy them back into the flat shards."""
+        with refreshing_shards(_module(self), _unit(self), fn):
+            _original_class(self)._apply(fn, recurse)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, for the sharded parameters, also while full ones are installed; discards what `accumulate()` kept.
+        """Reset the gradients of the sharded parameters, and discard gradients accumulated by `accumulate()`.
+
+        It may be called while unsharded parameters are registered.
 
         Args:
-            set_to_none: whether `.grad` becomes None; False fills it with zeros.
+            set_to_none: True sets `.grad` to None; False fills it with zeros.
 
         Source: `torch.nn.Module.zero_grad`.
         """
         discard_gradients(_module(self), set_to_none=set_to_none)
-        _beyond(self).zero_grad(set_to_none)
+        _original_class(self).zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A sharded copy with units of its own, on the same meshes. Raises StateError inside forward or backward."""
-        return class_swap.put_together(class_swap.take_apart(_module(self), plain_class, memo), sharded_class)
+        """Return a sharded copy with separate units on the same meshes. Raises StateError inside forward or backward."""
+        return class_swap.from_snapshot(class_swap.to_snapshot(_module(self), plain_class, memo), sharded_class)
 
     def __copy__(self) -> Any:
-        raise StateError(f"a shallow copy of a sharded {type(self).__name__} would share its units: use copy.deepcopy")
+        raise StateError(
+            f"A sharded {type(self).__name__} cannot be copied shallowly: the copy would share its units. Use copy.deepcopy."
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the structure with this rank's shards; to be loaded on the same rank of an equal mesh."""
-        return _put_together, (class_swap.take_apart(_module(self), plain_class),)
+        """Pickle the structure with this rank's shards, to be loaded on the same rank of an equal mesh."""
+        return _from_snapshot, (class_swap.to_snapshot(_module(self), plain_class),)
 
     def extra_repr(self) -> str:
-        """The module's own line of its repr, and behind it the unit: parameters, elements, groups, rank and residency.
+        """Return the module's own `extra_repr`, followed by the unit: parameters, elements, groups, rank and residency.
 
         Returns:
             One line of text.
         """
-        own = _beyond(self).extra_repr()
-        said = described(_unit(self))
-        return f"{own}, {said}" if own else said
+        own = _original_class(self).extra_repr()
+        summary = unit_summary(_unit(self))
+        return f"{own}, {summary}" if own else summary
 
 
 class _CombinedHandle(GradientReductionHandle):
-    """The reductions of a model whose units are on several devices or lanes of their own."""
+    """Handle of the reductions of several runtimes, for a model with units on several devices or with separate streams."""
 
     def __init__(self, pending: Sequence[PendingReduction]) -> None:
         self._parts = [GradientReductionHandle(one) for one in pending]
@@ -672,22 +700,25 @@ class _CombinedHandle(GradientReductionHandle):
 
 
 def _units_by_runtime(module: Any) -> Iterator[tuple[Runtime, list[Unit]]]:
-    """The units at and below `module`, by what runs them: one runtime, unless a policy brings lanes of its own."""
+    """Yield each runtime of the units at and below `module`, with its units.
+
+    There is one runtime, unless policies have separate streams or the units are on several devices.
+    """
     any_unit(module)
     found: dict[int, list[Unit]] = {}
     for unit in units_of(module, True):
         found.setdefault(id(unit.runtime), []).append(unit)
     for units in found.values():
-        yield runtime_of(units[0]), units
+        yield units[0].runtime, units
 
 
-def _beyond(module: FSDPModule) -> Any:
-    """The class a sharded module had before; torch's FSDPModule, which comes first, is there for `isinstance` alone."""
+def _original_class(module: FSDPModule) -> Any:
+    """Return `super()` of the original class, skipping torch's FSDPModule, which is a base class for `isinstance` only."""
     return super(_torch.TorchFSDPModule, module)
 
 
-def described(unit: Unit) -> str:
-    """One line about a unit, for the repr of its module."""
+def unit_summary(unit: Unit) -> str:
+    """Return one line about a unit, for the repr of its module."""
     numel = sum(parameter.sharded.numel() for parameter in unit.parameters)
     return (
         f"unit of {len(unit.parameters)} parameters ({numel:,} elements) in {len(unit.groups)} groups, "
@@ -697,7 +728,7 @@ def described(unit: Unit) -> str:
 
 @contextmanager
 def accumulate(module: nn.Module) -> Iterator[None]:
-    """Backwards inside the block keep the gradients of all units at and below `module` on each rank."""
+    """Disable gradient sync of all units at and below `module` inside the block, then restore the former settings."""
     units = list(units_of(module, True))
     before = [unit.options.sync_gradients for unit in units]
     for unit in units:
@@ -710,24 +741,24 @@ def accumulate(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
-    """Have the shards go back into flat memory after `_apply(fn)` of a module of `unit`, which writes to them."""
+def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
+    """Copy the shards back into the flat shards after `_apply(fn)` of a module of `unit`, which replaces or writes them."""
     for below in units_of(module, True):
-        if runtime_of(below).reducer.is_undelivered(below) and below.changes(fn):
-            runtime_of(below).requests.check_delivered(below, doing="a change of dtype or device")
-    runtime_of(unit).requests.ensure_sharded(unit, doing="moving or casting")
-    fresh = on_meta(unit) if _torch.allocates(fn) else None
+        if below.runtime.reducer.is_undelivered(below) and below.changes(fn):
+            below.check_delivered(doing="a change of dtype or device")
+    unit.ensure_sharded(doing="moving or casting")
+    fresh = tensors_on_meta(unit) if _torch.allocates(fn) else None
     attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
     ignored = list(lint.ignored_slots(unit))
     gradients = _taken_gradients(unit)
     yield
-    for parameter, had in zip(unit.parameters, attributes):  # torch swaps the insides of a DTensor, attributes included
+    for parameter, had in zip(unit.parameters, attributes):  # torch swaps the contents of DTensors, attributes included
         for key, value in had.items():
             parameter.sharded.__dict__.setdefault(key, value)
-    for held, name in ignored:  # what was on meta is another Parameter now
+    for held, name in ignored:  # a parameter from meta is a new object now
         if (again := held[name]) is not None:
             lint.mark_ignored(again)
-    runtime_of(unit).requests.refresh(unit, () if fresh is None else fresh.parameter_ids)
+    unit.refresh(() if fresh is None else fresh.parameter_ids)
     for parameter, gradient in gradients:
         local = _torch.local_tensor(gradient).to(parameter.local.device)
         _torch.set_grad_dtype(parameter.sharded, parameter.grad_dtype.dtype)
@@ -737,7 +768,7 @@ def applying(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
 
 
 def _taken_gradients(unit: Unit) -> list[tuple[ShardedParameter, Any]]:
-    """Take the gradients away that have a dtype of their own: a cast of the module would cast them, too."""
+    """Detach and return gradients with an explicit grad dtype, which a cast of the module would cast as well."""
     taken: list[tuple[ShardedParameter, Any]] = []
     for parameter in unit.parameters:
         if parameter.has_new_grad_dtype(parameter.sharded):
@@ -751,69 +782,72 @@ def _taken_gradients(unit: Unit) -> list[tuple[ShardedParameter, Any]]:
 
 
 def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
-    """Forget gradients of the units at and below `module` that `nn.Module.zero_grad` does not reach: kept, or on their way."""
+    """Discard gradients that `nn.Module.zero_grad` does not reach: accumulated on each rank, or reductions in flight."""
     for unit in units_of(module, True):
-        if runtime_of(unit).reducer.is_undelivered(unit):
-            runtime_of(unit).reducer.discard(unit)
+        if unit.runtime.reducer.is_undelivered(unit):
+            unit.runtime.reducer.discard(unit)
         for parameter in unit.parameters if unit.shows_full else ():
             discard_gradient(parameter, set_to_none=set_to_none)
-        for group in unit.groups:  # the rest is in the slots, which torch's walks
+        for group in unit.groups:  # torch's zero_grad reaches registered parameters
             if group.grads.has_local:
                 group.grads.discard()
 
 
-def _put_together(parts: class_swap.ShardedSnapshot) -> nn.Module:
-    return class_swap.put_together(parts, sharded_class)
+def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
+    return class_swap.from_snapshot(parts, sharded_class)
 
 
 def _module(module: Any) -> nn.Module:
     return module
 
 
-def _flag(name: str, value: Any) -> bool:
-    """An argument that is True or False. Raises ValueError for what merely counts as one of them ("no", None, 1)."""
+def _check_bool(name: str, value: Any) -> bool:
+    """Return a boolean argument. Raise ValueError for any other value, such as "no", None or 1."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
     return value
 
 
-def _numbers_given(modules: Any, beside: Unit | None = None) -> tuple[int, ...]:
+def _prefetch_numbers(modules: Any, beside: Unit | None = None) -> tuple[int, ...]:
     if not isinstance(modules, (list, tuple)):
-        raise ValueError(f"expected a list of modules that fully_shard was called on, got {type(modules).__name__}")
-    return tuple(_unit_given(module, beside).number for module in modules)
+        raise ValueError(f"Expected a list of modules that fully_shard was called on, got {type(modules).__name__}.")
+    return tuple(_prefetch_unit(module, beside).number for module in modules)
 
 
-def _unit_given(module: Any, beside: Unit | None = None) -> Unit:
+def _prefetch_unit(module: Any, beside: Unit | None = None) -> Unit:
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
-        raise ValueError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
-    if beside is not None and runtime_of(unit) is not runtime_of(beside):
-        raise ValueError(f"unit '{unit.name}' has lanes or a device of its own, so unit '{beside.name}' cannot gather it ahead")
+        raise ValueError(f"Expected modules that fully_shard was called on, got {type(module).__name__}.")
+    if beside is not None and unit.runtime is not beside.runtime:
+        raise ValueError(
+            f"Unit '{beside.name}' cannot prefetch unit '{unit.name}', which has separate streams or is on another device."
+        )
     return unit
 
 
 def _check_comm(comm: Any, setter: str, kind: str) -> None:
     if not callable(comm) or not hasattr(comm, "allocate"):
-        raise ValueError(f"{setter} takes an {kind} (callable, with allocate()), got {type(comm).__name__}")
+        raise ValueError(f"{setter} takes an {kind} (callable, with allocate()), got {type(comm).__name__}.")
 
 
 def _refuse_custom_collectives(unit: Unit) -> None:
-    """Raises ValueError if the unit has collectives of the caller's own, which bring their memory."""
+    """Raise ValueError if the unit has custom collectives, which allocate their own memory."""
     for comm in (unit.options.all_gather, unit.options.reduce_scatter):
         if comm is not None:
             raise ValueError(
-                f"unit '{unit.name}' has custom collectives ({type(comm).__name__}), which allocate their own memory"
+                f"Unit '{unit.name}' has custom collectives ({type(comm).__name__}), which allocate their own memory."
             )
 
 
 @contextmanager
 def resident(module: nn.Module) -> Iterator[None]:
-    """Keep all units at and below `module` full for the length of the block, whatever forwards end: for generation. Collective.
+    """Keep all units at and below `module` unsharded inside the block, for generation. Collective.
 
-    They are gathered once, and again only if their shards were written meanwhile.
+    Forwards inside the block do not free the parameters. Each unit is all-gathered once, and again only after its shards were
+    written.
 
     Args:
-        module: a module that is a unit, or holds some.
+        module: a sharded module, or a module that contains sharded modules.
 
     Raises:
         StateError: inside a forward or backward.
@@ -823,29 +857,30 @@ def resident(module: nn.Module) -> Iterator[None]:
         ...     tokens = model.generate(prompt)
     """
     units = list(units_of(module, True))
-    inside: list[Unit] = []
+    kept: list[Unit] = []
     try:
         for unit in units:
-            runtime_of(unit).requests.set_resident(unit, True)
-            inside.append(unit)
+            unit.set_resident(True)
+            kept.append(unit)
         yield
     finally:
-        for unit in inside:
-            runtime_of(unit).requests.set_resident(unit, False)
+        for unit in kept:
+            unit.set_resident(False)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have `module.method_name(...)` gather and free the unit's parameters as its forward does: `generate`, `encode`.
+    """Register `module.method_name` as a forward method: it unshards the unit before and reshards it after each call.
 
-    Units below whose parameters the method reads without calling them (a tied projection, a chunked loss) are
-    gathered when it first reads one, and freed when it ends. Does nothing for a module that is no unit.
+    Examples are `generate` and `encode`. The method may also read parameters of units below without calling their modules (a
+    tied projection, a chunked loss): the first read unshards such a unit, and the end of the method reshards it. Does nothing
+    for a module that is not sharded.
 
     Args:
         module: a module that `fully_shard` was called on.
-        method_name: an attribute of it that can be called.
+        method_name: the name of a callable attribute of `module`.
 
     Raises:
-        ValueError: if there is no such method, or it is a generator or coroutine, whose body runs after the call.
+        ValueError: if there is no such method, or if it is a generator or coroutine, whose body runs after the call returned.
 
     Example:
         >>> register_fsdp_forward_method(model, "generate")                                   # doctest: +SKIP
@@ -857,17 +892,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if not callable(method):
-        raise ValueError(f"{type(module).__name__} has no method '{method_name}' to register")
+        raise ValueError(f"{type(module).__name__} has no method '{method_name}' to register.")
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise ValueError(
-            f"{type(module).__name__}.{method_name} is a generator or coroutine, whose body runs after the call has returned: "
-            "use it inside `with model.resident():` instead"
+            f"{type(module).__name__}.{method_name} cannot be registered: it is a generator or coroutine, whose body runs "
+            "after the call has returned. Call it inside `with model.resident():` instead."
         )
     setattr(module, method_name, forward_methods.wrap_method(module, method))
 
 
 def share_comm_ctx(modules: list[nn.Module]) -> None:
-    """Let several roots share lanes and order. All units of a device and thread do, so this only checks its input.
+    """Share streams and execution order among root modules. All units of a device and thread do, so it only checks `modules`.
 
     Args:
         modules: a list of modules that `fully_shard` was called on.
@@ -877,23 +912,23 @@ def share_comm_ctx(modules: list[nn.Module]) -> None:
 
     Source: `torch.distributed.fsdp.share_comm_ctx`.
     """
-    _numbers_given(modules)
+    _prefetch_numbers(modules)
 
 
 def undo(module: M) -> M:
-    """Make an ordinary module with full parameters of a sharded one, in place and on every rank. Collective.
+    """Undo `fully_shard`: make a plain module with unsharded parameters, in place and on every rank. Collective.
 
-    Gradients, attributes, hooks, ties and trainability of its parameters stay.
+    Parameters keep their gradients, attributes, hooks, ties and `requires_grad`. Optimizers follow them.
 
     Args:
-        module: a module that is a unit, or holds some.
+        module: a sharded module, or a module that contains sharded modules.
 
     Returns:
-        `module`, of the class it had before `fully_shard`.
+        `module`, with the class it had before `fully_shard`.
 
     Raises:
-        StateError: before anything has changed, while a forward or backward runs, or while gradients are only kept on each
-            rank.
+        StateError: inside a forward or backward, or while gradients are accumulated on each rank only. Nothing has changed
+            then.
 
     Example:
         >>> torch.save(undo(model).state_dict(), "weights.pt")                                # doctest: +SKIP
@@ -905,12 +940,12 @@ def undo(module: M) -> M:
 def _unit(module: Any) -> Unit:
     unit = unit_of(module)
     if unit is None:
-        raise StateError(f"this {type(module).__name__} is no unit: call fully_shard on it first")
+        raise StateError(f"{type(module).__name__} is not sharded. Call fully_shard() on it first.")
     return unit
 
 
 def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
-    """The units at and below `module`, each once; without `recurse` its own alone."""
+    """Yield the units at and below `module`, each once; without `recurse` only the unit of `module`."""
     if not recurse:
         yield _unit(module)
         return
@@ -922,18 +957,18 @@ def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
             yield unit
 
 
-# --- looking -----------------------------------------------------------------------------------------------------------
+# --- inspecting -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def counting(module: nn.Module) -> Iterator[list[Message]]:
-    """The messages that the runtime of `module` sends while the block runs, in order.
+    """Record the collectives and copies that the runtime of `module` starts inside the block, in order.
 
     Args:
-        module: a module that is a unit, or holds some.
+        module: a sharded module, or a module that contains sharded modules.
 
     Yields:
-        A list that grows by one `Message` for each collective or copy, of all units on the device and thread.
+        A list. Each collective or copy of any unit on the same device and thread appends one `Message`.
 
     Raises:
         StateError: if there is no unit at or below `module`.
@@ -948,29 +983,29 @@ def counting(module: nn.Module) -> Iterator[list[Message]]:
 
 
 def stats(module: nn.Module) -> Stats:
-    """A snapshot of how the runtime of `module` gathered so far, for all its units.
+    """Return counts of the all-gathers and prefetches so far, of all units of the runtime of `module`.
 
-    If many gathers could have been issued ahead, had units run in the order of the step before, a remark says so, once.
+    If many all-gathers were not prefetched because the order of the units changed between steps, a warning explains it, once.
 
     Args:
-        module: a module that is a unit, or holds some.
+        module: a sharded module, or a module that contains sharded modules.
 
     Returns:
-        Counts: gathers, those issued ahead, those of them that no forward or backward used, and those that were missed.
+        Counts: all-gathers, prefetched all-gathers, prefetches that no forward or backward used, and missed prefetches.
 
     Raises:
         StateError: if there is no unit at or below `module`.
     """
     unit = any_unit(module)
     lint.remark_on_prefetch(unit)
-    return replace(unit.runtime.planner.prefetch.stats)
+    return replace(unit.runtime.scheduler.stats)
 
 
 def any_unit(module: nn.Module) -> Unit:
-    """A unit at or below `module`. Raises StateError if there is none."""
+    """Return a unit at or below `module`. Raise StateError if there is none."""
     units: Sequence[Unit] = list(units_of(module, True))
     if not units:
-        raise StateError(f"no module in this {type(module).__name__} is a unit: call fully_shard first")
+        raise StateError(f"{type(module).__name__} contains no sharded module. Call fully_shard() first.")
     return units[0]
 
 
@@ -980,17 +1015,17 @@ __all__ = [
     "UnshardHandle",
     "accumulate",
     "any_unit",
-    "applying",
     "counting",
-    "described",
     "discard_gradients",
-    "keep_of",
+    "parse_reshard_after_forward",
     "plain_class",
+    "refreshing_shards",
     "register_fsdp_forward_method",
     "resident",
     "sharded_class",
     "share_comm_ctx",
     "stats",
     "undo",
+    "unit_summary",
     "units_of",
 ]

@@ -1,4 +1,4 @@
-"""Optimizers and sharded parameters: rebinding one that was built before sharding, and what precedes and follows each step."""
+"""Optimizers of sharded parameters: `rebind` for optimizers built before sharding, and hooks before and after each step."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from fullshard.frontend.local_view import is_viewed
 from fullshard.frontend.step_entries import StepEntries
 from fullshard.params.shard_values import shard_of
 from fullshard.params.sharded_param import ShardedParameter, logical_parameters
-from fullshard.params.sharded_tensor import LOGICAL, sleep, wake
-from fullshard.params.stale_params import Successions, successor
+from fullshard.params.sharded_tensor import LOGICAL, restore_subclass, use_plain_dtensor
+from fullshard.params.stale_params import _Aliases, replacement_of
 from fullshard.runtime.lint import is_ignored, remark_on_gradients, remark_on_optimizer
 from fullshard.runtime.unit import Unit, owner_of
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
-    """Let `optimizer` train what stands for the parameters it was built with; how many there were.
+    """Replace stale parameters in `optimizer`, and return how many were replaced.
 
-    That is sharded ones for plain ones, or the other way round after `undo`. State it holds already (momenta of the full
-    shape) is sliced. Runs by itself before every `step()`.
+    Plain parameters are replaced by the sharded ones, or sharded ones by the plain ones after `undo`. Existing optimizer
+    states with the shape of the parameter are sharded. It runs before every `step()`.
     """
     count = 0
     for group in optimizer.param_groups:
         parameters = group["params"]
         for index, parameter in enumerate(parameters):
-            sharded = successor(parameter)
+            sharded = replacement_of(parameter)
             if sharded is None:
                 continue
             parameters[index] = sharded
@@ -42,16 +42,17 @@ def rebind(optimizer: torch.optim.Optimizer) -> int:
             held = optimizer.state.pop(parameter, None)
             if held:
                 optimizer.state[sharded] = {key: _shard_state(value, parameter, sharded) for key, value in held.items()}
-        if count:  # two tied originals may have become one
+        if count:  # two tied parameters may have become one
             group["params"] = list(dict.fromkeys(parameters))
     return count
 
 
 def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
+    """Return an optimizer state of `original`, sharded like its replacement `sharded`."""
     if not isinstance(value, Tensor) or value.shape != original.shape or value.ndim == 0:
         return value
     logical = next(iter(logical_parameters([sharded])), None)
-    if logical is None:  # plain again: its state becomes whole (collective, as undo() was)
+    if logical is None:  # after undo(), unshard the state (collective, like undo())
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
         return logical.dtensor_like_shard(
@@ -60,12 +61,12 @@ def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
     return shard_of(logical, value, dtype=value.dtype)
 
 
-_STEPPER = "_fullshard_stepper"  # on an optimizer
+_CACHE = "_fullshard_stepper"  # on an optimizer
 _SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def _remark(optimizer: torch.optim.Optimizer) -> None:
-    """Once per optimizer: plain parameters beside sharded ones; and sharded ones of which none has a gradient."""
+def _warn_once_about(optimizer: torch.optim.Optimizer) -> None:
+    """Warn, once per optimizer, of plain parameters beside sharded ones, and of sharded parameters without any gradient."""
     _SEEN.add(optimizer)
     plain: list[str] = []
     units: list[Unit] = []
@@ -83,19 +84,21 @@ def _remark(optimizer: torch.optim.Optimizer) -> None:
         remark_on_optimizer(units[0], plain)
 
 
-class _Stepper:
-    """An optimizer of sharded parameters: what its steps know of it, for as long as it has the same parameters.
+class _OptimizerCache:
+    """Cache of one optimizer with sharded parameters, rebuilt when the parameters of the optimizer change.
 
-    entries: of its steps, in the logs.     local: how it computes with local shards; None if it must not.
-    order: of its parameters in steps that it makes itself; None if torch makes them.
+    Attributes:
+        entries: entries of its steps in the collective logs.
+        local: computes steps with local shards; None if the optimizer is not element-wise.
+        order: order of the parameters in steps of optimizers of other libraries; None for optimizers of torch.
     """
 
-    __slots__ = ("_backs", "_parameters", "_sharded", "_successions", "entries", "local", "order")
+    __slots__ = ("_alias_count", "_back_references", "_parameters", "_sharded", "entries", "local", "order")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._successions = Successions.count
+        self._alias_count = _Aliases.count
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
-        self._backs = [[parameter.__dict__.get(LOGICAL) for parameter in members] for members in self._parameters]
+        self._back_references = [[parameter.__dict__.get(LOGICAL) for parameter in members] for members in self._parameters]
         sharded = [logical_parameters(members) for members in self._parameters]
         self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
         self.entries = StepEntries(optimizer, sharded)
@@ -104,24 +107,24 @@ class _Stepper:
         self.order = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of the optimizer makes its own
+        return type(None), ()  # a copy of the optimizer builds a new cache
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> _Stepper:
-        """That of `optimizer`, made anew if its parameters are others than in the step before, or belong to other units."""
-        stepper: _Stepper | None = optimizer.__dict__.get(_STEPPER)
-        if stepper is not None and stepper.order is not None:
-            stepper.order.leave()  # that of a step that raised
-        if stepper is None or not stepper.holds(optimizer.param_groups):
+    def of(cls, optimizer: torch.optim.Optimizer) -> _OptimizerCache:
+        """Return the cache of `optimizer`, rebuilt if its parameters changed or belong to other units than in the last step."""
+        cache: _OptimizerCache | None = optimizer.__dict__.get(_CACHE)
+        if cache is not None and cache.order is not None:
+            cache.order.leave()  # restore the order after a step that raised
+        if cache is None or not cache.is_current(optimizer.param_groups):
             rebind(optimizer)
-            stepper = optimizer.__dict__[_STEPPER] = cls(optimizer)
-        return stepper
+            cache = optimizer.__dict__[_CACHE] = cls(optimizer)
+        return cache
 
-    def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether nothing of that changed."""
-        if len(groups) != len(self._parameters) or self._successions != Successions.count:
+    def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Return True if the optimizer still has the same parameters, and these still belong to the same units."""
+        if len(groups) != len(self._parameters) or self._alias_count != _Aliases.count:
             return False
-        for group, known, backs in zip(groups, self._parameters, self._backs):
+        for group, known, backs in zip(groups, self._parameters, self._back_references):
             members = group["params"]
             if len(members) != len(known) or not all(map(is_, members, known)):
                 return False
@@ -131,39 +134,40 @@ class _Stepper:
 
     @property
     def sharded(self) -> list[ShardedParameter]:
-        """Its sharded parameters, without those of units that are gone."""
+        """The sharded parameters of the optimizer whose units still exist."""
         return [parameter for reference in self._sharded if (parameter := reference()) is not None]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    stepper = _Stepper.of(optimizer)
+    cache = _OptimizerCache.of(optimizer)
     if optimizer not in _SEEN:
-        _remark(optimizer)
-    sharded = stepper.sharded
-    for check in dict.fromkeys([parameter.before_step for parameter in sharded]):
+        _warn_once_about(optimizer)
+    sharded = cache.sharded
+    for check in dict.fromkeys([parameter.write_guard for parameter in sharded]):
         if check is not None:
             check()
-    if stepper.local is None:
-        sleep([parameter.sharded for parameter in sharded])
-        if stepper.order is not None and not is_viewed(optimizer):
-            stepper.order.enter(optimizer)
+    if cache.local is None:
+        use_plain_dtensor([parameter.sharded for parameter in sharded])
+        if cache.order is not None and not is_viewed(optimizer):
+            cache.order.enter(optimizer)
     else:
-        stepper.local.keeps_dtensors = False
-        _torch.have_listed_by(optimizer, stepper.local, stepper.local.settle)
+        cache.local.keeps_dtensors = False
+        _torch.have_listed_by(optimizer, cache.local, cache.local.end_step)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    wake()
+    restore_subclass()
     _torch.have_listed_by_itself(optimizer)
-    stepper = optimizer.__dict__.get(_STEPPER) or _Stepper.of(optimizer)
-    if stepper.order is not None:
-        stepper.order.leave()
-    if stepper.local is None or stepper.local.keeps_dtensors:
-        for parameter in stepper.sharded:  # DTensor's foreach and fused operations move no version counter
+    cache = optimizer.__dict__.get(_CACHE) or _OptimizerCache.of(optimizer)
+    if cache.order is not None:
+        cache.order.leave()
+    if cache.local is None or cache.local.keeps_dtensors:
+        for parameter in cache.sharded:  # DTensor's foreach and fused operations move no version counter
             if parameter.sharded.grad is not None:
                 parameter.note_write()
-    stepper.entries.say(optimizer.param_groups)
+    cache.entries.log_step(optimizer.param_groups)
 
 
-_torch.register_optimizer_step_pre_hook(_before_step)
-_torch.register_optimizer_step_post_hook(_after_step)
+def install() -> _torch.Undo:
+    """Hook the steps of all optimizers: checks, local steps, and entries in the collective log."""
+    return _torch.on_optimizer_step(_before_step, _after_step)

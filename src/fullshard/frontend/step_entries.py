@@ -1,4 +1,4 @@
-"""What ranks must agree on of each step of an optimizer: one entry per log, with its class, its options and its parameters."""
+"""Entries of optimizer steps in the collective logs: class, options and parameters, which must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fullshard.consistency.collective_log import CollectiveLog, Fingerprint, Uni
 from fullshard.params.sharded_param import ShardedParameter
 from fullshard.runtime.unit import Unit, owner_of
 
-_HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))  # options that do not change what is computed
-_SHOWN = 4  # groups of parameters with options of their own
+_IMPLEMENTATION_OPTIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))  # do not change the result
+_SHOWN = 4  # maximum number of option sets in an entry
 
 
 class _Step(Fingerprint):
-    """A step of an optimizer. Its text, which is long, is made when it is asked for."""
+    """Fingerprint of an optimizer step. Its text is long and rarely needed, so it is created on demand."""
 
     text: Callable[[], str]
 
@@ -37,19 +37,19 @@ class _Step(Fingerprint):
 
 
 class _Entry:
-    """The entries of one log about the steps of an optimizer.
+    """Entries of one optimizer's steps in one log.
 
-    Each has class, options, parameters (a hash for each group of the optimizer), and whether gradients were written since
-    they came.
+    An entry has the class, the options, a hash of the parameters per group of the optimizer, and a flag that gradients were
+    written after they were reduced.
     """
 
     __slots__ = ("_counts", "_digests", "_fingerprint", "_log", "_options", "_unit", "_written")
 
     def __init__(self, log: CollectiveLog, members: Sequence[tuple[int, ShardedParameter, Unit]]) -> None:
-        """`members`: the group of the optimizer that each parameter is in, and its unit."""
+        """`members`: (index of the optimizer group, parameter, its unit) for each parameter."""
         first = min((unit for _, _, unit in members), key=lambda unit: unit.global_id)
-        self._unit, self._log = weakref.ref(first), weakref.ref(log)  # its groups may be made anew
-        names: dict[int, list[str]] = {}  # of parameters, by group
+        self._unit, self._log = weakref.ref(first), weakref.ref(log)  # the unit, since its parameter groups may be rebuilt
+        names: dict[int, list[str]] = {}  # names of the parameters, by group
         for index, parameter, unit in members:
             names.setdefault(index, []).append(f"{unit.global_id} {parameter.name}")
         self._counts = {index: len(listed) for index, listed in names.items()}
@@ -57,8 +57,8 @@ class _Entry:
         self._options: _Options | None = None
         self._written = False
 
-    def say(self, options: _Options) -> None:
-        """Enter in the log that a step of an optimizer with these options ended."""
+    def log_step(self, options: _Options) -> None:
+        """Add an entry to the log: a step with these options ended."""
         unit, log = self._unit(), self._log()
         if unit is not None and unit.groups and log is not None:
             group = unit.groups[0]
@@ -77,19 +77,19 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Options:
-    """The options of an optimizer of class `name`, in each of its groups, in the order of `keys`."""
+    """Options of an optimizer."""
 
-    name: str
-    keys: Sequence[str]
-    values: Sequence[tuple[Any, ...]]
+    name: str  # class of the optimizer
+    keys: Sequence[str]  # names of the options
+    values: Sequence[tuple[Any, ...]]  # for each group, the values in the order of `keys`
 
     def described(self, counts: Mapping[int, int], end: str) -> str:
-        """`counts`: of parameters, by group."""
+        """Return the text of an entry. `counts` are the numbers of parameters by group, `end` is the end of the text."""
         mine = [
             {key: repr(value) for key, value in zip(self.keys, self.values[index]) if value is not None} for index in counts
         ]
         common = set.intersection(*(set(one.items()) for one in mine))
-        sets: dict[str, int] = {}  # how many parameters have these options of their own
+        sets: dict[str, int] = {}  # number of parameters by their options that not all groups share
         for one, count in zip(mine, counts.values()):
             own = ", ".join(f"{key}={value}" for key, value in one.items() if (key, value) not in common)
             sets[own] = sets.get(own, 0) + count
@@ -103,19 +103,19 @@ class _Options:
 
 
 class StepEntries:
-    """The part of each step of an optimizer that the ranks must agree on: its class, its options, and which parameters it has.
+    """Entries of one optimizer's steps: one per step and log, for the logs of all its sharded parameters.
 
-    steps 1 - n entries, one per log that sharded parameters lie in. Options are those of the optimizer's defaults, plain
-    values and tensors of one element on the host; what an optimizer counts in its groups beside them is its own.
+    The options are those in the optimizer's defaults, if they are plain values or one-element tensors on the host. Other
+    values in the groups, such as counters, are not compared between ranks.
     """
 
     __slots__ = ("_entries", "_known", "_names", "_options", "_read")
 
     def __init__(self, optimizer: torch.optim.Optimizer, sharded: Sequence[Sequence[ShardedParameter]]) -> None:
-        """`sharded`: the sharded parameters in each of its groups."""
-        self._names = [name for name in optimizer.defaults if name not in _HOW]
+        """`sharded`: the sharded parameters of each group."""
+        self._names = [name for name in optimizer.defaults if name not in _IMPLEMENTATION_OPTIONS]
         self._read: Callable[[dict[str, Any]], Any] = self._read_plain
-        self._known: list[Any] = []  # options by group, as they were read last
+        self._known: list[Any] = []  # options by group, as read last
         self._options = _Options(type(optimizer).__name__, self._names, ())
         found: dict[CollectiveLog, list[tuple[int, ShardedParameter, Unit]]] = {}
         for index, parameters in enumerate(sharded):
@@ -126,19 +126,19 @@ class StepEntries:
                     found.setdefault(log, []).append((index, parameter, unit))
         self._entries = [_Entry(log, members) for log, members in found.items()]
 
-    def say(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Enter a step in every log."""
+    def log_step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Add an entry for one step to every log."""
         try:
             held = [*map(self._read, groups)] == self._known
-        except (KeyError, RuntimeError):  # an option is gone, or became a tensor of several elements
+        except (KeyError, RuntimeError):  # an option was removed, or is a tensor of several elements
             held = False
         if not held:
-            self._look_up(groups)
+            self._read_options(groups)
         for entry in self._entries:
-            entry.say(self._options)
+            entry.log_step(self._options)
 
-    def _look_up(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Read the options anew: they are others than in the step before."""
+    def _read_options(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Read the options again, and choose the fastest way to compare them in the next step."""
         self._options = _Options(self._options.name, self._names, [*map(self._read_plain, groups)])
         held = [[group.get(name) for name in self._names] for group in groups]
         if len(self._names) < 2 or any(value is None or isinstance(value, Tensor) for values in held for value in values):
@@ -151,7 +151,10 @@ class StepEntries:
 
 
 def _plain(value: Any) -> Any:
-    """An option as ranks compare it: numbers, words, and tuples of them; None for others, and for tensors of a device."""
+    """Return an option for comparison between ranks: numbers, strings and tuples of them, else None.
+
+    Tensors on a device are None, since reading them would synchronize the host with the device.
+    """
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, (tuple, list)):

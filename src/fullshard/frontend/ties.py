@@ -1,4 +1,4 @@
-"""Parameters that an earlier unit already owns: which unit has them from now on, so that each has one owner."""
+"""Tied parameters that an earlier unit already owns: decide which unit owns them, so that each has one owner."""
 
 from __future__ import annotations
 
@@ -10,90 +10,94 @@ from torch import nn
 from fullshard.errors import warn_once
 from fullshard.frontend import class_swap
 from fullshard.params.sharded_param import ShardedParameter, logical_parameters
-from fullshard.params.stale_params import successor
+from fullshard.params.stale_params import replacement_of
 from fullshard.runtime.options import UnitOptions
-from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, owner_of
 from fullshard.sharding.module_tree import ManagedTensors, ParamRef
 
 
 @dataclass(eq=False)
 class Ties:
-    """The plan of a new unit for parameters that others own. Nothing has changed until `take`.
+    """Plan of a new unit for parameters that other units own. Nothing changes before `take`."""
 
-    taken: comes to the new unit, from its owner.   left: stays with the unit around the new one, which is full whenever
-    the new one runs.   merged: owners that end, and whose modules and parameters the new unit has.
-    """
-
+    # Parameters that move to the new unit, each with its current owner.
     taken: list[tuple[ShardedParameter, Unit]] = field(default_factory=list)
+    # Parameters that stay with the unit around the new one, which is unsharded whenever the new one runs.
     left: list[ShardedParameter] = field(default_factory=list)
+    # Units to dissolve: the new unit takes all their modules and parameters.
     merged: list[Unit] = field(default_factory=list)
+    # Tied parameters of the new unit's modules, each with the sharded parameter it is tied to.
     _refs: list[tuple[ParamRef, ShardedParameter]] = field(default_factory=list)
 
     def add(self, ref: ParamRef, parameter: ShardedParameter) -> None:
-        """Note that `ref` is a parameter that another unit owns already."""
+        """Add `ref`, which is tied to `parameter` of another unit."""
         self._refs.append((ref, parameter))
 
-    def knows(self, ref: ParamRef) -> bool:
-        """Whether another unit owns `ref` already."""
+    def is_tied(self, ref: ParamRef) -> bool:
+        """Return True if another unit owns `ref` already."""
         return any(ref is known for known, _ in self._refs)
 
-    def take(self, undress: Callable[[type[nn.Module]], type[nn.Module]]) -> tuple[list[ShardedParameter], list[nn.Module]]:
-        """(parameters, modules) that become the new unit's."""
+    def take(
+        self, unwrap_class: Callable[[type[nn.Module]], type[nn.Module]]
+    ) -> tuple[list[ShardedParameter], list[nn.Module]]:
+        """Remove parameters and units from their owners, and return the (parameters, modules) to add to the new unit."""
         parameters: list[ShardedParameter] = []
         modules: list[nn.Module] = []
         for unit in self.merged:
             modules += unit.modules
             parameters += unit.parameters
-            runtime_of(unit).requests.transfer_params(unit, unit.parameters)
-            class_swap.disassemble(unit, undress)
+            unit.transfer_params(unit.parameters)
+            class_swap.remove_unit(unit, unwrap_class)
         for unit in dict.fromkeys(unit for _, unit in self.taken):
             gone = [parameter for parameter, owner in self.taken if owner is unit]
             parameters += gone
-            runtime_of(unit).requests.transfer_params(unit, gone)
+            unit.transfer_params(gone)
         return parameters, modules
 
     def install(self) -> None:
-        """Have every tied slot hold the one parameter."""
+        """Register the one sharded parameter in all its slots."""
         for ref, parameter in self._refs:
             parameter.install_in(ref.slots)
 
 
 def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors, options: UnitOptions) -> Ties:
-    """Plan for the parameters in `managed` that others own. Raises ValueError or StateError for an impossible tie."""
+    """Return the plan for parameters in `managed` that other units own.
+
+    Raises ValueError or StateError for a tie that cannot be resolved.
+    """
     ties = Ties()
     inside = {id(inner) for module in modules for inner in module.modules()}
     for ref in managed.refs:
-        sharded = successor(ref.parameter)
+        sharded = replacement_of(ref.parameter)
         known = logical_parameters([ref.parameter if sharded is None else sharded])
         owner = owner_of(known[0]) if known else None
         if owner is None:
             continue
         parameter = known[0]
         ties.add(ref, parameter)
-        runtime_of(owner).requests.ensure_sharded(owner, doing="fully_shard() of a module that shares a parameter with it")
-        runtime_of(owner).requests.check_delivered(owner, doing="fully_shard() of a module that shares a parameter with it")
+        owner.ensure_sharded(doing="fully_shard() of a module that shares a parameter with it")
+        owner.check_delivered(doing="fully_shard() of a module that shares a parameter with it")
         around = {id(inner) for module in owner.modules for inner in module.modules()}
         if all(id(module) in inside for module in owner.modules):
             ties.taken.append((parameter, owner))
             warn_once(
-                f"parameter '{parameter.name}' of unit '{owner.name}' is tied to '{ref.name}': the unit around both owns it"
+                f"Parameter '{parameter.name}' of unit '{owner.name}' is tied to '{ref.name}': the unit around both owns it."
             )
         elif all(id(module) in around for module in modules):
             if all(i.module is not None and id(i.module) in inside for i in parameter.slots):
-                ties.taken.append((parameter, owner))  # top-down: the inner module takes over what is its own
+                ties.taken.append((parameter, owner))  # calls made top-down: the inner module takes its parameters
             else:
                 ties.left.append(parameter)
         elif owner not in ties.merged:
             if owner.options != options:
                 raise ValueError(
-                    f"parameter '{ref.name}' is tied to '{parameter.name}' of unit '{owner.name}', so both units must become "
-                    "one, but their options differ: shard their modules in one call, fully_shard([a, b])"
+                    f"Parameter '{ref.name}' is tied to '{parameter.name}' of unit '{owner.name}', so both units must become "
+                    "one, but their options differ. Shard their modules in one call, fully_shard([a, b])."
                 )
             ties.merged.append(owner)
             warn_once(
-                f"parameter '{ref.name}' is tied to '{parameter.name}' of unit '{owner.name}': both units are one now, as by "
-                "fully_shard([a, b])"
+                f"Parameter '{ref.name}' is tied to '{parameter.name}' of unit '{owner.name}': both units are one now, as with "
+                "fully_shard([a, b])."
             )
     merged = {id(unit) for unit in ties.merged}
     ties.taken = [(parameter, unit) for parameter, unit in ties.taken if id(unit) not in merged]

@@ -1,7 +1,7 @@
-"""FSDP1's world on top of units; public as `fullshard.compat`.
+"""FSDP1's interface on top of units; public as `fullshard.compat`.
 
 wrapper.py      FullyShardedDataParallel
-arguments.py    what its constructor was told, resolved
-state_dicts.py  the forms in which FSDP1 saves models and optimizers: full, sharded, local
-agreement.py    a step that all ranks take or none: errors on one rank are raised on all
+arguments.py    arguments of its constructor, checked and resolved
+state_dicts.py  state dict types of FSDP1 for optimizers: full, sharded, local
+agreement.py    run a step on all ranks or on none: raise errors of one rank on all ranks
 """

@@ -1,4 +1,4 @@
-"""A step that all ranks take or none: an error on one rank is raised on all, and a difference between ranks is named."""
+"""Run a step on all ranks or on none: raise an error of one rank on all ranks, and name differences between ranks."""
 
 from __future__ import annotations
 
@@ -13,85 +13,97 @@ import torch.distributed as dist
 from fullshard.consistency.collective_log import listed
 
 T = TypeVar("T")
-Facts = Mapping[str, Mapping[str, str]]  # of each parameter, by name: what must be equal on all ranks
+ComparedValues = Mapping[str, Mapping[str, str]]  # parameter name -> property -> text that must be equal on all ranks
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that take part: process groups that span them, one per mesh axis, and a device that these can carry."""
+    """The participating ranks, as process groups."""
 
-    groups: tuple[dist.ProcessGroup, ...]
-    device: torch.device
+    groups: tuple[dist.ProcessGroup, ...]  # one per mesh dim; together they connect all ranks
+    device: torch.device  # a device whose tensors the process groups can communicate
 
     def agree(
-        self, call: Callable[[], T], facts: Callable[[T], Facts] | None = None, *, subject: str = "", advice: str = ""
+        self,
+        call: Callable[[], T],
+        compared: Callable[[T], ComparedValues] | None = None,
+        *,
+        subject: str = "",
+        advice: str = "",
     ) -> T:
-        """The result of `call`, if no rank raised in it and the `facts` of the results are equal on all ranks (collective).
+        """Return the result of `call`, if no rank raised and the `compared` values are equal on all ranks (collective).
 
-        A digest of 32 bytes is exchanged; the texts only travel if digests differ.
+        The ranks exchange a digest of 32 bytes. They exchange the values themselves only if the digests differ.
 
-        subject: the noun of the error text about facts that differ, in the plural: "the optimizers".
-        advice: its last sentence, what to do.
+        Args:
+            call: the step, which may raise on some ranks only.
+            compared: returns the values of the result that must be equal on all ranks.
+            subject: the plural noun that begins the error text about differing values: "The optimizers".
+            advice: the last sentence of that text, which says what to do.
 
-        Raises the error of `call` where it came up, and ValueError on the other ranks, or for facts that differ.
+        Raises:
+            Exception: the error of `call`, on the rank where it was raised.
+            ValueError: on the other ranks; on all ranks if compared values differ.
         """
         error: Exception | None = None
-        said: dict[str, dict[str, str]] = {}
+        values: dict[str, dict[str, str]] = {}
         try:
             result = call()
-            said = {name: dict(own) for name, own in facts(result).items()} if facts is not None else {}
+            values = {name: dict(own) for name, own in compared(result).items()} if compared is not None else {}
         except Exception as raised:
             error = raised
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        alike = self._all_equal(f"{text} {sorted((name, sorted(own.items())) for name, own in said.items())}")
-        found = {} if alike else self._gathered((text, said))
+        equal = self._all_equal(f"{text} {sorted((name, sorted(own.items())) for name, own in values.items())}")
+        found = {} if equal else self._gather_all((text, values))
         if error is not None:
             raise error
-        if not alike:
+        if not equal:
             raise ValueError(_difference(found, subject, advice))
         return result
 
     def _all_equal(self, text: str) -> bool:
-        """Whether the text is equal on all ranks (collective)."""
+        """Return True if the text is equal on all ranks (collective)."""
         digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device=self.device)
+        # One MAX all-reduce gives the largest and, through the complement, the smallest digest: equal if all are equal.
         message = torch.cat([digest, 255 - digest])
         for group in self.groups:
             dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
         largest, smallest = message.cpu().int().chunk(2)
         return bool((largest + smallest == 255).all())
 
-    def _gathered(self, mine: tuple[str, Facts]) -> dict[int, tuple[str, Facts]]:
-        """The text and facts of each rank, by rank (collective)."""
+    def _gather_all(self, mine: tuple[str, ComparedValues]) -> dict[int, tuple[str, ComparedValues]]:
+        """Return the error text and compared values of each rank, by rank (collective)."""
         found = {dist.get_rank(): mine}
+        # Each all-gather also forwards the values from the all-gathers over the previous mesh dims.
         for group in self.groups:
-            parts: list[dict[int, tuple[str, Facts]]] = [{} for _ in range(group.size())]
+            parts: list[dict[int, tuple[str, ComparedValues]]] = [{} for _ in range(group.size())]
             dist.all_gather_object(parts, found, group=group)
-            found = {rank: said for part in parts for rank, said in part.items()}
+            found = {rank: values for part in parts for rank, values in part.items()}
         return dict(sorted(found.items()))
 
 
-def _difference(found: Mapping[int, tuple[str, Facts]], subject: str, advice: str) -> str:
-    """The first rank that raised, or the first name whose facts differ, with those alone that do."""
+def _difference(found: Mapping[int, tuple[str, ComparedValues]], subject: str, advice: str) -> str:
+    """Describe the error of the first rank that raised, or else the first name whose values differ, with these values."""
     for rank, (text, _) in found.items():
         if text:
-            return f"rank {rank} raised, so no rank goes on. {text}"
-    facts = {rank: said for rank, (_, said) in found.items()}
-    first = next(iter(facts.values()))
-    for name in dict.fromkeys(name for said in facts.values() for name in said):
-        if all(said.get(name) == first.get(name) for said in facts.values()):
+            return f"All ranks stop because rank {rank} raised {text}"
+    compared = {rank: values for rank, (_, values) in found.items()}
+    first = next(iter(compared.values()))
+    for name in dict.fromkeys(name for values in compared.values() for name in values):
+        if all(values.get(name) == first.get(name) for values in compared.values()):
             continue
-        keys = dict.fromkeys(key for said in facts.values() for key in said.get(name, ()))
-        differing = [key for key in keys if len({said.get(name, {}).get(key) for said in facts.values()}) > 1]
+        keys = dict.fromkeys(key for values in compared.values() for key in values.get(name, ()))
+        differing = [key for key in keys if len({values.get(name, {}).get(key) for values in compared.values()}) > 1]
         ranks_of: dict[str, list[int]] = {}
-        for rank, said in facts.items():
-            own = said.get(name)
+        for rank, values in compared.items():
+            own = values.get(name)
             words = (
                 [f"{key} {own[key]}" if key in own else f"no {key}" for key in differing] if own is not None else ["nothing"]
             )
             ranks_of.setdefault(", ".join(words), []).append(rank)
-        told = "; ".join(f"{listed(ranks)}: {words}" for words, ranks in ranks_of.items())
-        return f"{subject} of the ranks differ in '{name}'. {told}. {advice}"
+        ranks_text = "; ".join(f"{listed(ranks)}: {words}" for words, ranks in ranks_of.items())
+        return f"{subject} of the ranks differ in '{name}'. {ranks_text}. {advice}"
     return f"{subject} of the ranks differ. {advice}"
 
 
-__all__ = ["Facts", "Ranks"]
+__all__ = ["ComparedValues", "Ranks"]

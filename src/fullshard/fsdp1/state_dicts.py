@@ -1,4 +1,4 @@
-"""The forms in which FSDP1 saves models and optimizers: full tensors, sharded ones (DTensors), and this rank's rows."""
+"""Save and load optimizers in FSDP1's state dict types: full tensors, sharded tensors (DTensors), and this rank's rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.frontend.optim import rebind
-from fullshard.fsdp1.agreement import Facts, Ranks
+from fullshard.fsdp1.agreement import ComparedValues, Ranks
 from fullshard.params.shard_values import full_tensor, shard_of
 from fullshard.params.sharded_param import ShardedParameter, logical_parameters
 from fullshard.sharding.module_tree import clean_name
@@ -28,21 +28,24 @@ FULL, SHARDED, LOCAL = (
 
 @dataclass(frozen=True, slots=True)
 class StateDictFormat:
-    """How tensors are saved: their kind, whether in the host's memory, and whether by the first rank alone (of full ones)."""
+    """The type of the tensors in a state dict, their device, and the ranks that keep them."""
 
     kind: StateDictType
-    to_cpu: bool = False
-    rank0_only: bool = False
+    to_cpu: bool = False  # copy the values to host memory
+    rank0_only: bool = False  # only the first rank keeps values; for full tensors only
 
     def keeps(self, *, first: bool) -> bool:
-        """Whether a rank, the first or another, saves anything."""
+        """Return True if the first rank (`first`), or any other rank, keeps values."""
         return first or not (self.kind is FULL and self.rank0_only)
 
-    def of(self, value: Any, *, keep: bool = True) -> Any:
-        """`value` in this form. Making a full tensor of a DTensor is collective, also for ranks that do not keep it."""
+    def convert(self, value: Any, *, keep: bool = True) -> Any:
+        """Convert `value` to this format.
+
+        The conversion of a DTensor to a full tensor is collective, also for ranks that do not keep the result.
+        """
         if not isinstance(value, Tensor):
             return value
-        if self.kind is FULL:  # never the memory that training goes on in
+        if self.kind is FULL:  # always a copy: training continues to write to the original memory
             whole = full_tensor(value) if isinstance(value, DTensor) else value
             if not keep:
                 return None
@@ -61,7 +64,7 @@ class StateDictFormat:
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The clean name of each parameter, by its id."""
+    """Return the clean name of each parameter, by its id."""
     found: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         found.setdefault(id(parameter), clean_name(name))
@@ -71,7 +74,10 @@ def names_of(model: nn.Module) -> dict[int, str]:
 def groups_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, given: Iterable[Any] | None = None
 ) -> list[list[Tensor]]:
-    """The parameters of an optimizer, group by group; without one, of what it was `given`, or else of the whole model."""
+    """Return the parameters of an optimizer as a list of groups.
+
+    Without an optimizer, return the parameters or groups in `given`; without these, all parameters of the model.
+    """
     if optimizer is not None:
         rebind(optimizer)
         return [list(group["params"]) for group in optimizer.param_groups]
@@ -88,23 +94,23 @@ def _named(model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> list[list[st
     for parameter in (parameter for group in groups for parameter in group):
         if id(parameter) not in known:
             raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the {type(model).__name__}: "
-                "give the model that it was built for, outside of forward and backward"
+                f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is not in {type(model).__name__}. Pass "
+                "the model that the optimizer was built for, outside of forward and backward."
             )
     return [[known[id(parameter)] for parameter in group] for group in groups]
 
 
 @dataclass(frozen=True)
-class _Held:
-    """The state of an optimizer by names, in the order of the model's, and the settings of each of its groups."""
+class _OptimizerState:
+    """The state of an optimizer keyed by names, in the order of the model, and the settings of each parameter group."""
 
     state: dict[Any, dict[Any, Any]]
-    settings: list[dict[str, Any]] | None  # as of the optimizer, "params" being names; None if it came without
-    form: StateDictFormat
+    settings: list[dict[str, Any]] | None  # param_groups, with names in "params"; None if the state dict has no groups
+    state_format: StateDictFormat
 
-    def facts(self) -> Facts:
-        """The facts that must be equal on all ranks: parameters, the kinds of their states, and their numeric settings."""
-        found: dict[str, dict[str, str]] = {"state_dict_type": {"it is": self.form.kind.name}}
+    def compared(self) -> ComparedValues:
+        """Return the values that must be equal on all ranks: parameters, shapes of their states, and numeric settings."""
+        found: dict[str, dict[str, str]] = {"state_dict_type": {"it is": self.state_format.kind.name}}
         for entry in self.settings or ():
             own = {key: str(value) for key, value in entry.items() if _is_setting(value)}
             for name in entry["params"]:
@@ -116,21 +122,23 @@ class _Held:
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether a setting of an optimizer is made of numbers and flags, which compare by value."""
+    """Return True if a setting of an optimizer consists of numbers and flags, which can be compared by value."""
     if isinstance(value, (tuple, list)):
         return all(_is_setting(item) for item in value)
     return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
 def _kind(value: Any) -> str:
-    """The part of a state's description that is equal on all ranks."""
+    """Describe a state value by the properties that must be equal on all ranks."""
     if not isinstance(value, Tensor):
         return f"({type(value).__name__})"
-    cut = f", {value.placements}" if isinstance(value, DTensor) else ""
-    return f"(shape {tuple(value.shape)}, {value.dtype}{cut})"
+    shard = f", {value.placements}" if isinstance(value, DTensor) else ""
+    return f"(shape {tuple(value.shape)}, {value.dtype}{shard})"
 
 
-def _held(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any] | None, form: StateDictFormat) -> _Held:
+def _collect_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any] | None, state_format: StateDictFormat
+) -> _OptimizerState:
     groups = groups_of(model, optimizer)
     names = _named(model, groups)
     flat = [name for own in names for name in own]
@@ -141,80 +149,92 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, A
     state: dict[Any, dict[Any, Any]] = {}
     for key in sorted(found, key=lambda key: (order.get(key, len(order)), str(key))):
         values = found[key]
-        if key not in order and not isinstance(values, dict):  # of the whole optimizer
+        if key not in order and not isinstance(values, dict):  # a value of the optimizer itself, not of a parameter
             values = {None: values}
         state[key] = values
         for inner, value in values.items() if key in parameters else ():
-            _check_whole(value, parameters[key], key, inner, form)
+            _check_not_local_rows(value, parameters[key], key, inner, state_format)
     if "param_groups" not in source:
-        return _Held(state, None, form)
+        return _OptimizerState(state, None, state_format)
     if len(source["param_groups"]) != len(names):
         raise ValueError(
-            f"the optimizer state dict has {len(source['param_groups'])} parameter groups, its optimizer has {len(names)}: "
-            "give the state_dict() of that optimizer"
+            f"Expected {len(names)} parameter groups in the optimizer state dict, as in the optimizer, got "
+            f"{len(source['param_groups'])}. Pass the state_dict() of that optimizer."
         )
     settings = [
         {**{key: value for key, value in saved.items() if key != "params"}, "params": list(own)}
         for saved, own in zip(source["param_groups"], names)
     ]
-    return _Held(state, settings, form)
+    return _OptimizerState(state, settings, state_format)
 
 
 def _name_of(key: Any, flat: Sequence[str]) -> Any:
-    """The clean name of a parameter, from its place in the optimizer or a name that wrappers added to."""
+    """Return the clean name of a parameter, from its position in the optimizer or its name with wrapper prefixes."""
     if isinstance(key, int):
         if not 0 <= key < len(flat):
             raise ValueError(
-                f"the optimizer state dict has a state of parameter {key}, but its optimizer has {len(flat)} parameters: give "
-                "the state_dict() of that optimizer"
+                f"The optimizer state dict has a state for parameter {key}, but the optimizer has {len(flat)} parameters. Pass "
+                "the state_dict() of that optimizer."
             )
         return flat[key]
     return clean_name(key) if isinstance(key, str) else key
 
 
-def _check_whole(value: Any, parameter: Tensor, name: str, key: Any, form: StateDictFormat) -> None:
-    """A plain tensor with this rank's rows is not the whole state, which a full state dict would say it is."""
+def _check_not_local_rows(value: Any, parameter: Tensor, name: str, key: Any, state_format: StateDictFormat) -> None:
+    """Raise ValueError for a plain tensor with this rank's rows, unless the type is LOCAL_STATE_DICT.
+
+    Saved as FULL_STATE_DICT, such a tensor would be taken for the full state.
+    """
     logical: ShardedParameter | None = next(iter(logical_parameters([parameter])), None)
-    if logical is None or form.kind is LOCAL or not isinstance(value, Tensor) or isinstance(value, DTensor):
+    if logical is None or state_format.kind is LOCAL or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return
     if value.ndim and value.shape == logical.local.shape != logical.shape:
         raise ValueError(
-            f"the optimizer holds '{key}' of '{name}' as a plain tensor of shape {tuple(value.shape)}, the rows of this rank: "
-            "only LOCAL_STATE_DICT can save it; elsewhere the optimizer must keep DTensors, as torch.zeros_like(parameter) does"
+            f"The optimizer keeps '{key}' of '{name}' as a plain tensor of shape {tuple(value.shape)}, the rows of this rank. "
+            "Only LOCAL_STATE_DICT can save it. For other types the optimizer must keep DTensors, as returned by "
+            "torch.zeros_like(parameter)."
         )
 
 
 def optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    form: StateDictFormat,
+    state_format: StateDictFormat,
     ranks: Ranks,
     *,
     given: dict[str, Any] | None = None,
     first: bool,
 ) -> dict[str, Any]:
-    """{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]} in `form` (collective).
+    """Return the optimizer state keyed by names, in `state_format` (collective).
 
-    Parameters come in the order of the model, groups and the parameters in them in that of each rank's optimizer.
+    Args:
+        model: contains the parameters; defines the order of the states.
+        optimizer: defines the order of the groups, and of the parameters in each group.
+        state_format: type and device of the tensors.
+        ranks: the ranks that save together.
+        given: the optimizer's own state dict, if the caller already has it.
+        first: True on the first rank.
 
-    given: the optimizer's own state dict, where the caller has one already.   first: whether this is the first rank.
+    Returns:
+        {"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}; {} on ranks that keep nothing.
 
-    Raises ValueError on every rank, before any state travels, for parameters, states or numeric settings that differ.
+    Raises:
+        ValueError: on every rank, before any state is communicated, if parameters, states or numeric settings differ.
     """
-    held = ranks.agree(
-        lambda: _held(model, optimizer, given, form),
-        _Held.facts,
-        subject="the optimizers",
-        advice="Give all of them the same parameters and settings, step all of them, and set one state_dict_type on all ranks",
+    collected = ranks.agree(
+        lambda: _collect_optimizer_state(model, optimizer, given, state_format),
+        _OptimizerState.compared,
+        subject="The optimizers",
+        advice="Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.",
     )
-    keep = form.keeps(first=first)
+    keep = state_format.keeps(first=first)
     state: dict[Any, Any] = {}
-    for name, values in held.state.items():
-        saved_as = {inner: form.of(values[inner], keep=keep) for inner in sorted(values, key=str)}
+    for name, values in collected.state.items():
+        saved_as = {inner: state_format.convert(values[inner], keep=keep) for inner in sorted(values, key=str)}
         state[name] = saved_as[None] if list(values) == [None] else {inner: saved_as[inner] for inner in values}
     if not keep:
         return {}
-    return {"state": state, **({} if held.settings is None else {"param_groups": held.settings})}
+    return {"state": state, **({} if collected.settings is None else {"param_groups": collected.settings})}
 
 
 def load_optimizer_state(
@@ -226,23 +246,35 @@ def load_optimizer_state(
     local: bool = False,
     by_name: bool = False,
 ) -> dict[str, Any]:
-    """Fit what `optimizer_state` gave, in any form, to `optimizer.load_state_dict` (collective).
+    """Convert a result of `optimizer_state`, of any type, to a state dict for `optimizer.load_state_dict` (collective).
 
-    Full tensors and ShardedTensors are cut to this rank's rows, DTensors must be cut as the parameters are, and `local` says
-    that plain tensors are this rank's rows already. Keys are places in the optimizer, or with `by_name` names. Without
-    "param_groups" in `saved` there are none in the result.
+    Full tensors and ShardedTensors are sharded to this rank's rows. DTensors must be sharded like the parameters.
 
-    Raises ValueError on every rank, naming it, for a parameter that `saved` does not have in its groups, or one that is not in
-    the optimizer, and for states that do not fit.
+    Args:
+        model: contains the parameters.
+        saved: the state, keyed by names.
+        groups: the parameters of the optimizer, group by group.
+        ranks: the ranks that load together.
+        local: plain tensors are this rank's rows already.
+        by_name: key the result by names instead of positions in the optimizer.
+
+    Returns:
+        The state dict. It has "param_groups" only if `saved` has them.
+
+    Raises:
+        ValueError: on every rank, with the name, for a parameter that is missing in the groups of `saved` or in the optimizer,
+            and for states that do not match.
     """
     ready = ranks.agree(
-        lambda: _to_load(model, saved, groups, local=local),
-        _ToLoad.facts,
-        subject="the saved optimizers",
-        advice="Load one checkpoint on all ranks",
+        lambda: _prepare_to_load(model, saved, groups, local=local),
+        _LoadedState.compared,
+        subject="The saved optimizers",
+        advice="Load one checkpoint on all ranks.",
     )
     for name, values in ready.state.items():
-        for key, value in values.items() if name in ready.parameters else ():
+        # Converting is collective, so all ranks convert in one order, whatever the order of their keys.
+        for key in sorted(values, key=str) if name in ready.parameters else ():
+            value = values[key]
             if isinstance(value, _torch.ShardedTensor):
                 parameter = next(iter(logical_parameters([ready.parameters[name]])), None)
                 whole = _torch.whole_of(value, ranks.device)
@@ -255,44 +287,48 @@ def load_optimizer_state(
 
 
 @dataclass(frozen=True)
-class _ToLoad:
-    """States by names, in the order of the model's, fitted to this rank; ShardedTensors are still to be gathered."""
+class _LoadedState:
+    """States keyed by names, in the order of the model, sharded for this rank; ShardedTensors are not all-gathered yet."""
 
-    parameters: dict[str, Tensor]  # of the optimizer, in its order
+    parameters: dict[str, Tensor]  # the optimizer's parameters, in its order
     state: dict[str, dict[Any, Any]]
     settings: list[dict[str, Any]] | None
 
-    def facts(self) -> Facts:
-        """The facts that must be equal on all ranks: all that is gathered."""
+    def compared(self) -> ComparedValues:
+        """Return the values that must be equal on all ranks: the ShardedTensors, because converting them is collective."""
         found: dict[str, dict[str, str]] = {}
         for name in self.parameters:
             values = self.state.get(name, {}).items()
-            travelling = {f"state '{key}'": _kind(value) for key, value in values if isinstance(value, _torch.ShardedTensor)}
-            if travelling:
-                found[name] = travelling
+            communicated = {f"state '{key}'": _kind(value) for key, value in values if isinstance(value, _torch.ShardedTensor)}
+            if communicated:
+                found[name] = communicated
         return found
 
 
-def _to_load(model: nn.Module, given: dict[str, Any], groups: Sequence[Sequence[Tensor]], *, local: bool) -> _ToLoad:
+def _prepare_to_load(
+    model: nn.Module, given: dict[str, Any], groups: Sequence[Sequence[Tensor]], *, local: bool
+) -> _LoadedState:
     saved = _with_clean_names(given)
     names = _named(model, groups)
     parameters = {name: parameter for group, own in zip(groups, names) for parameter, name in zip(group, own)}
     unknown = [key for key, values in saved["state"].items() if key not in parameters and isinstance(values, dict)]
     if unknown:
         raise ValueError(
-            f"the saved optimizer has states for {unknown[:3]}, which the optimizer to load does not train: take the same "
-            f"model and parameters, among them {list(parameters)[:3]}"
+            f"The saved optimizer has states for {unknown[:3]}, which the optimizer to load does not train. Use the same "
+            f"model and parameters, among them {list(parameters)[:3]}."
         )
     state: dict[str, dict[Any, Any]] = {}
     for name in names_of(model).values():
         values = saved["state"].get(name)
         if values is not None:
+            # Errors must name the same key on all ranks: convert in sorted order, then restore the order of the caller.
             ordered = {key: values[key] for key in sorted(values, key=str)}
             fitted = {key: _fit(value, parameters[name], name, key, local=local) for key, value in ordered.items()}
             state[name] = {key: fitted[key] for key in values}
-    state.update({key: values for key, values in saved["state"].items() if key not in parameters})  # of the whole optimizer
+    # Values of the optimizer itself, not of a parameter, are passed on unchanged.
+    state.update({key: values for key, values in saved["state"].items() if key not in parameters})
     if "param_groups" not in saved:
-        return _ToLoad(parameters, state, None)
+        return _LoadedState(parameters, state, None)
     settings_of = {
         name: {key: value for key, value in entry.items() if key not in ("params", "param_names")}
         for entry in saved["param_groups"]
@@ -303,25 +339,25 @@ def _to_load(model: nn.Module, given: dict[str, Any], groups: Sequence[Sequence[
         missing = [name for name in own if name not in settings_of]
         if missing:
             raise ValueError(
-                f"the saved optimizer has no parameters {missing[:3]}, which the optimizer to load trains: take the same model "
-                "and parameters"
+                f"The saved optimizer has no parameters {missing[:3]}, which the optimizer to load trains. Use the same model "
+                "and parameters."
             )
         kept = settings_of[own[0]] if own else {}
         other = next((name for name in own if settings_of[name] != kept), None)
         if other is not None:
             raise ValueError(
-                f"'{own[0]}' and '{other}' are in groups of different settings in the saved optimizer, but in one group of the "
-                "optimizer to load: build it with the same groups"
+                f"'{own[0]}' and '{other}' are in groups with different settings in the saved optimizer, but in one group of "
+                "the optimizer to load. Build it with the same groups."
             )
         settings.append({**kept, "params": list(own)})
-    return _ToLoad(parameters, state, settings)
+    return _LoadedState(parameters, state, settings)
 
 
 def _with_clean_names(saved: dict[str, Any]) -> dict[str, Any]:
-    """A saved optimizer whose names have no parts of wrappers in them. Raises ValueError for what is no such dict."""
+    """Return a saved optimizer with clean names. Raises ValueError if `saved` is not an optimizer state dict."""
     if not isinstance(saved, dict) or "state" not in saved:
         keys = list(saved)[:5] if isinstance(saved, dict) else type(saved).__name__
-        raise ValueError(f"expected an optimizer state dict, with 'state' and 'param_groups' in it, got {keys}")
+        raise ValueError(f"Expected an optimizer state dict with 'state' and 'param_groups', got {keys}.")
 
     def clean(key: Any) -> Any:
         return clean_name(key) if isinstance(key, str) else key
@@ -334,23 +370,23 @@ def _with_clean_names(saved: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-_FLAT = ": a FlatParameter of FSDP1 has no meaning here, save FULL_STATE_DICT there"
-_NUMBERS = ("step", "mu_product", "mu", "eta")  # states that are one number, whatever the shape of their parameter
+_FLAT_PARAMETER_HINT = " It is the state of a FlatParameter of FSDP1, which cannot be loaded. Save FULL_STATE_DICT with FSDP1."
+_SCALAR_STATES = ("step", "mu_product", "mu", "eta")  # states with one number per parameter, of any shape
 
 
 def _fit(value: Any, parameter: Tensor, name: str, key: Any, *, local: bool) -> Any:
-    """One value of a parameter's state, cut as the parameter is."""
+    """Return one value of a parameter's state, sharded like the parameter. ShardedTensors are only checked."""
     logical: ShardedParameter | None = next(iter(logical_parameters([parameter])), None)
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, _torch.ShardedTensor):
         if value.size() != parameter.shape:
             raise ValueError(
-                f"the saved optimizer has a '{key}' of shape {tuple(value.size())} for '{name}', expected "
-                f"{tuple(parameter.shape)}{_FLAT if len(value.size()) == 1 else ''}"
+                f"Expected shape {tuple(parameter.shape)} for '{key}' of '{name}' in the saved optimizer, got "
+                f"{tuple(value.size())}.{_FLAT_PARAMETER_HINT if len(value.size()) == 1 else ''}"
             )
         return value
-    if logical is None or (value.ndim == 0 and key in _NUMBERS):
+    if logical is None or (value.ndim == 0 and key in _SCALAR_STATES):
         return value.clone()
     if isinstance(value, DTensor):
         return logical.dtensor_like_shard(
@@ -366,68 +402,76 @@ def _fit(value: Any, parameter: Tensor, name: str, key: Any, *, local: bool) -> 
             else shard_of(logical, value, dtype=value.dtype)
         )
     if value.ndim == len(wanted):
-        hint = ", the rows of this rank: it was saved on another number of ranks, or in another form" if local else ""
+        hint = " These are not the rows of this rank: it was saved on another number of ranks, or as another type."
         raise ValueError(
-            f"the saved optimizer has a '{key}' of shape {tuple(value.shape)} for '{name}', expected {tuple(wanted)}{hint}"
+            f"Expected shape {tuple(wanted)} for '{key}' of '{name}' in the saved optimizer, got {tuple(value.shape)}."
+            f"{hint if local else ''}"
         )
     return value.clone()
 
 
-def scattered(
-    saved: dict[str, Any] | None, group: dist.ProcessGroup | None, device: torch.device, cut: Callable[[str, Any], Any]
+def scatter_state(
+    saved: dict[str, Any] | None, group: dist.ProcessGroup | None, device: torch.device, shard: Callable[[str, Any], Any]
 ) -> dict[str, Any]:
-    """Scatter a state that only the first rank of `group` has (collective): one tensor at a time is whole, `cut` keeps a part.
+    """Scatter a state that only the first rank of `group` has (collective).
 
-    Raises ValueError on every rank if the first has nothing, or no such dict.
+    Tensors are broadcast one at a time, and `shard` keeps a rank's part of each, so only one full tensor is in memory.
+
+    Raises ValueError on every rank if the first rank has no state, or if its state is not an optimizer state dict.
     """
     first = dist.get_rank(group) == 0
     mine: dict[str, Any] = {}
     shape: list[Any] = [None]
     if first:
         try:
-            mine, shape = _outline(saved)
-        except Exception as error:  # the others must learn of it
+            mine, shape = _describe_state(saved)
+        except Exception as error:  # broadcast the error: the other ranks must raise it too
             shape = [f"{error}"]
     source = dist.get_global_rank(group, 0) if group is not None else 0
     dist.broadcast_object_list(shape, source, group=group)
     if isinstance(shape[0], str):
         raise ValueError(shape[0])
-    outline, travelling = shape[0]
-    for name, key in travelling:
-        size, dtype = outline["state"][name][key]
+    description, communicated = shape[0]
+    for name, key in communicated:
+        size, dtype = description["state"][name][key]
         whole = mine["state"][name][key].to(device) if first else torch.empty(size, dtype=dtype, device=device)
         dist.broadcast(whole.contiguous(), source, group=group)
-        outline["state"][name][key] = cut(name, whole)
-    return dict(outline)
+        description["state"][name][key] = shard(name, whole)
+    return dict(description)
 
 
-def _outline(saved: dict[str, Any] | None) -> tuple[dict[str, Any], list[Any]]:
-    """`saved` under clean names; and in a list, to be broadcast: it with shape and dtype for tensors, and where these were."""
+def _describe_state(saved: dict[str, Any] | None) -> tuple[dict[str, Any], list[Any]]:
+    """Return `saved` with clean names, and a list with one object that describes it to the other ranks.
+
+    The object is a pair: `saved` with (shape, dtype) in place of each tensor, and the (name, key) of each of these tensors.
+    """
     if not saved:
-        raise ValueError("the first rank has no optimizer state to scatter: give it the full one there, and None elsewhere")
+        raise ValueError(
+            "The first rank has no optimizer state to scatter. Pass the full state there, and None on the other ranks."
+        )
     mine = _with_clean_names(saved)
-    travelling: list[tuple[Any, Any]] = []
+    communicated: list[tuple[Any, Any]] = []
     state: dict[Any, Any] = {}
     for name, values in mine["state"].items():
         state[name] = values
         for key, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, (DTensor, _torch.ShardedTensor)):
                 raise ValueError(
-                    f"the saved optimizer has '{key}' of '{name}' as a {type(value).__name__}, of which the first rank alone "
-                    "holds no whole: give the full state, or load it on all ranks, with rank0_only=False"
+                    f"The saved optimizer has '{key}' of '{name}' as a {type(value).__name__}, and the first rank has only a "
+                    "shard of it. Pass the full state, or load it on all ranks with rank0_only=False."
                 )
-            if _travels(value):
-                travelling.append((name, key))
+            if _is_broadcast(value):
+                communicated.append((name, key))
                 state[name] = {**state[name], key: (value.shape, value.dtype)}
-    return mine, [({**mine, "state": state}, travelling)]
+    return mine, [({**mine, "state": state}, communicated)]
 
 
-def _travels(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0  # numbers go along as they are
+def _is_broadcast(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0  # 0-dim tensors are part of the broadcast object
 
 
-def rekeyed(given: dict[str, Any], to: OptimStateKeyType, names: Sequence[str]) -> dict[str, Any]:
-    """`given`, keyed by name or by place in the optimizer, keyed by the other. Raises ValueError for keys that are neither."""
+def rekey(given: dict[str, Any], to: OptimStateKeyType, names: Sequence[str]) -> dict[str, Any]:
+    """Convert the keys of `given` to names or to positions in the optimizer. Raises ValueError for keys that are neither."""
     saved = _with_clean_names(given)
     other: dict[Any, Any] = (
         dict(enumerate(names)) if to is OptimStateKeyType.PARAM_NAME else {n: i for i, n in enumerate(names)}
@@ -439,7 +483,10 @@ def rekeyed(given: dict[str, Any], to: OptimStateKeyType, names: Sequence[str]) 
             return other[key]
         if key in same:
             return key
-        raise ValueError(f"the optimizer state has the key {key!r}, which is no parameter of this model or optimizer")
+        raise ValueError(
+            f"The optimizer state has the key {key!r}, which is neither the name nor the position of a parameter of this model "
+            "or optimizer."
+        )
 
     found: dict[str, Any] = {"state": {key_of(key): values for key, values in saved["state"].items()}}
     if "param_groups" in saved:
@@ -458,6 +505,6 @@ __all__ = [
     "load_optimizer_state",
     "names_of",
     "optimizer_state",
-    "rekeyed",
-    "scattered",
+    "rekey",
+    "scatter_state",
 ]

@@ -1,4 +1,4 @@
-"""FSDP1's wrapper, `FullyShardedDataParallel`, on units of `fully_shard`."""
+"""FSDP1's wrapper, `FullyShardedDataParallel`, implemented with units of `fully_shard`."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from fullshard.frontend.hooks import cast_floats
 from fullshard.frontend.module import (
     FSDPModule,
     accumulate,
-    applying,
-    described,
     discard_gradients,
     plain_class,
+    refreshing_shards,
     sharded_class,
+    unit_summary,
     units_of,
 )
 from fullshard.fsdp1 import state_dicts
@@ -60,20 +60,19 @@ from fullshard.fsdp1.state_dicts import StateDictFormat
 from fullshard.params.shard_values import shard_of
 from fullshard.params.sharded_param import logical_parameters
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.runtime.runtime import runtime_of
 from fullshard.runtime.unit import Unit, unit_of
 from fullshard.sharding.mesh import ShardAxis
 from fullshard.sharding.module_tree import ManagedTensors, clean_name, collect
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import check_policy, plan_model, warn_about_mixtures
 
-_INNER = "_fsdp_wrapped_module"
-_LOOKED_THROUGH = ("_checkpoint_wrapped_module", "_orig_mod")  # what activation checkpointing and torch.compile put around
-_KEEPS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD, _torch.HYBRID_ZERO2)
+_WRAPPED_MODULE = "_fsdp_wrapped_module"
+_OTHER_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # set by activation checkpointing, torch.compile
+_NO_RESHARD_AFTER_FORWARD = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD, _torch.HYBRID_ZERO2)
 
 
-class _Hookable:
-    """Collectives over replicas whose sum a caller's hook takes over."""
+class _HookedCollectives:
+    """Collectives over replicas whose all-reduce is done by a communication hook of the caller."""
 
     def __init__(self, inner: Collectives, hook: Callable[[Tensor], None]) -> None:
         self._inner, self._hook = inner, hook
@@ -83,7 +82,7 @@ class _Hookable:
 
     @property
     def tag(self) -> Any:
-        """The tag of the messages of the inner ones."""
+        """The tag that the wrapped collectives attach to their messages; None if they have no tags."""
         return getattr(self._inner, "tag", None)
 
     @tag.setter
@@ -91,23 +90,23 @@ class _Hookable:
         self._inner.tag = tag  # type: ignore[attr-defined]
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
-        self._hook(tensor)
+        self._hook(tensor)  # hooks of FSDP1 are synchronous, so the returned work is complete
         return StartedWork()
 
 
 @dataclass(frozen=True, eq=False)
-class _WithHook:
-    """Collectives of any process group, whose sums `hook` takes over."""
+class _HookedCollectivesFactory:
+    """Factory of collectives for any process group whose all-reduce is done by `hook`."""
 
-    kind: str
-    hook: Callable[[Tensor], None]
+    kind: str  # device type
+    hook: Callable[[Tensor], None]  # averages a flat gradient over the replicas, in place
 
     def __call__(self, group: dist.ProcessGroup) -> Any:
-        return _Hookable(collectives_for(group, torch.device(self.kind)), self.hook)
+        return _HookedCollectives(collectives_for(group, torch.device(self.kind)), self.hook)
 
 
-class _HookReduce(ReduceScatter):
-    """A communication hook of FSDP1 as the reduce-scatter of a unit."""
+class _HookReduceScatter(ReduceScatter):
+    """Reduce-scatter of a unit that calls a communication hook of FSDP1."""
 
     def __init__(self, state: object, hook: Callable[..., None]) -> None:
         self._state, self._hook = state, hook
@@ -126,35 +125,37 @@ class _HookReduce(ReduceScatter):
 
 
 class FullyShardedDataParallel(nn.Module):
-    """FSDP1's wrapper around a module, whose surface it has; inside, the module is a unit of `fully_shard`.
+    """FSDP1's wrapper around a module, with FSDP1's interface; the wrapped module is a unit of `fully_shard`.
 
-    A script written for `torch.distributed.fsdp.FullyShardedDataParallel` runs with the import changed; enums and config
-    classes are torch's own. What each argument and method becomes, and the shortest rewrite to `fully_shard`, is in
-    docs/from-fsdp1.md. Parameters are DTensors, so there is no FlatParameter, and it also runs on the CPU.
+    A script written for `torch.distributed.fsdp.FullyShardedDataParallel` runs with only the import changed. Enums and config
+    classes are torch's own. docs/from-fsdp1.md lists the effect of each argument and method, and the shortest rewrite to
+    `fully_shard`. Parameters are DTensors, so there is no FlatParameter. The wrapper also runs on the CPU.
 
     Args:
-        module: sharded in place. With `auto_wrap_policy`, modules below it are wrapped first, and replaced in their parents.
-        process_group: to shard over; for hybrid strategies a pair (to shard over, to replicate over). None: all ranks.
-        sharding_strategy: FULL_SHARD (None) frees parameters after forward, SHARD_GRAD_OP keeps them for backward; NO_SHARD
-            only averages gradients; HYBRID_SHARD and _HYBRID_SHARD_ZERO2 replicate over nodes.
-        cpu_offload: `CPUOffload(offload_params=True)` keeps shards, gradients and optimizer states in the host's memory.
-        auto_wrap_policy: as of `fullshard.plan_model`; options in a CustomPolicy are arguments of this class.
-        backward_prefetch: BACKWARD_PRE gathers the next unit before one's backward computes. BACKWARD_POST and None gather it
-            when it is needed, which here is behind that computation.
+        module: sharded in place. With `auto_wrap_policy`, its submodules are wrapped first, and replaced in their parents.
+        process_group: group to shard over; for hybrid strategies a pair (to shard over, to replicate over). None: all ranks.
+        sharding_strategy: FULL_SHARD (also for None) frees parameters after forward; SHARD_GRAD_OP keeps them for backward;
+            NO_SHARD only averages gradients; HYBRID_SHARD and _HYBRID_SHARD_ZERO2 replicate over nodes.
+        cpu_offload: `CPUOffload(offload_params=True)` keeps shards, gradients and optimizer states in host memory.
+        auto_wrap_policy: any policy of `fullshard.plan_model`; options in a CustomPolicy are arguments of this class.
+        backward_prefetch: BACKWARD_PRE all-gathers the next unit before the current unit's backward computes. BACKWARD_POST
+            and None all-gather the next unit when it is needed, after that computation.
         mixed_precision: dtypes. `keep_low_precision_grads` is refused.
-        ignored_modules: left alone, with all below them; not together with `ignored_states`.
-        param_init_fn: gives a module that has parameters or buffers on meta memory and values of its own (not of those below
-            it). None: `to_empty` and `reset_parameters()`. Random numbers are drawn from one seed on all ranks.
-        device_id: the current device, to move the module to.
-        sync_module_states: broadcast parameters and buffers from the first rank, which alone needs to have values.
-        forward_prefetch: units are always gathered one ahead, in the order of the last run, so both values mean the same.
-        limit_all_gathers: likewise there are never more than that in flight; False is said to have no effect.
-        use_orig_params: parameters always are the originals; False is said to mean the same.
-        ignored_states: parameters or modules that are left alone.
-        device_mesh: one axis to shard over, or two (replicate, shard) for hybrid strategies, instead of process_group.
+        ignored_modules: modules that are not sharded, with all their submodules; not together with `ignored_states`.
+        param_init_fn: called with each module that has parameters or buffers on the meta device; must allocate and initialise
+            these, but not the tensors of submodules. None: `to_empty` and `reset_parameters()`. Random numbers are drawn from
+            one seed on all ranks.
+        device_id: the current device; the module is moved to it.
+        sync_module_states: broadcast parameters and buffers from the first rank. Only the first rank needs values.
+        forward_prefetch: no effect; units are always prefetched one ahead, in the order of the last run.
+        limit_all_gathers: no effect; at most one unit is ever prefetched. False warns.
+        use_orig_params: no effect; parameters always are the original ones. False warns.
+        ignored_states: parameters or modules that are not sharded.
+        device_mesh: mesh to use instead of process_group: one dim to shard over, or two (replicate, shard) for hybrid
+            strategies.
 
     Raises:
-        ValueError: before anything has changed, naming what was given and what to give instead.
+        ValueError: before anything has changed, with the value that was passed and the value to pass instead.
 
     Example:
         >>> from fullshard.compat import FullyShardedDataParallel as FSDP
@@ -201,18 +202,18 @@ class FullyShardedDataParallel(nn.Module):
         )
         if auto_wrap_policy is not None:
             check_policy(auto_wrap_policy, "auto_wrap_policy")
-        _warn_of_no_effect(use_orig_params=use_orig_params, limit_all_gathers=limit_all_gathers)
+        _warn_about_ignored_arguments(use_orig_params=use_orig_params, limit_all_gathers=limit_all_gathers)
         super().__init__()
         mesh = mesh_of(given, device_type_of(module, given))
         options = _options(given)
         if auto_wrap_policy is not None:
-            self._wrap_below(module, given, auto_wrap_policy, mesh, options)
+            self._wrap_submodules(module, given, auto_wrap_policy, mesh, options)
         self._shard(module, given, mesh, options)
-        self._keep_arguments(given)
-        self._adopt_unit()
+        self._store_arguments(given)
+        self._set_up_unit()
 
     def _shard(self, module: nn.Module, given: FSDP1Arguments, mesh: DeviceMesh, options: dict[str, Any]) -> None:
-        """Give the module memory and values where it has none, and make a unit of it unless it is a list of wrappers."""
+        """Materialize meta tensors of the module, and call `fully_shard` on it unless it is a list of wrappers."""
         managed = collect([module], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
         self._is_list = _is_list(module, managed)
         materialize(managed, given, mesh)
@@ -221,144 +222,150 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         self._buffer_dtypes = cast_buffers(module, managed, given)
 
-    def _keep_arguments(self, given: FSDP1Arguments) -> None:
-        """Keep what forwards, properties and state dicts ask for later; which wrapper is the outermost is not known yet."""
+    def _store_arguments(self, given: FSDP1Arguments) -> None:
+        """Store the arguments that forward, properties and state dicts read later."""
         mixed = given.mixed_precision
-        self._is_root: bool | None = None
+        self._is_root: bool | None = None  # unknown until the first forward: another wrapper may still be put around this one
         self._strategy, self._offload = given.strategy, given.offload
         self._prefetch, self._forward_prefetch = given.prefetch, given.forward_prefetch
         self._mixed_precision = mixed or MixedPrecision()
-        self._full_in_eval = mixed is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
-        self._in_full = False
-        self._casts_root = mixed is None or mixed.cast_root_forward_inputs
-        self._casts = mixed is not None and mixed.cast_forward_inputs
-        self._settings = _settings(StateDictType.FULL_STATE_DICT)
+        self._full_precision_in_eval = mixed is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+        self._in_full_precision = False
+        self._casts_root_inputs = mixed is None or mixed.cast_root_forward_inputs
+        self._casts_inputs = mixed is not None and mixed.cast_forward_inputs
+        self._state_dict_settings = _state_dict_settings(StateDictType.FULL_STATE_DICT)
 
-    def _adopt_unit(self) -> None:
-        """Give the wrapped module the class it had, as in FSDP1, and have state dicts pass through this wrapper."""
+    def _set_up_unit(self) -> None:
+        """Restore the class of the wrapped module, apply `backward_prefetch`, and register the state dict hooks."""
         unit = self.unit
         if unit is not None:
+            # fully_shard() changes the class of a module. FSDP1 does not: there only the wrapper has the interface.
             for sharded in unit.modules:
                 sharded.__class__ = plain_class(type(sharded))
             if self._prefetch is not BackwardPrefetch.BACKWARD_PRE:
-                unit.record.next_backward = ()
-        self.register_state_dict_post_hook(_after_save)
-        self.register_load_state_dict_pre_hook(_before_load)
-        self.register_load_state_dict_post_hook(_after_load)
+                unit.record.next_backward = ()  # nothing to prefetch in backward
+        self.register_state_dict_post_hook(_state_dict_post_hook)
+        self.register_load_state_dict_pre_hook(_load_state_dict_pre_hook)
+        self.register_load_state_dict_post_hook(_load_state_dict_post_hook)
 
-    def _wrap_below(
+    def _wrap_submodules(
         self, module: nn.Module, given: FSDP1Arguments, policy: Any, mesh: DeviceMesh, options: dict[str, Any]
     ) -> None:
-        """Wrap the modules that `policy` chooses, children first, and those that are left out of mixed precision."""
+        """Wrap the modules that `policy` chooses, children first, and the modules that mixed precision leaves out."""
         plan = plan_model(
             _Items(module) if _has_no_forward(module) else module,
             policy,
             ignored_modules=given.ignored_modules,
             ignored_params=given.ignored,
         )
-        kept = _plan_full_precision(plan, module, given)
+        kept = _add_full_precision_units(plan, module, given)
         warn_about_mixtures(plan.mixtures())
         below = [unit for unit in plan.units if "" not in unit.modules]
         if plan.units[-1].options:
             warn_once(
-                f"auto_wrap_policy gives the module that is wrapped options, {sorted(plan.units[-1].options)}, which "
-                "are not used: pass them to FullyShardedDataParallel itself"
+                f"auto_wrap_policy returns options for the wrapped module itself, {sorted(plan.units[-1].options)}, which "
+                "are not used. Pass them to FullyShardedDataParallel."
             )
         chosen_ids = {id(module.get_submodule(name)) for unit in below for name in unit.modules}
         if not _is_list(module, collect([module], ignored=given.ignored, is_unit=lambda inner: id(inner) in chosen_ids)):
             PreparedShard(module, mesh=mesh, ignored_params=given.ignored, **options)
         _check_overrides(below)
         chosen = [(name, unit.options) for unit in below for name in unit.modules]
-        every = {name: given.overridden({**o, **({"mixed_precision": None} if name in kept else {})}) for name, o in chosen}
-        for name, arguments in every.items():  # all are checked before the first is made
+        arguments_of = {
+            name: given.overridden({**o, **({"mixed_precision": None} if name in kept else {})}) for name, o in chosen
+        }
+        # Check the arguments of all wrappers before the first module changes: an error must leave the model as it was.
+        for name, arguments in arguments_of.items():
             inner = module.get_submodule(name)
-            theirs = FSDP1Arguments.of(inner, **arguments)
-            their_mesh = mesh_of(theirs, device_type_of(inner, theirs))
-            PreparedShard(inner, mesh=their_mesh, ignored_params=theirs.ignored, **_options(theirs))
-        for name, arguments in every.items():
+            inner_arguments = FSDP1Arguments.of(inner, **arguments)
+            inner_mesh = mesh_of(inner_arguments, device_type_of(inner, inner_arguments))
+            PreparedShard(inner, mesh=inner_mesh, ignored_params=inner_arguments.ignored, **_options(inner_arguments))
+        for name, arguments in arguments_of.items():
             inner = module.get_submodule(name)
             wrapper = type(self)(inner, **arguments)
             if name in kept:
-                _InFull(inner).put_on(wrapper)
+                _FullPrecisionHooks(inner).register(wrapper)
+            # A shared module has several parents, and a parent may have it under several names: replace all of them.
             for parent in [m for m in module.modules() if m is not wrapper]:
                 for own, child in list(_torch.children_of(parent).items()):
                     if child is inner:
                         setattr(parent, own, wrapper)
 
-    # --- looking through -------------------------------------------------------------------------------------------------
+    # --- access to the wrapped module ------------------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, without what activation checkpointing put around it since."""
+        """The wrapped module, without a wrapper that activation checkpointing added later."""
         inner = self._fsdp_wrapped_module
-        return _torch.children_of(inner).get(_LOOKED_THROUGH[0]) or inner
+        return _torch.children_of(inner).get(_OTHER_WRAPPERS[0]) or inner
 
     @property
     def sharded(self) -> nn.Module:
-        """The module that is a unit: what was wrapped, also if something was put around it since.
+        """The module that was wrapped and is a unit, also if activation checkpointing or torch.compile wrapped it later.
 
         Raises:
-            StateError: if it was replaced by a module that is no unit.
+            StateError: if the wrapped module was replaced by a module that is not sharded.
         """
         inner: nn.Module | None = self._fsdp_wrapped_module
         while inner is not None and unit_of(inner) is None and not self._is_list:
             children = _torch.children_of(inner)
-            inner = next((children[name] for name in _LOOKED_THROUGH if name in children), None)
+            inner = next((children[name] for name in _OTHER_WRAPPERS if name in children), None)
         if inner is None:
             raise StateError(
-                f"the module inside of this wrapper was replaced by a {type(self._fsdp_wrapped_module).__name__}, which is no "
-                "unit: replace it before wrapping"
+                f"The module inside this wrapper was replaced by a {type(self._fsdp_wrapped_module).__name__}, which is not "
+                "sharded. Replace it before wrapping."
             )
         return inner
 
     @property
     def unit(self) -> Unit | None:
-        """The unit of the wrapped module; None for a list or dict of modules, which has no forward and holds nothing itself."""
+        """The unit of the wrapped module; None for a list or dict of modules, which has no forward and no parameters."""
         return unit_of(self.sharded)
 
     def __getattr__(self, name: str) -> Any:
-        """Look for an attribute that the wrapper does not have in the wrapped module, then in the unit that it is."""
+        """Look up a missing attribute in the wrapped module, then among the methods of `FSDPModule`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == _INNER or name.startswith("__"):  # how to copy and pickle is the wrapper's own
+            if name == _WRAPPED_MODULE or name.startswith("__"):  # copy and pickle must not find the wrapped module's methods
                 raise
         try:
             return getattr(self._fsdp_wrapped_module, name)
         except AttributeError:
-            if name not in _OF_UNITS:
+            if name not in _UNIT_METHODS:
                 raise
-        return MethodType(_OF_UNITS[name], self.sharded)
+        return MethodType(_UNIT_METHODS[name], self.sharded)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """The strategy as it was given; FULL_SHARD if it was not."""
+        """The `sharding_strategy` argument; FULL_SHARD if it was None."""
         return self._strategy
 
     @property
     def cpu_offload(self) -> CPUOffload:
-        """The offloading as it was given."""
+        """The `cpu_offload` argument; `CPUOffload(False)` if it was None."""
         return CPUOffload(self._offload)
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """The argument as it was given."""
+        """The `backward_prefetch` argument."""
         return self._prefetch
 
     @property
     def forward_prefetch(self) -> bool:
-        """The argument as it was given."""
+        """The `forward_prefetch` argument."""
         return self._forward_prefetch
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """The dtypes as they were given; `MixedPrecision()` if they were not."""
+        """The `mixed_precision` argument; `MixedPrecision()` if it was None."""
         return self._mixed_precision
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks to shard over; under NO_SHARD those whose gradients are averaged."""
+        """The process group to shard over; under NO_SHARD the process group whose gradients are averaged."""
         mesh = self._axis.mesh
+        # The mesh of NO_SHARD is (replicate, 1): its shard dim has one rank, so the group of interest is dim 0.
         return mesh.get_group(0 if self._strategy is ShardingStrategy.NO_SHARD else mesh.ndim - 1)
 
     @property
@@ -373,41 +380,43 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def compute_device(self) -> torch.device:
-        """The device that forward and backward run on."""
+        """The device of forward and backward."""
         return self._axis.device
 
     @property
     def _axis(self) -> ShardAxis:
         unit = next(units_of(self, True), None)
         if unit is None:
-            raise StateError("this wrapper is around a list without modules, so nothing is sharded")
+            raise StateError("This wrapper wraps a list without sharded modules, so nothing is sharded.")
         return unit.axis
 
     def __getitem__(self, key: Any) -> Any:
-        """The item of a wrapped Sequential."""
+        """Return an item of the wrapped Sequential."""
         return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
 
     def check_is_root(self) -> bool:
-        """Say whether this is the outermost wrapper, as far as is known: before the first forward, the one asked is.
+        """Return True if this is the outermost wrapper.
+
+        Before the first forward, the wrapper that is called first counts as the outermost one of its submodules.
 
         Returns:
-            Whether no other wrapper is around this one.
+            True if no other wrapper contains this one.
         """
         if self._is_root is None:
-            self._become_root()
+            self._mark_root()
         return bool(self._is_root)
 
-    def _become_root(self) -> None:
+    def _mark_root(self) -> None:
         for below in self.fsdp_modules(self):
             below._is_root = below is self
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers in `module`, itself included.
+        """Return the wrappers in `module`, including `module` itself.
 
         Args:
             module: any module.
-            root_only: whether to leave out wrappers that another is around.
+            root_only: whether to leave out wrappers that another wrapper contains.
 
         Returns:
             The wrappers, parents before children.
@@ -416,21 +425,21 @@ class FullyShardedDataParallel(nn.Module):
         return [inner for inner in found if not root_only or inner.check_is_root()]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """As `nn.Module.apply`, with full parameters in place, and modules of the class they had. Collective.
+        """Apply `fn` to all modules, with unsharded parameters and the original module classes. Collective.
 
         Args:
-            fn: called with each module, children first; what it writes to parameters is kept.
+            fn: called with each module, children first; values that it writes to parameters are kept.
 
         Returns:
             This wrapper.
         """
         if any(unit.exposure.plain for unit in units_of(self, True)):
             return super().apply(fn)  # type: ignore[return-value]
-        with full_params(self), class_swap.undressed(units_of(self, True), plain_class):
+        with full_params(self), class_swap.with_original_classes(units_of(self, True), plain_class):
             return super().apply(fn)  # type: ignore[return-value]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`; also discards what backwards in `no_sync()` kept, which an optimizer's cannot see.
+        """Reset all gradients, including gradients kept by backwards in `no_sync()`, which an optimizer cannot reset.
 
         Args:
             set_to_none: whether `.grad` becomes None; False fills it with zeros.
@@ -439,77 +448,77 @@ class FullyShardedDataParallel(nn.Module):
         super().zero_grad(set_to_none)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """`to`, `half` and the like: on the shards."""
+        """Apply `to()`, `half()` and the like to the shards."""
         unit = self.unit
-        with nullcontext() if unit is None else applying(self, unit, fn):
+        with nullcontext() if unit is None else refreshing_shards(self, unit, fn):
             return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy with units of its own, on the same meshes. Raises StateError inside forward or backward."""
+        """Return a copy with its own units, on the same meshes. Raises StateError inside forward or backward."""
         if any(id(unit) not in memo for unit in units_of(self, True)):
-            return class_swap.put_together(class_swap.take_apart(self, plain_class, memo), sharded_class)
-        made = object.__new__(type(self))  # inside the copying of a whole, which knows the units
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__dict__, memo))
-        return made
+            return class_swap.from_snapshot(class_swap.to_snapshot(self, plain_class, memo), sharded_class)
+        copied = object.__new__(type(self))  # nested in the copy of an outer module, which copies the units
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the structure with this rank's shards; to be loaded on the same rank of an equal mesh."""
+        """Pickle the structure with this rank's shards, to be loaded on the same rank of an equal mesh."""
         if next(units_of(self, True), None) is None:
             return super().__reduce_ex__(protocol)
-        return _put_together, (class_swap.take_apart(self, plain_class),)
+        return _from_snapshot, (class_swap.to_snapshot(self, plain_class),)
 
     def extra_repr(self) -> str:
-        """The strategy, and the unit: parameters, elements, groups, rank and residency.
+        """Describe the strategy and the unit: parameters, elements, groups, rank and residency.
 
         Returns:
             One line of text.
         """
         unit = self.unit
-        return f"{self._strategy.name}, " + ("a list of modules" if unit is None else described(unit))
+        return f"{self._strategy.name}, " + ("a list of modules" if unit is None else unit_summary(unit))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.load_state_dict`, of the form that was set. Names are those that the unwrapped module has.
+        """Load a state dict of the state dict type that was set. Names are the names of the unwrapped module.
 
         Args:
-            args: as of `nn.Module.load_state_dict`.
-            kwargs: likewise.
+            args: positional arguments of `nn.Module.load_state_dict`.
+            kwargs: keyword arguments of `nn.Module.load_state_dict`.
 
         Returns:
             Missing and unexpected names.
 
         Raises:
             StateError: inside `summon_full_params()`.
-            RuntimeError: as torch's, for names or shapes that do not fit.
+            RuntimeError: torch's error, for names or shapes that do not match.
         """
         if any(unit.exposure.plain for unit in units_of(self, True)):
-            raise StateError("load_state_dict() was called inside summon_full_params(): call it outside of the block")
+            raise StateError("load_state_dict() cannot run inside summon_full_params(). Call it outside of the block.")
         try:
             return super().load_state_dict(*args, **kwargs)
         except RuntimeError as wrong:
-            if f"{_INNER}." not in str(wrong):
+            if f"{_WRAPPED_MODULE}." not in str(wrong):
                 raise
-            raise RuntimeError(str(wrong).replace(f"{_INNER}.", "")) from wrong
+            raise RuntimeError(str(wrong).replace(f"{_WRAPPED_MODULE}.", "")) from wrong
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `nn.Module.named_parameters`, under the names that the unwrapped module has.
+        """Iterate over the parameters under the names of the unwrapped module.
 
         Args:
-            args: as of `nn.Module.named_parameters`.
-            kwargs: likewise.
+            args: positional arguments of `nn.Module.named_parameters`.
+            kwargs: keyword arguments of `nn.Module.named_parameters`.
 
         Yields:
-            Name and parameter: a DTensor, unless full parameters are installed.
+            Name and parameter: a DTensor, or a plain Parameter while unsharded parameters are installed.
         """
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield clean_name(name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As `nn.Module.named_buffers`, under the names that the unwrapped module has.
+        """Iterate over the buffers under the names of the unwrapped module.
 
         Args:
-            args: as of `nn.Module.named_buffers`.
-            kwargs: likewise.
+            args: positional arguments of `nn.Module.named_buffers`.
+            kwargs: keyword arguments of `nn.Module.named_buffers`.
 
         Yields:
             Name and buffer.
@@ -517,67 +526,72 @@ class FullyShardedDataParallel(nn.Module):
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean_name(name), buffer
 
-    # --- running ---------------------------------------------------------------------------------------------------------
+    # --- forward and backward --------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module, with floating-point inputs in `mixed_precision.param_dtype` where that is asked for.
+        """Run the wrapped module, with floating-point inputs cast to `mixed_precision.param_dtype` if it is configured so.
 
         Args:
-            args: of the wrapped module.
-            kwargs: likewise.
+            args: positional arguments of the wrapped module.
+            kwargs: keyword arguments of the wrapped module.
 
         Returns:
             The output of the wrapped module.
         """
         if self._is_root is None:
-            self._become_root()
-        if self._full_in_eval:
-            self._choose_precision()
+            self._mark_root()
+        if self._full_precision_in_eval:
+            self._update_precision()
         dtype = self._mixed_precision.param_dtype
-        if dtype is not None and not self._in_full and (self._casts_root if self._is_root else self._casts):
+        if (
+            dtype is not None
+            and not self._in_full_precision
+            and (self._casts_root_inputs if self._is_root else self._casts_inputs)
+        ):
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         return self._fsdp_wrapped_module(*args, **kwargs)
 
-    def _choose_precision(self) -> None:
-        """FSDP_USE_FULL_PREC_IN_EVAL=1: mixed precision is off in eval mode, here and, from the outermost wrapper, below.
+    def _update_precision(self) -> None:
+        """Switch mixed precision off in eval mode and on in train mode (FSDP_USE_FULL_PREC_IN_EVAL=1).
 
-        Raises StateError between a forward and its backward.
+        The outermost wrapper also switches all wrappers below it. Raises StateError between a forward and its backward.
         """
         for below in self.fsdp_modules(self) if self._is_root else ():
-            if below is not self and below._full_in_eval:
-                below._choose_precision()
-        full, unit = not self._fsdp_wrapped_module.training, self.unit
-        if full is self._in_full:
+            if below is not self and below._full_precision_in_eval:
+                below._update_precision()
+        full_precision, unit = not self._fsdp_wrapped_module.training, self.unit
+        if full_precision is self._in_full_precision:
             return
-        mixed = MixedPrecision() if full else self._mixed_precision
+        mixed = MixedPrecision() if full_precision else self._mixed_precision
         if unit is not None:
-            if runtime_of(unit).planner.awaits_backward(unit.number):
+            if unit.runtime.scheduler.awaits_backward(unit.number):
                 raise StateError(
-                    f"unit '{unit.name}' was switched to {'eval' if full else 'train'}() between a forward and its backward, "
-                    "which changes its precision (FSDP_USE_FULL_PREC_IN_EVAL=1): run the backward, or drop the output, first"
+                    f"Unit '{unit.name}' cannot be switched to {'eval' if full_precision else 'train'}() between a forward and "
+                    "its backward: this changes its precision (FSDP_USE_FULL_PREC_IN_EVAL=1). First run the backward, or drop "
+                    "the output."
                 )
-            runtime_of(unit).requests.reconfigure(unit, doing="train() or eval()", mp=_precision(mixed))
+            unit.reconfigure(doing="train() or eval()", mp=_precision(mixed))
         for name, buffer in self.named_buffers(remove_duplicate=False):
             if name in self._buffer_dtypes:
                 buffer.data = buffer.data.to(mixed.buffer_dtype or self._buffer_dtypes[name])
-        self._in_full = full
+        self._in_full_precision = full_precision
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients on each rank, whole; the first one after it reduces the sum of all.
+        """Keep unsharded gradients on each rank in backwards inside the block; the first backward after it reduces their sum.
 
-        `model.zero_grad()` discards what was kept. An optimizer's `zero_grad()` does not see it: unlike in FSDP1, it is in no
-        `.grad` until it is reduced.
+        `model.zero_grad()` discards the kept gradients. An optimizer's `zero_grad()` does not: unlike in FSDP1, kept gradients
+        are in no `.grad` until they are reduced.
 
         Raises:
-            StateError: on a wrapper inside another.
+            StateError: on a wrapper inside another wrapper.
 
         Example:
             >>> with model.no_sync():                                                             # doctest: +SKIP
             ...     model(batches[0]).backward()
             >>> model(batches[1]).backward()                                                      # doctest: +SKIP
         """
-        self._only_root("no_sync()")
+        self._require_root("no_sync()")
         with accumulate(self):
             yield
 
@@ -585,59 +599,62 @@ class FullyShardedDataParallel(nn.Module):
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective.
 
         Args:
-            max_norm: the largest norm that is left as it is.
-            norm_type: the power of the norm, above 0; `float("inf")` takes the largest absolute value.
+            max_norm: the largest norm that is not scaled down.
+            norm_type: the power of the norm, above 0; `float("inf")` is the largest absolute value.
 
         Returns:
             The norm before clipping, a plain 0-dim tensor, equal on all ranks.
 
         Raises:
-            StateError: on a wrapper inside another, or while gradients are only kept on each rank.
-            ValueError: for a `norm_type` that is not above 0.
+            StateError: on a wrapper inside another wrapper, or while gradients are only kept on each rank.
+            ValueError: if `norm_type` is not above 0.
         """
-        self._only_root("clip_grad_norm_()")
+        self._require_root("clip_grad_norm_()")
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
-    def _only_root(self, doing: str) -> None:
+    def _require_root(self, doing: str) -> None:
         if not self.check_is_root():
-            raise StateError(f"{doing} was called on a wrapper inside another: call it on the outermost one")
+            raise StateError(f"{doing} cannot run on a wrapper inside another wrapper. Call it on the outermost one.")
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
-        """Reduce gradients by a communication hook of torch.distributed.algorithms instead. Once.
+        """Reduce gradients with a communication hook of torch.distributed.algorithms. Can be called once.
 
         Args:
-            state: handed to the hook.
+            state: passed to the hook.
             hook: under NO_SHARD `hook(state, gradient)` averages the flat gradient in place; otherwise `hook(state, gradient,
                 shard)` reduce-scatters (ranks * size,) into (size,), averaged.
 
         Raises:
-            ValueError: for what cannot be called, a second hook, or hybrid strategies, which reduce in two steps.
-            StateError: on a wrapper inside another, or inside a forward or backward.
+            ValueError: if `hook` is not callable, for a second hook, or for hybrid strategies, which reduce in two steps.
+            StateError: on a wrapper inside another wrapper, or inside a forward or backward.
         """
-        self._only_root("register_comm_hook()")
+        self._require_root("register_comm_hook()")
         if not callable(hook):
-            raise ValueError(f"register_comm_hook takes a callable, got {type(hook).__name__}")
+            raise ValueError(f"register_comm_hook() expected a callable, got {type(hook).__name__}.")
         wrappers = [(wrapper, unit) for wrapper in self.fsdp_modules(self) if (unit := wrapper.unit) is not None]
         for wrapper, unit in wrappers:
             if wrapper._strategy in HYBRID:
                 raise ValueError(
-                    f"register_comm_hook: {wrapper._strategy.name} reduces in two steps, a hook would be one: use "
-                    "set_all_reduce_hook() of each wrapper, which runs behind both"
+                    f"register_comm_hook() cannot be used with {wrapper._strategy.name}: gradients are reduced in two steps, "
+                    "and a hook replaces one. Use set_all_reduce_hook() of each wrapper, which runs after both."
                 )
             options = unit.options
-            if isinstance(options.reduce_scatter, _HookReduce) or isinstance(options.comm.collectives, _WithHook):
-                raise ValueError("register_comm_hook was called before: a hook cannot be replaced")
-            runtime_of(unit).requests.check_idle(unit, doing="register_comm_hook()")
-            runtime_of(unit).requests.check_delivered(unit, doing="register_comm_hook()")
+            if isinstance(options.reduce_scatter, _HookReduceScatter) or isinstance(
+                options.comm.collectives, _HookedCollectivesFactory
+            ):
+                raise ValueError("register_comm_hook() was called before. A hook cannot be replaced.")
+            unit.check_idle(doing="register_comm_hook()")
+            unit.check_delivered(doing="register_comm_hook()")
         for wrapper, unit in wrappers:
+            # The hook itself averages, so the unit must not divide by the number of ranks as well.
             unit.configure(reduce=replace(unit.options.reduce, divide=1.0))
-            changes: dict[str, Any] = {"reduce_scatter": _HookReduce(state, hook)}
+            changes: dict[str, Any] = {"reduce_scatter": _HookReduceScatter(state, hook)}
             if wrapper._strategy is ShardingStrategy.NO_SHARD:
-                sums = _WithHook(unit.axis.device.type, partial(hook, state))
-                changes = {"comm": replace(unit.options.comm, collectives=sums)}
-            runtime_of(unit).requests.reconfigure(unit, doing="register_comm_hook()", **changes)
+                hooked = _HookedCollectivesFactory(unit.axis.device.type, partial(hook, state))
+                changes = {"comm": replace(unit.options.comm, collectives=hooked)}
+            unit.reconfigure(doing="register_comm_hook()", **changes)
 
-    # --- full parameters -------------------------------------------------------------------------------------------------
+    # --- unsharded parameters --------------------------------------------------------------------------------------------
 
     @staticmethod
     @contextmanager
@@ -649,19 +666,19 @@ class FullyShardedDataParallel(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Full, ordinary Parameters for the length of the block, as `fullshard.full_params`, below any module. Collective.
+        """Install unsharded plain Parameters for the length of the block, like `fullshard.full_params`. Collective.
 
         Args:
-            module: a wrapper, or a module that holds some.
-            recurse: whether the wrappers below are full as well.
-            writeback: whether what was written is kept in the shards at the end; all ranks must write the same.
-            rank0_only: only the first rank has full parameters. Needs `writeback=False`.
-            offload_to_cpu: whether they are in the host's memory.
-            with_grads: whether they have their full, averaged gradients.
+            module: a wrapper, or a module that contains wrappers.
+            recurse: whether to unshard the wrappers inside as well.
+            writeback: whether to write changed values back to the shards at the end; all ranks must write equal values.
+            rank0_only: install unsharded parameters on the first rank only. Needs `writeback=False`.
+            offload_to_cpu: whether to put the unsharded parameters in host memory.
+            with_grads: whether to set their `.grad` to the unsharded, averaged gradients.
 
         Raises:
             ValueError: for `rank0_only` with `writeback`.
-            StateError: inside a forward or backward, or if another Parameter was assigned inside a block that writes.
+            StateError: inside a forward or backward, or if another Parameter was assigned inside a block with `writeback`.
 
         Example:
             >>> with FSDP.summon_full_params(model, writeback=False):                             # doctest: +SKIP
@@ -684,44 +701,45 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose the form that `state_dict()` and `optim_state_dict()` of all wrappers in `module` have from now on.
+        """Set the type of `state_dict()` and `optim_state_dict()` for all wrappers in `module`.
 
         Args:
-            module: a wrapper, or a module that holds some.
+            module: a wrapper, or a module that contains wrappers.
             state_dict_type: FULL_STATE_DICT, SHARDED_STATE_DICT (DTensors) or LOCAL_STATE_DICT (the rows of this rank).
-            state_dict_config: the config class of that type; None takes its defaults.
-            optim_state_dict_config: likewise, for optimizers.
+            state_dict_config: an instance of the config class of that type; None takes its defaults.
+            optim_state_dict_config: an instance of the optimizer config class of that type; None takes its defaults.
 
         Returns:
-            The form before.
+            The previous settings.
 
         Raises:
-            ValueError: for another type, a config class of another type, or a module without wrappers, or whose forms differ.
+            ValueError: for an unknown type, a config of another type, a module without wrappers, or wrappers whose settings
+                differ.
         """
         before = FullyShardedDataParallel.get_state_dict_type(module)
-        settings = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        settings = _state_dict_settings(state_dict_type, state_dict_config, optim_state_dict_config)
         for wrapper in FullyShardedDataParallel.fsdp_modules(module):
-            wrapper._settings = settings
+            wrapper._state_dict_settings = settings
         return before
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form that all wrappers in `module` have.
+        """Return the state dict settings of the wrappers in `module`.
 
         Args:
-            module: a wrapper, or a module that holds some.
+            module: a wrapper, or a module that contains wrappers.
 
         Returns:
             Type and configs.
 
         Raises:
-            ValueError: if there is no wrapper, or their forms differ.
+            ValueError: if there is no wrapper, or the settings of the wrappers differ.
         """
-        found = [wrapper._settings for wrapper in FullyShardedDataParallel.fsdp_modules(module)]
+        found = [wrapper._state_dict_settings for wrapper in FullyShardedDataParallel.fsdp_modules(module)]
         if not found:
-            raise ValueError(f"there is no FullyShardedDataParallel in this {type(module).__name__}")
+            raise ValueError(f"{type(module).__name__} contains no FullyShardedDataParallel. Pass a model that was wrapped.")
         if any(settings != found[0] for settings in found):
-            raise ValueError("the wrappers in this module have state dicts of different types: set one for all of them")
+            raise ValueError("The wrappers in this module have different state dict types. Set one type for all of them.")
         return found[0]
 
     @staticmethod
@@ -732,29 +750,29 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """`set_state_dict_type` for the length of a block.
+        """Set the state dict type for the length of a block, and restore the previous settings at its end.
 
         Args:
-            module: a wrapper, or a module that holds some.
-            state_dict_type: as of `set_state_dict_type`.
-            state_dict_config: likewise.
-            optim_state_dict_config: likewise.
+            module: a wrapper, or a module that contains wrappers.
+            state_dict_type: see `set_state_dict_type`.
+            state_dict_config: see `set_state_dict_type`.
+            optim_state_dict_config: see `set_state_dict_type`.
 
         Raises:
-            ValueError: likewise.
+            ValueError: see `set_state_dict_type`.
 
         Example:
             >>> with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):               # doctest: +SKIP
             ...     torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder)
         """
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        before = [wrapper._settings for wrapper in wrappers]
+        before = [wrapper._state_dict_settings for wrapper in wrappers]
         FullyShardedDataParallel.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
             yield
         finally:
             for wrapper, settings in zip(wrappers, before):
-                wrapper._settings = settings
+                wrapper._state_dict_settings = settings
 
     @staticmethod
     def optim_state_dict(
@@ -763,22 +781,23 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's state by parameter names, in the form that was set for the model. Collective.
+        """Return the optimizer state keyed by parameter names, of the type that was set for the model. Collective.
 
         Args:
-            model: a wrapper, or a module that holds some.
+            model: a wrapper, or a module that contains wrappers.
             optim: an optimizer of its parameters.
-            optim_state_dict: the optimizer's own `state_dict()`, where the caller has it already.
-            group: the ranks that take part; None takes those of the model's mesh.
+            optim_state_dict: the optimizer's own `state_dict()`, if the caller already has it.
+            group: process group of the participating ranks; None is the ranks of the model's mesh.
 
         Returns:
-            {"state": {name: {key: value}}, "param_groups": [...]}; {} on ranks that do not keep it (`rank0_only`).
+            {"state": {name: {key: value}}, "param_groups": [...]}; {} on ranks that keep nothing (`rank0_only`).
 
         Raises:
-            ValueError: on every rank, before any state travels, for parameters, states or numeric settings that differ.
+            ValueError: on every rank, before any state is communicated, if parameters, states or numeric settings differ
+                between ranks.
         """
-        form = _optimizer_form(FullyShardedDataParallel.get_state_dict_type(model))
-        return _saved(model, optim, form, group, optim_state_dict)
+        state_format = _optimizer_format(FullyShardedDataParallel.get_state_dict_type(model))
+        return _save_optimizer_state(model, optim, state_format, group, optim_state_dict)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -789,31 +808,32 @@ class FullyShardedDataParallel(nn.Module):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Fit what `optim_state_dict` gave to `optim`, and with `load_directly` load it as well. Collective.
+        """Convert a result of `optim_state_dict` to a state dict of `optim`; with `load_directly`, load it as well. Collective.
 
-        Names and keys may come in any order. If the form set for the model is full and `rank0_only`, only the first rank needs
-        to have it. ShardedTensors, as FSDP1 saved and `load_sharded_optimizer_state_dict` gives, are gathered one at a time.
+        Names and keys may come in any order. If the type that was set for the model is full and `rank0_only`, only the first
+        rank needs the state. ShardedTensors (FSDP1 saves them, `load_sharded_optimizer_state_dict` returns them) are
+        all-gathered one at a time.
 
         Args:
-            model: a wrapper, or a module that holds some.
+            model: a wrapper, or a module that contains wrappers.
             optim: an optimizer of its parameters.
-            optim_state_dict: a state by names, in the form that is set for the model; left as it is.
-            is_named_optimizer: whether the result is keyed by names instead of places in the optimizer.
+            optim_state_dict: a state keyed by names, of the type that is set for the model; not modified.
+            is_named_optimizer: whether to key the result by names instead of positions in the optimizer.
             load_directly: whether to call `optim.load_state_dict` as well.
-            group: the ranks that take part; None takes those of the model's mesh.
+            group: process group of the participating ranks; None is the ranks of the model's mesh.
 
         Returns:
-            What `optim.load_state_dict` takes. Without "param_groups" in `optim_state_dict` there are none in it, and
-            `load_directly` keeps the optimizer's.
+            A state dict for `optim.load_state_dict`. It has "param_groups" only if `optim_state_dict` has them; without them,
+            `load_directly` keeps the optimizer's own.
 
         Raises:
-            ValueError: on every rank, naming it, for parameters that are missing or unknown, and for states that do not fit.
+            ValueError: on every rank, with the name, for missing or unknown parameters and for states that do not match.
         """
-        form = _optimizer_form(FullyShardedDataParallel.get_state_dict_type(model))
+        state_format = _optimizer_format(FullyShardedDataParallel.get_state_dict_type(model))
         groups = state_dicts.groups_of(model, optim)
-        if form.kind is state_dicts.FULL and form.rank0_only:
-            optim_state_dict = _scatter(model, optim_state_dict, groups, group)
-        local = form.kind is state_dicts.LOCAL
+        if state_format.kind is state_dicts.FULL and state_format.rank0_only:
+            optim_state_dict = _scatter_optimizer_state(model, optim_state_dict, groups, group)
+        local = state_format.kind is state_dicts.LOCAL
         ready = state_dicts.load_optimizer_state(
             model, optim_state_dict, groups, _ranks(model, group), local=local, by_name=is_named_optimizer
         )
@@ -829,42 +849,42 @@ class FullyShardedDataParallel(nn.Module):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's full state by names, in the host's memory. Collective.
+        """Return the full optimizer state keyed by names, in host memory. Collective.
 
         Args:
-            model: a wrapper, or a module that holds some.
+            model: a wrapper, or a module that contains wrappers.
             optim: an optimizer of its parameters.
-            optim_input: what FSDP1 needed `optim` was built with; `optim` knows it.
-            rank0_only: whether the first rank alone keeps it.
-            group: the ranks that take part; None takes those of the model's mesh.
+            optim_input: the parameters that `optim` was built with, which FSDP1 needed; ignored.
+            rank0_only: whether only the first rank keeps the state.
+            group: process group of the participating ranks; None is the ranks of the model's mesh.
 
         Returns:
-            The state; {} on ranks that do not keep it.
+            The state; {} on ranks that keep nothing.
 
         Raises:
-            ValueError: as of `optim_state_dict`.
+            ValueError: see `optim_state_dict`.
         """
         del optim_input
-        return _saved(model, optim, StateDictFormat(state_dicts.FULL, True, rank0_only), group)
+        return _save_optimizer_state(model, optim, StateDictFormat(state_dicts.FULL, True, rank0_only), group)
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """The optimizer's state by names, as DTensors. Collective.
+        """Return the optimizer state keyed by names, as DTensors. Collective.
 
         Args:
-            model: a wrapper, or a module that holds some.
+            model: a wrapper, or a module that contains wrappers.
             optim: an optimizer of its parameters.
-            group: the ranks that take part; None takes those of the model's mesh.
+            group: process group of the participating ranks; None is the ranks of the model's mesh.
 
         Returns:
             The state, on every rank.
 
         Raises:
-            ValueError: as of `optim_state_dict`.
+            ValueError: see `optim_state_dict`.
         """
-        return _saved(model, optim, StateDictFormat(state_dicts.SHARDED), group)
+        return _save_optimizer_state(model, optim, StateDictFormat(state_dicts.SHARDED), group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -873,19 +893,19 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Fit a full state by names, which every rank has, to an optimizer. Collective.
+        """Shard a full state keyed by names, which every rank has, for an optimizer. Collective.
 
         Args:
-            full_optim_state_dict: what `full_optim_state_dict` gave.
-            model: a wrapper, or a module that holds some.
-            optim_input: what the optimizer is built with, where `optim` is not given; None is all parameters.
+            full_optim_state_dict: a result of `full_optim_state_dict`.
+            model: a wrapper, or a module that contains wrappers.
+            optim_input: the parameters or parameter groups of the optimizer, if `optim` is None; None is all parameters.
             optim: an optimizer of the model's parameters.
 
         Returns:
-            What `optimizer.load_state_dict` takes.
+            A state dict for `optimizer.load_state_dict`.
 
         Raises:
-            ValueError: as of `optim_state_dict_to_load`.
+            ValueError: see `optim_state_dict_to_load`.
         """
         groups = state_dicts.groups_of(model, optim, optim_input)
         return state_dicts.load_optimizer_state(model, full_optim_state_dict, groups, _ranks(model, None))
@@ -894,18 +914,18 @@ class FullyShardedDataParallel(nn.Module):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """Fit a state of DTensors by names to an optimizer. Collective.
+        """Convert a state of DTensors keyed by names to a state dict of an optimizer. Collective.
 
         Args:
-            sharded_optim_state_dict: what `sharded_optim_state_dict` gave.
-            model: a wrapper, or a module that holds some.
+            sharded_optim_state_dict: a result of `sharded_optim_state_dict`.
+            model: a wrapper, or a module that contains wrappers.
             optim: an optimizer of its parameters.
 
         Returns:
-            What `optimizer.load_state_dict` takes.
+            A state dict for `optimizer.load_state_dict`.
 
         Raises:
-            ValueError: as of `optim_state_dict_to_load`.
+            ValueError: see `optim_state_dict_to_load`.
         """
         return state_dicts.load_optimizer_state(
             model, sharded_optim_state_dict, state_dicts.groups_of(model, optim), _ranks(model, None)
@@ -919,23 +939,24 @@ class FullyShardedDataParallel(nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Fit a full state by names, which the first rank alone has, to an optimizer. Collective.
+        """Scatter a full state keyed by names, which only the first rank has, for an optimizer. Collective.
 
         Args:
-            full_optim_state_dict: what `full_optim_state_dict` gave on the first rank; not looked at on the others.
-            model: a wrapper, or a module that holds some.
-            optim_input: what the optimizer is built with, where `optim` is not given; None is all parameters.
+            full_optim_state_dict: a result of `full_optim_state_dict` on the first rank; ignored on the others.
+            model: a wrapper, or a module that contains wrappers.
+            optim_input: the parameters or parameter groups of the optimizer, if `optim` is None; None is all parameters.
             optim: an optimizer of the model's parameters.
-            group: the ranks that take part; None takes those of the model's mesh, which then must be all ranks or 1-D.
+            group: process group of the participating ranks; None is the ranks of the model's mesh, which then must be 1-D or
+                include all ranks.
 
         Returns:
-            What `optimizer.load_state_dict` takes.
+            A state dict for `optimizer.load_state_dict`.
 
         Raises:
-            ValueError: as of `optim_state_dict_to_load`, or if the first rank has no state.
+            ValueError: see `optim_state_dict_to_load`, or if the first rank has no state.
         """
         groups = state_dicts.groups_of(model, optim, optim_input)
-        whole = _scatter(model, full_optim_state_dict, groups, group)
+        whole = _scatter_optimizer_state(model, full_optim_state_dict, groups, group)
         return state_dicts.load_optimizer_state(model, whole, groups, _ranks(model, group))
 
     @staticmethod
@@ -946,42 +967,46 @@ class FullyShardedDataParallel(nn.Module):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Key a state that is keyed by names or by places in the optimizer by the other.
+        """Convert the keys of an optimizer state between parameter names and positions in the optimizer.
 
         Args:
-            optim_state_dict: the state, keyed by either.
-            optim_state_key_type: PARAM_NAME or PARAM_ID: what to key it by.
-            model: a wrapper, or a module that holds some.
-            optim_input: what the optimizer was built with, where `optim` is not given; None is all parameters.
+            optim_state_dict: the state, keyed by names or positions.
+            optim_state_key_type: the keys of the result: PARAM_NAME or PARAM_ID.
+            model: a wrapper, or a module that contains wrappers.
+            optim_input: the parameters or parameter groups of the optimizer, if `optim` is None; None is all parameters.
             optim: an optimizer of the model's parameters.
 
         Returns:
-            The state, keyed by the other.
+            The state with the keys of `optim_state_key_type`.
 
         Raises:
-            ValueError: for keys that are neither.
+            ValueError: for a key that is neither a name nor a position of a parameter.
         """
         known = state_dicts.names_of(model)
         flat = [known[id(p)] for group in state_dicts.groups_of(model, optim, optim_input) for p in group]
-        return state_dicts.rekeyed(optim_state_dict, optim_state_key_type, flat)
+        return state_dicts.rekey(optim_state_dict, optim_state_key_type, flat)
 
 
 FSDP = FullyShardedDataParallel
 
 
-# --- building -------------------------------------------------------------------------------------------------------------
+# --- construction ---------------------------------------------------------------------------------------------------------
 
 
-def _warn_of_no_effect(*, use_orig_params: bool, limit_all_gathers: bool) -> None:
-    """Say once of an argument that it makes no difference here."""
+def _warn_about_ignored_arguments(*, use_orig_params: bool, limit_all_gathers: bool) -> None:
+    """Warn once for each argument that has no effect."""
     if not use_orig_params:
-        warn_once("use_orig_params=False: there is no FlatParameter, parameters are the originals as with True")
+        warn_once(
+            "use_orig_params=False has no effect: there is no FlatParameter, and parameters are the originals as with True."
+        )
     if not limit_all_gathers:
-        warn_once("limit_all_gathers=False: gathers are always limited here, to one unit ahead of the one that computes")
+        warn_once(
+            "limit_all_gathers=False has no effect: all-gathers are always limited to one unit ahead of the computing unit."
+        )
 
 
-def _plan_full_precision(plan: Plan, module: nn.Module, given: FSDP1Arguments) -> list[str]:
-    """Add the modules that mixed precision leaves out (batch norms) to the plan, as units of their own; their names."""
+def _add_full_precision_units(plan: Plan, module: nn.Module, given: FSDP1Arguments) -> list[str]:
+    """Add modules that mixed precision leaves out (batch norms) to the plan as separate units, and return their names."""
     mixed = given.mixed_precision
     kept: list[str] = []
     if mixed is not None and mixed.param_dtype is not None:
@@ -996,14 +1021,14 @@ def _plan_full_precision(plan: Plan, module: nn.Module, given: FSDP1Arguments) -
                 kept.append(name)
     if kept:
         names = sorted({type(module.get_submodule(name)).__name__ for name in kept})
-        warn_once(f"mixed precision and auto_wrap_policy: {', '.join(names)} are wrapped on their own, in full precision")
+        warn_once(f"Mixed precision with auto_wrap_policy: {', '.join(names)} are wrapped on their own, in full precision.")
     return kept
 
 
 def _options(given: FSDP1Arguments) -> dict[str, Any]:
-    """The options of `fully_shard` that the arguments become."""
+    """Return the options of `fully_shard` that correspond to the arguments."""
     return {
-        "reshard_after_forward": False if given.strategy in _KEEPS else None,
+        "reshard_after_forward": False if given.strategy in _NO_RESHARD_AFTER_FORWARD else None,
         "mp_policy": _precision(given.mixed_precision or MixedPrecision()),
         "offload_policy": CPUOffloadPolicy() if given.offload else OffloadPolicy(),
         "comm_policy": CommPolicy(),
@@ -1011,7 +1036,7 @@ def _options(given: FSDP1Arguments) -> dict[str, Any]:
 
 
 def _precision(mixed: MixedPrecision) -> MixedPrecisionPolicy:
-    # FSDP1 reduces in the dtype that it computes in, also where FSDP2 reduces in that of the gradients (torch 2.15).
+    # Without reduce_dtype, FSDP1 reduces in param_dtype. FSDP2 (torch 2.15) reduces in the dtype of the gradients instead.
     return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype or mixed.param_dtype, cast_forward_inputs=False)
 
 
@@ -1020,7 +1045,7 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 
 class _Items(nn.Module):
-    """The items of a list or dict of modules under their names: plans are made for modules that have a forward."""
+    """Stand-in for a list or dict of modules, with the same children: `plan_model` needs a module that has a forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -1032,22 +1057,25 @@ class _Items(nn.Module):
 
 
 def _is_list(module: nn.Module, managed: ManagedTensors) -> bool:
-    """Whether `module` is a list or dict of modules, without a forward. Raises ValueError if it holds what no unit does."""
+    """Return True if `module` is a list or dict of modules without a forward.
+
+    Raises ValueError if such a list has parameters that no wrapper below it shards.
+    """
     if not _has_no_forward(module):
         return False
     if managed.refs:
         raise ValueError(
-            f"the {type(module).__name__} to wrap has no forward, so nobody would gather '{managed.refs[0].name}', which no "
-            "wrapper below it holds: wrap its items, or give an auto_wrap_policy that chooses them"
+            f"{type(module).__name__} cannot be wrapped: it has no forward, so '{managed.refs[0].name}', which no wrapper "
+            "below it shards, would never be all-gathered. Wrap its items, or pass an auto_wrap_policy that chooses them."
         )
     return True
 
 
-def _put_together(parts: class_swap.ShardedSnapshot) -> nn.Module:
-    return class_swap.put_together(parts, sharded_class)
+def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
+    return class_swap.from_snapshot(parts, sharded_class)
 
 
-_OF_UNITS: dict[str, Any] = {
+_UNIT_METHODS: dict[str, Any] = {
     name: method
     for name, method in vars(FSDPModule).items()
     if not name.startswith("_") and name not in ("extra_repr", "zero_grad")
@@ -1060,20 +1088,20 @@ def _check_overrides(units: Iterable[Any]) -> None:
         for name in unit.options:
             if name not in known:
                 raise ValueError(
-                    f"the policy gives '{unit.name}' the option '{name}', which FullyShardedDataParallel does not have: there "
-                    f"are {sorted(known)}"
+                    f"The policy returns the option '{name}' for '{unit.name}', which FullyShardedDataParallel does not have. "
+                    f"Expected one of {sorted(known)}."
                 )
 
 
-class _InFull:
-    """Inputs of a module that is left out of mixed precision come in its own dtype, outputs go in that of the inputs."""
+class _FullPrecisionHooks:
+    """Forward hooks for a module that mixed precision leaves out: cast inputs to its dtype, and outputs back."""
 
     def __init__(self, module: nn.Module) -> None:
         tensors = [*module.parameters(), *module.buffers()]
         self._own = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
         self._given: torch.dtype | None = None
 
-    def put_on(self, wrapper: nn.Module) -> None:
+    def register(self, wrapper: nn.Module) -> None:
         wrapper.register_forward_pre_hook(self._before, with_kwargs=True)
         wrapper.register_forward_hook(self._after)
 
@@ -1089,7 +1117,7 @@ class _InFull:
 # --- saving and loading ---------------------------------------------------------------------------------------------------
 
 
-def _settings(
+def _state_dict_settings(
     kind: StateDictType, config: StateDictConfig | None = None, optim_config: OptimStateDictConfig | None = None
 ) -> StateDictSettings:
     known: dict[StateDictType, tuple[type[Any], type[Any]]] = {
@@ -1098,103 +1126,113 @@ def _settings(
         StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
     }
     if kind not in known:
-        raise ValueError(f"expected a StateDictType, got {kind!r}")
-    ours, theirs = known[kind]
-    config, optim_config = config or ours(), optim_config or theirs()
-    for given, wanted in ((config, ours), (optim_config, theirs)):
+        raise ValueError(f"Expected a StateDictType, got {kind!r}.")
+    config_type, optim_config_type = known[kind]
+    config, optim_config = config or config_type(), optim_config or optim_config_type()
+    for given, wanted in ((config, config_type), (optim_config, optim_config_type)):
         if not isinstance(given, wanted):
-            raise ValueError(f"{kind.name} takes a {wanted.__name__}, got {type(given).__name__}")
+            raise ValueError(f"Expected a {wanted.__name__} for {kind.name}, got {type(given).__name__}.")
     return StateDictSettings(kind, config, optim_config)
 
 
-def _model_form(settings: StateDictSettings) -> StateDictFormat:
+def _model_format(settings: StateDictSettings) -> StateDictFormat:
     config: Any = settings.state_dict_config
     return StateDictFormat(settings.state_dict_type, config.offload_to_cpu, getattr(config, "rank0_only", False))
 
 
-def _optimizer_form(settings: StateDictSettings) -> StateDictFormat:
+def _optimizer_format(settings: StateDictSettings) -> StateDictFormat:
     config: Any = settings.optim_state_dict_config
     return StateDictFormat(settings.state_dict_type, config.offload_to_cpu, getattr(config, "rank0_only", False))
 
 
-def _after_save(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Put values under clean names, in the form that was set. Wrappers below did theirs, which can only become full."""
-    form = _model_form(module._settings)
+def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Replace the entries of a state dict by values of the configured type, under clean names.
+
+    Wrappers below have converted their own entries already: a DTensor can still be converted, a full tensor stays full.
+    """
+    state_format = _model_format(module._state_dict_settings)
     unit: Unit | None = module.unit
-    if unit is not None and unit.exposure.plain and form.kind is not state_dicts.FULL:
-        raise StateError(f"a state dict of {form.kind.name} was asked for inside summon_full_params(): take it outside of it")
-    keep = form.keeps(first=_is_first(module, None))
+    if unit is not None and unit.exposure.plain and state_format.kind is not state_dicts.FULL:
+        raise StateError(
+            f"state_dict() cannot return {state_format.kind.name} inside summon_full_params(). Call it outside of the block."
+        )
+    keep = state_format.keeps(first=_is_first_rank(module, None))
     dtypes = module._buffer_dtypes
     for key in [key for key in state_dict if key.startswith(prefix)]:
         value = state_dict.pop(key)
         name = clean_name(key[len(prefix) :])
-        if name in dtypes and isinstance(value, Tensor) and form.kind is not state_dicts.LOCAL:
+        if name in dtypes and isinstance(value, Tensor) and state_format.kind is not state_dicts.LOCAL:
             value = value.to(dtypes[name])
-        value = form.of(value, keep=keep)
+        value = state_format.convert(value, keep=keep)  # collective for FULL, so ranks that keep nothing call it too
         if keep:
             state_dict[prefix + name] = value
 
 
-def _before_load(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Names as the wrapper has them, and this rank's rows as what they are rows of."""
+def _load_state_dict_pre_hook(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Add the wrapper's prefix to the names, and convert ShardedTensors and this rank's rows to DTensors."""
     unit: Unit | None = module.unit
-    rows = module._settings.state_dict_type is state_dicts.LOCAL
+    rows = module._state_dict_settings.state_dict_type is state_dicts.LOCAL
     inner: nn.Module = module._fsdp_wrapped_module
     parameters = dict(inner.named_parameters(remove_duplicate=False))
     known = {clean_name(name): parameter for name, parameter in parameters.items()}
-    compiled: dict[str, str] = {}  # names of modules that were compiled apart; what else wraps puts its own names in
+    compiled: dict[str, str] = {}  # clean name -> name with "_orig_mod" parts of torch.compile
     for name in (*parameters, *dict(inner.named_buffers(remove_duplicate=False))):
         if "_orig_mod" in name.split("."):
-            compiled[clean_name(name)] = ".".join(part for part in name.split(".") if part not in (_INNER, _LOOKED_THROUGH[0]))
-    inside = f"{prefix}{_INNER}."
+            compiled[clean_name(name)] = ".".join(
+                part for part in name.split(".") if part not in (_WRAPPED_MODULE, _OTHER_WRAPPERS[0])
+            )
+    inside = f"{prefix}{_WRAPPED_MODULE}."
+    # Sorted, because ShardedTensors are converted by collectives: all ranks must visit the keys in one order.
     for key in sorted(key for key in state_dict if key.startswith(prefix) and not key.startswith(inside)):
         value = state_dict.pop(key)
         name = key[len(prefix) :]
         if name.rpartition(".")[2] in ("_flat_param", "flat_param"):
-            raise ValueError(f"'{key}' is a FlatParameter of FSDP1, which has no meaning here: save FULL_STATE_DICT there")
+            raise ValueError(f"'{key}' cannot be loaded: it is a FlatParameter of FSDP1. Save FULL_STATE_DICT with FSDP1.")
         logical = next(iter(logical_parameters([known[name]])), None) if name in known else None
         if unit is None or logical is None or logical not in unit.parameters:
-            pass  # of another wrapper, or of none
+            pass  # the wrapper of that parameter converts it; ignored parameters and buffers need no conversion
         elif isinstance(value, _torch.ShardedTensor):
             value = _from_sharded_tensor(key, value, logical)
         elif rows and isinstance(value, Tensor):
             if value.shape != logical.local.shape:
                 raise ValueError(
-                    f"LOCAL_STATE_DICT: '{key}' has shape {tuple(value.shape)}, this rank's rows are "
-                    f"{tuple(logical.local.shape)}: load it on as many ranks as saved it, or save it as SHARDED_STATE_DICT"
+                    f"LOCAL_STATE_DICT: expected shape {tuple(logical.local.shape)} for '{key}', the rows of this rank, got "
+                    f"{tuple(value.shape)}. Load it on as many ranks as saved it, or save it as SHARDED_STATE_DICT."
                 )
             value = logical.dtensor_like_shard(value.to(logical.local.dtype))
         state_dict[inside + compiled.get(name, name)] = value
 
 
 def _from_sharded_tensor(key: str, value: Any, parameter: Any) -> Tensor:
-    """This rank's rows of a ShardedTensor, as FSDP1 saves them (collective over its ranks)."""
+    """Return this rank's shard of a ShardedTensor that FSDP1 saved (collective over the ranks of the ShardedTensor)."""
     if value.size() != parameter.shape:
         raise ValueError(
-            f"'{key}' has shape {tuple(value.size())} in the ShardedTensor to load, expected {tuple(parameter.shape)}"
+            f"Expected shape {tuple(parameter.shape)} for '{key}', got {tuple(value.size())} in the ShardedTensor to load."
         )
     whole = _torch.whole_of(value, torch.device(parameter.sharding.mesh.device_type))
     return shard_of(parameter, whole, dtype=parameter.local.dtype)
 
 
-def _after_load(module: Any, incompatible: Any) -> None:
-    """Missing and unexpected names, as the caller knows them."""
+def _load_state_dict_post_hook(module: Any, incompatible: Any) -> None:
+    """Replace missing and unexpected names by clean names, in place."""
     for names in incompatible:
         names[:] = [clean_name(name) for name in names]
 
 
-def _saved(
+def _save_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    form: StateDictFormat,
+    state_format: StateDictFormat,
     group: dist.ProcessGroup | None,
     given: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    return state_dicts.optimizer_state(model, optimizer, form, _ranks(model, group), given=given, first=_is_first(model, group))
+    return state_dicts.optimizer_state(
+        model, optimizer, state_format, _ranks(model, group), given=given, first=_is_first_rank(model, group)
+    )
 
 
 def _ranks(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks:
-    """The ranks that save and load together: those of `group`; without one, of the mesh that `model` is on."""
+    """Return the ranks that save and load together: the ranks of `group`, or of the model's mesh if `group` is None."""
     unit = next(units_of(model, True), None)
     device = torch.device("cpu") if unit is None else unit.axis.device
     if group is not None:
@@ -1203,7 +1241,7 @@ def _ranks(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks:
     return Ranks(tuple(axis for axis in axes if axis is not None), device)
 
 
-def _scatter(
+def _scatter_optimizer_state(
     model: nn.Module, saved: dict[str, Any] | None, groups: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
     known = state_dicts.names_of(model)
@@ -1211,7 +1249,7 @@ def _scatter(
     units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
     device = units[0].axis.device if units else torch.device("cpu")
 
-    def cut(name: str, whole: Tensor) -> Any:
+    def shard(name: str, whole: Tensor) -> Any:
         parameter = logical.get(name)
         fits = parameter is not None and whole.shape == parameter.shape
         return shard_of(parameter, whole, dtype=whole.dtype) if parameter is not None and fits else whole
@@ -1221,14 +1259,14 @@ def _scatter(
         group = mesh.get_group()
     elif group is None and mesh is not None and mesh.size() != dist.get_world_size():
         raise ValueError(
-            f"the optimizer's state is on the first of {mesh.size()} ranks of {dist.get_world_size()}: pass group=, their "
-            "process group, to say who takes part"
+            f"The optimizer state cannot be scattered: it is on the first of {mesh.size()} mesh ranks, out of "
+            f"{dist.get_world_size()} ranks. Pass group=, the process group of the mesh ranks."
         )
-    return state_dicts.scattered(saved, group, device, cut)
+    return state_dicts.scatter_state(saved, group, device, shard)
 
 
-def _is_first(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank is the first of `group`; without one, of the mesh that `model` is on."""
+def _is_first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
+    """Return True if this rank is the first rank of `group`, or of the model's mesh if `group` is None."""
     if group is not None:
         return dist.get_rank(group) == 0
     unit = next(units_of(model, True), None)

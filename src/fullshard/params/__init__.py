@@ -1,15 +1,15 @@
-"""Parameters on both sides: shards that a caller sees, full tensors that modules compute with, gradients on their way back.
+"""The data plane: sharded and unsharded parameters, all-gather, gradient reduction, `.grad`.
 
-sharded_param.py   ShardedParameter: the sharded and the full parameter, and the modules' slots that hold one of them
-shard_values.py    values that callers put into shards and take out of them
-sharded_tensor.py  ShardedDTensor: its class, which names the parameter when it is mixed with plain tensors
-stale_params.py    parameters from before sharding, which stand for the sharded ones
-group.py           ParamGroup: parameters that move together, their flat shard and their unsharded buffer
-group_grads.py     GroupGradients: gradients that no parameter has yet; ReductionPlan: how they are laid out in messages
-arena.py           MessageArena: memory for messages that stays where it is
-unsharded.py       UnshardedBuffer: memory of full parameters, and the ways to gather into it
-extension.py       tensor subclasses that say themselves what is gathered of them
-reduction.py       Reduction: gradients of one group on their way to the shards
-grad_commit.py     GradCommit: gradients that arrived become `.grad`, all or none
-uninitialized.py   memory that was not written yet
+sharded_param.py   ShardedParameter: the sharded and the unsharded parameter, and the slots where one of them is registered
+shard_values.py    copies into and out of shards: sharding and unsharding for good, assigned parameters, loading
+sharded_tensor.py  ShardedDTensor: the class of sharded parameters; its errors name the parameter
+stale_params.py    ParameterAlias: parameters from before sharding, aliases of the sharded ones
+group.py           ParamGroup: parameters that are all-gathered and reduced together, with flat shard and unsharded buffer
+group_grads.py     GroupGradients: gradients kept between backwards; ReductionPlan: layout of the gradients in collectives
+arena.py           ReductionArena: memory with fixed addresses for reductions
+unsharded.py       FlatBuffer: the unsharded buffer (all-gather output); AllGather: copy-in, collective, copy-out
+extension.py       tensor subclasses with their own all-gather hooks
+reduction.py       Reduction: reduce-scatter, all-reduce and cast of the gradients of one group
+grad_commit.py     GradCommit: sets `.grad` of all parameters or none
+uninitialized.py   finds tensors whose memory was never written
 """

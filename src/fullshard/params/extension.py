@@ -1,4 +1,4 @@
-"""Tensor subclasses that say themselves what is gathered of them: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
+"""Tensor subclasses with their own all-gather hooks: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
 
 from __future__ import annotations
 
@@ -15,67 +15,71 @@ from fullshard import _torch
 from fullshard.collectives.base import Collectives
 from fullshard.errors import StateError
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.params.unsharded import Gather, Storage, over
+from fullshard.params.unsharded import AllGather, Storage, tensor_on_storage
 from fullshard.policies import Dtypes
 from fullshard.sharding.param_sharding import ParamSharding
 
-_BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
-def extends(tensor: Tensor) -> bool:
-    """Whether a shard is of a subclass that takes part in its gathers."""
-    return hasattr(tensor, _BEFORE) and hasattr(tensor, _AFTER)
+def has_extension(tensor: Tensor) -> bool:
+    """Return True if `tensor` has both all-gather hooks."""
+    return hasattr(tensor, _PRE) and hasattr(tensor, _POST)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is an ordinary strided tensor."""
+    """Return True if `tensor` is an ordinary strided tensor."""
     return type(tensor) is Tensor and tensor.layout == torch.strided
 
 
-def half_extends(tensor: Tensor) -> str | None:
-    """The missing half of the protocol, None if both are there or none is."""
-    found = [name for name in (_BEFORE, _AFTER) if hasattr(tensor, name)]
-    return None if len(found) != 1 else ({_BEFORE, _AFTER} - set(found)).pop()
+def missing_extension_method(tensor: Tensor) -> str | None:
+    """Return the name of the missing all-gather hook if `tensor` has only one of the two, else None."""
+    found = [name for name in (_PRE, _POST) if hasattr(tensor, name)]
+    return None if len(found) != 1 else ({_PRE, _POST} - set(found)).pop()
 
 
-def travels_alone(tensor: Tensor) -> bool:
-    """Whether a shard is not to lie in a flat one: it takes part in its gathers, or must before the first of them."""
-    return extends(tensor) or not is_plain(tensor)
+def needs_own_group(tensor: Tensor) -> bool:
+    """Return True if a shard cannot be part of a flat shard: it has all-gather hooks, or is not a plain tensor.
+
+    A subclass without hooks counts, because the user may add them before the first all-gather.
+    """
+    return has_extension(tensor) or not is_plain(tensor)
 
 
 def check_extension(parameter: ShardedParameter) -> None:
-    """Raises StateError, naming it, if a parameter can be gathered neither as it is nor by itself."""
+    """Raise StateError if a parameter can be all-gathered neither as a plain tensor nor with its hooks."""
     shard, unit = parameter.local, parameter.unit_name.name
-    missing = half_extends(shard)
+    missing = missing_extension_method(shard)
     if missing is not None:
         raise StateError(
-            f"the shard of parameter '{parameter.name}' of unit '{unit}' has one half of the all-gather protocol: it needs "
-            f"{missing} as well"
+            f"Expected both all-gather hooks on the shard of parameter '{parameter.name}' of unit '{unit}', got one. "
+            f"Define {missing} as well."
         )
-    if not travels_alone(shard):
+    if not needs_own_group(shard):
         return
-    if not extends(shard):
+    if not has_extension(shard):
         raise StateError(
-            f"parameter '{parameter.name}' of unit '{unit}' cannot be gathered: it is a {type(shard).__name__}, which does not "
-            f"say how. Define {_BEFORE} and {_AFTER}, on the class or on parameter._local_tensor, before the first forward, or "
-            "make it a plain torch.Tensor, after fullshard.undo()"
+            f"Parameter '{parameter.name}' of unit '{unit}' cannot be all-gathered: it is a {type(shard).__name__} without "
+            f"all-gather hooks. Define {_PRE} and {_POST}, on the class or on parameter._local_tensor, before the first "
+            "forward, or make it a plain torch.Tensor, after fullshard.undo()."
         )
     if parameter.sharding.dim != 0:
         raise StateError(
-            f"parameter '{parameter.name}' of unit '{unit}' gathers itself ({_BEFORE}), by rows: it cannot be cut along dim "
-            f"{parameter.sharding.dim}"
+            f"Parameter '{parameter.name}' of unit '{unit}' cannot be sharded along dim {parameter.sharding.dim}: it has its "
+            f"own all-gather hooks ({_PRE}), which work on dim 0. Shard it along dim 0."
         )
 
 
 def own_shard(value: Tensor, sharding: ParamSharding) -> Tensor:
-    """A shard in memory of its own, that does not keep the full tensor alive.
+    """Return the shard in separate memory, so that it does not keep the unsharded tensor alive.
 
-    It is made by `new_zeros` and `copy_`, which every subclass that shards implements: `clone` of some quantizes anew, which
-    changes the values. A plain tensor stays the object that it is, to which the caller gave methods.
+    A plain tensor stays the same object, since the caller may have set hooks on it.
     """
     if is_plain(value):
         return value.set_(value.clone())  # type: ignore[call-overload]
+    # Not `clone`: in some subclasses it quantizes again, which changes the values. Every subclass that can be sharded has
+    # `new_zeros` and `copy_`.
     shard = value.new_zeros(sharding.shard_shape)
     if value.numel():
         shard.copy_(value)
@@ -84,67 +88,78 @@ def own_shard(value: Tensor, sharding: ParamSharding) -> Tensor:
 
 
 def _take_attributes(source: Tensor, target: Tensor) -> None:
-    """Give `target` the attributes that `source` keeps beside its data: a precomputed scale, say, or methods of its own."""
+    """Copy instance attributes from `source` to `target`: a precomputed scale, for example, or methods set on the instance."""
     for key, kept in vars(source).items():
         if vars(target).get(key) is None:
+            # A method bound to `source` would read the data of `source`.
             bound = isinstance(kept, MethodType) and kept.__self__ is source
             setattr(target, key, MethodType(kept.__func__, target) if bound else kept)
 
 
-def _asks_for_release(parameter: ShardedParameter) -> bool:
-    """Return True if the full parameter does not lie in the all-gather outputs, which are to be freed behind it.
+def _releases_outputs(parameter: ShardedParameter) -> bool:
+    """Return True if the subclass wants its all-gather outputs freed after fsdp_post_all_gather, which has copied them.
 
-    Raises StateError, naming the parameter, for an answer that is neither True nor False.
+    Raises StateError if the hook returns something else than True or False.
     """
-    ask: Callable[[], Any] | None = getattr(parameter.local, _RELEASE, None)
-    if ask is None:
+    hook: Callable[[], Any] | None = getattr(parameter.local, _RELEASE, None)
+    if hook is None:
         return False
-    answer = ask()
+    answer = hook()
     if not isinstance(answer, bool):
         raise StateError(
-            f"{_RELEASE} of parameter '{parameter.name}' of unit '{parameter.unit_name.name}': expected True or False, got "
-            f"{answer!r}"
+            f"Expected True or False from {_RELEASE} of parameter '{parameter.name}' of unit '{parameter.unit_name.name}', got "
+            f"{answer!r}. Return a bool."
         )
     return answer
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """The tensors that are gathered of a shard, and what fsdp_pre_all_gather said beside them."""
+    """The result of fsdp_pre_all_gather."""
 
-    tensors: list[Tensor]
-    metadata: Any
+    tensors: list[Tensor]  # all-gather inputs, contiguous
+    metadata: Any  # passed to fsdp_post_all_gather
 
 
 class ExtensionBuffer:
-    """The unsharded buffer of one parameter of a subclass.
+    """The unsharded buffer of one parameter with its own all-gather hooks.
 
-        shard --fsdp_pre_all_gather--> tensors --all-gather of each, as bytes--> outputs --fsdp_post_all_gather--> full
+        shard --fsdp_pre_all_gather--> inputs --all-gather of each, as bytes--> outputs --fsdp_post_all_gather--> unsharded
 
-    The outputs, and the inner tensors that the first `fsdp_post_all_gather` names, have memory between `allocate` and
-    `free`. A shard with fewer rows than others is padded before it is asked.
+    The outputs, and the inner tensors that the first `fsdp_post_all_gather` returns, have memory between `allocate` and `free`.
+    A shard with fewer rows than others is padded before the hook is called, so that all ranks send the same sizes.
+
+    Attributes:
+        versions: versions of the shard that was all-gathered last; empty before the first all-gather.
+        keep: whether the memory is kept when it is freed.
     """
 
     def __init__(self, parameter: ShardedParameter, collectives: Collectives, dtypes: Dtypes, storage: Storage) -> None:
         self._parameter, self._collectives, self._storage = parameter, collectives, storage
         self._dtypes, self._dtype = dtypes, dtypes.compute
-        self._releases_outs = _asks_for_release(parameter)
+        # Whether to free the all-gather outputs after fsdp_post_all_gather, and not only when resharding.
+        self._releases_outs = _releases_outputs(parameter)
         self.versions: list[int] = []
-        self.keep = False  # whether memory stays where it is when it is freed
-        self._full: Tensor | None = None  # made by the first fsdp_post_all_gather, padding rows included
+        self.keep = False
+        # The unsharded tensor from the first fsdp_post_all_gather, including padding rows. Later calls write to it (`out=`).
+        self._unsharded: Tensor | None = None
+        # The shard with padding rows; None if this rank needs no padding.
         self._padded: Tensor | None = None
-        self._inputs: _Inputs | None = None  # gathered, and not yet handed to fsdp_post_all_gather
+        # Inputs of the all-gather in flight, until fsdp_post_all_gather gets their metadata.
+        self._inputs: _Inputs | None = None
+        # All-gather outputs, (ranks * numel,) each. The objects stay, since the unsharded tensor may use their storage.
         self._outs: list[Tensor] = []
-        self._inner: list[tuple[Tensor, int]] = []  # named by fsdp_post_all_gather, and their bytes
+        # Inner tensors from fsdp_post_all_gather with separate memory, and their bytes.
+        self._inner: list[tuple[Tensor, int]] = []
 
-    def allocate(self, versions: list[int]) -> Gather:
-        """Ask the shard what is gathered of it. Memory for that, on the compute lane, and what gathers it."""
+    def allocate(self, versions: list[int]) -> AllGather:
+        """Call fsdp_pre_all_gather, allocate the outputs on the compute stream, and return their all-gather."""
         self.versions = versions
-        shard = self._rows()
-        if shard.device != self._storage.device:  # offloaded
+        shard = self._padded_shard()
+        if shard.device != self._storage.device:  # CPU offload
             home, shard = shard, shard.to(self._storage.device, non_blocking=True)
             _take_attributes(home, shard)
-        tensors, metadata = self._ask(shard)
+        tensors, metadata = self._pre_all_gather(shard)
         self._inputs = _Inputs([tensor.contiguous() for tensor in tensors], metadata)
         ranks, tensors = self._collectives.ranks, self._inputs.tensors
         if not self._outs:
@@ -152,54 +167,58 @@ class ExtensionBuffer:
         if [out.numel() for out in self._outs] != [ranks * t.numel() for t in tensors]:
             shapes = [tuple(t.shape) for t in tensors]
             raise StateError(
-                f"{_BEFORE} of parameter '{self._parameter.name}' gave tensors of shapes {shapes}, other than the first time: "
-                "the sizes of what is gathered must not change"
+                f"Expected the sizes of the first call from {_PRE} of parameter '{self._parameter.name}', got tensors of "
+                f"shapes {shapes}. Return tensors of the same sizes in every call."
             )
         for tensor, nbytes in (*((out, out.numel() * out.itemsize) for out in self._outs), *self._inner):
             storage = tensor.untyped_storage()
-            if storage.nbytes() != nbytes:  # on the CPU, memory moves whenever it is resized
+            if storage.nbytes() != nbytes:  # on the CPU, resize_ moves the memory even if the size is equal
                 storage.resize_(nbytes)
-        # as_strided: of one element, `view(-1)` may keep a stride that `view(dtype)` refuses.
+        # as_strided, because `view(-1)` of one element may keep a stride that `view(dtype)` rejects.
         flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
-        # No views of the outputs: the gather of one rank is a copy, which would move the version of the full tensor, too.
-        return Gather(self._collectives.gatherer([over(out.view(torch.uint8), 0, (out.nbytes,)) for out in self._outs], flat))
+        # Not views of the outputs: with one rank the all-gather is a copy, which would increase the version counter that a view
+        # shares with the unsharded tensor.
+        return AllGather(
+            self._collectives.gatherer([tensor_on_storage(out.view(torch.uint8), 0, (out.nbytes,)) for out in self._outs], flat)
+        )
 
     def release_staging(self) -> None:
-        """The compute lane is ordered behind the gather: hand the outputs to fsdp_post_all_gather."""
+        """Call fsdp_post_all_gather with the outputs. Call this after the compute stream waited for the all-gather."""
+        # On the compute stream, as in FSDP2: tensors that the hook allocates then belong to that stream.
         inputs, self._inputs = self._inputs, None
         if inputs is None:
             return
         outputs = tuple(out.view(-1, *given.shape[1:]) for out, given in zip(self._outs, inputs.tensors))
-        after: Callable[..., Any] = getattr(self._parameter.local, _AFTER)
+        after: Callable[..., Any] = getattr(self._parameter.local, _POST)
         rows = self._parameter.sharding.local_shape[0]
         with torch.no_grad():
-            if self._full is None:
-                self._full, inner = after(outputs, inputs.metadata, self._dtype)
+            if self._unsharded is None:
+                self._unsharded, inner = after(outputs, inputs.metadata, self._dtype)
                 outs = {out.untyped_storage().data_ptr() for out in self._outs}
                 self._inner = [(t, t.untyped_storage().size()) for t in inner if t.untyped_storage().data_ptr() not in outs]
-                even = self._full.shape[0] == rows
-                view = self._full if even else self._full.narrow(0, 0, rows)
+                even = self._unsharded.shape[0] == rows
+                view = self._unsharded if even else self._unsharded.narrow(0, 0, rows)
                 self._parameter.make_unsharded(view, any_grad_dtype=self._dtypes.casts_gradients)
             else:
-                even = self._full.shape[0] == rows
-                after(outputs, inputs.metadata, self._dtype, out=self._parameter.full if even else self._full)
+                even = self._unsharded.shape[0] == rows
+                after(outputs, inputs.metadata, self._dtype, out=self._parameter.unsharded if even else self._unsharded)
         if self._releases_outs and not self.keep:
             for out in self._outs:
                 out.untyped_storage().resize_(0)
 
     def free(self) -> None:
-        """Give the memory back, unless it is kept."""
+        """Free the memory, unless it is kept. The tensors stay."""
         if self.keep:
             return
         for tensor in (*self._outs, *(inner for inner, _ in self._inner)):
             tensor.untyped_storage().resize_(0)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in this memory."""
+        """Return True if `tensor` uses memory of this buffer."""
         return any(out.numel() and _torch.same_memory(tensor, out) for out in (*self._outs, *(i for i, _ in self._inner)))
 
-    def _rows(self) -> Tensor:
-        """This rank's shard, padded to as many rows as others have."""
+    def _padded_shard(self) -> Tensor:
+        """Return this rank's shard with as many rows as the other ranks have."""
         local, extent = self._parameter.local, self._parameter.sharding.extent
         if not extent.padding:
             return local
@@ -211,9 +230,9 @@ class ExtensionBuffer:
         _take_attributes(local, self._padded)
         return self._padded
 
-    def _ask(self, shard: Tensor) -> tuple[Sequence[Tensor], Any]:
-        """The tensors that are gathered of `shard`, and what fsdp_post_all_gather needs beside them."""
-        before: Callable[..., Any] = getattr(shard, _BEFORE)
+    def _pre_all_gather(self, shard: Tensor) -> tuple[Sequence[Tensor], Any]:
+        """Call fsdp_pre_all_gather of `shard` in the signature that it has, and return its result."""
+        before: Callable[..., Any] = getattr(shard, _PRE)
         sharding = self._parameter.sharding
         axis = sharding.axis
         mesh = axis.mesh if axis.replicas is None else _torch.axis_of(axis.mesh, axis.mesh.ndim - 1)
@@ -224,13 +243,21 @@ class ExtensionBuffer:
             if arguments == 5:
                 strides = _torch.contiguous_strides(sharding.local_shape)
                 policy = self._storage.mp
-                if self._parameter.keeps_dtype:  # as the parameter sees it
+                if self._parameter.keeps_dtype:  # the policy of this parameter
                     policy = replace(policy, param_dtype=self._dtype)
                 return before(mesh, sharding.local_shape, strides, self._parameter.module, policy)
         raise StateError(
-            f"{_BEFORE} of parameter '{self._parameter.name}' takes {arguments} arguments: expected (mesh) or "
-            "(mesh, outer_size, outer_stride, module, mp_policy)"
+            f"Expected {_PRE}(mesh) or {_PRE}(mesh, outer_size, outer_stride, module, mp_policy) on parameter "
+            f"'{self._parameter.name}', got {arguments} arguments. Change its signature."
         )
 
 
-__all__ = ["ExtensionBuffer", "check_extension", "extends", "half_extends", "is_plain", "own_shard", "travels_alone"]
+__all__ = [
+    "ExtensionBuffer",
+    "check_extension",
+    "has_extension",
+    "is_plain",
+    "missing_extension_method",
+    "needs_own_group",
+    "own_shard",
+]

@@ -1,4 +1,4 @@
-"""Reduced gradients become `.grad`: of all parameters that are to have one, each once, whatever interrupts it."""
+"""Gradient commit: set `.grad` of all parameters or none, exactly once, even if an interrupt (Ctrl-C) comes in between."""
 
 from __future__ import annotations
 
@@ -18,26 +18,42 @@ if TYPE_CHECKING:
 
 
 class GradCommit:
-    """The gradients of one group, (shard_numel,) in the dtype of `.grad`, for the parameters that are `used`.
+    """Commit of one group: sets `.grad` of its parameters to parts of the flat gradient, or adds to existing gradients.
 
-    Python may be interrupted (Ctrl-C) between any two calls, so `commit` can be begun again: the mark on a gradient that is set
-    says that it was, and the version of a tensor that is added to says whether that was done. A gradient bears its mark, the
-    flat tensor that it is a view of and how that is laid out, under a key of its parameter: a gradient that the caller put
-    there bears none, or that of another.
+    Python may be interrupted between any two calls, so `commit` can be repeated after an interrupt. Two records make it
+    idempotent:
+
+    - The mark of a gradient that this commit has set, (layout, flat gradient), is an attribute of that gradient. The attribute
+      has a name per parameter, so a gradient that the caller moved from one parameter to another does not count.
+    - The version counter of a tensor that this commit adds to shows whether the addition has run.
+
+    Attributes:
+        gradients: the gradients as the hooks returned them, None for a parameter without one. None instead of a list if all
+            gradients are unchanged parts of the flat gradient.
     """
 
     __slots__ = ("_flat", "_group", "_mark", "_versions", "gradients")
 
     def __init__(self, group: ParamGroup, flat: Tensor, used: Sequence[bool], *, has_hooks: bool) -> None:
-        """Calls the hooks that callers put on the parameters for their gradients (`register_hook`).
+        """Run the gradient hooks of the parameters (`register_hook`) and check what `commit` would set or add to.
 
-        Raises StateError, naming the parameter, if a hook or a caller left something there that is not its gradient.
+        All errors are raised here, before the first commit changes a `.grad`, so that all parameters get a gradient or none.
+
+        Args:
+            group: the parameter group.
+            flat: the flat gradient, (shard_numel,) in the dtype of `.grad`.
+            used: for each parameter, whether it gets a gradient.
+            has_hooks: whether a parameter has hooks.
+
+        Raises:
+            StateError: naming the parameter, if a hook returned, or the caller assigned, something that is no gradient of it.
         """
         self._group, self._flat = group, flat
         plan = group.reduction
         self._mark = (plan.views, flat)
-        self.gradients: list[Any] | None = None  # as hooks made them; None: all are views of the flat tensor
-        self._versions: dict[int, int] = {}  # of tensors that are added to, before that
+        self.gradients: list[Any] | None = None
+        # Version counters of the tensors that are added to, before the addition; -1 is the key of the whole flat gradient.
+        self._versions: dict[int, int] = {}
         if has_hooks or not all(used):
             self.gradients = [
                 _hooked(parameter, flat.as_strided(*view)) if is_used else None
@@ -45,7 +61,7 @@ class GradCommit:
             ]
             for parameter, gradient in zip(group.parameters, self.gradients):
                 if gradient is not None:
-                    _check(parameter, gradient, "is what a hook on it made of its gradient,", group.dtypes.grad)
+                    _check(parameter, gradient, "was returned by a hook on its gradient", group.dtypes.grad)
         dtype = flat.dtype
         for parameter, key, is_used in zip(group.parameters, plan.keys, used):
             if not is_used:
@@ -56,39 +72,41 @@ class GradCommit:
                 taken = sharded.grad_dtype
                 if taken is not dtype and taken is not None:
                     raise StateError(
-                        f"parameter '{parameter.name}' of unit '{parameter.unit_name.name}' takes a .grad of {taken}, but its "
-                        f"gradients are reduced to {dtype}: set grad_dtype before the first forward, or call model.to() "
-                        "behind it"
+                        f"Expected gradients of {taken}, the grad_dtype of parameter '{parameter.name}' of unit "
+                        f"'{parameter.unit_name.name}', got gradients reduced to {dtype}. Set grad_dtype before the first "
+                        "forward, or call model.to() after it."
                     )
             else:
                 mark = grad.__dict__.get(key)
                 if mark is None or mark[0] is not plan.views:
-                    _check(parameter, grad, "was put into its `.grad`, to which its gradient is to be added,")
+                    _check(parameter, grad, "was assigned to its `.grad`, to which the next gradient is added")
 
     def commit(self) -> None:
-        """Give the parameters their gradients, or add to those that are there."""
+        """Set `.grad` of the parameters, or add to the existing gradients. Calling this again after an interrupt is safe."""
         if self.gradients is not None:
             return self._commit_each(self.gradients)
-        there = _common_mark(self._group)
-        if there is not None and there[0] is self._mark[0]:  # the views of one flat tensor of the same layout
-            if there is not self._mark:
-                self._add(-1, there[1], self._flat)
+        mark = _common_mark(self._group)
+        if mark is not None and mark[0] is self._mark[0]:
+            # All gradients are parts of one flat gradient with this layout, so a single addition does for the whole group. If
+            # the mark is ours, an earlier call has set the gradients already.
+            if mark is not self._mark:
+                self._add(-1, mark[1], self._flat)
             return
         group, flat, plan = self._group, self._flat, self._group.reduction
-        first: list[Any] = []  # gradients of a step
-        alike = flat.dtype == group.dtypes.storage
+        new: list[Any] = []  # arguments of set_gradients, for parameters without a gradient
+        same_dtype = flat.dtype == group.dtypes.storage
         for index, (parameter, key, view) in enumerate(zip(group.parameters, plan.keys, plan.views)):
             sharded = parameter.sharded
             grad = sharded.grad
             if grad is None:
                 local = flat.as_strided(*view)
-                if alike:
-                    first.append((sharded, parameter.local, local, parameter.spec, key))
+                if same_dtype:
+                    new.append((sharded, parameter.local, local, parameter.spec, key))
                 else:
-                    first.append((sharded, local, local, parameter.sharding.spec(flat.dtype), key))
+                    new.append((sharded, local, local, parameter.sharding.spec(flat.dtype), key))
             elif grad.__dict__.get(key) is not self._mark:
                 self._add(index, grad, parameter.dtensor_like_shard(flat.as_strided(*view)))
-        _torch.set_gradients(first, self._mark)
+        _torch.set_gradients(new, self._mark)
 
     def _commit_each(self, gradients: Sequence[Any]) -> None:
         for index, (parameter, gradient) in enumerate(zip(self._group.parameters, gradients)):
@@ -101,14 +119,14 @@ class GradCommit:
                 self._add(index, grad, gradient)
 
     def run_post_grad_hooks(self) -> None:
-        """Call the hooks that callers put on the parameters for when their gradients are there."""
+        """Call the post-accumulate-grad hooks of the parameters."""
         for parameter, gradient in zip(self._group.parameters, self.gradients or ()):
             if gradient is not None:
                 for hook in _torch.parameter_hooks(parameter.sharded)[1]:
                     hook(parameter.sharded)
 
     def _add(self, index: int, total: Tensor, more: Tensor) -> None:
-        """Once, however often it is called."""
+        """Add `more` to `total` once, even if this is called again for the same index."""
         total, more = _torch.insides(total, more)
         if index not in self._versions:
             self._versions[index] = total._version
@@ -117,7 +135,7 @@ class GradCommit:
 
 
 def _common_mark(group: ParamGroup) -> Any:
-    """The mark that the gradients of all parameters bear; None if not all bear one, and the same."""
+    """Return the mark that all gradients of the group share, or None if they share none."""
     before: Any = None
     for parameter, key in zip(group.parameters, group.reduction.keys):
         grad = parameter.sharded.grad
@@ -129,16 +147,16 @@ def _common_mark(group: ParamGroup) -> Any:
 
 
 def flat_gradient(group: ParamGroup) -> Tensor | None:
-    """The flat tensor, (shard_numel,), of which the gradients of all parameters are views; None if they are not.
+    """Return the flat gradient, (shard_numel,), if `.grad` of every parameter is a part of it; else None.
 
-    Between gradients it holds zeros.
+    Padding between the parameters is zero.
     """
     mark = _common_mark(group)
     return mark[1] if mark is not None and mark[0] is group.reduction.views else None
 
 
 def _hooked(parameter: ShardedParameter, local: Tensor) -> Any:
-    """A reduced gradient, (sharding.shard_shape), as hooks that callers put on the sharded parameter make it."""
+    """Return the reduced gradient `local`, (sharding.shard_shape), after the hooks on the sharded parameter."""
     gradient: Any = parameter.dtensor_like_shard(local)
     hook: Callable[..., Any]
     for hook in _torch.parameter_hooks(parameter.sharded)[0]:
@@ -148,7 +166,7 @@ def _hooked(parameter: ShardedParameter, local: Tensor) -> Any:
 
 
 def _check(parameter: ShardedParameter, gradient: Any, origin: str, dtype: torch.dtype | None = None) -> None:
-    """Raises StateError unless `gradient` is a DTensor like the sharded parameter (of `dtype`, if that is given)."""
+    """Raise StateError unless `gradient` is a DTensor like the sharded parameter, of `dtype` if it is not None."""
     spec = parameter.spec
     fits = (
         isinstance(gradient, DTensor)
@@ -164,14 +182,14 @@ def _check(parameter: ShardedParameter, gradient: Any, origin: str, dtype: torch
         if isinstance(gradient, DTensor):
             what += f" with {gradient.placements} on {gradient.device_mesh}"
         raise StateError(
-            f"{what} {origin} but parameter '{parameter.name}' of unit '{parameter.unit_name.name}' has DTensors "
-            f"{tuple(spec.shape)} of {parameter.local.dtype} with {spec.placements} on {spec.mesh}: make it one with "
-            "distribute_tensor(full, parameter.device_mesh, parameter.placements)"
+            f"Expected as gradient of parameter '{parameter.name}' of unit '{parameter.unit_name.name}' a DTensor "
+            f"{tuple(spec.shape)} of {dtype or parameter.local.dtype} with {spec.placements} on {spec.mesh}, got {what}, which "
+            f"{origin}. Convert it with distribute_tensor(full, parameter.device_mesh, parameter.placements)."
         )
 
 
 def commit_all(commits: Sequence[GradCommit]) -> None:
-    """Commit all of them, then run hooks. An interrupt is raised when all is committed; an error leaves at once."""
+    """Commit all groups, then run the post-accumulate-grad hooks. Raise an interrupt only after all commits."""
     interrupt: BaseException | None = None
     done = False
     while not done:
@@ -182,6 +200,8 @@ def commit_all(commits: Sequence[GradCommit]) -> None:
         except Exception:
             raise
         except BaseException as caught:
+            # Ctrl-C in the middle of the loop: run it again, since each commit continues where it was interrupted. Raising here
+            # would leave some parameters with a gradient and some without.
             interrupt = interrupt or caught
     if interrupt is not None:
         raise interrupt

@@ -1,4 +1,4 @@
-"""Parameters that move together: their flat shard, what is gathered of it, and where their gradients land."""
+"""Parameters that are all-gathered and reduced together: their flat shard, unsharded buffer and reduction plan."""
 
 from __future__ import annotations
 
@@ -10,24 +10,34 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.collectives.streams import LaneWork
+from fullshard.collectives.streams import Work
 from fullshard.consistency.collective_log import GroupFingerprints
 from fullshard.errors import StateError
-from fullshard.params.extension import ExtensionBuffer, own_shard, travels_alone
+from fullshard.params.extension import ExtensionBuffer, needs_own_group, own_shard
 from fullshard.params.group_grads import GroupGradients, ReductionPlan
 from fullshard.params.sharded_param import ShardedParameter
-from fullshard.params.unsharded import FlatBuffer, Gather, GroupCollectives, Storage
+from fullshard.params.unsharded import AllGather, FlatBuffer, GroupCollectives, Storage
 from fullshard.policies import Dtypes
 from fullshard.sharding.layout import GroupLayout, plan_layout
 
 
 class ParamGroup:
-    """group 1 - n buckets, group 1 - n parameters, group 1 - 1 unsharded buffer, from its first gather on.
+    """Parameters of a unit that share shard axis, dtypes, device and trainability at the time the group is created.
 
-    All its parameters share shard axis, dtypes, and whether they were trainable when it was made.
+    group 1 - n buckets, group 1 - n parameters, group 1 - 1 unsharded buffer, which the first all-gather creates.
 
-    layout, reduction: where each parameter lies, and how gradients travel; fixed.      shard: the flat shard, (shard_numel,).
-    grads: gradients between backwards.     installed: whether the slots hold the full parameters.
+    Attributes:
+        extension: whether the parameter is a tensor subclass with its own all-gather hooks.
+        parameters: the sharded parameters, in the order of `layout.offsets`.
+        fingerprints: hashes of the group's collectives for the collective log.
+        dtypes: storage, compute, reduce and `.grad` dtype.
+        collectives: the process groups' collectives for all-gather, reduce-scatter and all-reduce.
+        storage: devices and memory options of the shards and the unsharded buffer.
+        layout: offsets of each parameter in the flat shard and in the unsharded buffer; fixed.
+        shard: the flat shard, (shard_numel,).
+        reduction: layout of the gradients in the reduce-scatter inputs; fixed unless the reduce dtype is widened.
+        grads: gradients kept between backwards.
+        installed: whether the unsharded parameters are registered on the modules.
     """
 
     extension = False
@@ -43,9 +53,16 @@ class ParamGroup:
         fingerprints: GroupFingerprints,
         unwritten: Container[int] = (),
     ) -> None:
-        """`values`: of each parameter this rank's shard, which becomes part of the flat one.
+        """Copy the shards into a new flat shard and plan the collectives.
 
-        unwritten: ids of parameters whose values are fresh memory, which is not copied.
+        Args:
+            parameters: the parameters of the group.
+            values: this rank's shard of each parameter.
+            dtypes: dtypes of the group.
+            collectives: collectives of the group's process groups.
+            storage: devices and memory options.
+            fingerprints: hashes for the collective log.
+            unwritten: ids of parameters whose shards are uninitialized memory, which is not copied.
         """
         self.parameters, self.fingerprints = parameters, fingerprints
         self.dtypes, self.collectives, self.storage = dtypes, collectives, storage
@@ -60,10 +77,14 @@ class ParamGroup:
         self.reduction = self._plan_reduction()
         self.grads = GroupGradients(parameters, dtypes.reduce, fingerprints.log)
         self.installed = False
-        self._full: FlatBuffer | ExtensionBuffer | None = None
-        self._keeps = False  # memory when full parameters are freed
-        self._sums: list[Tensor] = []  # memory that reductions have again and again, if it is kept
-        self._copying: LaneWork | None = None  # the last gather from the host's memory
+        # None until the first all-gather, so that a model that only loads or saves never allocates it.
+        self._buffer: FlatBuffer | ExtensionBuffer | None = None
+        # set_keep_unsharded_storage(True): buffers keep their memory, so every step uses the same addresses.
+        self._keeps_memory = False
+        # Reduce-scatter outputs that are reused in every step if memory is kept; at most two per dtype.
+        self._reduced_shards: list[Tensor] = []
+        # The last copy to the device that reads the flat shard in host memory; the host waits for it before it writes.
+        self._shard_copy: Work | None = None
 
     def _plan_reduction(self) -> ReductionPlan:
         return ReductionPlan.of(
@@ -74,10 +95,11 @@ class ParamGroup:
             device=self.storage.device,
         )
 
-    def follow_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Reduce in the dtype of these gradients from now on, where it is wider and the policy sets none (`grad_dtype=None`).
+    def widen_reduce_dtype(self, grads: Sequence[Tensor | None]) -> None:
+        """Widen the reduce dtype to the dtype of these gradients, if the policy sets no reduce dtype (`grad_dtype=None`).
 
-        A rank that has no gradient follows later than the others: the fingerprint of the reduction tells them apart.
+        A rank without a gradient keeps the narrower dtype. The dtype is part of the reduction's fingerprint, so ranks that
+        disagree raise an error.
         """
         widest = self.dtypes.reduce
         for grad in grads:
@@ -88,27 +110,28 @@ class ParamGroup:
             self.grads.widen(widest)
 
     def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
-        """Put the values in one flat shard, in which the sharded parameters live from now on; its gaps are zeros."""
+        """Copy `values` into a new flat shard, and make the sharded parameters views of it. Gaps between them are zeros."""
         device = values[0].device
         fresh = any(id(parameter) in unwritten for parameter in self.parameters)
-        allocate = torch.empty if fresh else torch.zeros  # pages that are not touched take no memory yet
+        # Untouched pages of torch.empty take no memory until the values are loaded.
+        allocate = torch.empty if fresh else torch.zeros
         pinned = self.storage.pinned and device.type == "cpu"
         flat = allocate(self.layout.shard_numel, dtype=self.dtypes.storage, device=device, pin_memory=pinned)
         if fresh:
-            _zero_gaps(flat, [(place.offset, value.numel()) for place, value in zip(self.layout.places, values)])
-        for parameter, place, value in zip(self.parameters, self.layout.places, values):
+            _zero_gaps(flat, [(place.offset, value.numel()) for place, value in zip(self.layout.offsets, values)])
+        for parameter, place, value in zip(self.parameters, self.layout.offsets, values):
             rows = flat[place.offset : place.offset + value.numel()].view(parameter.sharding.shard_shape)
-            local = _torch.at_origin(rows)
+            local = _torch.as_own_storage(rows)  # torch.save of one parameter must not write the whole flat shard
             if id(parameter) not in unwritten:
                 local.copy_(value)
             parameter.bind_to_flat_shard(local)
         return flat
 
-    # --- what the group is ---
+    # --- properties ---
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter requires grad."""
+        """True if any parameter requires grad."""
         for parameter in self.parameters:
             if parameter.sharded.requires_grad:
                 return True
@@ -116,78 +139,89 @@ class ParamGroup:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether callers put hooks on a parameter, which want its gradient as soon as it is there."""
+        """True if a parameter has user hooks, which run as soon as its gradient is reduced."""
         return _torch.have_reduction_hooks([parameter.sharded for parameter in self.parameters])
 
     @property
-    def full_nbytes(self) -> int:
-        """Bytes of the full parameters."""
-        return self.layout.full_numel * self.dtypes.compute.itemsize
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the unsharded buffer, in the compute dtype."""
+        return self.layout.unsharded_numel * self.dtypes.compute.itemsize
 
     @property
     def stale(self) -> bool:
-        """Whether the shards were written since they were last gathered."""
-        return self._full is not None and self._full.versions != self._versions()
+        """True if a shard was written after the last all-gather."""
+        return self._buffer is not None and self._buffer.versions != self._versions()
 
     def _versions(self) -> list[int]:
-        """One number per parameter that grows when its shard is written: directly, through its DTensor, or by an optimizer."""
+        """Return a number per parameter that increases with every write to its shard."""
+        # Three counters, because each misses some writes: DTensor and local tensor have separate version counters, and
+        # DTensor's foreach and fused operations (optimizers) increase neither of them.
         return [p.write_count + p.sharded._version + p.local._version for p in self.parameters]
 
     def owns_memory_of(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in the unsharded buffer."""
-        return self._full is not None and self._full.owns(tensor)
+        """Return True if `tensor` uses memory of the unsharded buffer."""
+        return self._buffer is not None and self._buffer.owns(tensor)
 
-    # --- slots: each forward and backward passes here, so these are loops without calls, which do what `ParamSlot` does ---
+    # --- slots ---
+    # Every forward and backward runs this code, so it repeats the logic of `ParamSlot` inline instead of calling it.
 
     def is_current(self, *, trainability: bool = True) -> bool:
-        """Whether every slot holds the sharded parameter over our memory and, if asked, trainability has not changed since."""
+        """Return True if nobody replaced a sharded parameter on a module or its local tensor.
+
+        Args:
+            trainability: whether `requires_grad` must also equal that of the unsharded parameter.
+        """
         for parameter in self.parameters:
-            sharded, full = parameter.sharded, parameter.full
+            sharded, unsharded = parameter.sharded, parameter.unsharded
             for slot in parameter.slots:
                 if slot.parameters.get(slot.name) is not sharded:
                     return False
             if _torch.local_tensor(sharded) is not parameter.local:  # type: ignore[arg-type]
                 return False
-            if trainability and full is not None and full.requires_grad is not sharded.requires_grad:
+            if trainability and unsharded is not None and unsharded.requires_grad is not sharded.requires_grad:
                 return False
         return True
 
     def install(self) -> None:
-        """Have the slots hold the full parameters."""
+        """Register the unsharded parameters on the modules."""
         if self.installed:
             return
-        self.installed = True
+        self.installed = True  # first, so that `uninstall` undoes a loop that an exception interrupts
         for parameter in self.parameters:
-            full = parameter.full
-            assert full is not None
-            if full.requires_grad is not parameter.sharded.requires_grad:
-                full.requires_grad_(parameter.sharded.requires_grad)
+            unsharded = parameter.unsharded
+            assert unsharded is not None
+            if unsharded.requires_grad is not parameter.sharded.requires_grad:
+                unsharded.requires_grad_(parameter.sharded.requires_grad)
             for slot in parameter.slots:
                 if slot.uses_setattr:
-                    slot.put(full)
+                    slot.put(unsharded)
                 else:
-                    slot.parameters[slot.name] = full
+                    slot.parameters[slot.name] = unsharded
 
     def uninstall(self) -> None:
-        """Have the slots hold the sharded parameters; a Parameter assigned meanwhile stays and is seen at the next gather."""
+        """Register the sharded parameters on the modules.
+
+        A Parameter that the user assigned in the meantime stays; the next all-gather takes over its values.
+        """
         if not self.installed:
             return
-        if self.grads.shown:
-            self.grads.hide()
+        if self.grads.exposed:
+            self.grads.withdraw()
         for parameter in self.parameters:
-            full, sharded = parameter.full, parameter.sharded
-            for slot in parameter.slots if full is not None else ():
-                if slot.parameters.get(slot.name) is full:
+            unsharded, sharded = parameter.unsharded, parameter.sharded
+            for slot in parameter.slots if unsharded is not None else ():
+                if slot.parameters.get(slot.name) is unsharded:
                     if slot.uses_setattr:
                         slot.put(sharded)
                     else:
                         slot.parameters[slot.name] = sharded
-                    if full.requires_grad is not sharded.requires_grad:  # type: ignore[union-attr]
-                        sharded.requires_grad_(full.requires_grad)  # type: ignore[union-attr]
+                    # the user may have called requires_grad_() on the unsharded parameter
+                    if unsharded.requires_grad is not sharded.requires_grad:  # type: ignore[union-attr]
+                        sharded.requires_grad_(unsharded.requires_grad)  # type: ignore[union-attr]
         self.installed = False
 
     def adopt_values(self, values: Sequence[Tensor]) -> None:
-        """Take over `values` (one local shard per parameter) in place."""
+        """Copy `values` (one local shard per parameter) into the flat shard, and point the sharded parameters at it again."""
         for parameter, value in zip(self.parameters, values):
             parameter.match_trainability()
             if value is not parameter.local:
@@ -195,41 +229,44 @@ class ParamGroup:
                     parameter.local.copy_(value)
                 parameter.bind_to_flat_shard(parameter.local)
 
-    # --- gathering ---
+    # --- all-gather ---
 
-    def allocate_unsharded(self) -> Gather:
-        """Memory for the full parameters, on the compute lane, and what gathers them.
+    def allocate_unsharded(self) -> AllGather:
+        """Allocate the memory of the unsharded parameters on the compute stream, and return the all-gather that fills it.
 
-        Raises StateError if the shards cannot be gathered.
+        Raises StateError if the shards are on the wrong device.
         """
-        full = self._full
-        if full is None:
+        buffer = self._buffer
+        if buffer is None:
             self._check_device()
+            # Inference tensors have no version counter, and a later training step needs it on the unsharded parameters.
             with torch.inference_mode(False), torch.no_grad():
-                full = self._full = self._make_unsharded()
-            full.keep = self._keeps
+                buffer = self._buffer = self._make_unsharded()
+            buffer.keep = self._keeps_memory
         versions = self._versions()
-        if full.versions and versions != full.versions:  # let autograd find graphs that saved the old values
-            changed = [p.full for p, old, new in zip(self.parameters, full.versions, versions) if old != new]
+        # The all-gather writes below autograd. If it brings other weights, increment the version counters, so that a backward
+        # through a graph that saved the old weights raises. If it brings the same weights (backward), it must not raise.
+        if buffer.versions and versions != buffer.versions:
+            changed = [p.unsharded for p, old, new in zip(self.parameters, buffer.versions, versions) if old != new]
             torch.autograd.graph.increment_version(changed)  # type: ignore[arg-type]
-        return full.allocate(versions)
+        return buffer.allocate(versions)
 
     def _make_unsharded(self) -> FlatBuffer | ExtensionBuffer:
-        """The buffer, and the full parameters over it."""
-        full = FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
-        for parameter, view in zip(self.parameters, full.views):
+        """Create the unsharded buffer and the unsharded parameters in it."""
+        buffer = FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
+        for parameter, view in zip(self.parameters, buffer.views):
             parameter.make_unsharded(view, any_grad_dtype=self.dtypes.casts_gradients)
-        return full
+        return buffer
 
-    def gather_copy(self) -> tuple[FlatBuffer, Gather]:
-        """A buffer in memory of its own, and what gathers into it; to be read by `values_in` then."""
+    def all_gather_copy(self) -> tuple[FlatBuffer, AllGather]:
+        """Return a second, separate buffer and the all-gather that fills it. `values_in` then returns its tensors."""
         self._check_device()
         with torch.no_grad():
             copy = FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
             return copy, copy.allocate([])
 
     def values_in(self, buffer: FlatBuffer) -> list[Tensor]:
-        """The tensors that modules compute with, of a buffer that was gathered into: one per parameter."""
+        """Return the unsharded tensor of each parameter in `buffer`, in the form that modules compute with."""
         return [parameter.sharding.to_module(view) for parameter, view in zip(self.parameters, buffer.views)]
 
     def _check_device(self) -> None:
@@ -237,86 +274,95 @@ class ParamGroup:
         if device.type == "meta":
             names = ", ".join(f"'{p.name}'" for p in self.parameters[:3]) + (", ..." if len(self.parameters) > 3 else "")
             raise StateError(
-                f"parameters {names} are still on the meta device: call model.to_empty(device='{home.type}') and "
-                "then model.reset_parameters() of every module or model.load_state_dict(...) before the first forward, or "
-                "fullshard.materialize(model)"
+                f"Parameters {names} are still on the meta device. Before the first forward, call "
+                f"model.to_empty(device='{home.type}') and then reset_parameters() of every module or "
+                "model.load_state_dict(...), or call fullshard.materialize(model)."
             )
         if device != home:
-            what = "its CPUOffloadPolicy keeps shards" if self.storage.host else "its mesh computes"
+            why = "its CPUOffloadPolicy keeps shards there" if self.storage.host else "the device of its mesh"
             raise StateError(
-                f"parameter '{self.parameters[0].name}' is on {device}, but {what} on {home}: move the model with .to('{home}')"
+                f"Expected parameter '{self.parameters[0].name}' on {home} ({why}), got {device}. Move the model with "
+                f".to('{home}')."
             )
 
-    def finish_gather(self, work: LaneWork) -> None:
-        """The compute lane is ordered behind the gather: memory that only the gather needed can go."""
-        if self._full is not None:
-            self._full.release_staging()
+    def finish_all_gather(self, work: Work) -> None:
+        """Release the staging memory of the all-gather. Call this after the compute stream waited for `work`."""
+        # Freed before that wait, the memory could be reused on the compute stream while the all-gather stream still reads it.
+        if self._buffer is not None:
+            self._buffer.release_staging()
         if self.storage.host:
-            self._copying = work
+            self._shard_copy = work
 
-    def note_copy_to_device(self, work: LaneWork) -> None:
-        """Remember that shards in host memory are read until `work` ends: writes of the host wait for it."""
+    def note_copy_to_device(self, work: Work) -> None:
+        """Record that `work` reads the shard in host memory, so that `synchronize_host` waits for it."""
         if self.storage.host:
-            self._copying = work  # lanes run in order: whoever waits for it has waited for those before
+            self._shard_copy = work  # one entry is enough: a stream runs in order, so this wait covers all earlier copies
 
     def synchronize_host(self) -> None:
-        """Have the host wait until shards in its memory are no longer read by a copy to the device, so that it may write."""
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.block()
+        """Block the host until no copy to the device reads the shard in host memory, so that the host may write it."""
+        copy, self._shard_copy = self._shard_copy, None
+        if copy is not None:
+            copy.block()
 
     def save_subgroup_shard(self) -> None:
-        """Before the full parameters go: keep this rank's part of the smaller group's copy of them."""
-        if isinstance(self._full, FlatBuffer):
-            self._full.save_subgroup_shard()
+        """Copy this rank's part of the unsharded buffer for the smaller reshard group, before the buffer is freed."""
+        if isinstance(self._buffer, FlatBuffer):
+            self._buffer.save_subgroup_shard()
 
     def drop_subgroup_shard(self) -> None:
-        """Keep that part no longer."""
-        if isinstance(self._full, FlatBuffer):
-            self._full.drop_subgroup_shard()
+        """Discard the part kept for the smaller reshard group; the next all-gather uses all ranks."""
+        if isinstance(self._buffer, FlatBuffer):
+            self._buffer.drop_subgroup_shard()
 
     def invalidate_autograd(self) -> None:
-        """Let a backward that reads the full parameters, which are about to go for good, raise instead."""
-        if self._full is not None:
-            torch.autograd.graph.increment_version([p.full for p in self.parameters if p.full is not None])
+        """Make every backward raise that still needs the unsharded parameters, before they are freed for good."""
+        if self._buffer is not None:
+            torch.autograd.graph.increment_version([p.unsharded for p in self.parameters if p.unsharded is not None])
 
     def keep_memory(self, keep: bool) -> None:
-        """Keep the memory of full parameters, and of what is gathered and reduced, from now on."""
-        self._keeps = keep
-        if self._full is not None:
-            self._full.keep = keep
+        """Set whether buffers of all-gathers and reductions keep their memory when they are freed."""
+        self._keeps_memory = keep
+        if self._buffer is not None:
+            self._buffer.keep = keep
         if not keep:
-            self._sums.clear()
+            self._reduced_shards.clear()
 
-    def sum_memory(self, dtype: torch.dtype, taken: Tensor | None) -> Tensor:
-        """Return kept memory for the sum of this rank's gradients, (shard_numel,), other than that of the last sum."""
-        for memory in self._sums:
+    def reduced_shard_memory(self, dtype: torch.dtype, taken: Tensor | None) -> Tensor:
+        """Return kept memory for a reduce-scatter output, (shard_numel,).
+
+        Args:
+            dtype: dtype of the output.
+            taken: the output of an earlier reduction whose all-reduce is deferred. The result is other memory.
+        """
+        for memory in self._reduced_shards:
             if memory is not taken and memory.dtype == dtype:
                 return memory
-        self._sums.append(torch.empty(self.layout.shard_numel, dtype=dtype, device=self.storage.device))
-        return self._sums[-1]
+        self._reduced_shards.append(torch.empty(self.layout.shard_numel, dtype=dtype, device=self.storage.device))
+        return self._reduced_shards[-1]
 
     def free_unsharded(self) -> None:
-        """Give the memory of the full parameters back, unless it is kept; they stay."""
-        if self._full is not None:
-            self._full.free()
+        """Free the memory of the unsharded parameters, unless it is kept. The Parameter objects stay."""
+        if self._buffer is not None:
+            self._buffer.free()
 
     def drop_unsharded(self) -> None:
-        """A gather failed half way: messages may still arrive in its memory, which goes when the last of them is forgotten."""
+        """Discard the unsharded buffer after an all-gather failed."""
         self.uninstall()
-        self._full = None
+        # Pending receives may still write to this memory, so it is not resized to 0. Each receive holds a reference, and the
+        # storage is freed with the last one. The next all-gather creates a new buffer.
+        self._buffer = None
 
     def take_gradients(self) -> list[Tensor | None] | None:
-        """The gradients that autograd left at the full parameters; None if it left none."""
+        """Remove the gradients of the unsharded parameters and return them, or None if there are none."""
         grads: list[Tensor | None] = []
         found = False
-        if self.grads.shown:
-            self.grads.hide()
+        if self.grads.exposed:
+            self.grads.withdraw()
         for parameter in self.parameters:
-            full = parameter.full
-            grad = None if full is None else full.grad
+            unsharded = parameter.unsharded
+            grad = None if unsharded is None else unsharded.grad
             if grad is not None:
-                full.grad = None  # type: ignore[union-attr]
+                unsharded.grad = None  # type: ignore[union-attr]
                 found = True
                 if not parameter.sharding.is_plain:
                     grad = parameter.sharding.grad_to_local(grad, name=parameter.name)
@@ -325,9 +371,9 @@ class ParamGroup:
 
 
 class ExtensionGroup(ParamGroup):
-    """A group of one parameter whose tensor subclass gathers itself: its shard is its own, and so is its unsharded buffer.
+    """Group of one parameter, a tensor subclass with its own all-gather hooks. It has no flat shard.
 
-    It is gathered over the shard axis, whatever `reshard_after_forward` says of smaller groups.
+    Every all-gather runs over the whole shard axis; a smaller group by `reshard_after_forward=k` is not used.
     """
 
     extension = True
@@ -340,17 +386,17 @@ class ExtensionGroup(ParamGroup):
     def _make_unsharded(self) -> ExtensionBuffer:
         return ExtensionBuffer(self.parameters[0], self.collectives.gather, self.dtypes, self.storage)
 
-    def gather_copy(self) -> tuple[FlatBuffer, Gather]:
-        """Raises StateError: it has one memory only."""
+    def all_gather_copy(self) -> tuple[FlatBuffer, AllGather]:
+        """Raise StateError: the subclass has one output buffer, so a copy is impossible."""
         self._check_device()
         raise StateError(
-            f"parameter '{self.parameters[0].name}' gathers itself (fsdp_pre_all_gather) in one memory only: read it in "
-            "a forward, or between unshard() and reshard()"
+            f"Parameter '{self.parameters[0].name}' cannot be copied unsharded: its fsdp_post_all_gather has one output only. "
+            "Read the parameter in a forward, or between unshard() and reshard()."
         )
 
 
 def _zero_gaps(flat: Tensor, taken: Sequence[tuple[int, int]]) -> None:
-    """Write zeros between these stretches of (first element, elements), and behind the last one."""
+    """Write zeros between the ranges in `taken`, (start, number of elements) each, and after the last one."""
     end = 0
     for start, size in [*sorted(taken), (flat.numel(), 0)]:
         if end < start:
@@ -359,17 +405,21 @@ def _zero_gaps(flat: Tensor, taken: Sequence[tuple[int, int]]) -> None:
 
 
 def group_class(value: Tensor) -> type[ParamGroup]:
-    """The class of the group of a parameter whose shard is, or is to be, `value`."""
-    return ExtensionGroup if travels_alone(value) else ParamGroup
+    """Return the group class for a parameter whose shard is `value`."""
+    return ExtensionGroup if needs_own_group(value) else ParamGroup
 
 
 def group_parameters(
     parameters: Sequence[ShardedParameter], values: Sequence[Tensor], dtypes_of: Sequence[Dtypes]
 ) -> list[tuple[Dtypes, list[int]]]:
-    """Which parameters share a group: same axes, dtypes, device and trainability, in order of first appearance."""
+    """Group parameters by shard axis, dtypes, device and trainability.
+
+    Returns:
+        (dtypes, indices of the parameters) of each group, in order of first appearance.
+    """
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
-        alone = index if travels_alone(value) else -1
+        alone = index if needs_own_group(value) else -1
         key = (dtypes, value.device, parameter.requires_grad, parameter.sharding.axis.key, alone)
         groups.setdefault(key, []).append(index)
     return [(key[0], members) for key, members in groups.items()]

@@ -1,4 +1,4 @@
-"""Gradients of a group that no parameter has yet: how they are laid out in messages, and those kept between backwards."""
+"""Gradients of a group before they become `.grad`: their layout in reductions, and gradients kept between backwards."""
 
 from __future__ import annotations
 
@@ -18,40 +18,43 @@ from fullshard.sharding.layout import GroupLayout, Segment, Slice
 
 @dataclass(frozen=True, eq=False)
 class ReductionPlan:
-    """How the gradients of a group travel and arrive, fixed when the group is made.
+    """Layout of a group's gradients in the reduce-scatter inputs and in the flat gradient; fixed when the group is created.
 
-        one packed message   | p0 | p1 | gap | p2 | ...    numel elements per rank; gaps are zeros
-        direct               p3, p4: each a message of its own, as autograd left it
-        slices               p5, p6: must be cast, or are cut unevenly, slice by slice through one buffer
-        sums                 p7: of so few rows that all ranks get the whole sum
-
-    packed: segments of the packed message.     direct, slices, sums: the parameters that are in none of them.
-    zeros: by size, the tensor (ranks, size) in the compute dtype that is sent for a gap.
-    views: of each parameter's gradient in the flat one: shape, strides, offset. The list itself, put on a gradient together
-        with the flat gradient, says that the flat one is laid out like this group.
-    keys: under which attribute a gradient has that.
-    dtype: of a `.grad`.
+    packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
+    direct   p3, p4                        one input each: the tensor that autograd computed
+    slices   p5, p6                        cast or sharded unevenly: slice by slice through one buffer
+    sums     p7                            few rows: all-reduced whole, slice by slice
     """
 
-    numel: int
-    packed: list[Segment]
-    direct: tuple[int, ...]
-    slices: tuple[tuple[Slice, ...], ...]
-    sums: tuple[tuple[Slice, ...], ...]
-    zeros: dict[int, Tensor]
+    numel: int  # elements per rank of the packed input
+    packed: list[Segment]  # segments of the packed input
+    direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
+    slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
+    sums: tuple[tuple[Slice, ...], ...]  # slices of each all-reduce
+    zeros: dict[int, Tensor]  # input of a gap by its size: (ranks, size) zeros in the compute dtype
+    # (shape, strides, offset) of each parameter's gradient in the flat gradient. The list object also identifies the layout: a
+    # gradient is marked with it and with the flat gradient, so two gradients with one mark are parts of one flat gradient.
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
-    keys: list[str]
-    has_slices: bool
-    dtype: torch.dtype
+    keys: list[str]  # attribute of each parameter's gradient that stores this mark
+    has_slices: bool  # whether there are slices or sums
+    dtype: torch.dtype  # dtype of `.grad`
 
     @classmethod
     def of(
         cls, layout: GroupLayout, shapes: Sequence[tuple[int, ...]], *, dtypes: Dtypes, in_order: bool, device: torch.device
     ) -> ReductionPlan:
-        """The plan for shards of these `shapes`. in_order: of the collectives that reduce them."""
+        """Return the plan.
+
+        Args:
+            layout: layout of the group.
+            shapes: shape of each parameter's shard.
+            dtypes: dtypes of the group.
+            in_order: whether collectives run in order on a stream, so that gradients may be reduced in slices.
+            device: device of the gradients.
+        """
         as_is = dtypes.compute == dtypes.reduce
         found = layout.reduction(as_is=as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize)
-        segments = [segment for segment in found.packed.pieces if segment.size] if found.packed is not None else []
+        segments = [segment for segment in found.packed.segments if segment.size] if found.packed is not None else []
         gaps = {segment.size for segment in segments if segment.parameter < 0}
         return cls(
             numel=0 if found.packed is None else found.packed.size,
@@ -60,7 +63,7 @@ class ReductionPlan:
             slices=found.slices,
             sums=found.sums,
             zeros={size: torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in gaps},
-            views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, layout.places)],
+            views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, layout.offsets)],
             keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
             has_slices=bool(found.slices or found.sums),
             dtype=dtypes.reduced,
@@ -68,39 +71,52 @@ class ReductionPlan:
 
 
 class DeferredSum(Protocol):
-    """A sum over shards whose sum over replicas is left to a later reduction. `used`: whether each parameter has a gradient."""
+    """A reduction whose all-reduce over replicas is deferred to a later reduction."""
 
-    used: list[bool]
+    used: list[bool]  # for each parameter, whether this rank has a gradient
 
     @property
     def total(self) -> Tensor:
-        """The sum over shards."""
+        """The reduce-scatter output, (shard_numel,)."""
         ...
 
     def add_to(self, total: Tensor) -> None:
-        """Become part of that reduction, whose sum over shards is `total`."""
+        """Add this sum to `total`, the reduce-scatter output of the later reduction."""
         ...
 
 
 class GroupGradients:
-    """Gradients of one group between backwards, and what ranks may compare of those that the parameters have.
+    """Gradients of one group that are kept between backwards, and the state of `.grad` that ranks compare.
 
-    backward without communication --accumulate--> local_grad of each parameter --merge--> the next reduction
-    backward that leaves the sum over replicas to a later one --> `deferred`, which the next reduction adds to its own
+        backward without gradient sync --accumulate--> local_grad of each parameter --merge--> the next reduction
+        backward that defers the all-reduce over replicas --> `deferred` --> added by the next reduction
+
+    Attributes:
+        has_local: whether a backward without gradient sync ended after the last reduction, with or without gradients here.
+        exposed: whether kept gradients are visible as `.grad` of the unsharded parameters.
+        deferred: the last reduction, if its all-reduce over replicas is deferred.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, log: CollectiveLog) -> None:
-        """`dtype`: that gradients are reduced in."""
+        """Start without kept gradients, except for those that `parameters` have from an earlier group.
+
+        Args:
+            parameters: the parameters of the group.
+            dtype: the reduce dtype.
+            log: the collective log of the group.
+        """
         self._parameters, self._dtype, self._log = parameters, dtype, log
-        # Whether a backward without communication ended since the last reduction, whatever it left here.
         self.has_local = any(parameter.local_grad is not None for parameter in parameters)
-        self.shown = False  # whether full parameters have kept gradients as `.grad`
+        self.exposed = False
         self.deferred: DeferredSum | None = None
-        self._epoch = -1  # of the log, when the first parameter was last given a gradient
-        self._version = 0  # of that gradient, when the group was last reduced
+        # Epoch of the log at the last commit. All ranks start a new epoch together after a failed step. Gradients of that step
+        # may differ between ranks, so comparing them would raise for no reason.
+        self._epoch = -1
+        # Version counter of the first parameter's `.grad` at the last reduction.
+        self._version = 0
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
-        """Keep gradients of a backward that does not communicate, in the reduce dtype."""
+        """Add the gradients of a backward without gradient sync to the kept ones, in the reduce dtype."""
         self.has_local = True
         for parameter, grad in zip(self._parameters, grads):
             if grad is not None:
@@ -108,14 +124,14 @@ class GroupGradients:
                 parameter.local_grad = grad.to(self._dtype) if kept is None else kept.add_(grad)
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Keep gradients in `dtype` from now on, also those that are kept already."""
+        """Change the dtype of kept gradients to `dtype`, the new reduce dtype."""
         self._dtype = dtype
         for parameter in self._parameters:
             if parameter.local_grad is not None:
                 parameter.local_grad = parameter.local_grad.to(dtype)
 
     def merge(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """`grads` and what earlier backwards kept, which is kept no longer."""
+        """Return the sum of `grads` and the kept gradients, and discard the kept ones."""
         if not self.has_local:
             return grads
         if any(parameter.local_grad is not None for parameter in self._parameters):
@@ -126,56 +142,57 @@ class GroupGradients:
         self.has_local = False
         return grads
 
-    def show(self) -> None:
-        """Show kept gradients as `.grad` of the full parameters, which the caller has installed and may read.
+    def expose(self) -> None:
+        """Set `.grad` of the unsharded parameters to the kept gradients, for a caller that unsharded them by hand.
 
-        Autograd must not add to them: of a backward that raises nothing may stay. They are hidden before one begins.
+        `withdraw` must be called before the next backward: autograd would add to the kept gradients in place, and a backward
+        that raises must not change them.
         """
         if not self.has_local:
             return
         for parameter in self._parameters:
-            kept, full = parameter.local_grad, parameter.full
-            if kept is not None and full is not None and full.grad is None:
-                parameter.shown_grad = full.grad = parameter.sharding.to_module(kept)
-                self.shown = True
+            kept, unsharded = parameter.local_grad, parameter.unsharded
+            if kept is not None and unsharded is not None and unsharded.grad is None:
+                parameter.exposed_grad = unsharded.grad = parameter.sharding.to_module(kept)
+                self.exposed = True
 
-    def hide(self) -> None:
-        """Show them no longer. A gradient that the caller put in their place, or took away, is kept instead."""
-        self.shown = False
+    def withdraw(self) -> None:
+        """Remove the exposed gradients. If the caller replaced or removed one, keep the replacement, or none."""
+        self.exposed = False
         for parameter in self._parameters:
-            shown, full = parameter.shown_grad, parameter.full
-            parameter.shown_grad = None
-            if shown is None or full is None:
+            exposed, unsharded = parameter.exposed_grad, parameter.unsharded
+            parameter.exposed_grad = None
+            if exposed is None or unsharded is None:
                 continue
-            found, full.grad = full.grad, None
+            found, unsharded.grad = unsharded.grad, None
             if found is None:
                 parameter.local_grad = None
-            elif found is not shown:
+            elif found is not exposed:
                 parameter.local_grad = parameter.sharding.grad_to_local(found, name=parameter.name).to(self._dtype)
 
     def discard(self) -> None:
-        """Forget what only this rank holds: kept gradients, those reduced over shards only, and those of full parameters."""
-        self.has_local, self.deferred, self.shown = False, None, False
+        """Discard kept gradients, a deferred reduction, and `.grad` of the unsharded parameters."""
+        self.has_local, self.deferred, self.exposed = False, None, False
         for parameter in self._parameters:
-            parameter.local_grad = parameter.shown_grad = None
-            if parameter.full is not None:
-                parameter.full.grad = None
+            parameter.local_grad = parameter.exposed_grad = None
+            if parameter.unsharded is not None:
+                parameter.unsharded.grad = None
 
-    def adds(self) -> bool:
-        """Whether the next gradients are added to those that the parameters have. Asked when they are reduced.
+    def accumulates(self) -> bool:
+        """Return True if the next commit adds to gradients that ranks can compare. Call this once per reduction.
 
-        Ranks that agreed on a failed step may hold different gradients, so that counts only once they were given others.
+        After a failed step the gradients may differ between ranks, so this is False until the next commit.
         """
         grad = self._parameters[0].sharded.grad
         self._version = 0 if grad is None else grad._version
         return grad is not None and self._epoch == self._log.epoch
 
-    def note_given(self) -> None:
-        """The first parameter is given its gradient."""
+    def note_committed(self) -> None:
+        """Record that gradients were committed in this epoch of the log."""
         self._epoch = self._log.epoch
 
     @property
     def rewritten(self) -> bool:
-        """Whether somebody wrote to the gradient of the first parameter since it was reduced, where ranks can compare."""
+        """True if the first parameter's `.grad` was written after the last reduction, in a way that ranks can compare."""
         grad = self._parameters[0].sharded.grad
         return grad is not None and grad._version != self._version and self._epoch == self._log.epoch

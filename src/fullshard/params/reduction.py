@@ -1,4 +1,4 @@
-"""The gradients of one group on their way to the shards, and what the caller may say about that."""
+"""Reduction of the gradients of one group: copy-in, reduce-scatter over shards, all-reduce over replicas, gradient dtype."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.collectives.base import Allocate, Collectives, StartedWork, together
-from fullshard.collectives.streams import LaneWork
+from fullshard.collectives.streams import Work
 from fullshard.errors import InternalError
-from fullshard.params.arena import MessageArena
+from fullshard.params.arena import ReductionArena
 from fullshard.params.grad_commit import GradCommit
 from fullshard.params.group import ParamGroup
 from fullshard.params.unsharded import dim_permutation
@@ -27,42 +27,32 @@ ReduceHook = Callable[[Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class ReduceOptions:
-    """How gradients become one.
+    """The caller's options for reductions."""
 
-    divide: by a number; None: by the ranks that they come from.      all_reduce: over replicas now, or by a later backward.
-    hook, hook_stream: the caller's own step behind that, and the stream that it runs on.
-    """
-
-    divide: float | None = None
-    all_reduce: bool = True
-    hook: ReduceHook | None = None
-    hook_stream: Any = None
+    divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
+    all_reduce: bool = True  # False: defer the all-reduce over replicas to a later backward
+    hook: ReduceHook | None = None  # all-reduce hook, called with the sum after the all-reduce
+    hook_stream: Any = None  # stream that the hook runs on
 
 
 @dataclass(frozen=True, slots=True)
-class SumSteps:
-    """The steps that make one sum of packed gradients: by which factors it is scaled, and what follows the sum over shards.
+class ReductionFactors:
+    """Factors by which one reduction scales the gradients, and the steps after the reduce-scatter."""
 
-    first, scale, last: before the reduce-scatter, in it, and behind everything.
-    replicas: the collectives of the sum over replicas, None if there is none now.
-    deferred: whether that sum is left to a later reduction.
-    replicated: whether a second step follows the sum over shards: over replicas, or the caller's (`hook`).
-    """
-
-    first: float
-    scale: float
-    last: float
-    replicas: Collectives | None
-    deferred: bool
-    replicated: bool
-    hook: Callable[[Tensor], None] | None
+    first: float  # applied to the reduce-scatter input
+    scale: float  # applied by the reduce-scatter
+    last: float  # applied to the result of all collectives
+    replicas: Collectives | None  # all-reduce over replicas; None if this reduction has none
+    deferred: bool  # whether the all-reduce over replicas is left to a later reduction
+    replicated: bool  # whether a second step follows on the all-reduce stream: the all-reduce over replicas, or the hook
+    hook: Callable[[Tensor], None] | None  # the caller's all-reduce hook
 
     @classmethod
-    def of(cls, group: ParamGroup, options: ReduceOptions) -> SumSteps:
-        """The steps for gradients of `group`.
+    def of(cls, group: ParamGroup, options: ReduceOptions) -> ReductionFactors:
+        """Return the factors for gradients of `group`.
 
-        A sum of halves overflows early, a quotient of halves underflows: float16 is divided in two steps, the first by a power
-        of two.
+        float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
+        divided in two steps, by about the square root each, as in FSDP2. The first divisor is a power of two, which is exact.
         """
         replicas = group.collectives.replicate
         divide = options.divide or float(group.layout.ranks * (replicas.ranks if replicas else 1))
@@ -84,7 +74,7 @@ class SumSteps:
 
 
 class Stage(str, enum.Enum):
-    """How far a reduction is. On an accelerator, where lanes are streams: how far it is queued."""
+    """Stage of a reduction. On an accelerator the stage is that of the queued work, which the device may not have run yet."""
 
     PACKED = "packed"
     SUMMED = "summed over shards"
@@ -94,26 +84,37 @@ class Stage(str, enum.Enum):
 
 
 MOVES = {
-    (Stage.PACKED, Stage.SUMMED): "the reduce-scatter is done",
-    (Stage.SUMMED, Stage.REDUCED): "no sum over replicas follows, or it is done, and so is the caller's hook",
-    (Stage.SUMMED, Stage.ABSORBED): "the sum over replicas was left to a later reduction, which adds this sum to its own",
-    (Stage.REDUCED, Stage.COMMITTED): "a step ends, or hooks on parameters want their gradients now",
-    (Stage.COMMITTED, Stage.COMMITTED): "other ranks used a parameter that this one did not",
+    (Stage.PACKED, Stage.SUMMED): "the reduce-scatter has completed",
+    (Stage.SUMMED, Stage.REDUCED): "the all-reduce over replicas and the caller's hook have completed, if there are any",
+    (Stage.SUMMED, Stage.ABSORBED): "the all-reduce over replicas was deferred, and a later reduction adds this sum to its own",
+    (Stage.REDUCED, Stage.COMMITTED): "the backward ends, or hooks on parameters need the gradients now",
+    (
+        Stage.COMMITTED,
+        Stage.COMMITTED,
+    ): "another rank used a parameter that this rank did not use",
 }
 
 
 class Reduction:
-    """The gradients of one group on their way to the shards: packed and cast on the compute lane, reduced on others.
+    """One reduction of the gradients of a group. Copy-in and casts run on the compute stream, collectives on other streams.
 
-        large, even parameters ----------------------------------> message of its own    no copy
-        large, uneven or to be cast --(slice by slice)--> messages through one buffer
-        of few rows --(slice by slice)--> sums that all ranks get
-        the others --(chunk_cat: cut, pad, cast)--> one packed message (ranks, numel)
+        direct: large, even           ---------------------------------> reduce-scatter input of its own, no copy
+        sliced: large, uneven or cast --(slice by slice)---------------> reduce-scatters through one buffer
+        summed: few rows              --(slice by slice)---------------> all-reduces; each rank keeps its rows
+        packed: all others            --(chunk_cat: chunk, pad, cast)--> one reduce-scatter input (ranks, numel)
+
         PACKED ------reduce-scatter------> SUMMED ---all-reduce over replicas, the caller's hook---> REDUCED ---> COMMITTED
-                                              |         (grad dtype; on the host, if shards are)          in `.grad`
+                                              |       (then cast to the grad dtype, copy to host memory)   in `.grad`
                                               +--> ABSORBED by a later reduction (all_reduce=False)
 
-    The message is fixed when the group is made: every parameter is in it, with zeros where this rank has no gradient.
+    The collectives are fixed when the group is created. Every parameter takes part, with zeros if this rank has no gradient.
+
+    Attributes:
+        group: the parameter group.
+        factors: scale factors, and the steps after the reduce-scatter.
+        stage: the stage; only the moves in MOVES are legal.
+        has_hooks: whether parameters had user hooks when the reduction started. They run when the gradients are committed.
+        used: for each parameter, whether this rank has a gradient.
     """
 
     def __init__(
@@ -121,198 +122,224 @@ class Reduction:
         group: ParamGroup,
         grads: Sequence[Tensor | None],
         options: ReduceOptions,
-        arena: MessageArena | None = None,
+        arena: ReductionArena | None = None,
     ) -> None:
-        """`grads`: of each parameter, (sharding.local_shape), None if this rank did not use it.
+        """Allocate the output, and copy the gradients into the reduce-scatter inputs, on the compute stream.
 
-        arena: memory that messages are in, where their addresses are to be the same in each step.
+        Args:
+            group: the parameter group.
+            grads: unsharded gradient of each parameter, (sharding.local_shape); None if this rank did not use the parameter.
+            options: the caller's options.
+            arena: allocates the buffers if their addresses must be the same in each step.
         """
-        self.group, self.steps = group, SumSteps.of(group, options)
+        self.group, self.factors = group, ReductionFactors.of(group, options)
         self.stage = Stage.PACKED
         self.has_hooks = group.has_hooks
-        self.used: list[bool] = []  # of each parameter: whether this rank has a gradient
-        self._given: list[bool] | None = None  # of each parameter: whether it has its gradient
-        self._work: LaneWork | None = None  # the last of it
+        self.used: list[bool] = []
+        # For each parameter, whether `grad_commit` has returned its gradient; None before the first commit.
+        self._committed: list[bool] | None = None
+        # The last work of this reduction: the all-reduce over replicas, else the reduce-scatter.
+        self._work: Work | None = None
         dtypes, layout, device = group.dtypes, group.layout, group.storage.device
         for grad in grads:
             self.used.append(grad is not None)
+        # An earlier reduction whose all-reduce over replicas was deferred; its sum is added to this one.
         self._earlier = group.grads.deferred
         if self._earlier is not None:
             self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
         fresh: Allocate = torch.empty if arena is None else arena.allocate
         memory = group.collectives.reduce.reduce_memory or fresh
-        self._memory = fresh
-        if arena is not None and memory is fresh:  # it stays longer than the messages if the sum over replicas is put off
-            self._sum = group.sum_memory(dtypes.reduce, None if self._earlier is None else self._earlier.total)
+        self._allocate = fresh
+        # The reduce-scatter output, (shard_numel,).
+        if arena is not None and memory is fresh:
+            # Not from the arena, which the next reduction overwrites: with a deferred all-reduce the sum must survive it.
+            self._reduced_shard = group.reduced_shard_memory(
+                dtypes.reduce, None if self._earlier is None else self._earlier.total
+            )
         else:
-            self._sum = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
+            self._reduced_shard = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         kept = None if arena is None else memory
-        self._messages = _pack(group, grads, self._sum, memory, kept)
+        # (reduce-scatter input, output) pairs; the inputs of slices are filled later, in `start`.
+        self._inputs = _pack(group, grads, self._reduced_shard, memory, kept)
+        # Gradients that are reduced in slices, by index of the parameter.
         self._sliced = _flat_gradients(group, grads) if group.reduction.has_slices else {}
-        if self.steps.first != 1.0 and self._messages:
-            torch._foreach_mul_([full for full, _ in self._messages], self.steps.first)
-        self._flat = self._sum
-        arrives = group.reduction.dtype
-        if (arrives != dtypes.reduce or memory is not torch.empty) and not self.steps.deferred:
-            # Gradients do not stay in memory that is for messages, unless they only pass through it to the host.
-            passing = fresh if group.storage.host else torch.empty
-            self._flat = passing((layout.shard_numel,), dtype=arrives, device=device)
+        if self.factors.first != 1.0 and self._inputs:
+            torch._foreach_mul_([full for full, _ in self._inputs], self.factors.first)
+        # The flat gradient, (shard_numel,) in the grad dtype: the memory of `.grad`. The output itself if nothing forbids it.
+        self._flat = self._reduced_shard
+        grad_dtype = group.reduction.dtype
+        if (grad_dtype != dtypes.reduce or memory is not torch.empty) and not self.factors.deferred:
+            # `.grad` must not use kept memory or memory of a custom reduce-scatter, which the next reduction overwrites.
+            # With CPU offload this tensor is only the source of a copy to the host, so the arena is fine.
+            allocate = fresh if group.storage.host else torch.empty
+            self._flat = allocate((layout.shard_numel,), dtype=grad_dtype, device=device)
+        # With CPU offload, the flat gradient in host memory. Pinned, so that the copy does not block the host.
         self._host: Tensor | None = None
-        if group.storage.host and not self.steps.deferred:
-            self._host = torch.empty(layout.shard_numel, dtype=arrives, device="cpu", pin_memory=group.storage.pinned)
+        if group.storage.host and not self.factors.deferred:
+            self._host = torch.empty(layout.shard_numel, dtype=grad_dtype, device="cpu", pin_memory=group.storage.pinned)
 
     def _move(self, to: Stage) -> None:
         if (self.stage, to) not in MOVES:
             name = self.group.parameters[0].unit_name.name
-            raise InternalError(f"a reduction of unit '{name}' that is {self.stage.value} cannot be {to.value}")
+            raise InternalError(f"A reduction of unit '{name}' cannot become {to.value}: it is {self.stage.value}.")
         self.stage = to
 
     @property
     def committed(self) -> bool:
-        """Whether it was handed out, or begun to be."""
+        """True after the first `grad_commit`."""
         return self.stage is Stage.COMMITTED
 
-    # --- on lanes ---
+    # --- on the streams of the collectives ---
 
     def start(self) -> StartedWork:
-        """Begin the sum over shards."""
+        """Start the reduce-scatter over shards."""
         if self._sliced:
             return self._start_slices()
-        if not self._messages:
+        if not self._inputs:
             return StartedWork()
-        fulls, outs = zip(*self._messages)
-        return self.group.collectives.reduce.reduce_scatter(outs, fulls, self.steps.scale)
+        inputs, outputs = zip(*self._inputs)
+        return self.group.collectives.reduce.reduce_scatter(outputs, inputs, self.factors.scale)
 
     def _start_slices(self) -> StartedWork:
-        """As `start`, in as many messages as there are sets of slices; the first one takes along whatever is not sliced."""
-        group, plan, messages = self.group, self.group.reduction, self._messages
+        """Start one reduce-scatter after the other for the slices. The first one includes the packed and direct gradients."""
+        group, plan, messages = self.group, self.group.reduction, self._inputs
         ranks, collectives = group.layout.ranks, group.collectives.reduce
         most = max((ranks * sum(part.size for part in parts) for parts in plan.slices), default=0)
-        buffer = self._memory((most,), dtype=self._sum.dtype, device=self._sum.device)
+        buffer = self._allocate((most,), dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
         started = StartedWork()
         for parts in plan.slices or ((),):
-            _end(started)  # the buffer is used again
+            _complete(started)  # the previous collective reads the buffer that the next copy writes
             at = 0
             for part in parts:
-                place = group.layout.places[part.parameter]
+                place = group.layout.offsets[part.parameter]
                 full = buffer[at : at + ranks * part.size]
                 _copy_slice(self._sliced[part.parameter], place.size, part, full.view(ranks, part.size))
-                if self.steps.first != 1.0:
-                    full.mul_(self.steps.first)
-                messages = [*messages, (full, self._sum[place.offset + part.start :][: part.size])]
+                if self.factors.first != 1.0:
+                    full.mul_(self.factors.first)
+                messages = [*messages, (full, self._reduced_shard[place.offset + part.start :][: part.size])]
                 at += full.numel()
             if messages:
-                fulls, outs = zip(*messages)
-                started, messages = collectives.reduce_scatter(outs, fulls, self.steps.scale), []
+                inputs, outputs = zip(*messages)
+                started, messages = collectives.reduce_scatter(outputs, inputs, self.factors.scale), []
         return together(started, self._start_sums()) if plan.sums else started
 
     def _start_sums(self) -> StartedWork:
-        """Begin the sums that all ranks get."""
+        """Start the all-reduces of the summed parameters."""
         plan = self.group.reduction
         most = max(sum(part.size for part in parts) for parts in plan.sums)
-        buffer = self._memory((most,), dtype=self._sum.dtype, device=self._sum.device)
-        self._sum[self.group.layout.summed_offset :].zero_()  # what is padding, between them and in them
+        buffer = self._allocate((most,), dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
+        # `_take_rows` writes only rows that this rank owns. The rest is padding; zeros keep norms of the flat gradient right.
+        self._reduced_shard[self.group.layout.summed_offset :].zero_()
         started = StartedWork()
         for parts in plan.sums:
-            _end(started)
+            _complete(started)
             at = 0
             for part in parts:
                 flat, into = self._sliced[part.parameter], buffer[at : at + part.size]
                 into.zero_() if flat is None else into.copy_(flat[part.start :][: part.size])
                 at += part.size
-            if self.steps.first != 1.0:
-                buffer[:at].mul_(self.steps.first)
-            sent = self.group.collectives.reduce.all_reduce(buffer[:at])
-            started = together(sent, StartedWork(then=partial(self._take_rows, parts, buffer)))
+            if self.factors.first != 1.0:
+                buffer[:at].mul_(self.factors.first)
+            all_reduce = self.group.collectives.reduce.all_reduce(buffer[:at])
+            started = together(all_reduce, StartedWork(then=partial(self._take_rows, parts, buffer)))
         return started
 
     def _take_rows(self, parts: Sequence[Slice], sums: Tensor) -> None:
-        """Of sums that all ranks have, keep this rank's rows."""
+        """Copy this rank's rows of the all-reduced gradients to the output, and scale them."""
         layout, at = self.group.layout, 0
         for part in parts:
-            mine, place = layout.rows_of(part.parameter, self.group.collectives.reduce.rank), layout.places[part.parameter]
+            mine, place = layout.rows_of(part.parameter, self.group.collectives.reduce.rank), layout.offsets[part.parameter]
             start, stop = max(mine.start, part.start), min(mine.stop, part.start + part.size)
             if start < stop:
-                out = self._sum[place.offset + start - mine.start :][: stop - start]
-                torch.mul(sums[at + start - part.start :][: stop - start], self.steps.scale, out=out)
+                out = self._reduced_shard[place.offset + start - mine.start :][: stop - start]
+                torch.mul(sums[at + start - part.start :][: stop - start], self.factors.scale, out=out)
             at += part.size
 
     def finish(self) -> None:
-        """The sum over shards is there."""
+        """Finish the reduction over shards, on its stream: add a deferred sum, and cast if no further step follows."""
         self._move(Stage.SUMMED)
         if self._earlier is not None:
-            self._earlier.add_to(self._sum)
-        if not (self.steps.replicated or self.steps.deferred):
-            self._end()
+            self._earlier.add_to(self._reduced_shard)
+        if not (self.factors.replicated or self.factors.deferred):
+            self._cast_and_offload()
 
     @property
     def total(self) -> Tensor:
-        """The sum over shards, (shard_numel,)."""
-        return self._sum
+        """The reduce-scatter output, (shard_numel,)."""
+        return self._reduced_shard
 
     def add_to(self, total: Tensor) -> None:
-        """Become part of a later sum over shards, whose lane comes to its end behind this one."""
+        """Add this sum to the output of a later reduction."""
+        # Both run on the reduce-scatter stream, in order, so this sum is complete.
         self._move(Stage.ABSORBED)
-        total.add_(self._sum)
+        total.add_(self._reduced_shard)
 
     def replicate(self) -> StartedWork:
-        """Begin the sum over replicas."""
-        if self.steps.replicas is None or not self._sum.numel():
+        """Start the all-reduce over replicas."""
+        if self.factors.replicas is None or not self._reduced_shard.numel():
             return StartedWork()
-        return self.steps.replicas.all_reduce(self._sum)
+        return self.factors.replicas.all_reduce(self._reduced_shard)
 
     def finish_replicated(self) -> None:
-        """The sum over replicas is there: the caller's hook is next."""
-        if self.steps.hook is not None:
-            self.steps.hook(self._sum)
-        self._end()
+        """Run the caller's hook after the all-reduce over replicas, then scale and cast."""
+        if self.factors.hook is not None:
+            self.factors.hook(self._reduced_shard)
+        self._cast_and_offload()
 
-    def _end(self) -> None:
-        """All sums are there: scale and cast them, and copy them to the host if shards are there."""
+    def _cast_and_offload(self) -> None:
+        """Scale the sum, cast it to the grad dtype, and with CPU offload copy it to host memory."""
         self._move(Stage.REDUCED)
-        if self.steps.last != 1.0:
-            self._sum.mul_(self.steps.last)
-        if self._flat is not self._sum:
-            self._flat.copy_(self._sum)
+        if self.factors.last != 1.0:
+            self._reduced_shard.mul_(self.factors.last)
+        if self._flat is not self._reduced_shard:
+            self._flat.copy_(self._reduced_shard)
         if self._host is not None:
             if self._host.numel():
                 self.group.collectives.traffic.record("to_host", [self._flat])
             self._host.copy_(self._flat, non_blocking=True)
 
-    # --- on the compute lane ---
+    # --- on the compute stream ---
 
-    def sent(self, work: LaneWork) -> None:
-        """It is on its way; `work` is the last of it."""
+    def note_started(self, work: Work) -> None:
+        """Record `work`, the last work of this reduction, and defer the all-reduce over replicas if it is to be deferred."""
         self._work = work
-        self.group.grads.deferred = self if self.steps.deferred else None
+        self.group.grads.deferred = self if self.factors.deferred else None
 
-    def release_messages(self) -> None:
-        """The compute lane is ordered behind the reduce-scatter: let the messages go."""
-        self._messages, self._sliced, self._earlier = [], {}, None
-        if not self.steps.replicated:
-            self._sum = self._flat
+    def release_inputs(self) -> None:
+        """Release the reduce-scatter inputs. Call this after the compute stream waited for the reduce-scatter."""
+        # Released before that wait, their memory could be reused on the compute stream while the collective still reads it.
+        self._inputs, self._sliced, self._earlier = [], {}, None
+        if not self.factors.replicated:
+            self._reduced_shard = self._flat
 
-    def release_sum(self) -> None:
-        """The compute lane is ordered behind all of it: only the gradients stay."""
-        self._sum = self._flat
+    def release_reduced_shard(self) -> None:
+        """Release the reduce-scatter output, if `.grad` does not use it. Call this after the compute stream waited for all."""
+        self._reduced_shard = self._flat
 
     def wait_on_host(self, *, on_host: bool) -> None:
-        """Have the sum be where the shards are.
+        """Wait until the flat gradient is on the device of the shards.
 
-        on_host: lanes are the host's own, which does nothing twice. Of an accelerator each stream that goes on must wait.
+        Args:
+            on_host: whether collectives run on the host. Then one wait is enough; on an accelerator the current stream may be
+                another one than in an earlier wait, so it must wait as well.
         """
         assert self._work is not None
         if not on_host or self.stage in (Stage.PACKED, Stage.SUMMED):
             self._work.wait()
         if self._host is not None:
-            self._work.block()
+            self._work.block()  # an event orders streams only; the optimizer on the CPU reads the memory from the host
             self._flat = self._host
 
-    # --- what the parameters get ---
+    # --- commit ---
 
     def grad_commit(self, used_somewhere: Sequence[bool] | None = None) -> GradCommit | None:
-        """The gradients of parameters that this rank used, or any did (None: it is not known), and that were not given yet."""
-        given, due = self._given, self.used
+        """Return the commit of the gradients that were not committed before; None if all were.
+
+        Args:
+            used_somewhere: for each parameter, whether any rank used it; None if this is unknown. Parameters that only other
+                ranks used get a gradient, too, so that all ranks agree on which parameters have one.
+        """
+        given, due = self._committed, self.used
         if used_somewhere is not None and not all(due):
             parameters = self.group.parameters
             due = [here or (there and p.requires_grad) for here, there, p in zip(due, used_somewhere, parameters)]
@@ -320,25 +347,25 @@ class Reduction:
         if given is not None and not any(wanted):
             return None
         self._move(Stage.COMMITTED)
-        self._given = due
+        self._committed = due
         return GradCommit(self.group, self._flat, wanted, has_hooks=self.has_hooks)
 
     @property
-    def undecided(self) -> bool:
-        """Whether this rank must learn which of the parameters that it did not use others did."""
+    def has_unused_trainable(self) -> bool:
+        """True if this rank did not use some trainable parameter, so it needs to know whether other ranks used it."""
         return any(not used and p.requires_grad for used, p in zip(self.used, self.group.parameters))
 
 
 def _flat_gradients(group: ParamGroup, grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
-    """Of each parameter whose gradient is sent in slices: that, (numel,); None if this rank has none."""
+    """Return the flattened gradients of the sliced and summed parameters, by index; None for a missing gradient."""
     plan = group.reduction
     indices = {part.parameter for message in (*plan.slices, *plan.sums) for part in message}
     found = ((index, grads[index]) for index in sorted(indices))
     return {index: None if grad is None else grad.contiguous().view(-1) for index, grad in found}
 
 
-def _end(started: StartedWork) -> None:
-    """Wait for a collective that runs in order, and finish it."""
+def _complete(started: StartedWork) -> None:
+    """Order the current stream after a collective, and complete it."""
     for work in started.works:
         work.wait()
     if started.then is not None:
@@ -346,14 +373,18 @@ def _end(started: StartedWork) -> None:
 
 
 def _copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None:
-    """Copy a slice of the chunks of all ranks, each `size` elements of a gradient, to `out` (ranks, part.size), cast.
+    """Copy and cast the same slice of all ranks' chunks of a gradient to `out`. Padding and a missing gradient become zeros.
 
-    The chunks of the last ranks may end early, or there may be none: zeros are there instead.
+    Args:
+        flat: the flattened gradient, or None.
+        size: elements of a chunk.
+        part: the slice of each chunk.
+        out: (ranks, part.size).
     """
     if flat is None:
         out.zero_()
         return
-    whole = flat.numel() // size
+    whole = flat.numel() // size  # ranks whose chunk has no padding
     if whole:
         out[:whole].copy_(flat[: whole * size].view(whole, size)[:, part.start : part.start + part.size])
     if whole < len(out):
@@ -363,7 +394,7 @@ def _copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> Non
 
 
 def _packed_dtype(group: ParamGroup, grads: Sequence[Tensor | None]) -> torch.dtype | None:
-    """Return the dtype of all gradients in the packed message, None if they have several."""
+    """Return the dtype of the packed gradients, or None if they have several dtypes."""
     packed = [grads[segment.parameter] for segment in group.reduction.packed if segment.parameter >= 0]
     found = {grad.dtype for grad in packed if grad is not None}
     if len(found) > 1:
@@ -372,32 +403,32 @@ def _packed_dtype(group: ParamGroup, grads: Sequence[Tensor | None]) -> torch.dt
 
 
 def _pack_one_by_one(group: ParamGroup, grads: Sequence[Tensor | None], message: Tensor) -> None:
-    """Copy gradients of several dtypes into a packed message (ranks, numel) without a cast of all of them before."""
+    """Copy and cast gradients of several dtypes into the packed input (ranks, numel), one after the other."""
     column = 0
     for segment in group.reduction.packed:
         out = message[:, column : column + segment.size]
         column += segment.size
         grad = grads[segment.parameter] if segment.parameter >= 0 else None
-        place = group.layout.places[segment.parameter]
+        place = group.layout.offsets[segment.parameter]
         if grad is None or place.dim == 0:
             flat = None if grad is None else grad.contiguous().view(-1)
             _copy_slice(flat, segment.size, Slice(segment.parameter, 0, segment.size), out)
         else:
             out.zero_()
-            of_grad, of_blocks = dim_permutation(grad, out, place)
-            torch._foreach_copy_(of_blocks, of_grad)
+            grad_parts, block_parts = dim_permutation(grad, out, place)
+            torch._foreach_copy_(block_parts, grad_parts)
 
 
 def _zeros_or_permuted(
     grad: Tensor | None, place: ParamOffsets, ranks: int, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What stands in a message for a missing gradient, and for one of a parameter that is cut along another dim than 0."""
+    """Return the packed input of a missing gradient (zeros), or of a parameter that is sharded along another dim than 0."""
     if place.dim == 0:
         return torch.zeros(place.shape, dtype=dtype, device=device)
     blocks = torch.zeros((ranks, place.size), dtype=dtype, device=device)
     if grad is not None:
-        of_grad, of_blocks = dim_permutation(grad, blocks, place)
-        torch._foreach_copy_(of_blocks, of_grad)
+        grad_parts, block_parts = dim_permutation(grad, blocks, place)
+        torch._foreach_copy_(block_parts, grad_parts)
     return blocks
 
 
@@ -408,20 +439,29 @@ def _pack(
     memory: Allocate,
     kept: Allocate | None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Messages: (chunks for all ranks (ranks * size,), where in `total` the sum of this rank's chunks goes (size,)).
+    """Copy and cast the gradients that are not sliced into reduce-scatter inputs.
 
-    Packing casts. Gradients of several dtypes (some kernels give those of norms in float32) are packed one by one.
-    kept: allocates the memory that gradients are copied to which are messages as they are, if that is asked for.
+    Args:
+        group: the parameter group.
+        grads: unsharded gradient of each parameter, or None.
+        total: the reduce-scatter output, (shard_numel,).
+        memory: allocates the packed input.
+        kept: allocates inputs that direct gradients are copied to, if addresses must not change; None to reduce them uncopied.
+
+    Returns:
+        (input (ranks * size,), its output (size,), a part of `total`) of each tensor that is reduced.
     """
     layout, plan, device = group.layout, group.reduction, group.storage.device
     messages: list[tuple[Tensor, Tensor]] = []
     if plan.numel:
-        if group.collectives.reduce.in_place:  # a rank alone: what is packed is the sum already
+        if group.collectives.reduce.in_place:  # a group of one rank: the packed gradients are the sum already
             message = total[: plan.numel]
         else:
             message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
         found = {grad.dtype for grad in grads if grad is not None}
         dtype = found.pop() if len(found) == 1 else _packed_dtype(group, grads)
+        # chunk_cat needs one dtype. Some kernels return the gradients of norms in float32; a cast of all gradients before would
+        # need a second copy of them.
         if dtype is None:
             _pack_one_by_one(group, grads, message.view(layout.ranks, -1))
         parts: list[Tensor] = []
@@ -429,17 +469,17 @@ def _pack(
             if segment.parameter < 0:
                 parts.append(plan.zeros[segment.size].to(dtype))
                 continue
-            grad, place = grads[segment.parameter], layout.places[segment.parameter]
+            grad, place = grads[segment.parameter], layout.offsets[segment.parameter]
             if grad is not None and place.dim == 0:
                 parts.append(grad.contiguous())
                 continue
-            assert dtype is not None  # or there would be no segments here
+            assert dtype is not None  # the loop has no segments otherwise
             parts.append(_zeros_or_permuted(grad, place, layout.ranks, dtype=dtype, device=device))
         if parts:
             _torch.chunk_cat(parts, message.view(layout.ranks, -1))
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))
     for index in plan.direct:
-        place, grad = layout.places[index], grads[index]
+        place, grad = layout.offsets[index], grads[index]
         if kept is not None:
             full = kept((prod(place.shape),), dtype=total.dtype, device=device).view(place.shape)
             full.zero_() if grad is None else full.copy_(grad)

@@ -1,4 +1,4 @@
-"""Values that callers put into shards and take out of them: parameters that replace others, loads, full tensors, copies."""
+"""Copies into and out of shards: sharding and unsharding for good, assigned parameters, loading, unsharded tensors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.errors import StateError
-from fullshard.params.sharded_param import ShardedParameter, is_ours
+from fullshard.params.sharded_param import ShardedParameter, is_internal_attribute
 from fullshard.params.sharded_tensor import LOGICAL, as_parameter
-from fullshard.params.stale_params import redirect_to, replace
+from fullshard.params.stale_params import replace, set_replacement
 from fullshard.sharding.param_sharding import ParamSharding
 
 # --- before and after sharding ---
 
 
 def move_data(tensor: Tensor, device: torch.device) -> None:
-    """Move a parameter that is not sharded yet and its gradient, or a buffer, in place; what is on meta stays there."""
+    """Move a buffer, or an unsharded parameter and its gradient, to `device` in place. Meta tensors stay on meta."""
     if tensor.device.type in ("meta", device.type):
         return
     if isinstance(tensor, DTensor):
@@ -33,12 +33,12 @@ def move_data(tensor: Tensor, device: torch.device) -> None:
         tensor.data = moved
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(device)
-    else:  # `.data` of a wrapper subclass, and that of any tensor for a device of another kind, cannot be assigned
+    else:  # `.data` cannot be assigned for a wrapper subclass, or from another type of device
         _exchange(tensor, moved)
 
 
 def _exchange(tensor: Tensor, moved: Tensor) -> None:
-    """Make `tensor`, which stays the same object with its attributes, hooks and gradient, hold what `moved` holds."""
+    """Swap the contents of `moved` into `tensor`, which keeps its identity, attributes, hooks and gradient."""
     kind, grad, plain = type(tensor), tensor.grad, type(tensor.data) is Tensor
     is_set, grad_dtype = _torch.grad_dtype_of(tensor)
     other = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
@@ -46,15 +46,18 @@ def _exchange(tensor: Tensor, moved: Tensor) -> None:
     tensor.__dict__.update(other.__dict__)
     _torch.carry_hooks(other, tensor)
     if plain:
-        tensor.__class__ = kind  # a class of the caller's, of Parameters
+        tensor.__class__ = kind  # the caller's subclass of Parameter, which the swap replaced
     if is_set:
         _torch.set_grad_dtype(tensor, grad_dtype)
     if grad is not None:
         tensor.grad = grad.to(moved.device)
 
 
-def replace_original(parameter: ShardedParameter, original: nn.Parameter) -> None:
-    """Have a sharded parameter take the place of the caller's: its slots, attributes, hooks, gradient and identity."""
+def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) -> None:
+    """Register the sharded parameter in place of `original`, with its attributes, hooks and gradient.
+
+    `original` becomes an alias of the sharded parameter.
+    """
     sharded, sharding = parameter.sharded, parameter.sharding
     for key, value in original.__dict__.items():
         sharded.__dict__.setdefault(key, value)
@@ -62,6 +65,7 @@ def replace_original(parameter: ShardedParameter, original: nn.Parameter) -> Non
     if parameter.grad_dtype.explicit:
         _torch.set_grad_dtype(sharded, parameter.grad_dtype.dtype)
     if original.grad is not None:
+        # A clone, because a view would keep the memory of the whole gradient.
         rows = sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name))
         sharded.grad = parameter.dtensor_like_shard(rows.contiguous().clone())
     replace(original, sharded)
@@ -69,25 +73,27 @@ def replace_original(parameter: ShardedParameter, original: nn.Parameter) -> Non
 
 
 def unshard_permanently(parameter: ShardedParameter, gather: Callable[[ParamSharding, Any], Tensor]) -> None:
-    """Put one ordinary Parameter with the full value into every slot; gradients, attributes and hooks too.
+    """Register an ordinary, unsharded Parameter in all slots, with gradient, attributes and hooks. Collective.
 
-    `gather`: gives what this rank computes with, of a DTensor that is sharded so (collective).
+    Args:
+        parameter: the sharded parameter.
+        gather: all-gathers a DTensor with the given sharding, and returns the tensor that this rank computes with.
     """
     sharded, sharding = parameter.sharded, parameter.sharding
     plain = nn.Parameter(sharding.to_module(gather(sharding, sharded)), requires_grad=sharded.requires_grad)
-    plain.__dict__.update({key: value for key, value in sharded.__dict__.items() if not is_ours(key)})
+    plain.__dict__.update({key: value for key, value in sharded.__dict__.items() if not is_internal_attribute(key)})
     _torch.carry_hooks(sharded, plain)
     if parameter.grad_dtype.explicit:
         _torch.set_grad_dtype(plain, parameter.grad_dtype.dtype)
     if sharded.grad is not None:
         plain.grad = sharding.to_module(gather(sharding, sharded.grad))
-    redirect_to(sharded, plain)
+    set_replacement(sharded, plain)
     sharded.__dict__.pop(LOGICAL, None)
     parameter.put(plain)
 
 
 def clone_shard(parameter: ShardedParameter) -> nn.Parameter:
-    """A sharded Parameter with memory of its own, for a copy of the model."""
+    """Return a copy of the sharded parameter with separate memory, for a copy of the model."""
     return as_parameter(_torch.dtensor(parameter.local.detach().clone(), parameter.spec), parameter.requires_grad)
 
 
@@ -95,11 +101,11 @@ def clone_shard(parameter: ShardedParameter) -> nn.Parameter:
 
 
 def read_slots(parameter: ShardedParameter) -> Tensor:
-    """The values that the slots say this rank's shard has now, (sharding.shard_shape); the caller may have put others there.
+    """Return this rank's shard, (sharding.shard_shape), including values that the user assigned to the module since.
 
-    A Parameter that was assigned is honoured if it is a full tensor or a DTensor like ours: its values and (by
-    `restore_sharded`) its trainability are taken over, the identity of the sharded parameter stays. Changes nothing itself.
-    Raises StateError for what cannot be honoured.
+    A Parameter that was assigned may be an unsharded tensor or a DTensor with the placements of the sharded parameter. This
+    function changes nothing: the caller copies the result, and `restore_sharded` takes over `requires_grad`, so the sharded
+    parameter stays the same object. Raises StateError if a slot is empty, or holds something that cannot be taken over.
     """
     found: list[nn.Parameter] = []
     kept = False
@@ -107,16 +113,16 @@ def read_slots(parameter: ShardedParameter) -> Tensor:
         current = slot.content
         if current is None:
             raise StateError(
-                f"parameter '{parameter.name}' was removed from its module after fully_shard: "
-                "remove it before sharding, or set requires_grad_(False) on it"
+                f"Parameter '{parameter.name}' cannot be all-gathered: it was removed from its module after fully_shard. "
+                "Remove it before sharding, or set requires_grad_(False) on it."
             )
-        if current is parameter.sharded or current is parameter.full:
+        if current is parameter.sharded or current is parameter.unsharded:
             kept = True
         elif not isinstance(current, nn.Parameter) or _torch.in_functional_call():
             raise StateError(
-                f"parameter '{parameter.name}' was replaced by a {type(current).__name__} for the length of a call, as "
+                f"Parameter '{parameter.name}' cannot be replaced by a {type(current).__name__} for the length of a call, as "
                 "torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the "
-                "model, or compute with the tensors of fullshard.gathered()"
+                "model, or compute with the tensors of fullshard.gathered()."
             )
         elif all(current is not other for other in found):
             found.append(current)
@@ -127,21 +133,24 @@ def read_slots(parameter: ShardedParameter) -> Tensor:
     others = [*values[1:], ours] if kept else values[1:]
     if not all(value.device.type == "meta" or torch.equal(value, values[0]) for value in others):
         raise StateError(
-            f"parameter '{parameter.name}' is installed in {len(parameter.slots)} slots (it is tied), which now hold "
-            "different values: assign the same Parameter to all of them, or untie them before fully_shard"
+            f"Expected equal values in the {len(parameter.slots)} places where parameter '{parameter.name}' is registered (it "
+            "is tied), got different ones. Assign the same Parameter to all of them, or untie them before fully_shard."
         )
     return values[0]
 
 
 def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -> DTensor:
-    """A DTensor like the sharded parameter with this rank's rows of `full`, where the shard is (or will be, if on meta)."""
+    """Return a DTensor like the sharded parameter with this rank's rows of `full`.
+
+    Its device is that of the shard, or that of `full` if the shard is on meta.
+    """
     device = full.device if parameter.local.device.type == "meta" else parameter.local.device
     rows = parameter.slice(full).to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
     return _torch.dtensor(rows, parameter.sharding.spec(dtype))
 
 
 def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
-    """Make `rows` the values of the shard; one that is on meta gets memory where they are."""
+    """Copy `rows` into the shard. A shard on meta gets memory on the device of `rows`."""
     if parameter.local.device.type == "meta":
         local = parameter.dtensor_like_shard(rows.to(parameter.local.dtype, copy=True).contiguous())
         parameter.put(nn.Parameter(local, requires_grad=parameter.requires_grad))
@@ -150,8 +159,8 @@ def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
         parameter.note_write()
 
 
-def write_full(parameter: ShardedParameter, full: Tensor, *, grad: bool) -> None:
-    """Take this rank's rows of a full plain tensor, and with `grad` of its gradient."""
+def write_unsharded(parameter: ShardedParameter, full: Tensor, *, grad: bool) -> None:
+    """Copy this rank's rows of an unsharded plain tensor into the shard, and with `grad` those of its gradient into `.grad`."""
     replace_rows(parameter, parameter.slice(full.detach()))
     if grad and full.grad is None:
         parameter.sharded.grad = None
@@ -161,9 +170,9 @@ def write_full(parameter: ShardedParameter, full: Tensor, *, grad: bool) -> None
 
 
 def full_tensor(sharded: DTensor) -> Tensor:
-    """The full tensor of a DTensor, where its own part is (collective).
+    """Return the unsharded tensor of a DTensor, on the device of its local tensor. Collective.
 
-    A part that is kept in the host's memory travels by the device of its mesh.
+    With CPU offload the local tensor is copied to the device of the mesh, because its backend cannot all-gather host memory.
     """
     local = _torch.local_tensor(sharded).detach()
     kind = sharded.device_mesh.device_type
@@ -174,7 +183,7 @@ def full_tensor(sharded: DTensor) -> Tensor:
 
 
 def discard_gradient(parameter: ShardedParameter, *, set_to_none: bool) -> None:
-    """As `zero_grad`, of a parameter whose slots hold the full one."""
+    """Clear `.grad` of the sharded parameter as `zero_grad` does, while the unsharded one is registered."""
     grad = parameter.sharded.grad
     if grad is not None and set_to_none:
         parameter.sharded.grad = None

@@ -1,4 +1,4 @@
-"""The class of sharded parameters: DTensors that, mixed with plain tensors, raise an error which names the parameter."""
+"""ShardedDTensor, the class of sharded parameters: a DTensor whose errors name the parameter, and that records writes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fullshard import _torch
 from fullshard.errors import StateError
 
-LOGICAL = "_fullshard_parameter"  # on a sharded parameter: a weak reference to its ShardedParameter
-_VIEWED = "_fullshard_viewed"  # on a view of a sharded parameter: the same
-_BARE = "_fullshard_bare"  # on both: the DTensor over the same memory that torch computes with
-_COPIED = "_fullshard_copied"  # on what torch gives as a view of a sharded parameter, but had to gather: writing to it is lost
+LOGICAL = "_fullshard_parameter"  # attribute of a sharded parameter: a weak reference to its ShardedParameter
+_VIEWED = "_fullshard_viewed"  # attribute of a view of a sharded parameter: the same reference
+_PLAIN = "_fullshard_bare"  # attribute of both: the plain DTensor with the same memory that torch computes with
+# Attribute of a "view" for which DTensor had to all-gather (an element or a row): it is a copy, so writes to it are lost.
+_COPIED = "_fullshard_copied"
 _MIXED = "got mixed torch.Tensor and DTensor"
-_MESHES = "on inputs with different meshes"
-_UNKNOWN = "does not have a sharding strategy registered"
-_WHOLE = (
-    "of which a rank holds only its part then: use the whole one in `with fullshard.full_params(module):`, or initialise the "
-    "model by fullshard.materialize(model, init=)"
+_OTHER_MESHES = "on inputs with different meshes"
+_NO_STRATEGY = "does not have a sharding strategy registered"
+_REMEDY = (
+    "Use the unsharded parameter in `with fullshard.full_params(module):`, or initialize the model with "
+    "fullshard.materialize(model, init=)."
 )
-_RANDOM = torch.Tag.nondeterministic_seeded
-_FILLS = frozenset(  # operations that write all of their tensor and read nothing of it
+_RANDOM_TAG = torch.Tag.nondeterministic_seeded
+# Random operations that overwrite the whole tensor without reading it.
+_RANDOM_FILLS = frozenset(
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
         *((name, "default") for name in ("normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_")),
@@ -38,77 +40,80 @@ _FILLS = frozenset(  # operations that write all of their tensor and read nothin
         ("eye", "m_out"),
     )
 )
-_ALIKE = frozenset(  # operations whose result may be filled with random numbers next, as orthogonal_ does
-    (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
-)
+# Their results stay ShardedDTensors: torch.nn.init.orthogonal_ fills such a result with random numbers and copies it back.
+_EMPTY_LIKE = frozenset((torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default))
 
 
 class ShardedDTensor(DTensor):
-    """A sharded parameter, or a view of one. Other operations on it (and `detach()` of a parameter) give a DTensor.
+    """A sharded parameter, or a view of one. Other operations return DTensors, as does `detach()` of a parameter.
 
-    torch raises "got mixed torch.Tensor and DTensor" from its C++ parts, without a name. A subclass is asked first, computes
-    with a bare DTensor over the same memory, names what it was given, and notes what was written. While an optimizer steps,
-    instances sleep: their class is DTensor then, and so is what their operations cost. Attributes (`.grad`, `.shape`) are
-    torch's own and cost nothing more.
+    torch raises "got mixed torch.Tensor and DTensor" in C++, without the name of the parameter. The `__torch_dispatch__` of a
+    subclass runs before that: it computes with a plain DTensor that has the same memory, names the parameter in errors, and
+    records writes. During `optimizer.step()` the class of the instances is DTensor, so a step costs as much as with DTensors.
+    Reading attributes (`.grad`, `.shape`) costs nothing extra.
 
-    Random fills (`torch.nn.init`, `reset_parameters()`) draw the full tensor on each rank, which then keeps its part: with one
-    seed on all ranks the full weights are those of the unsharded model, whatever the number of ranks, and the generator goes
-    on alike. That takes the memory of one full parameter for a moment. Ranks of different seeds keep parts of different
-    models; replicas are compared at the first forward, parts cannot be.
+    Random fills (`torch.nn.init`, `reset_parameters()`) draw the unsharded tensor on each rank, which then keeps its shard. If
+    all ranks have the same seed, the weights equal those of the unsharded model for any number of ranks, and so do the states
+    of the generators afterwards. A fill needs memory for one unsharded parameter. If the seeds differ, the shards belong to
+    different models: replicas are compared at the first forward, but shards cannot be.
     """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _FILLS and (filled := _filled(func, args, kwargs)) is not None:
+        if func in _RANDOM_FILLS and (filled := _random_fill(func, args, kwargs)) is not None:
             return filled
         sharded: list[ShardedDTensor] = []
-        bare = [_bared(value, sharded) for value in args]
+        plain = [_to_plain(value, sharded) for value in args]
         out = kwargs.get("out") if kwargs else None
-        if _RANDOM in func.tags or _torch.writes(func):
-            _check(func, sharded, (args[0] if args else None, out))
+        if _RANDOM_TAG in func.tags or _torch.writes(func):
+            _check_supported(func, sharded, (args[0] if args else None, out))
             _before_writes((args[0] if args else None, out))
         if kwargs:
-            kwargs = {key: _bared(value, sharded) for key, value in kwargs.items()}
+            kwargs = {key: _to_plain(value, sharded) for key, value in kwargs.items()}
         try:
-            made = func(*bare, **(kwargs or {}))
-        except RuntimeError as error:  # NotImplementedError among them
+            made = func(*plain, **(kwargs or {}))
+        except RuntimeError as error:  # also NotImplementedError, a subclass
             text, names = str(error), _names(sharded)
             if not names or isinstance(error, StateError):
                 raise
-            if _MIXED not in text and _MESHES not in text:
-                why = "" if _UNKNOWN in text else f" ({text.splitlines()[0] if text else type(error).__name__}),"
-                raise StateError(f"{func} cannot be computed on sharded {names}{why} {_WHOLE}") from error
-            other = "DTensors of another mesh" if _MESHES in text else "a plain tensor"
+            if _MIXED not in text and _OTHER_MESHES not in text:
+                why = "" if _NO_STRATEGY in text else f" ({text.splitlines()[0] if text else type(error).__name__})"
+                raise StateError(
+                    f"{func} cannot be computed on sharded {names}{why}: outside of the unit's forward a rank has only its "
+                    f"shard. {_REMEDY}"
+                ) from error
+            other = "DTensors of another mesh" if _OTHER_MESHES in text else "a plain tensor"
             raise StateError(
-                f"{func} was given sharded {names} together with {other}: outside of that forward a rank holds only its "
-                "part of the parameter. Compute with the tensors of `with fullshard.gathered(module)` (differentiable), call "
-                "register_fsdp_forward_method() for the method that reads it, or keep it full in `with model.resident():`"
+                f"{func} cannot combine sharded {names} with {other}: outside of the unit's forward a rank has only its shard. "
+                "Compute with the tensors of `with fullshard.gathered(module)` (differentiable), call "
+                "register_fsdp_forward_method() for the method that reads the parameter, or keep it unsharded in "
+                "`with model.resident():`."
             ) from error
         if _torch.writes(func):
             _note_writes((args[0] if args else None, out), _torch.operation_name(func))
-            return _originals(made, sharded)
+            return _original_tensors(made, sharded)
         if func.is_view:
             for view in made if isinstance(made, (list, tuple)) else (made,):
-                _name(view, sharded[0], func)
-        elif func in _ALIKE and sharded:
-            _name(made, sharded[0], func)
+                _tag_view(view, sharded[0], func)
+        elif func in _EMPTY_LIKE and sharded:
+            _tag_view(made, sharded[0], func)
         return made
 
     @property
     def data(self) -> Any:
-        """A tensor over the same memory, without a version counter: writes to it are noted all the same."""
+        """A tensor with the same memory and a separate version counter. Writes to it are recorded all the same."""
         made = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        back = _back(self)
+        back = _back_reference(self)
         if back is not None and type(made) is DTensor:
             made.__dict__[_VIEWED] = back
-            _turn(made, ShardedDTensor)
+            _set_class(made, ShardedDTensor)
         return made
 
     @data.setter
     def data(self, value: Any) -> None:
-        """Of a parameter of a unit: the values are taken over, the memory stays. Raises StateError for what does not fit."""
+        """Copy the values into the shard of a parameter. Raise StateError if dtype or shape does not fit."""
         logical = _logical(self) if LOGICAL in self.__dict__ else None
         if logical is None:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
@@ -116,21 +121,21 @@ class ShardedDTensor(DTensor):
             logical.assign(value)
 
     def detach(self) -> Any:
-        """As a DTensor's; while torch makes a Parameter, of this class."""
+        """Return a DTensor, or a ShardedDTensor if the constructor of nn.Parameter is the caller."""
         made = super().detach()  # type: ignore[misc]
-        if _torch.makes_parameter():  # which insists on the class it was given
-            _turn(made, ShardedDTensor)
+        if _torch.makes_parameter():  # it requires that `detach` returns the class of its argument
+            _set_class(made, ShardedDTensor)
         return made
 
     @staticmethod
-    def __tensor_unflatten__(*args: Any) -> Any:  # by which torch.compile makes one of its parts
+    def __tensor_unflatten__(*args: Any) -> Any:  # torch.compile creates an instance from its inner tensors with this
         made = DTensor.__tensor_unflatten__(*args)
-        _turn(made, ShardedDTensor)
+        _set_class(made, ShardedDTensor)
         return made
 
     def __deepcopy__(self, memo: Any) -> Any:
         made = _as_dtensor(self, DTensor.__deepcopy__, memo)  # type: ignore[attr-defined]
-        _turn(made, ShardedDTensor)
+        _set_class(made, ShardedDTensor)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -138,134 +143,144 @@ class ShardedDTensor(DTensor):
 
 
 def as_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
-    """A DTensor that was made for this becomes a Parameter."""
+    """Turn `tensor`, which nothing else references, into a sharded parameter."""
     made = _torch.turned_into_parameter(tensor, requires_grad)
     if _torch.HONOURS_SUBCLASSES:
-        _turn(made, ShardedDTensor)  # as torch.utils.swap_tensors does
+        _set_class(made, ShardedDTensor)  # as torch.utils.swap_tensors does
     return made
 
 
-def _turn(tensor: Any, cls: type[DTensor]) -> None:
+def _set_class(tensor: Any, cls: type[DTensor]) -> None:
     tensor.__class__ = cls
 
 
-def sleep(tensors: Iterable[Tensor]) -> None:
-    """Let instances be DTensors until `wake`: an optimizer's operations then cost what they cost torch."""
-    asleep = _ASLEEP.__dict__.setdefault("sharded", [])
+def use_plain_dtensor(tensors: Iterable[Tensor]) -> None:
+    """Set the class of ShardedDTensors to DTensor until `restore_subclass`, to spare an optimizer the extra dispatch."""
+    switched = _SWITCHED.__dict__.setdefault("sharded", [])
     for tensor in tensors:
         if type(tensor) is ShardedDTensor:
-            _turn(tensor, DTensor)
-            asleep.append(tensor)
+            _set_class(tensor, DTensor)
+            switched.append(tensor)
 
 
-def wake() -> None:
-    """Let all that this thread had sleep be ShardedDTensors again, also after an optimizer whose step raised."""
-    asleep = _ASLEEP.__dict__.get("sharded")
-    while asleep:
-        tensor = asleep.pop()
+def restore_subclass() -> None:
+    """Undo `use_plain_dtensor` of this thread. Also called later, for an optimizer whose step raised."""
+    switched = _SWITCHED.__dict__.get("sharded")
+    while switched:
+        tensor = switched.pop()
         if type(tensor) is DTensor and LOGICAL in tensor.__dict__:
-            _turn(tensor, ShardedDTensor)
+            _set_class(tensor, ShardedDTensor)
 
 
-_ASLEEP = threading.local()
+# Per thread: every forward calls `restore_subclass`, also while an optimizer steps in another thread.
+_SWITCHED = threading.local()
 
 
-def _bare(tensor: ShardedDTensor) -> DTensor:
-    """The DTensor that torch computes with: over the same memory, so that it writes the same."""
-    held = tensor.__dict__.get(_BARE)
+def _plain_dtensor(tensor: ShardedDTensor) -> DTensor:
+    """Return the plain DTensor with the same memory that torch computes with. Cached on `tensor`."""
+    cached = tensor.__dict__.get(_PLAIN)
     local, spec = _torch.local_tensor(tensor), _torch.spec_of(tensor)
-    if held is None or _torch.local_tensor(held) is not local or _torch.spec_of(held) is not spec:
-        held = tensor.__dict__[_BARE] = _torch.dtensor(local, spec)
-    return held
+    if cached is None or _torch.local_tensor(cached) is not local or _torch.spec_of(cached) is not spec:
+        cached = tensor.__dict__[_PLAIN] = _torch.dtensor(local, spec)
+    return cached
 
 
-def _filled(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func` of the full tensor, of which this rank's part is kept; None for a tensor on meta."""
+def _random_fill(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run the random fill `func` on an unsharded tensor and keep this rank's shard. Return None for a meta tensor."""
     kwargs = dict(kwargs or {})
     outs = kwargs.pop("out", None)
     tensor = outs if outs is not None else args[0]
     local, spec = _torch.local_tensor(tensor), _torch.spec_of(tensor)
     if local.device.type == "meta":
         return None
-    _check(func, [tensor], (tensor,))
-    if not _torch.writes(func):  # a new one, like the tensor
+    _check_supported(func, [tensor], (tensor,))
+    if not _torch.writes(func):  # rand_like and others return a new tensor
         dtype = kwargs.get("dtype") or local.dtype
-        full = func(_full_like(tensor), *args[1:], **kwargs)
-        made = _torch.dtensor(_part(tensor, full).contiguous(), _torch.spec(spec.mesh, spec.placements, tensor.shape, dtype))
-        _name(made, tensor, func)
+        full = func(_unsharded_like(tensor), *args[1:], **kwargs)
+        made = _torch.dtensor(
+            _shard_of(tensor, full).contiguous(), _torch.spec(spec.mesh, spec.placements, tensor.shape, dtype)
+        )
+        _tag_view(made, tensor, func)
         return made
-    full = _full_like(tensor)
+    full = _unsharded_like(tensor)
     if outs is not None:
         func(*args, **kwargs, out=full)
     else:
         func(full, *args[1:], **kwargs)
-    _keep_part(tensor, full, _torch.operation_name(func))
+    _store_shard(tensor, full, _torch.operation_name(func))
     return tensor
 
 
-def _truncated(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """trunc_normal_, which draws again until nothing is left to reject; torch asks each rank for its own part only."""
+def _trunc_normal(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run torch's trunc_normal_ on an unsharded tensor and keep this rank's shard.
+
+    It redraws rejected values with masked operations, which DTensor would run on each rank's shard alone.
+    """
     if type(tensor) is not ShardedDTensor or tensor.device.type == "meta":
         return original(tensor, *args, **kwargs)  # type: ignore[no-any-return]
-    full = _full_like(tensor)
+    full = _unsharded_like(tensor)
     original(full, *args, **kwargs)
     with torch.no_grad():
-        _keep_part(tensor, full, "trunc_normal_()")
+        _store_shard(tensor, full, "trunc_normal_()")
     return tensor
 
 
-def _full_like(tensor: ShardedDTensor) -> Tensor:
-    """Strides count too: random numbers are drawn in the order of memory."""
+def _unsharded_like(tensor: ShardedDTensor) -> Tensor:
+    """Return an uninitialized tensor with the shape and strides of the unsharded parameter."""
+    # Strides matter, because random numbers are drawn in memory order.
     local = _torch.local_tensor(tensor)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
 
 
-def _keep_part(tensor: ShardedDTensor, full: Tensor, how: str) -> None:
-    part = _part(tensor, full)
+def _store_shard(tensor: ShardedDTensor, full: Tensor, how: str) -> None:
+    part = _shard_of(tensor, full)
     _before_writes(tensor)
     _torch.local_tensor(tensor).copy_(part)
     _note_writes(tensor, how)
 
 
-def _part(tensor: ShardedDTensor, full: Tensor) -> Tensor:
-    """This rank's part of `full`, (tensor.shape)."""
+def _shard_of(tensor: ShardedDTensor, full: Tensor) -> Tensor:
+    """Return this rank's shard of `full`, (tensor.shape)."""
     logical, spec = _logical(tensor), _torch.spec_of(tensor)
     if logical is not None and tensor.shape == logical.shape and spec.placements == logical.sharding.placements:
         return logical.slice(full).view(_torch.local_tensor(tensor).shape)  # type: ignore[no-any-return]
     return _torch.local_tensor(distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None))
 
 
-def _check(func: Any, sharded: list[ShardedDTensor], written: tuple[Any, ...]) -> None:
-    """Raise StateError for what torch would do silently wrong."""
-    if _RANDOM in func.tags and func not in _FILLS and (names := _names(sharded)):
-        raise StateError(f"{func} would draw the same numbers for each part of sharded {names} {_WHOLE}")
+def _check_supported(func: Any, sharded: list[ShardedDTensor], written: tuple[Any, ...]) -> None:
+    """Raise StateError for operations that DTensor would compute wrongly without an error."""
+    if _RANDOM_TAG in func.tags and func not in _RANDOM_FILLS and (names := _names(sharded)):
+        raise StateError(f"{func} cannot be computed on sharded {names}: each shard would get the same numbers. {_REMEDY}")
     for one in written:
         if type(one) is ShardedDTensor and _COPIED in one.__dict__ and (names := _names([one])):
-            raise StateError(f"{func} writes to an element or a row of sharded {names} {_WHOLE}")
+            raise StateError(
+                f"{func} cannot write to an element or a row of sharded {names}: outside of the unit's forward a rank has only "
+                f"its shard, and the element or row is a copy. {_REMEDY}"
+            )
 
 
-def _bared(value: Any, sharded: list[ShardedDTensor]) -> Any:
+def _to_plain(value: Any, sharded: list[ShardedDTensor]) -> Any:
     if type(value) is ShardedDTensor:
         sharded.append(value)
-        return _bare(value)
+        return _plain_dtensor(value)
     if isinstance(value, (list, tuple)) and any(type(one) is ShardedDTensor for one in value):
-        return [_bared(one, sharded) for one in value]
+        return [_to_plain(one, sharded) for one in value]
     return value
 
 
-def _originals(made: Any, sharded: list[ShardedDTensor]) -> Any:
-    """The tensors that an operation wrote to, as they were given."""
+def _original_tensors(made: Any, sharded: list[ShardedDTensor]) -> Any:
+    """Return the ShardedDTensors that were passed to a writing operation, in place of the plain DTensors in its result."""
     if isinstance(made, (list, tuple)):
-        return type(made)(_originals(one, sharded) for one in made)
+        return type(made)(_original_tensors(one, sharded) for one in made)
     if type(made) is DTensor:
         for tensor in sharded:
-            if tensor.__dict__[_BARE] is made:
+            if tensor.__dict__[_PLAIN] is made:
                 return tensor
     return made
 
 
 def _before_writes(written: Any) -> None:
-    """Wait until sharded parameters may be written: a copy to the device may still read those in the host's memory."""
+    """Block the host until no copy to the device reads the shards in host memory that are about to be written."""
     if type(written) is ShardedDTensor:
         logical = _logical(written)
         if logical is not None:
@@ -276,9 +291,10 @@ def _before_writes(written: Any) -> None:
 
 
 def _note_writes(written: Any, how: str) -> None:
-    """Note writes to sharded parameters: some operations (foreach, or on `.data`) move no version counter that a gather reads.
+    """Record writes to sharded parameters.
 
-    A rank that writes alone makes a patchwork of two models, so all ranks compare these notes.
+    Foreach operations and writes through `.data` increase no version counter that an all-gather checks. Ranks also compare the
+    records: if only one rank writes, the shards belong to different models.
     """
     if type(written) is ShardedDTensor:
         logical = _logical(written)
@@ -289,50 +305,52 @@ def _note_writes(written: Any, how: str) -> None:
             _note_writes(one, how)
 
 
-def _name(view: Any, tensor: ShardedDTensor, func: Any) -> None:
+def _tag_view(view: Any, tensor: ShardedDTensor, func: Any) -> None:
     back = tensor.__dict__.get(_VIEWED)
     if back is None:
         back = tensor.__dict__.get(LOGICAL)
         if func is torch.ops.aten.detach.default:
-            return
+            return  # a DTensor, since state dicts detach parameters and a checkpoint must load without fullshard
     if back is not None and type(view) is DTensor:
         view.__dict__[_VIEWED] = back
-        if func.is_view and (_COPIED in tensor.__dict__ or not _shares(view, tensor)):
+        if func.is_view and (_COPIED in tensor.__dict__ or not _shares_storage(view, tensor)):
             view.__dict__[_COPIED] = True
-        _turn(view, ShardedDTensor)
+        _set_class(view, ShardedDTensor)
 
 
-def _shares(view: DTensor, tensor: ShardedDTensor) -> bool:
+def _shares_storage(view: DTensor, tensor: ShardedDTensor) -> bool:
     mine, theirs = _torch.local_tensor(view), _torch.local_tensor(tensor)
     return mine.device.type == "meta" or _torch.same_storage(mine, theirs)
 
 
 def _as_dtensor(tensor: ShardedDTensor, fn: Any, argument: Any) -> Any:
-    """`fn` of a tensor that is of torch's own class meanwhile, for what asks for the very class."""
-    tensor.__dict__.pop(_BARE, None)
-    _turn(tensor, DTensor)
+    """Call `fn` while the class of `tensor` is DTensor, for functions that require exactly that class."""
+    tensor.__dict__.pop(_PLAIN, None)
+    _set_class(tensor, DTensor)
     try:
         return fn(tensor, argument)
     finally:
-        _turn(tensor, ShardedDTensor)
+        _set_class(tensor, ShardedDTensor)
 
 
-def _back(tensor: Tensor) -> Any:
-    """The way back to the ShardedParameter that `tensor` is, or is a view of; None if there is none."""
+def _back_reference(tensor: Tensor) -> Any:
+    """Return the reference to the ShardedParameter of a sharded parameter or of a view of one, else None."""
     return tensor.__dict__.get(LOGICAL) or tensor.__dict__.get(_VIEWED)
 
 
 def _logical(tensor: Tensor) -> Any:
-    """That ShardedParameter, None if its unit is gone."""
-    back = _back(tensor)
+    """Return the ShardedParameter of `tensor`, or None if its unit was deleted."""
+    back = _back_reference(tensor)
     return None if back is None else back()
 
 
 def _names(tensors: list[ShardedDTensor]) -> str:
-    """Which parameters they are, and that their units' forward is not running; empty for parameters of units that are gone."""
+    """Return the names of the parameters and their units for error texts, without parameters of deleted units."""
     found = [logical for tensor in tensors if (logical := _logical(tensor)) is not None]
-    parts = [f"parameter '{one.name}' of unit '{one.unit_name.name}', whose forward is not running," for one in found]
+    parts = [f"parameter '{one.name}' of unit '{one.unit_name.name}'" for one in found]
     return " and ".join(dict.fromkeys(parts))
 
 
-_torch.extend_trunc_normal(_truncated)
+def install() -> _torch.Undo:
+    """Extend torch.nn.init.trunc_normal_ to sharded parameters."""
+    return _torch.extend_trunc_normal(_trunc_normal)

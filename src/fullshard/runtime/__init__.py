@@ -1,27 +1,26 @@
-"""What runs a step: units, the executor of the planner's actions, messages, gradients to be handed out, and recovery.
+"""The life of units: one fully_shard() call from forward to `.grad`, and the runtime that runs what the scheduler decides.
 
-runtime.py            Runtime: the parts below, put together, one per thread and device
-unit.py               Unit: one fully_shard() call, its modules, parameters and groups
-unit_modules.py       the modules of a unit: where they are, their hooks, which of them run
-options.py            UnitOptions: what one unit was told, resolved
-registry.py           the units of a runtime, by number
-steps.py              what happens when a forward or backward of a unit begins and ends
-requests.py           what callers ask of a unit outside of its forward and backward
-executor.py           runs the planner's actions on lanes
-recovery.py           puts right what an exception or an interrupt left half done
-interrupts.py         the guard against interrupts
-join.py               join(): taking part without computing
-backward.py           hooks on graphs, and the backward that is under way
-late_grads.py         gradients that no output announced
-reducer.py            GradientReducer: reductions under way, and when their gradients are handed out
-finalization.py       backwards that the caller ends, and reductions that are waited for later
-kept_grads.py         gradients that backwards kept without communication
-heartbeat.py          the message that ends a synchronised backward
+unit.py               Unit: pre_forward, post_forward, pre_backward, and requests of the user
+runtime.py            Runtime: runs the scheduler's actions, ends a backward; one per device and thread
+reducer.py            GradientReducer: reductions in flight, and when their gradients become .grad
+heartbeat.py          the all-reduce at the end of a synchronized backward
+communicator.py       streams, process groups, and the log of collectives
 collectives_pool.py   the collectives of process groups, one object per group and role
-communicator.py       lanes, process groups, and the log of what is said on them
-setup_collectives.py  what ranks settle outside of forward and backward
-replicas.py           a unit's weights and buffers, alike on all ranks
-sync.py               weights and buffers in step on all ranks
-unwritten.py          memory that nobody wrote before the first forward
-lint.py               parameters that nobody reduces; remarks about waste
+setup_collectives.py  collectives outside of forward and backward
+unit_modules.py       the modules of a unit: their place in the model, their hooks, which of them run
+options.py            UnitOptions: the options of one unit, resolved
+backward.py           hooks on autograd graphs, and the backward in progress
+
+Rare features, each called from one place:
+
+recovery.py           cleans up after an exception or an interrupt
+interrupts.py         the guard against interrupts
+join.py               join(): take part in collectives without computing
+late_grads.py         gradients that arrive without a hook on an output
+finalization.py       backwards that the user ends
+kept_grads.py         gradients that backwards keep without communication
+replicas.py           equal weights and buffers on replicas
+sync.py               checks and broadcasts of values before sharding
+unwritten.py          memory that nothing wrote before the first forward
+lint.py               parameters that no unit reduces; warnings about waste
 """

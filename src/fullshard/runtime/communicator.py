@@ -1,4 +1,4 @@
-"""The messages of units to other ranks: lanes, a log of every call, and waits that are watched."""
+"""The communicator: runs the collectives of units on streams, logs each one, and lets the watchdog see each wait."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fullshard import _torch
 from fullshard.collectives.backends import collectives_for
 from fullshard.collectives.base import StartedWork
 from fullshard.collectives.gloo import MessageTag, PeerLost
-from fullshard.collectives.process_groups import HeldGroup
-from fullshard.collectives.streams import HostLane, Interrupted, Lane, LaneWork, StreamLane, nothing
+from fullshard.collectives.process_groups import ProcessGroupHandle
+from fullshard.collectives.streams import DeviceStream, HostStream, Interrupted, Lane, Work, nothing
 from fullshard.collectives.traffic import TrafficCounter
 from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, described, headline
 from fullshard.consistency.local_state import WaitState
@@ -29,37 +29,46 @@ from fullshard.policies import CheckPolicy
 from fullshard.runtime.collectives_pool import CollectivesPool
 from fullshard.sharding.mesh import ShardAxis
 
-_PROMPT = {HostLane, StreamLane}  # lanes that begin what they are given before they return
-_COUNTS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()  # of logs of equal names
+_IMMEDIATE_STREAMS = {HostStream, DeviceStream}  # their `run` calls `start` before it returns
+_LOG_COUNTERS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()  # by name of an axis: counts its logs
 
 
-class TrackedWork(LoggedCall):
-    """Work of a lane in which other ranks take part: while a thread waits for it, the watchdog knows for which call.
+class CollectiveCall(LoggedCall):
+    """A collective on a stream, and its entry in the log. While a thread waits for it, the watchdog sees the call.
 
-    `Communicator.send` fills it in, which saves each message a call of Python's.
+    Attributes:
+        communicator: the communicator that runs the collective.
+        work: the work on the stream.
+        start: starts the collective; None once it has started, and for a collective that starts at once.
+        hash: hash of all calls up to this one, from which its messages get their tag; unset if it starts at once.
     """
+
+    # `Communicator.send` sets the attributes, since a constructor would cost one more Python call per collective.
 
     __slots__ = ("communicator", "hash", "start", "work")
 
     communicator: Communicator
-    work: LaneWork
-    start: Callable[[], StartedWork] | None  # there is none, nor a hash, if the lane was given it
-    hash: int  # of all calls up to this, if its messages bear it
+    work: Work
+    start: Callable[[], StartedWork] | None
+    hash: int
 
     def begin(self) -> StartedWork:
-        """Send its messages. Raises StateError if nothing is begun any more."""
+        """Start the collective. Raises StateError if the log is closed, or silent after an aborted step."""
         tag, log = self.communicator.collectives.message_tag, self.log
         tag.hash, tag.gate = self.hash, log
-        start, self.start = self.start, None  # what it belongs to may hold us
+        start, self.start = self.start, None  # break the reference cycle: the owner of `start` may hold this call
         assert start is not None
         return log.begin(start)
 
     def done(self) -> bool:
-        """Whether the work has ended; False for work that cannot be asked."""
+        """Return True if the work has completed; False also for completed work that cannot be polled."""
         return self.work.done()
 
     def wait(self, *, block: bool = False) -> None:
-        """Raises StateError if the work failed, or ended because the ranks parted."""
+        """Order the compute stream behind the work; with `block`, wait on the host as well.
+
+        Raises StateError if the collective failed, or ended because the ranks diverged.
+        """
         work, state = self.work, self.communicator.wait_state
         if state is None:
             return work.block() if block else work.wait()
@@ -69,50 +78,57 @@ class TrackedWork(LoggedCall):
                 work.block()
             else:
                 work.wait()
-        except Interrupted as failure:  # there is nothing to ask the others
+        except Interrupted as failure:  # the cause is on this rank, so the states of the other ranks are not requested
             raise StateError(f"rank {self.log.rank}, {self}: {failure}") from failure
         except Exception as failure:
-            raise self.communicator.explained(failure, self) from failure
+            raise self.communicator.error_for(failure, self) from failure
         finally:
             state.call = before
+        # The watchdog may have ended the wait by completing the messages with meaningless data. It closes the log before that.
         if self.log.desync_error is not None:
             raise StateError(self.log.desync_error)
 
     def block(self) -> None:
-        """As `wait`, and hold the host until then."""
+        """Wait on the host as well. Raises StateError as `wait` does."""
         self.wait(block=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _AxisLog:
-    """The log of one axis, and its process groups, which are kept so that no others have their ids."""
+    """The log of one axis, and its process groups. Their ids are its key, so their handles are kept: no id is used again."""
 
     log: CollectiveLog
-    groups: tuple[HeldGroup, ...]
+    groups: tuple[ProcessGroupHandle, ...]
 
     @property
     def is_released(self) -> bool:
+        """True if torch destroyed one of the process groups."""
         return any(group.is_released for group in self.groups)
 
 
-def _name_of(axis: ShardAxis) -> str:
-    """A name for one more log of an axis, alike on all its ranks, which make their logs in one order."""
+def _log_name(axis: ShardAxis) -> str:
+    """Return the name of a new log of an axis. It is equal on all ranks, since they create their logs in the same order."""
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
     if axis.group is not None and axis.replicas is None:
-        name = f"{name} {_torch.group_name(axis.group)}"  # threads may make theirs in any order
-    return f"{name} {next(_COUNTS.setdefault(name, itertools.count()))}"
+        name = f"{name} {_torch.group_name(axis.group)}"  # threads may create their logs in any order
+    return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 
 
 class Communicator:
-    """communicator 1 - n logs, one per axis; lanes for gathers, for reductions over shards, and for those over replicas.
+    """Runs and logs the collectives of one runtime. communicator 1 - n logs, one per axis.
 
     Attributes:
-        copy_lane: for casts and copies from the host that a gather begins with, so that those of the next unit do not wait for
-            the gather of the last; None on the CPU, where a gather does them itself.
-        away: the device, if it works behind the host's back, as an accelerator does; None for the CPU.
-        collectives: of process groups.
-        next_event: an event of the caller's that the next outermost forward, or gather by hand, is ordered behind.
-        watchdog, wait_state: None as long as nobody else takes part in anything.
+        device: the device of the runtime.
+        collectives: creates the collectives of process groups.
+        watchdog: the watchdog of this process; None until there is a log with other ranks.
+        wait_state: the current wait of this thread, which the watchdog reads; None while `watchdog` is None.
+        all_gather_stream: stream of the all-gathers.
+        reduce_scatter_stream: stream of the reduce-scatters, heartbeats and other collectives over shards.
+        all_reduce_stream: stream of the all-reduces over replicas.
+        copy_in_stream: stream for the casts and copies from host memory before an all-gather, so that those of the next unit do
+            not wait for the all-gather of this one; None on the CPU, where they are part of the all-gather.
+        async_device: the device if it runs asynchronously, as an accelerator does; None for the CPU.
+        next_event: event of the user, which the next outermost forward or `unshard()` is ordered behind; None if there is none.
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
@@ -120,26 +136,26 @@ class Communicator:
         self.collectives = CollectivesPool(device, TrafficCounter(), MessageTag())
         self.watchdog: Watchdog | None = None
         self.wait_state: WaitState | None = None
-        self.gather_lane, self.reduce_lane, self.replicate_lane = lanes(device), lanes(device), lanes(device)
-        self.copy_lane: Lane | None = None
-        kinds = {type(self.gather_lane), type(self.reduce_lane), type(self.replicate_lane)}
-        self.away = device if device.type != "cpu" or StreamLane in kinds else None
-        if self.away is not None:
-            self.copy_lane = lanes(device)
-        self._prompt = kinds <= _PROMPT
+        self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = lanes(device), lanes(device), lanes(device)
+        self.copy_in_stream: Lane | None = None
+        kinds = {type(self.all_gather_stream), type(self.reduce_scatter_stream), type(self.all_reduce_stream)}
+        self.async_device = device if device.type != "cpu" or DeviceStream in kinds else None
+        if self.async_device is not None:
+            self.copy_in_stream = lanes(device)
+        self._starts_at_once = kinds <= _IMMEDIATE_STREAMS
         self.next_event: object = None
-        self._logs: dict[tuple[int, int], _AxisLog] = {}  # by axis
+        self._logs: dict[tuple[int, int], _AxisLog] = {}  # by `ShardAxis.key`
         self._limits: tuple[float, float | None] = (1.0, None)  # patience and timeout in seconds
 
     # --- logs ---
 
     @property
     def traffic(self) -> TrafficCounter:
-        """Counts the messages."""
+        """The counter of messages and bytes."""
         return self.collectives.traffic
 
     def log_of(self, axis: ShardAxis) -> CollectiveLog:
-        """The log of calls on an axis, one as long as the runtime lives."""
+        """Return the log of an axis, which is the same one as long as its process groups exist."""
         known = self._logs.get(axis.key)
         if known is not None:
             return known.log
@@ -147,34 +163,37 @@ class Communicator:
             if other.is_released:
                 del self._logs[key]
         groups = axis.held, None if axis.replicas is None else axis.replicas.held
-        log = CollectiveLog(_name_of(axis), axis.members, dist.get_rank())
+        log = CollectiveLog(_log_name(axis), axis.members, dist.get_rank())
         self._logs[axis.key] = _AxisLog(log, tuple(group for group in groups if group is not None))
-        over = next((group for group in groups if group is not None), None)
-        if len(axis.members) > 1 and over is not None:
-            backend = _torch.backend_name(over.group, axis.device)
-            log.tagged = self.away is None and backend == "gloo"
+        handle = next((group for group in groups if group is not None), None)
+        if len(axis.members) > 1 and handle is not None:
+            backend = _torch.backend_name(handle.group, axis.device)
+            log.tagged = self.async_device is None and backend == "gloo"
             watchdog = watchdog_of(backend)
             if watchdog is not None:
-                if watchdog is not self.watchdog:  # also of a process group that was made anew
+                if watchdog is not self.watchdog:  # the first one, or that of a process group created after a destroyed one
                     self.watchdog, self.wait_state = watchdog, watchdog.new_wait_state()
                     self.wait_state.configure(*self._limits)
                 watchdog.add(log)
         return log
 
     def logs(self) -> list[CollectiveLog]:
-        """The logs of all axes."""
+        """Return the logs of all axes."""
         return [one.log for one in self._logs.values()]
 
     def report_exception(self, place: str, failure: str | None = None) -> None:
-        """An exception leaves this place: ranks that wait for this one are told so, unless it goes on soon."""
+        """Note in all logs that an exception left `place`, so that the watchdog publishes it to ranks that wait for this one.
+
+        The note is void once this rank logs another call. `failure`: text of the exception; None while it still propagates.
+        """
         for log in self.logs():
             log.note_exception(place, failure)
         if self.watchdog is not None:
-            self.watchdog.stay_attentive()
+            self.watchdog.follow_peers()
 
     @contextmanager
-    def leaving(self, place: str) -> Iterator[None]:
-        """A block: others are told if an exception ends it here."""
+    def reporting_exceptions(self, place: str) -> Iterator[None]:
+        """Report an exception that leaves the block to the other ranks, with `place`, and raise it again."""
         try:
             yield
         except Exception as failure:
@@ -182,32 +201,33 @@ class Communicator:
             raise
 
     def roll_blocks(self) -> None:
-        """At the beginning of a forward: a program without heartbeats must not remember all that it ever sent."""
+        """Let the logs drop old calls. A program without heartbeats would keep all of them otherwise."""
         for one in self._logs.values():
             one.log.roll_block()
 
     def update_timeouts(self, checks: Sequence[CheckPolicy]) -> None:
-        """Of what the units were told, the shortest patience and the shortest timeout count."""
+        """Set patience and timeout to the shortest of these check policies, which are those of all units."""
         timeouts = [check.timeout for check in checks if check.timeout is not None]
         self._limits = min((check.patience for check in checks), default=1.0), min(timeouts, default=None)
         if self.wait_state is not None:
             self.wait_state.configure(*self._limits)
 
-    def explained(self, failure: BaseException, call: LoggedCall) -> StateError:
-        """An error that says which collective failed, and where the other ranks are."""
+    def error_for(self, failure: BaseException, call: LoggedCall) -> StateError:
+        """Return an error that names the collective that failed, and the states of the other ranks."""
         log = call.log
         if log.desync_error is None and isinstance(failure, PeerLost) and self.watchdog is not None:
             self.watchdog.peer_lost(call, failure.rank)
         if log.desync_error is not None:
             return StateError(log.desync_error)
-        where = "" if self.watchdog is None else self.watchdog.survey(log)
+        where = "" if self.watchdog is None else self.watchdog.describe_peers(log)
         text = f"rank {log.rank}, {call}: {headline(failure)}. {where}"
+        # While the other ranks were replying, the watchdog may have found the cause.
         return StateError(text if log.desync_error is None else log.desync_error)
 
-    # --- messages ---
+    # --- collectives ---
 
     def wait_for_next_event(self) -> None:
-        """Order the compute lane behind the event that the caller left, if there is one."""
+        """Order the compute stream behind `next_event`, if there is one, and clear it."""
         event, self.next_event = self.next_event, None
         if event is not None:
             _torch.wait_for_event(self.device, event)
@@ -219,62 +239,78 @@ class Communicator:
         action: str,
         start: Callable[[], StartedWork],
         finish: Callable[[], None] = nothing,
-        after: LaneWork | None = None,
+        after: Work | None = None,
         *,
         part: bool = False,
-    ) -> TrackedWork:
-        """Run a collective on a lane and enter it in the log, if it is not `part` of the last one.
+    ) -> CollectiveCall:
+        """Run a collective on a stream and log it.
 
-        after: work of another lane that it begins behind, instead of behind the compute lane.
+        Args:
+            lane: the stream.
+            fingerprints: the fingerprints of a parameter group or of another caller, which also name the log.
+            action: text of the call in the log, equal on all ranks.
+            start: starts the collective.
+            finish: called on the stream after the collective completes.
+            after: work of another stream; the collective starts behind it instead of behind the compute stream.
+            part: True if the collective continues the call that was logged last, so that it is not logged again.
 
-        Raises StateError if the ranks parted, or another rank is gone already.
+        Returns:
+            The call, to be waited for.
+
+        Raises:
+            StateError: if the ranks diverged, or if another rank has ended.
         """
-        sent = TrackedWork()
+        sent = CollectiveCall()
         sent.communicator = self
         sent.log = log = fingerprints.log
         sent.fingerprint = fingerprint = fingerprints[action]
         if not part:
-            log.say(fingerprint)
+            log.append(fingerprint)
         sent.number = log.before + len(log.fingerprints)
-        begin = start  # at once: the log was open a moment ago
-        if log.tagged or after is not None or not self._prompt:
+        # A collective that starts at once needs no check by `CollectiveCall.begin`: `log.append` has just raised if the log is
+        # closed. One that starts later, or whose messages carry a tag, does.
+        begin = start
+        if log.tagged or after is not None or not self._starts_at_once:
             sent.start, begin = start, sent.begin
-            sent.hash = log.hash if log.tagged else sent.number  # nobody reads it then, and hashing takes its time
+            sent.hash = log.hash if log.tagged else sent.number  # without tags the hash is not read, so it is not computed
         try:
             sent.work = lane.run(begin, finish) if after is None else lane.run(begin, finish, after=after)
         except (StateError, torch.OutOfMemoryError):
             raise
         except RuntimeError as failure:
-            raise self.explained(failure, sent) from failure
+            raise self.error_for(failure, sent) from failure
         return sent
 
     def all_reduce(
         self, axis: ShardAxis, fingerprints: GroupFingerprints, action: str, tensor: Tensor, *, maximum: bool = False
     ) -> None:
-        """Sum a tensor over the shards (or take the maximum), in place, and wait for it."""
+        """All-reduce a tensor over the shards (sum, or maximum), in place, and wait for it."""
         collectives = collectives_for(axis.group, self.device, self.collectives.message_tag)
         reduce = collectives.all_reduce_max if maximum else collectives.all_reduce
-        self.send(self.reduce_lane, fingerprints, action, partial(reduce, tensor)).wait()
+        self.send(self.reduce_scatter_stream, fingerprints, action, partial(reduce, tensor)).wait()
 
     @contextmanager
-    def on_lanes(self, wrap: Callable[[str, Lane], Lane]) -> Iterator[None]:
-        """For the length of a block, messages travel on what `wrap` makes of each lane and its name."""
-        plain = self.gather_lane, self.reduce_lane, self.replicate_lane
-        self.gather_lane, self.reduce_lane, self.replicate_lane = map(wrap, ("gather", "reduce", "replicate"), plain)
+    def with_streams(self, wrap: Callable[[str, Lane], Lane]) -> Iterator[None]:
+        """Within the block, run the collectives on `wrap(name, stream)` instead of each stream."""
+        plain = self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream
+        self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = map(
+            wrap, ("gather", "reduce", "replicate"), plain
+        )
         try:
             yield
         finally:
-            self.gather_lane, self.reduce_lane, self.replicate_lane = plain
+            self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = plain
 
-    def order_behind_lanes(self) -> None:
-        """Nothing is waited for any longer, and the compute lane is ordered behind whatever the others were given."""
+    def wait_for_all_streams(self) -> None:
+        """Leave the current wait, and order the compute stream behind the work of all other streams, after an interrupt."""
         if self.wait_state is not None:
             self.wait_state.leave()
-        for lane in (self.copy_lane, self.gather_lane, self.reduce_lane, self.replicate_lane):
+        for lane in (self.copy_in_stream, self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream):
             if lane is not None:
                 lane.run(StartedWork, nothing).wait()
-        if self.away is not None:  # a lane may have been cut short before it was ordered behind the backend's own stream
+        # The interrupt may have come before a stream was ordered behind the backend's own stream, so events are not enough.
+        if self.async_device is not None:
             torch.accelerator.synchronize(self.device.index)
 
 
-__all__ = ["Communicator", "TrackedWork"]
+__all__ = ["CollectiveCall", "Communicator"]

@@ -1,4 +1,4 @@
-"""The one guard against interrupts (Ctrl-C between any two lines): a mark, which the next event finds."""
+"""The guard against interrupts (Ctrl-C between any two lines): a mark, which the next event finds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 def marks_interrupts(method: M) -> M:
-    """A method whose object has a `recovery`, which is told if an interrupt cuts the method short."""
+    """Decorate a method to set `self.recovery.interrupted` if an interrupt cuts it short."""
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -26,7 +26,7 @@ def marks_interrupts(method: M) -> M:
 
 
 def recovers_first(method: M) -> M:
-    """The same, for events: one begins where the one before it was not cut short."""
+    """Decorate an event to recover first if the previous event was cut short, and to set the mark if this one is."""
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:

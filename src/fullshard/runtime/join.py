@@ -1,4 +1,4 @@
-"""`join()`: taking part in what a unit sends, forward and backward, without computing."""
+"""`join()`: take part in the collectives of a unit's forward and backward without computing."""
 
 from __future__ import annotations
 
@@ -10,62 +10,67 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.errors import StateError
-from fullshard.runtime.executor import Executor
 from fullshard.runtime.interrupts import recovers_first
-from fullshard.runtime.recovery import Recovery
 from fullshard.runtime.replicas import share_buffers
-from fullshard.runtime.steps import Steps
+from fullshard.runtime.runtime import Runtime
 from fullshard.runtime.unit import Unit, refuse_inside_full_params, unit_of
-from fullshard.schedule.join import Joined, JoinedCalls
+from fullshard.schedule.join import Joined
 
 
-class Join:
-    """Runs the planner's events of a forward without computing, in the order of the unit's last forward on this rank."""
+@recovers_first
+def join(unit: Unit) -> Tensor:
+    """Take part in the collectives of a forward of the unit without computing, in the order of its last forward on this rank.
 
-    def __init__(self, executor: Executor, recovery: Recovery, steps: Steps, joined: JoinedCalls) -> None:
-        self._executor, self.recovery, self._steps, self._joined = executor, recovery, steps, joined
+    Returns:
+        A zero; its backward joins the collectives of the unit's backward.
+    """
+    runtime, scheduler = unit.runtime, unit.runtime.scheduler
+    runtime.recovery.recover()
+    order = [(inner, enters) for number, enters in order_of(unit) if (inner := runtime.unit(number)) is not None]
+    _refuse_illegal_join(unit, [inner for inner, _ in order])
+    grad = torch.is_grad_enabled()
+    alone = not scheduler.running
+    has_graph = scheduler.has_pending_since(scheduler.clock + 1 if alone else scheduler.running[0].start)  # of its input
+    last: Joined | None = None
+    for inner, enters in order:
+        if enters:
+            inner.begin_forward(inner.modules[0])
+            continue
+        ended = scheduler.after_forward(inner.number, grad=grad)
+        runtime.trace.append((inner.number, False))
+        runtime.run(ended.actions)
+        has_graph = has_graph or any(group.trainable for group in inner.groups)
+        had_graph = inner.progress.output_has_graph
+        if grad and (has_graph if had_graph is None else had_graph):
+            last = Joined(inner.number, ended.call, alone)
+            runtime.joined.add(last)
+        if inner.options.buffers != "local":
+            share_buffers(inner, inner.modules[0], runtime.communicator)
+    runtime.reducer.poll()
+    device = runtime.communicator.device
+    if last is None:
+        return torch.zeros((), device=device)
+    zero = torch.zeros((), device=device, requires_grad=True).clone()
+    assert zero.grad_fn is not None
+    zero.grad_fn.register_prehook(partial(_begin_joined_backward, runtime, last))
+    return zero
 
-    @recovers_first
-    def join(self, unit: Unit) -> Tensor:
-        """Take part in what a forward of the unit sends, and later in backward. A zero whose backward is that one."""
-        self.recovery.recover()
-        executor, planner = self._executor, self._executor.planner
-        order = [(inner, enters) for number, enters in order_of(unit) if (inner := executor.units.get(number)) is not None]
-        _refuse_illegal_join(unit, [inner for inner, _ in order])
-        grad = torch.is_grad_enabled()
-        alone = not planner.running
-        has_graph = planner.pending.has_call_since(planner.clock + 1 if alone else planner.running[0].start)  # of its input
-        last: Joined | None = None
-        for inner, enters in order:
-            if enters:
-                self._steps.begin_forward(inner, inner.modules[0])
-                continue
-            ended = planner.after_forward(inner.number, grad=grad)
-            self._steps.trace.append((inner.number, False))
-            executor.execute(ended.actions)
-            has_graph = has_graph or any(group.trainable for group in inner.groups)
-            had_graph = inner.progress.output_has_graph
-            if grad and (has_graph if had_graph is None else had_graph):
-                last = Joined(inner.number, ended.call, alone)
-                self._joined.add(last)
-            if inner.options.buffers != "local":
-                share_buffers(inner, inner.modules[0], executor.communicator)
-        executor.reducer.poll()
-        device = executor.communicator.device
-        if last is None:
-            return torch.zeros((), device=device)
-        zero = torch.zeros((), device=device, requires_grad=True).clone()
-        assert zero.grad_fn is not None
-        zero.grad_fn.register_prehook(partial(self._backward_begins, last))
-        return zero
 
-    @recovers_first
-    def _backward_begins(self, joined: Joined, *_: object) -> None:
-        self._steps.enter_joined(joined.call)
+def _begin_joined_backward(runtime: Runtime, joined: Joined, *_: object) -> None:
+    """Begin a backward in which this rank computes nothing, or nothing yet."""
+    _enter_joined(runtime, joined)
+
+
+@recovers_first
+def _enter_joined(runtime: Runtime, joined: Joined) -> None:
+    runtime.recovery.recover()
+    runtime.begin_backward()
+    runtime.joined.backward_reached(joined.call)
+    runtime.join_backward(beyond=joined.call.end - 1)
 
 
 def order_of(unit: Unit) -> Sequence[tuple[int, bool]]:
-    """Which units a forward of this one enters (True) and leaves: as the last one on this rank, else as they are registered."""
+    """Return the units that a forward enters (True) and leaves, as in the last forward on this rank, or as registered."""
     if unit.progress.last_order:
         return unit.progress.last_order
     found: list[tuple[int, bool]] = []
@@ -85,17 +90,17 @@ def order_of(unit: Unit) -> Sequence[tuple[int, bool]]:
 
 
 def _refuse_illegal_join(unit: Unit, inner: Sequence[Unit]) -> None:
-    """Raises StateError for a unit whose forward cannot be known, inside a backward, and inside full_params()."""
+    """Raise StateError for a unit whose forward cannot be predicted, inside a backward, and inside full_params()."""
     for other in inner:
         refuse_inside_full_params(other, doing="join()")
     lists = [other.name for other in inner if other.place.is_list]
     if lists:
         raise StateError(
-            f"join() of unit '{unit.name}': unit '{lists[0]}' has several modules, so how often they run cannot be known: "
-            "shard them one by one"
+            f"join() of unit '{unit.name}' cannot know how often the modules of unit '{lists[0]}' run, which has several. "
+            "Shard them one by one."
         )
     if _torch.current_graph_task() != -1:
-        raise StateError(f"join() of unit '{unit.name}' was called inside a backward: call it where the forward would be")
+        raise StateError(f"join() of unit '{unit.name}' was called inside a backward. Call it where the forward would be.")
 
 
-__all__ = ["Join", "order_of"]
+__all__ = ["join", "order_of"]

@@ -1,4 +1,4 @@
-"""Gradients that backwards kept without communication, of units that the backward which ends the step may not enter."""
+"""Gradients that backwards kept without communication. The backward that ends the step may not enter all of their units."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from torch import nn
 
 from fullshard.params.group import ParamGroup
-from fullshard.runtime.heartbeat import SLOTS, Heartbeat, Sent
+from fullshard.runtime.heartbeat import UNIT_FLAGS, Heartbeat, Sent
 from fullshard.runtime.unit import Unit
 
 Kept = tuple[Unit, ParamGroup]
-"""A unit, and one of its groups that is to be reduced although this backward did not enter it."""
+"""A unit, and one of its groups that must be reduced although this backward may not have entered the unit."""
 
 
 class KeptGradients:
-    """Units of which a backward kept gradients on this rank, or over shards only, since they were last reduced.
+    """Units with gradients that a backward kept on this rank, or reduced over shards only, since the last full reduction.
 
     Attributes:
-        since_last_step: whether a backward kept some since gradients were last handed out.
+        since_last_step: True if a backward kept gradients since `.grad` was last set.
     """
 
     def __init__(self) -> None:
+        # Weak references, so that a deleted model frees its memory.
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self.since_last_step = False
 
@@ -30,23 +31,27 @@ class KeptGradients:
         return len(self._units)
 
     def add(self, unit: Unit) -> None:
-        """The running backward kept gradients of the unit."""
+        """Record that the running backward kept gradients of the unit."""
         self._units[unit.number] = unit
         self.since_last_step = True
 
     def discard(self, unit: Unit) -> None:
-        """Nothing of the unit is kept any more."""
+        """Record that the unit has no kept gradients any more."""
         self._units.pop(unit.number, None)
 
     def end_step(self) -> None:
-        """Gradients are handed out: forget the units that have nothing left."""
+        """Remove the units without kept gradients, now that the gradients of a step are decided."""
         self.since_last_step = False
         for number, unit in list(self._units.items()):
             if not any(group.grads.has_local or group.grads.deferred is not None for group in unit.groups):
                 del self._units[number]
 
-    def known_here(self, touched: Sequence[Unit]) -> list[Kept]:
-        """Groups that are to be reduced now, as far as this rank knows. `touched`: the units that the backward entered."""
+    def due_here(self, touched: Sequence[Unit]) -> list[Kept]:
+        """Return the groups that must be reduced now because this rank kept gradients of them.
+
+        Args:
+            touched: the units that the backward entered.
+        """
         if not len(self._units):
             return []
         trees = trees_of(touched)
@@ -59,7 +64,7 @@ class KeptGradients:
                         found.append((unit, group))
         return found
 
-    def known_anywhere(
+    def due_anywhere(
         self,
         sent: Iterable[Sent],
         here: Sequence[Kept],
@@ -68,43 +73,50 @@ class KeptGradients:
         *,
         read: bool,
     ) -> list[Kept]:
-        """Groups that all ranks reduce now, in the order in which their units were made.
+        """Return the groups that all ranks reduce now, oldest unit first, which is the same order on all ranks.
 
-        Those of `here` whose log has no heartbeat, and those that a heartbeat says some rank kept, if these may be `read` yet.
+        Args:
+            sent: the heartbeats of this backward.
+            here: groups from `due_here`; they count for logs without a heartbeat.
+            touched: the units that the backward entered.
+            units: returns all living units.
+            read: True if the heartbeats may be read now. They show the units that any rank kept gradients of.
         """
-        beating = {beat.log for beat, _ in sent}
-        found = [(unit, group) for unit, group in here if group.fingerprints.log not in beating]
+        checked = {beat.log for beat, _ in sent}
+        found = [(unit, group) for unit, group in here if group.fingerprints.log not in checked]
         for beat, _ in sent if read else ():
-            slots = beat.kept_units()
-            if slots:
-                found += _groups_in(slots, beat, trees_of(touched), units())
+            flags = beat.kept_units()
+            if flags:
+                found += _flagged_groups(flags, beat, trees_of(touched), units())
         return sorted(found, key=lambda entry: entry[0].number)
 
 
 def trees_of(units: Iterable[Unit]) -> set[nn.Module | None]:
-    """The models that units are of."""
-    return {unit.place.tree for unit in units}
+    """Return the models that the units belong to."""
+    return {unit.place.outermost for unit in units}
 
 
-def _groups_in(slots: Container[int], beat: Heartbeat, trees: Container[nn.Module | None], units: Iterable[Unit]) -> list[Kept]:
-    """Groups of units in these slots of a heartbeat, which no rank reduced in this backward.
+def _flagged_groups(
+    flags: Container[int], beat: Heartbeat, trees: Container[nn.Module | None], units: Iterable[Unit]
+) -> list[Kept]:
+    """Return the groups of units whose flag is set in a heartbeat, and which no rank reduced in this backward.
 
-    Units that share a slot are reduced with each other: of those that nobody kept anything of, no gradient is handed out.
+    Units that share a flag are reduced together. If no rank kept gradients of one of them, its `.grad` is not set.
     """
     reduced = {id(reduction.group) for reduction in beat.reductions}
     return [
         (unit, group)
         for unit in units
-        if unit.global_id % SLOTS in slots and _ends_here(unit, trees)
+        if unit.global_id % UNIT_FLAGS in flags and _ends_here(unit, trees)
         for group in unit.groups
         if group.fingerprints.log is beat.log and group.trainable and id(group) not in reduced
     ]
 
 
 def _ends_here(unit: Unit, trees: Container[nn.Module | None]) -> bool:
-    """Whether a synchronised backward in these models ends the step of the unit, whether or not it entered it."""
+    """Return True if a synchronised backward in these models ends the step of the unit, even if it did not enter the unit."""
     options = unit.options
-    return options.sync_gradients and options.last_backward and not options.manual and unit.place.tree in trees
+    return options.sync_gradients and options.last_backward and not options.manual and unit.place.outermost in trees
 
 
 __all__ = ["Kept", "KeptGradients", "trees_of"]

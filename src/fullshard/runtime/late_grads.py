@@ -1,4 +1,4 @@
-"""Gradients that no output announced: second backwards, and outputs that hide their graph."""
+"""Gradients that arrive without a hook on an output: second backwards, and outputs that hide their graph."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fullshard import _torch
 from fullshard.errors import warn_once
 from fullshard.policies import LintWarning
 from fullshard.runtime.unit import Unit
-from fullshard.schedule.residency import ReshardPolicy
+from fullshard.schedule.scheduler import ReshardPolicy
 
-_LATE = "_fullshard_late"  # on a full parameter: the handle of its LateGradHook
+_LATE = "_fullshard_late"  # attribute of an unsharded parameter: the handle of its LateGradHook
 
 
 class LateGradHook:
-    """On a full parameter that is in the graph of a backward: a gradient of second order arrived at it."""
+    """Hook on an unsharded parameter in the graph of a backward. It runs when a second-order gradient arrives."""
 
     __slots__ = ("_unit",)
 
@@ -26,29 +26,29 @@ class LateGradHook:
         self._unit = weakref.ref(unit)
 
     def __call__(self, _: Tensor) -> None:
-        """Run when the gradient was accumulated."""
+        """Enter the unit's backward, after the gradient was accumulated."""
         unit = self._unit()
         if unit is not None:
-            unit.runtime.enter_late(unit)
+            unit.late_backward()
 
 
 def hook_late_grads(unit: Unit) -> None:
-    """Have gradients announce themselves that arrive in a second backward, through the graph of the first one."""
+    """Hook the unsharded parameters, for gradients of a second backward through the graph of the first one."""
     for parameter in unit.parameters:
-        full = parameter.full
+        full = parameter.unsharded
         if full is not None and full.requires_grad and _LATE not in full.__dict__:
             full.__dict__[_LATE] = full.register_post_accumulate_grad_hook(LateGradHook(unit))
 
 
 def check_hidden(unit: Unit, output: Any) -> None:
-    """No tensor with a graph was found in `output`: say so if a graph leads to the parameters all the same.
+    """Warn if `output` shows no tensor with a graph, but a graph leads to the parameters.
 
-    Whether it does depends on what else is alive on this rank, so nothing that is sent may follow from it.
+    That depends on the objects that are alive on this rank, so no collective may depend on it.
     """
     if not torch.is_grad_enabled() or unit.progress.live_graphs or _torch.current_graph_task() != -1:
-        return  # it may be an older one, whose backward announces itself or did
+        return  # the graph may be an older one, whose backward has hooks
     for parameter in unit.parameters:
-        full = parameter.full
+        full = parameter.unsharded
         if full is not None and full.requires_grad and _torch.is_in_graph(full):
             hook_late_grads(unit)
             if "hidden" not in unit.options.checks.silence:

@@ -1,4 +1,4 @@
-"""Keeps a unit's weights and buffers alike on all ranks, where that was asked for."""
+"""Replicas: the comparison of equal shards at the first forward, and buffers that are kept equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,73 +11,76 @@ from fullshard import _torch
 from fullshard.consistency.collective_log import GroupFingerprints
 from fullshard.errors import StateError
 from fullshard.runtime.communicator import Communicator
-from fullshard.runtime.sync import broadcast, check_alike
+from fullshard.runtime.sync import broadcast, find_unequal_values
 from fullshard.runtime.unit import Unit, own_modules
 from fullshard.sharding.mesh import ShardAxis
 
 
 def check_replicas(unit: Unit) -> None:
-    """Of parameters that got their values after they were cut, ranks that hold the same rows must hold the same values."""
+    """Compare the shards of ranks with the same rows, or broadcast them, for parameters initialized after sharding. Collective.
+
+    Raises StateError, naming a parameter, if the values differ.
+    """
     if unit.options.sync == "off":
         return
     wrong: str | None = None
     axes: dict[int, tuple[ShardAxis, list[tuple[str, Tensor]]]] = {}
     for p in unit.parameters:
-        name = f"parameter '{p.name}' of unit '{unit.name}'"
+        name = f"Parameter '{p.name}' of unit '{unit.name}'"
         axes.setdefault(id(p.sharding.axis), (p.sharding.axis, []))[1].append((name, p.local))
     for axis, shards in axes.values():
-        setup = unit.setup_collectives("comparison of replicas", shards=False).about(axis)
+        setup = unit.setup_collectives("comparison of replicas", shards=False).on_axis(axis)
         if unit.options.sync == "broadcast":
             broadcast([shard for _, shard in shards], setup)
         else:
-            wrong = wrong or check_alike(shards, setup)
+            wrong = wrong or find_unequal_values(shards, setup)
     if wrong is not None:
         raise StateError(
-            f"{wrong}, which hold the same rows: initialise it from one seed on all replicas, as fullshard.materialize() "
-            "does, load it, or pass sync='broadcast' to fully_shard"
+            f"{wrong}, which hold the same rows. Initialize it from one seed on all replicas, as fullshard.materialize() "
+            "does, load it, or pass sync='broadcast' to fully_shard()."
         )
 
 
 def share_buffers(unit: Unit, root: nn.Module, communicator: Communicator) -> None:
-    """After a forward in training mode: have all ranks hold the mean of buffers, or those of the first rank.
+    """Set buffers to their mean over all ranks, or to the first rank's, after a forward in training mode. Collective.
 
-    Buffers become new tensors: a graph may have saved the old ones.
+    Buffers become new tensors, since a graph may have saved the old ones.
     """
     if not root.training or _torch.current_graph_task() != -1:
         return
     axis, mean = unit.axis, unit.options.buffers == "mean"
-    ranks = axis.ranks * axis.replicated
-    first = axis.rank == 0 and (axis.replicas is None or axis.replicas.rank == 0)
-    kinds: dict[torch.dtype, dict[int, Tensor]] = {}
+    ranks = axis.ranks * axis.replica_count
+    first = axis.is_first_rank
+    by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}  # dtype -> id -> buffer; shared buffers are sent once
     slots: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     for module in own_modules(root):
         for name, buffer in module.named_buffers(recurse=False):
-            kinds.setdefault(buffer.dtype, {})[id(buffer)] = buffer
+            by_dtype.setdefault(buffer.dtype, {})[id(buffer)] = buffer
             slots.append((_torch.buffers_of(module), name, buffer))
     shared: dict[int, Tensor] = {}
     collectives = communicator.collectives.of_axis(axis, unit.options)
     fingerprints = GroupFingerprints(communicator.log_of(axis), unit.unit_name, f"{unit.global_id} buffers")
     with torch.no_grad():
-        for dtype, found in kinds.items():
+        for dtype, found in by_dtype.items():
             buffers = list(found.values())
             message = torch.cat([buffer.reshape(-1) for buffer in buffers])
             message = message.to(torch.uint8) if dtype is torch.bool else message
             fingerprints.log.allow_message_size(message.nbytes)
             averaged = mean and dtype.is_floating_point
-            if not (averaged or first):
+            if not (averaged or first):  # a broadcast is a sum with the zeros of all other ranks
                 message.zero_()
             communicator.send(
-                communicator.reduce_lane, fingerprints, "buffers", partial(collectives.reduce.all_reduce, message)
+                communicator.reduce_scatter_stream, fingerprints, "buffers", partial(collectives.reduce.all_reduce, message)
             ).wait()
             if collectives.replicate is not None:
-                over = partial(collectives.replicate.all_reduce, message)
-                communicator.send(communicator.replicate_lane, fingerprints, "buffers", over).wait()
+                start = partial(collectives.replicate.all_reduce, message)
+                communicator.send(communicator.all_reduce_stream, fingerprints, "buffers", start).wait()
             if averaged:
                 message.div_(ranks)
             for buffer, part in zip(buffers, message.split([buffer.numel() for buffer in buffers])):
                 shared[id(buffer)] = part.view(buffer.shape).to(dtype, copy=True)
-    for held, name, buffer in slots:
-        held[name] = shared[id(buffer)]
+    for buffers_of_module, name, buffer in slots:
+        buffers_of_module[name] = shared[id(buffer)]
 
 
 __all__ = ["check_replicas", "share_buffers"]

@@ -1,4 +1,4 @@
-"""What the ranks of an axis settle outside of forward and backward: each collective an entry of the log, and watched."""
+"""Collectives outside of forward and backward, for set-up and full parameters. They are logged and watched like all others."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from fullshard.runtime.communicator import Communicator
 from fullshard.sharding.mesh import ShardAxis
 from fullshard.sharding.param_sharding import ParamSharding
 
-KIND = "talk"  # of these messages in `counting()`
+KIND = "talk"  # `Message.kind` of these collectives, which users see in `counting()`
 
 
 class SetupCollectives:
-    """One call of the caller's in which all ranks of an axis take part: `fully_shard()`, `materialize()`, `full_params()`.
+    """The collectives of one call of the user, such as `fully_shard()`, `materialize()` or `full_params()`.
 
-    Ranks that call different things differ in the log, so the watchdog tells them; an error of the backend says which call it
-    was, and where the other ranks are. The same call on all ranks makes the same entries.
+    Each collective is logged under the name of the call. So if ranks are in different calls, the watchdog reports both, and an
+    error of the backend names the call and the states of the other ranks.
 
     Attributes:
         axis: the axis whose ranks take part.
-        groups: the process groups over which these ranks are spread, replicas first.
+        groups: the process groups that together connect these ranks, replicas first.
     """
 
     def __init__(
@@ -45,8 +45,13 @@ class SetupCollectives:
     ) -> None:
         """Begin a call.
 
-        doing: the name of the call. subject: a text about it that is alike on all ranks. shards: False if only ranks that hold
-        equal shards take part.
+        Args:
+            communicator: runs the collectives.
+            axis: the axis whose ranks take part.
+            unit_name: the name of the unit, for error messages.
+            doing: the name of the call.
+            subject: a text that must be equal on all ranks; it is part of the log's hash.
+            shards: False if only ranks with equal shards take part, i.e. the ranks of the replicate axis.
         """
         self.axis = axis
         self._communicator, self._unit_name, self._doing, self._subject = communicator, unit_name, doing, subject
@@ -56,8 +61,8 @@ class SetupCollectives:
         self._fingerprints: GroupFingerprints | None = None
         self._last: LoggedCall | None = None
 
-    def about(self, axis: ShardAxis) -> SetupCollectives:
-        """The same call, for what lies on another axis."""
+    def on_axis(self, axis: ShardAxis) -> SetupCollectives:
+        """Return the collectives of the same call for parameters on another axis."""
         if axis.key == self.axis.key:
             return self
         return SetupCollectives(self._communicator, axis, self._unit_name, self._doing, self._subject, shards=self._shards)
@@ -65,72 +70,87 @@ class SetupCollectives:
     # --- small tensors ---
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """Element-wise over all ranks, in place."""
+        """Return the element-wise maximum over all ranks. Works in place."""
         for group in self.groups:
             self._run(group, [tensor], lambda collectives: collectives.all_reduce_max(tensor))
         return tensor
 
-    def first(self, tensor: Tensor) -> Tensor:
-        """What the first rank holds in an integer tensor, in place."""
+    def from_first_rank(self, tensor: Tensor) -> Tensor:
+        """Return the first rank's values of an integer tensor. Works in place."""
         for group in self.groups:
-            if group.rank():
+            if group.rank():  # all other ranks add zeros, which is exact for integers
                 tensor.zero_()
             self._run(group, [tensor], lambda collectives: collectives.all_reduce(tensor))
         return tensor
 
-    def gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """(n, ...) of all n ranks of one of the groups."""
+    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """All-gather a tensor over one of the groups. Return (ranks, ...)."""
         found = tensor.new_empty((group.size(), *tensor.shape))
-        self._gather(found, tensor.contiguous(), group)
+        self._all_gather(found, tensor.contiguous(), group)
         return found
 
-    def meet(self) -> None:
-        """Return when all ranks are in this call, which none leaves now before it did what it came for."""
+    def barrier(self) -> None:
+        """Wait until all ranks are in this call. If ranks are in different calls, this raises before anything is changed."""
         self.maximum(torch.zeros(1, dtype=torch.uint8, device=self.axis.device))
 
-    # --- large ones ---
+    # --- large tensors ---
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Have all ranks hold what the first one holds, in place.
+        """Copy the first rank's values to all ranks, in place.
 
-        torch's own broadcast sends a weight once where a sum sends it twice. It knows no names, so the ranks meet before.
+        torch's own broadcast sends each value once, while an all-reduce would send it twice. Its messages carry no tags, so a
+        barrier first makes sure that all ranks are in this call.
         """
         if not self.groups:
             return
-        self.meet()
+        self.barrier()
         for tensor in tensors:
             mine = tensor.detach()
             moved = mine.to(self.axis.device).contiguous()
             for group in self.groups:
                 source = dist.get_process_group_ranks(group)[0]
-                begin = partial(dist.broadcast, moved, source, group=group, async_op=True)
-                self._send(group, [moved], partial(_begun, begin))
+                start = partial(dist.broadcast, moved, source, group=group, async_op=True)
+                self._send(group, [moved], partial(_as_started, start))
             if moved is not mine:
                 mine.copy_(moved)
 
-    def exchange(
+    def all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int], group: dist.ProcessGroup
     ) -> None:
-        """Have each rank of a group get what each one has for it: parts of 1-D tensors, of these sizes, in rank order."""
+        """Exchange parts of 1-D tensors between all ranks of a group.
+
+        Args:
+            received: output, with the parts from all ranks in rank order.
+            sent: input, with the parts for all ranks in rank order.
+            received_sizes: number of elements from each rank.
+            sent_sizes: number of elements for each rank.
+            group: the process group.
+        """
         sizes = list(received_sizes), list(sent_sizes)
-        begin = partial(dist.all_to_all_single, received, sent, *sizes, group=group, async_op=True)
-        self._send(group, [received], partial(_begun, begin))
+        start = partial(dist.all_to_all_single, received, sent, *sizes, group=group, async_op=True)
+        self._send(group, [received], partial(_as_started, start))
 
     def unsharded(self, sharding: ParamSharding, sharded: DTensor) -> Tensor:
-        """The tensor that this rank computes with, of a DTensor that is sharded so: (sharding.local_shape), of a scalar one
-        element, in memory of its own on the device of its shard.
+        """Return the unsharded tensor that this rank computes with, (sharding.local_shape); one element for a scalar.
+
+        Args:
+            sharding: how the parameter is sharded.
+            sharded: the parameter or its gradient; it may be sharded in another way.
+
+        Returns:
+            A tensor with memory of its own, on the device of the shard.
         """
-        if _is_sharded_so(sharding, sharded):
+        if _matches(sharding, sharded):
             return self._unsharded(sharding, sharded)
-        return sharding.local_of(self._by_torch(sharded)).clone()
+        return sharding.local_of(self._full_by_dtensor(sharded)).clone()
 
     def full(self, sharding: ParamSharding, sharded: DTensor) -> Tensor:
-        """The same, of the global shape: with the parts of other ranks of tensor parallelism."""
-        if not _is_sharded_so(sharding, sharded):
-            return self._by_torch(sharded).clone()
+        """Return the full tensor, (sharding.shape): unsharded, and all-gathered over tensor parallel ranks as well."""
+        if not _matches(sharding, sharded):
+            return self._full_by_dtensor(sharded).clone()
         whole = sharding.to_module(self._unsharded(sharding, sharded))
-        return whole if sharding.dense is None else self._by_torch(whole).clone()
+        return whole if sharding.tensor_parallel is None else self._full_by_dtensor(whole).clone()
 
     def _unsharded(self, sharding: ParamSharding, sharded: DTensor) -> Tensor:
         local, group = _torch.local_tensor(sharded).detach(), sharding.axis.group
@@ -142,15 +162,16 @@ class SetupCollectives:
         if sharding.extent.padding:
             part = torch.cat([part, part.new_zeros((sharding.extent.padding, *part.shape[1:]))])
         found = part.new_empty((sharding.axis.ranks * part.shape[0], *part.shape[1:]))
-        self.about(sharding.axis)._gather(found, part, group)
+        self.on_axis(sharding.axis)._all_gather(found, part, group)
         return found[: sharding.local_shape[sharding.dim]].movedim(0, sharding.dim).contiguous().to(local.device)
 
-    def _by_torch(self, sharded: Any) -> Tensor:
-        """Have DTensor gather it: tensor parallelism, subclasses, gradients that a caller sharded in another way.
+    def _full_by_dtensor(self, sharded: Any) -> Tensor:
+        """All-gather with DTensor: for tensor parallelism, tensor subclasses, and gradients that the user sharded differently.
 
-        Its collectives know no names, so the ranks meet before, and the watchdog knows this call by its name.
+        The collectives of DTensor are not logged. So a barrier first makes sure that all ranks are in this call, and the
+        watchdog sees the wait as a wait for that barrier.
         """
-        self.meet()
+        self.barrier()
         wait_state = self._communicator.wait_state
         if wait_state is None or self._last is None:
             return full_tensor(sharded)
@@ -158,14 +179,15 @@ class SetupCollectives:
         try:
             return full_tensor(sharded)
         except RuntimeError as failure:
-            raise self._communicator.explained(failure, self._last) from failure
+            raise self._communicator.error_for(failure, self._last) from failure
         finally:
             wait_state.leave(before)
 
-    # --- messages ---
+    # --- running and logging ---
 
-    def _gather(self, out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    def _all_gather(self, out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
         if part.numel():
+            # As bytes, since not every backend has every dtype.
             found, mine = out.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8)
             self._run(group, [out], lambda collectives: collectives.gatherer([found], [mine])())
 
@@ -177,16 +199,16 @@ class SetupCollectives:
         if self._fingerprints is None:
             self._fingerprints = GroupFingerprints(communicator.log_of(self.axis), self._unit_name, self._subject)
         communicator.traffic.record(KIND, fulls, group.size())
-        sent = communicator.send(communicator.reduce_lane, self._fingerprints, self._doing, start)
+        sent = communicator.send(communicator.reduce_scatter_stream, self._fingerprints, self._doing, start)
         sent.wait()
         self._last = sent
 
 
-def _begun(begin: Callable[[], Any]) -> StartedWork:
+def _as_started(begin: Callable[[], Any]) -> StartedWork:
     return StartedWork((begin(),))
 
 
-def _is_sharded_so(sharding: ParamSharding, sharded: DTensor) -> bool:
+def _matches(sharding: ParamSharding, sharded: DTensor) -> bool:
     plain = type(_torch.local_tensor(sharded)) is Tensor
     return plain and sharded.device_mesh == sharding.mesh and tuple(sharded.placements) == sharding.placements
 

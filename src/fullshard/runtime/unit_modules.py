@@ -1,4 +1,4 @@
-"""The modules of one unit: where they are in the model, their hooks, and which of them run."""
+"""The modules of one unit: their place in the model, their hooks, and their running forwards."""
 
 from __future__ import annotations
 
@@ -16,30 +16,36 @@ UNIT = "_fullshard_unit"  # the attribute of a module that holds its unit
 
 
 class UnitModules:
-    """The modules that `fully_shard` was called on (weakly, since they hold the unit), and the path that leads to them."""
+    """The modules that `fully_shard` was called on, and the path from the outermost module to them.
+
+    References to modules are weak, since modules refer to their unit.
+
+    Attributes:
+        is_list: True if `fully_shard` was called on several modules.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.is_list = len(modules) > 1
         self._modules = [weakref.ref(module) for module in modules]
-        self._hooks: list[tuple[weakref.ref[nn.Module], Any]] = []  # handles of the hooks, and the modules that have them
-        self._path: list[tuple[weakref.ref[nn.Module], str]] = []  # from the outermost module down: parent, name of the child
+        self._hooks: list[tuple[weakref.ref[nn.Module], Any]] = []  # modules and the handles of their hooks
+        self._path: list[tuple[weakref.ref[nn.Module], str]] = []  # from the outermost module down: parent, name of its child
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """The modules that are alive."""
+        """Yield the modules that are alive."""
         for ref in self._modules:
             module = ref()
             if module is not None:
                 yield module
 
     @property
-    def tree(self) -> nn.Module | None:
-        """The outermost module that the unit ran below so far, or its own; None once that is deleted."""
+    def outermost(self) -> nn.Module | None:
+        """The outermost module that the unit ran below, or its own first module; None once it is deleted."""
         if self._path:
             return self._path[0][0]()
         return self._modules[0]()
 
     def record_path(self, root: nn.Module, path: str) -> None:
-        """Remember that the unit is at this path below `root`."""
+        """Store the path of the unit below `root`."""
         self._path = []
         for part in path.split("."):
             self._path.append((weakref.ref(root), part))
@@ -48,9 +54,10 @@ class UnitModules:
             root = child
 
     def are_attached(self, unit: object) -> bool:
-        """Whether the modules of `unit`, which are these, are where they were in the model, as far as is known.
+        """Return True if the modules are still at their path in the model. `unit` is the unit of these modules.
 
-        Unlike the life of a module, that is alike on all ranks.
+        Whether a module is alive may differ between ranks, since one rank may keep a reference to it; its place in the model
+        does not. So the scheduler may depend on this.
         """
         path = self._path
         last = len(path) - 1
@@ -62,7 +69,7 @@ class UnitModules:
         return True
 
     def add_hook(self, module: nn.Module, handle: Any) -> None:
-        """Remember a hook that was put on `module`."""
+        """Store the handle of a hook on `module`."""
         self._hooks.append((weakref.ref(module), handle))
 
     @property
@@ -71,14 +78,19 @@ class UnitModules:
         return self._hooks
 
     def take_hooks(self) -> list[tuple[weakref.ref[nn.Module], Any]]:
-        """The same, which are forgotten here."""
+        """Return modules and the handles of their hooks, and remove them here."""
         handles, self._hooks = self._hooks, []
         return handles
 
 
 @dataclass(slots=True)
 class CallsPerRun:
-    """How often the modules of a unit of several run within one outermost forward, and did in the one before.
+    """Calls of a unit of several modules in this outermost forward and in the previous one.
+
+    Attributes:
+        run: number of the outermost forward.
+        now: calls in it so far.
+        before: calls in the previous one.
 
     >>> calls = CallsPerRun()
     >>> [calls.is_last(1), calls.is_last(1), calls.is_last(1)]
@@ -92,39 +104,39 @@ class CallsPerRun:
     before: int = 0
 
     def is_last(self, run: int) -> bool:
-        """Note a call within `run`; whether the run before had no more."""
+        """Count a call in `run`. Return True if the previous run had no more calls than this one so far."""
         if run != self.run:
             self.run, self.now, self.before = run, 0, self.now
         self.now += 1
         return self.now >= self.before
 
 
-class Began(NamedTuple):
-    """The beginning of a forward of one module: its id, the planner's time, and the place in the runtime's trace."""
+class ForwardStart(NamedTuple):
+    """The start of the forward of one module."""
 
-    module: int
-    clock: int
-    traced: int
+    module: int  # id of the module
+    clock: int  # the scheduler's clock at the start
+    traced: int  # index of the unit's entry in the runtime's trace
 
 
-_NEVER = Began(0, -1, 0)
+_NOT_STARTED = ForwardStart(0, -1, 0)
 
 
 class ForwardProgress:
-    """The forwards of one unit's modules.
+    """The running forwards of one unit's modules.
 
     Attributes:
-        methods: calls of registered methods (`generate`) that are under way.
-        live_graphs: graphs with an output of the unit that exist on this rank, whether or not their backward has been.
-        output_has_graph: whether the last forward had an output with a graph; None before it.
-        last_order: units that the last forward entered (True) and left, itself included; empty before it.
+        methods: number of running calls of registered methods (`register_fsdp_forward_method`), such as `generate`.
+        live_graphs: number of graphs with an output of the unit that exist on this rank, before or after their backward.
+        output_has_graph: True if the last forward had an output with a graph; None before the first forward.
+        last_order: units that the last forward entered (True) and left, this one included; empty before the first forward.
     """
 
     __slots__ = ("_calls", "_remaining", "_stack", "last_order", "live_graphs", "methods", "output_has_graph")
 
     def __init__(self) -> None:
-        self._stack: list[Began] = []  # modules whose forward is under way, outermost first
-        self._remaining: set[int] = set()  # modules (by id) of a list that have yet to run
+        self._stack: list[ForwardStart] = []  # running forwards, outermost first
+        self._remaining: set[int] = set()  # ids of the modules of a list that have not run yet
         self._calls = CallsPerRun()
         self.methods = 0
         self.live_graphs = 0
@@ -132,39 +144,46 @@ class ForwardProgress:
         self.last_order: Sequence[tuple[int, bool]] = ()
 
     def begin(self, module: object, clock: int, traced: int) -> None:
-        """A module of the unit begins its forward."""
-        self._stack.append(Began(id(module), clock, traced))
+        """Record that a module of the unit begins its forward."""
+        self._stack.append(ForwardStart(id(module), clock, traced))
 
-    def end(self, module: object) -> Began:
-        """A module of the unit ends its forward; when that began. What began inside and never ended goes with it."""
+    def end(self, module: object) -> ForwardStart:
+        """Record that a module of the unit ends its forward, and return its start.
+
+        Forwards that began inside of it and never ended are removed as well: they raised or were interrupted.
+        """
         stack, key = self._stack, id(module)
         for at in range(len(stack) - 1, -1, -1):
             if stack[at].module == key:
                 began = stack[at]
                 del stack[at:]
                 return began
-        return _NEVER
+        return _NOT_STARTED
 
     def runs_around(self, module: object) -> bool:
-        """Whether another module of the unit runs around this one."""
+        """Return True if the forward of another module of the unit is running around this one."""
         return any(began.module != id(module) for began in self._stack)
 
     def begin_list(self, modules: Iterable[object]) -> None:
-        """The first module of a list begins its forward; the unit's forward ends when every module has run."""
+        """Record that the first module of a list begins its forward. The unit's forward ends when every module has run."""
         self._remaining = {id(module) for module in modules}
 
     def is_list_done(self, module: object, run: int) -> bool:
-        """A module of a list ended its forward; whether that ends the unit's.
+        """Record that a module of a list ended its forward, and return True if that ends the unit's forward.
 
-        Of a module that is called once per chunk, the unit's forward lasts as many calls as in the last run (an outermost
-        forward).
+        A module may be called several times, once per chunk for example. Then the unit's forward has as many calls as in the
+        previous run.
+
+        Args:
+            module: the module.
+            run: number of the outermost forward.
         """
         self._remaining.discard(id(module))
         return self._calls.is_last(run) and not self._remaining
 
     @contextmanager
     def in_method(self) -> Iterator[None]:
-        """A method that was registered beside forward is on the stack."""
+        """Count a registered method as running within the block."""
         self.methods += 1
         try:
             yield
@@ -172,12 +191,12 @@ class ForwardProgress:
             self.methods -= 1
 
     def clear(self) -> None:
-        """All forwards were interrupted."""
+        """Remove all running forwards, after an interrupt or an exception."""
         self._stack.clear()
 
     def forget_calls(self) -> None:
-        """As if no module had run yet."""
+        """Reset the counts of calls, as if no module had run yet."""
         self._calls = CallsPerRun()
 
 
-__all__ = ["UNIT", "Began", "CallsPerRun", "ForwardProgress", "UnitModules"]
+__all__ = ["UNIT", "CallsPerRun", "ForwardProgress", "ForwardStart", "UnitModules"]

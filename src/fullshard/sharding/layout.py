@@ -1,4 +1,4 @@
-"""Integers only: which rows a rank owns, where each parameter starts, what is padding, and what travels together."""
+"""Plan the memory and the collectives of a parameter group with integers only: rows per rank, offsets, padding, messages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from math import prod
 ALIGN_BYTES = 16
 KIB, MIB = 1 << 10, 1 << 20
 
-LEAST_CHUNK = 4 * KIB  # bytes per rank below which no parameter travels alone by itself
-LEAST_MESSAGE = 1 * MIB  # bytes over all ranks, the same
-WORTH_MESSAGE = 8 * MIB  # bytes over all ranks from which on a copy costs more than a message
-MOST_SLICES = 8  # messages of a reduction
-MOST = 16  # parameters of a group that travel alone for that reason
+MIN_CHUNK = 4 * KIB  # minimum bytes per rank of a direct parameter that the default rule chooses
+MIN_MESSAGE = 1 * MIB  # minimum bytes over all ranks of a direct parameter that the default rule chooses
+LARGE_MESSAGE = 8 * MIB  # bytes over all ranks from which a copy costs more than one more collective
+MAX_SLICES = 8  # maximum number of collectives of one gradient reduction
+MAX_LARGE_DIRECT = 16  # only the largest 16 parameters of a group are direct for having LARGE_MESSAGE bytes
 
 
 def staging_limit(nbytes: int) -> int:
-    """How many bytes of a group's parameters, which have `nbytes` in all, may be packed.
+    """Return how many bytes of parameters a group of `nbytes` bytes may pack.
 
     >>> staging_limit(100 * MIB) // MIB, staging_limit(1000 * MIB) // MIB
     (32, 100)
@@ -26,144 +26,160 @@ def staging_limit(nbytes: int) -> int:
 
 
 def slice_limit(nbytes: int, *, kinds: int) -> int:
-    """How many bytes of a group's gradients, which have `nbytes` in all, a slice has: MOST_SLICES suffice.
+    """Return the bytes of one slice of a group's gradients of `nbytes` bytes, so that MAX_SLICES slices suffice.
 
-    kinds: of messages that are sliced, 1 or 2.
+    Args:
+        nbytes: bytes of all gradients of the group.
+        kinds: number of kinds of collectives that are sliced, at most 2. The last slice of each kind may be smaller.
     """
-    return max(32 * MIB, -(-nbytes // (MOST_SLICES + 1 - kinds)))
+    return max(32 * MIB, -(-nbytes // (MAX_SLICES + 1 - kinds)))
 
 
 @dataclass(frozen=True, slots=True)
 class DirectRule:
-    """Which parameters travel in messages of their own, straight between shards and regions.
+    """Choose the direct parameters: each has a collective of its own, without a copy between shard and unsharded buffer.
 
-    A copy costs as the whole message is large, and a message as there are many of them, or as a rank's chunk is small.
+    A copy costs in proportion to its bytes. A collective costs per call, and is slow if the chunk of a rank is small.
 
-    min_chunk: bytes per rank from which on any does; `inf`: none.
-    capped: whether others do, too, largest first, if a rank's chunk has LEAST_CHUNK: up to MOST of WORTH_MESSAGE and more over
-        all ranks, and any of LEAST_MESSAGE as long as what is packed would need more than `staging_limit`; and whether those
-        that would be padding for the most part are summed instead.
+    With `automatic`, parameters of fewer than `min_chunk` bytes per rank are direct as well, largest first, if they have
+    MIN_CHUNK bytes per rank and one of these holds:
+
+    - They have LARGE_MESSAGE bytes over all ranks and belong to the MAX_LARGE_DIRECT largest parameters.
+    - They have MIN_MESSAGE bytes over all ranks and the packed parameters would need more than `staging_limit`.
+
+    Parameters that would be padding for the most part are then summed (see `GroupLayout`).
+
+    Attributes:
+        min_chunk: bytes per rank from which every parameter is direct; `inf` for none.
+        automatic: whether the rules above apply.
     """
 
     min_chunk: float
-    capped: bool = False
+    automatic: bool = False
 
     @classmethod
-    def by_default(cls, min_chunk: float) -> DirectRule:
-        """Where the caller said nothing, for a backend to which chunks of `min_chunk` bytes are worth a message."""
-        return cls(min_chunk, capped=min_chunk < float("inf"))
+    def default(cls, min_chunk: float) -> DirectRule:
+        """Return the rule for a caller that sets no limit, on a backend that wants chunks of at least `min_chunk` bytes."""
+        return cls(min_chunk, automatic=min_chunk < float("inf"))
 
-    def direct(self, chunks: Sequence[int], movable: Sequence[bool], ranks: int) -> set[int]:
-        """The indices of those that do, of parameters with these chunks, in bytes. movable: which of them can."""
-        able = [i for i, chunk in enumerate(chunks) if chunk and movable[i] and chunk % ALIGN_BYTES == 0]
-        alone = {i for i in able if chunks[i] >= self.min_chunk}
-        if not self.capped:
-            return alone
+    def choose(self, chunks: Sequence[int], eligible: Sequence[bool], ranks: int) -> set[int]:
+        """Return the indices of the direct parameters.
+
+        Args:
+            chunks: bytes per rank of each parameter.
+            eligible: whether each parameter may be direct.
+            ranks: number of ranks.
+        """
+        # a direct chunk must be a multiple of ALIGN_BYTES, so that no gap is needed after it
+        candidates = [i for i, chunk in enumerate(chunks) if chunk and eligible[i] and chunk % ALIGN_BYTES == 0]
+        direct = {i for i in candidates if chunks[i] >= self.min_chunk}
+        if not self.automatic:
+            return direct
         total = ranks * sum(chunks)
-        packed = total - ranks * sum(chunks[i] for i in alone)
-        large = 0
-        for index in sorted(able, key=lambda i: (-chunks[i], i)):
+        packed = total - ranks * sum(chunks[i] for i in direct)
+        seen = 0
+        for index in sorted(candidates, key=lambda i: (-chunks[i], i)):
             message = ranks * chunks[index]
-            worth = message >= WORTH_MESSAGE and large < MOST
-            large += 1
-            if index in alone or chunks[index] < LEAST_CHUNK:
+            is_large = message >= LARGE_MESSAGE and seen < MAX_LARGE_DIRECT
+            seen += 1
+            if index in direct or chunks[index] < MIN_CHUNK:
                 continue
-            if worth or (message >= LEAST_MESSAGE and packed > staging_limit(total)):
-                alone.add(index)
+            if is_large or (message >= MIN_MESSAGE and packed > staging_limit(total)):
+                direct.add(index)
                 packed -= message
-        return alone
+        return direct
 
     def is_summed(self, nbytes: int, padded: int) -> bool:
-        """Whether to sum a parameter of `nbytes`, which is `padded` in chunks of equal size for all ranks."""
-        return self.capped and padded >= 2 * nbytes and padded - nbytes >= LEAST_MESSAGE
+        """Return True if a parameter of `nbytes` bytes, `padded` bytes in equal chunks for all ranks, is to be summed."""
+        return self.automatic and padded >= 2 * nbytes and padded - nbytes >= MIN_MESSAGE
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The rows one rank owns of a tensor cut along one dim (dim 0, if nothing else is said), by torch.chunk's rule.
+    """Rows of a tensor sharded along one dim (dim 0 by default) that one rank owns, by torch.chunk's rule.
 
         row     0   1 | 2   3 | 4   .       length=5, ranks=3, chunk=2
         rank      0   |   1   |   2         rank 2 owns [4, 5) and pads one row
 
-    >>> Extent.cut(5, ranks=3, rank=2)
+    >>> Extent.of_rank(5, ranks=3, rank=2)
     Extent(start=4, stop=5, chunk=2)
     """
 
     start: int
     stop: int
-    chunk: int  # rows every rank stores, padding included
+    chunk: int  # rows that every rank stores, padding included
 
     @classmethod
-    def cut(cls, length: int, *, ranks: int, rank: int) -> Extent:
-        """The rows of rank `rank`, of `length` rows over `ranks` ranks."""
+    def of_rank(cls, length: int, *, ranks: int, rank: int) -> Extent:
+        """Return the rows of rank `rank` if `length` rows are sharded over `ranks` ranks."""
         chunk = -(-length // ranks)
         return cls(min(length, rank * chunk), min(length, (rank + 1) * chunk), chunk)
 
     @property
     def rows(self) -> int:
-        """How many rows this rank owns."""
+        """Number of rows that this rank owns."""
         return self.stop - self.start
 
     @property
     def padding(self) -> int:
-        """How many rows of the chunk are padding."""
+        """Number of rows of the chunk that are padding."""
         return self.chunk - self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class ParamOffsets:
-    """Where one parameter lies, in elements.
+    """Offsets of one parameter in the flat shard and in the unsharded buffer, in elements.
 
-    shard of this rank   ...[offset, offset + size)...          size = chunk rows, padding included
-    full storage         ...[region, region + ranks * size)...  the parameter is its first `numel` elements
-                         ...[region, region + numel)...         if it is summed
+        flat shard        ...[offset, offset + size)...                              the chunk, padding included
+        unsharded buffer  ...[unsharded_offset, unsharded_offset + ranks * size)...  the parameter is in front
+                          ...[unsharded_offset, unsharded_offset + numel)...         of a summed parameter
 
-    Cut along `dim` 0, the shards in rank order are the parameter. Along another they are not: it is `folded`, travels
-    packed, and is permuted where it is copied out of the message or into it.
+    Along `dim` 0, the shards in rank order are the parameter. Along another dim they are not: the parameter is `permuted`. It
+    is packed, and its dims are permuted in the copy into or out of the buffer of the collective.
     """
 
-    shape: tuple[int, ...]
-    dim: int
-    offset: int
-    size: int
-    full_offset: int
-    direct: bool
+    shape: tuple[int, ...]  # unsharded
+    dim: int  # the dim along which the parameter is sharded
+    offset: int  # start of the chunk in the flat shard
+    size: int  # elements of the chunk, padding included
+    unsharded_offset: int  # start of the parameter in the unsharded buffer
+    direct: bool  # whether the parameter has a collective of its own
 
     @property
-    def folded(self) -> bool:
-        """Whether the shards in rank order are not the parameter, but must be permuted."""
+    def permuted(self) -> bool:
+        """Whether the shards in rank order must be permuted to give the parameter."""
         return self.dim != 0
 
     def shard_shape(self, rows: int) -> tuple[int, ...]:
-        """The shape of a shard of `rows` rows."""
+        """Return the shape of a shard of `rows` rows."""
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One stretch of a packed message: a parameter's chunk, or (`parameter` = -1) the gap that aligns the next one."""
+    """Part of a packed message: the chunk of one parameter, or a gap that aligns the next chunk."""
 
-    parameter: int
-    size: int
-    full_offset: int  # where its copy-out lands in the full storage
+    parameter: int  # index of the parameter; -1 for a gap
+    size: int  # elements
+    unsharded_offset: int  # start of the destination of the copy-out in the unsharded buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One message of a collective: `size` elements of each rank's shard, from `offset` on.
+    """Input of one collective: `size` elements of each rank's flat shard, starting at `offset`.
 
-    bucket 1 - n pieces. A direct bucket has one piece and is gathered straight into that parameter's region.
+    bucket 1 - n segments. A direct bucket has one segment and is all-gathered straight into the unsharded buffer.
     """
 
     direct: bool
     offset: int
     size: int
-    pieces: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of each rank's chunk of one parameter: `size` elements from `start` on."""
+    """Part of each rank's chunk of one parameter: `size` elements, starting at `start`."""
 
     parameter: int
     start: int
@@ -171,17 +187,20 @@ class Slice:
 
 
 def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple[tuple[Slice, ...], ...]:
-    """Cut the chunks of parameters, (parameter, elements) each, for messages of about equal size.
+    """Divide the chunks of parameters into messages of about equal size.
 
-    limit: elements of a message over all ranks, up to a multiple of these.
+    Args:
+        sizes: (parameter, elements of its chunk) for each parameter.
+        ranks: number of ranks.
+        limit: maximum elements of a message over all ranks, rounded up to a multiple of `ranks`.
 
     >>> slices([(0, 64), (3, 128)], ranks=2, limit=256)
     ((Slice(parameter=0, start=0, size=64), Slice(parameter=3, start=0, size=64)), (Slice(parameter=3, start=64, size=64),))
     """
-    left = sum(size for _, size in sizes)
-    most = max(1, -(-limit // ranks))
-    width = -(-left // -(-left // most)) if left else 0
-    room = width = min(most, width + -width % 64)
+    total = sum(size for _, size in sizes)
+    maximum = max(1, -(-limit // ranks))
+    width = -(-total // -(-total // maximum)) if total else 0  # the fewest messages, then all of the same width
+    room = width = min(maximum, width + -width % 64)
     messages: list[list[Slice]] = [[]]
     for parameter, size in sizes:
         start = 0
@@ -197,79 +216,81 @@ def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class ReductionLayout:
-    """How the gradients of a group travel. Each parameter with elements is in exactly one of these.
+    """Collectives that reduce the gradients of a group. Each parameter with elements is in exactly one of the four fields."""
 
-    packed      one message, None if it is empty
-    direct      parameters that are messages of their own, as autograd left them
-    slices      of parameters that must be cast, or are cut unevenly: of each message the slices of their chunks
-    sums        of parameters that are summed: of each message the slices of them
-    """
-
+    # the packed gradients, in one reduce-scatter; None if there are none
     packed: Bucket | None
+    # parameters with a reduce-scatter of their own, straight from the gradient that autograd computed
     direct: tuple[int, ...]
+    # direct parameters that are uneven or whose gradients are cast: for each reduce-scatter, the slices of their chunks
     slices: tuple[tuple[Slice, ...], ...]
+    # summed parameters: for each all-reduce, the slices of their gradients
     sums: tuple[tuple[Slice, ...], ...]
 
     @property
     def messages(self) -> int:
-        """How many there are: the first of the slices takes along whatever is packed or direct."""
+        """Number of collective calls. The first slice shares its call with the packed and the direct gradients."""
         return max(len(self.slices), int(self.packed is not None or bool(self.direct))) + len(self.sums)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """Everything static about a group's memory. group 1 - n buckets, bucket 1 - n parameters.
+    """Static memory layout of a group. group 1 - n buckets, bucket 1 - n parameters.
 
-    shard  | packed: small, folded | large, uneven | large, even |
-    gather | one packed bucket     | direct        | direct      |
-    reduce | one packed message                    | direct      |   as they are
-    reduce | one packed message                                  |   cast
-    reduce | one packed message    | slice by slice, if cast     |   in order
+        flat shard       | packed: small, permuted | large, uneven | large, even |
+        all-gather       | one packed bucket       | direct        | direct      |
+        reduce-scatter   | one packed message                      | direct      |   gradients already in the reduce dtype
+        reduce-scatter   | one packed message                                    |   gradients that are cast
+        reduce-scatter   | one packed message      | in slices, if cast          |   on a backend that runs collectives in order
 
-    Behind those are the shards of the summed: parameters of so few rows that chunks of equal size would be padding for the most
-    part. They are gathered by a sum to which each rank adds its rows and zeros, and so are their gradients, whole.
+    The shards of summed parameters follow. A summed parameter has so few rows that chunks of equal size would be padding for
+    the most part. It is unsharded by an all-reduce, to which each rank contributes its rows and zeros elsewhere. Its gradient
+    is all-reduced whole.
     """
 
     ranks: int
-    places: tuple[ParamOffsets, ...]  # in the order of the parameters
+    offsets: tuple[ParamOffsets, ...]  # in the order of the parameters
     buckets: tuple[Bucket, ...]
-    shard_numel: int
-    full_numel: int
-    summed: tuple[int, ...]  # their parameters
-    summed_offset: int  # from here on they are in the shard; shard_numel if there are none
-    summed_region: tuple[int, int]  # where they are in the full storage, and how many elements
+    shard_numel: int  # elements of the flat shard
+    unsharded_numel: int  # elements of the unsharded buffer
+    summed: tuple[int, ...]  # indices of the summed parameters
+    summed_offset: int  # start of their shards in the flat shard; shard_numel if there are none
+    summed_region: tuple[int, int]  # their start in the unsharded buffer, and their number of elements
 
     def rows_of(self, index: int, rank: int) -> slice:
-        """Which elements of a parameter, of those in its region, are of this rank; for one cut along dim 0."""
-        place = self.places[index]
+        """Return the elements of an unsharded parameter that belong to `rank`. The parameter must be sharded along dim 0."""
+        place = self.offsets[index]
         numel = prod(place.shape)
         return slice(min(numel, rank * place.size), min(numel, (rank + 1) * place.size))
 
     @property
     def packed(self) -> Bucket | None:
-        """The bucket of the parameters that share a message; None if all travel directly."""
+        """The bucket of the parameters that share a collective; None if all parameters are direct or summed."""
         return next((bucket for bucket in self.buckets if not bucket.direct), None)
 
     def is_even(self, index: int) -> bool:
-        """Whether all ranks have as many elements of this parameter."""
-        return self.places[index].size * self.ranks == prod(self.places[index].shape)
+        """Return True if all ranks own the same number of elements of this parameter."""
+        return self.offsets[index].size * self.ranks == prod(self.offsets[index].shape)
 
     def reduction(self, *, as_is: bool, in_order: bool, itemsize: int) -> ReductionLayout:
-        """How the gradients travel.
+        """Plan the collectives that reduce the gradients.
 
-        as_is: whether they have the dtype in which they are reduced, of `itemsize` bytes.
-        in_order: whether collectives run one behind the other on their stream, so that large ones may go in slices.
+        Args:
+            as_is: whether the gradients already have the dtype in which they are reduced.
+            in_order: whether collectives run one after the other on their stream, so that large ones may run in slices.
+            itemsize: bytes of the reduce dtype.
         """
-        able = [index for index, place in enumerate(self.places) if place.direct]
-        alone = able if in_order else [index for index in able if as_is and self.is_even(index)]
-        stop = min((self.places[index].offset for index in alone), default=self.summed_offset)
-        pieces = tuple(segment for bucket in self.buckets if bucket.offset < stop for segment in bucket.pieces)
-        direct = tuple(index for index in alone if as_is and self.is_even(index))
-        sliced = [(index, self.places[index].size) for index in alone if index not in direct]
-        summed = [(index, prod(self.places[index].shape)) for index in self.summed]
-        limit = slice_limit(self.full_numel * itemsize, kinds=bool(sliced) + bool(summed)) // itemsize
+        candidates = [index for index, place in enumerate(self.offsets) if place.direct]
+        unpacked = candidates if in_order else [index for index in candidates if as_is and self.is_even(index)]
+        # direct parameters follow the packed ones in the flat shard, the even ones last, so the packed part is a prefix
+        stop = min((self.offsets[index].offset for index in unpacked), default=self.summed_offset)
+        segments = tuple(segment for bucket in self.buckets if bucket.offset < stop for segment in bucket.segments)
+        direct = tuple(index for index in unpacked if as_is and self.is_even(index))
+        sliced = [(index, self.offsets[index].size) for index in unpacked if index not in direct]
+        summed = [(index, prod(self.offsets[index].shape)) for index in self.summed]
+        limit = slice_limit(self.unsharded_numel * itemsize, kinds=bool(sliced) + bool(summed)) // itemsize
         return ReductionLayout(
-            packed=Bucket(False, 0, stop, pieces) if stop else None,
+            packed=Bucket(False, 0, stop, segments) if stop else None,
             direct=direct,
             slices=slices(sliced, ranks=self.ranks, limit=limit),
             sums=slices(summed, ranks=1, limit=limit if in_order else max(1, self.summed_region[1])),
@@ -286,12 +307,15 @@ def plan_layout(
 ) -> GroupLayout:
     """Lay out parameters of `shapes` (each with at least one dim) for `ranks` ranks.
 
-    dims: along which dim each is cut, 0 if not given.
-    itemsize: bytes of the smaller of storage and compute dtype; offsets are aligned to 16 of them.
-    direct: which of them travel in messages of their own.
+    Args:
+        shapes: unsharded shape of each parameter.
+        dims: dim along which each parameter is sharded; 0 for all if None.
+        ranks: number of ranks.
+        itemsize: bytes of an element in the smaller of storage and compute dtype; offsets are aligned to 16 bytes in it.
+        direct: rule that chooses the direct parameters.
 
     >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct=DirectRule(64))
-    >>> [(p.offset, p.size, p.direct) for p in layout.places], layout.shard_numel
+    >>> [(p.offset, p.size, p.direct) for p in layout.offsets], layout.shard_numel
     ([(4, 16, True), (0, 2, False)], 20)
     """
     align = max(1, ALIGN_BYTES // itemsize)
@@ -303,47 +327,48 @@ def plan_layout(
         for index, (shape, dim) in enumerate(zip(shapes, dims))
         if dim == 0 and direct.is_summed(prod(shape) * itemsize, ranks * chunks[index] * itemsize)
     )
-    movable = [dim == 0 and index not in summed for index, dim in enumerate(dims)]
-    alone = direct.direct([0 if index in summed else chunk * itemsize for index, chunk in enumerate(chunks)], movable, ranks)
-    rest = [index for index in range(len(shapes)) if index not in summed and index not in alone]
-    if summed and not alone and 0 < ranks * itemsize * sum(chunks[index] for index in rest) < LEAST_MESSAGE:
-        summed += tuple(index for index in rest if dims[index] == 0)  # they would be a message of their own
+    eligible = [dim == 0 and index not in summed for index, dim in enumerate(dims)]
+    chosen = direct.choose([0 if index in summed else chunk * itemsize for index, chunk in enumerate(chunks)], eligible, ranks)
+    rest = [index for index in range(len(shapes)) if index not in summed and index not in chosen]
+    if summed and not chosen and 0 < ranks * itemsize * sum(chunks[index] for index in rest) < MIN_MESSAGE:
+        summed += tuple(index for index in rest if dims[index] == 0)  # saves a small all-gather of its own
 
     def is_even(index: int) -> bool:
         return chunks[index] * ranks == prod(shapes[index])
 
+    # packed parameters first, then direct ones with even chunks last: `reduction` packs a prefix of the flat shard
     order = sorted(set(range(len(shapes))) - set(summed))
-    order.sort(key=lambda i: (i in alone, dims[i] != 0, i in alone and is_even(i)))
-    places: list[ParamOffsets | None] = [None] * len(shapes)
+    order.sort(key=lambda i: (i in chosen, dims[i] != 0, i in chosen and is_even(i)))
+    offsets: list[ParamOffsets | None] = [None] * len(shapes)
     packed: list[Segment] = []
-    messages: list[Bucket] = []  # of one parameter each
-    offset = region = 0
+    direct_buckets: list[Bucket] = []
+    offset = region = 0  # the next free element of the flat shard and of the unsharded buffer
     for index in order:
         size = chunks[index]
-        places[index] = ParamOffsets(tuple(shapes[index]), dims[index], offset, size, region, index in alone)
+        offsets[index] = ParamOffsets(tuple(shapes[index]), dims[index], offset, size, region, index in chosen)
         segment, gap = Segment(index, size, region), -size % align
-        if index in alone:
-            messages.append(Bucket(True, offset, size, (segment,)))
+        if index in chosen:
+            direct_buckets.append(Bucket(True, offset, size, (segment,)))
         else:
             packed.append(segment)
         offset, region = offset + size, region + ranks * size
-        if gap:  # never behind a direct parameter: its chunk is a multiple of 16 bytes in the smaller dtype
+        if gap:  # never after a direct parameter: its chunk is a multiple of 16 bytes in the smaller dtype
             packed.append(Segment(-1, gap, region))
             offset, region = offset + gap, region + ranks * gap
     summed_offset, summed_region = offset, region
     for index in summed:
         size, numel = chunks[index], prod(shapes[index])
-        places[index] = ParamOffsets(tuple(shapes[index]), 0, offset, size, region, False)
+        offsets[index] = ParamOffsets(tuple(shapes[index]), 0, offset, size, region, False)
         offset, region = offset + size + -size % align, region + numel + -numel % align
-    region += (summed_region - region) % (ranks * align)  # a smaller group keeps equal parts of it
-    head = [Bucket(False, 0, sum(segment.size for segment in packed), tuple(packed))] if packed else []
-    assert all(place is not None for place in places)
+    region += (summed_region - region) % (ranks * align)  # so that a smaller reshard group divides it into equal parts
+    packed_buckets = [Bucket(False, 0, sum(segment.size for segment in packed), tuple(packed))] if packed else []
+    assert all(place is not None for place in offsets)
     return GroupLayout(
         ranks=ranks,
-        places=tuple(place for place in places if place is not None),
-        buckets=(*head, *messages),
+        offsets=tuple(place for place in offsets if place is not None),
+        buckets=(*packed_buckets, *direct_buckets),
         shard_numel=offset,
-        full_numel=region,
+        unsharded_numel=region,
         summed=summed,
         summed_offset=summed_offset,
         summed_region=(summed_region, region - summed_region),

@@ -1,4 +1,4 @@
-"""The owner of each parameter and buffer: a depth-first walk over modules that stops at other units."""
+"""Depth-first walk over modules that collects the parameters and buffers of a unit and stops at other units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fullshard import _torch
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A name under which a module holds a tensor. A holder of slots keeps modules weakly."""
+    """Attribute of a module that a tensor is registered under."""
 
     module: nn.Module
     name: str
@@ -20,16 +20,16 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class ParamRef:
-    """reference 1 - n slots: one parameter and every slot it is installed in (more than one if it is tied)."""
+    """One parameter and all its slots. reference 1 - n slots: a tied parameter has more than one."""
 
-    name: str  # qualified, within the modules that were walked
+    name: str  # qualified, below the roots of the walk
     parameter: nn.Parameter
     slots: list[Slot] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class ManagedTensors:
-    """The modules, parameters and buffers that one unit manages, each once, in post-order."""
+    """Modules, parameters and buffers that one unit manages, each once, in post-order."""
 
     modules: list[nn.Module]
     refs: list[ParamRef]
@@ -37,7 +37,7 @@ class ManagedTensors:
 
 
 def roots_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """`modules` without those that lie inside another of them, and without repetitions."""
+    """Return `modules` without duplicates and without submodules of other modules in the list."""
     unique = list(dict.fromkeys(modules))
     if len(unique) == 1:
         return unique
@@ -53,9 +53,9 @@ def collect(
 ) -> ManagedTensors:
     """Walk `roots` depth first, children in registration order and before their parents.
 
-    Not entered: modules for which `is_unit` holds and modules under torch's `replicate`. `ignored` parameters are left
-    out, and so are modules below the roots that hold ignored parameters and nothing else. Shared modules, parameters
-    and buffers come once; a shared parameter's reference lists every slot.
+    The walk skips modules for which `is_unit` returns True, and modules under torch's `replicate`. It excludes `ignored`
+    parameters, and modules below the roots whose only tensors are ignored parameters. Shared modules, parameters and buffers
+    are listed once. The reference of a shared parameter lists every slot.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     root_ids = {id(root) for root in roots}
@@ -65,7 +65,7 @@ def collect(
     seen: set[int] = set()
     for index, root in enumerate(roots):
         for prefix, module in _post_order(root, f"{index}." if len(roots) > 1 else "", seen, root_ids, is_unit):
-            if id(module) in root_ids or not _holds_only_ignored(module, ignored_ids):
+            if id(module) in root_ids or not _has_only_ignored(module, ignored_ids):
                 modules.append(module)
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if id(parameter) not in ignored_ids:
@@ -79,7 +79,7 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def clean_name(name: str) -> str:
-    """A qualified name without the parts that wrappers add: FSDP1's, activation checkpointing's, torch.compile's.
+    """Remove the parts that wrappers add to a qualified name: FSDP1, activation checkpointing, torch.compile.
 
     >>> clean_name("blocks.0._fsdp_wrapped_module._orig_mod.weight")
     'blocks.0.weight'
@@ -88,8 +88,8 @@ def clean_name(name: str) -> str:
 
 
 def children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(qualified name, module) of `root` and all below it, children in registration order before their parents, each once."""
-    for prefix, module in _post_order(root, "", set(), {id(root)}, lambda module: False, everything=True):
+    """Yield (qualified name, module) of `root` and its submodules, children in registration order before parents, each once."""
+    for prefix, module in _post_order(root, "", set(), {id(root)}, lambda module: False, enter_all=True):
         yield prefix.rstrip("."), module
 
 
@@ -100,20 +100,20 @@ def _post_order(
     root_ids: set[int],
     is_unit: Callable[[nn.Module], bool],
     *,
-    everything: bool = False,
+    enter_all: bool = False,
 ) -> Iterator[tuple[str, nn.Module]]:
-    """(prefix, module) for `module` and all below it that are its own, children first, each once."""
+    """Yield (prefix, module) of `module` and its submodules, children first, each once; skip units unless `enter_all`."""
     if id(module) in seen:
         return
     seen.add(id(module))
-    if not everything and ((id(module) not in root_ids and is_unit(module)) or _torch.is_non_composable(module)):
+    if not enter_all and ((id(module) not in root_ids and is_unit(module)) or _torch.is_non_composable(module)):
         return
     for name, child in module.named_children():
-        yield from _post_order(child, f"{prefix}{name}.", seen, root_ids, is_unit, everything=everything)
+        yield from _post_order(child, f"{prefix}{name}.", seen, root_ids, is_unit, enter_all=enter_all)
     yield prefix, module
 
 
-def _holds_only_ignored(module: nn.Module, ignored_ids: set[int]) -> bool:
+def _has_only_ignored(module: nn.Module, ignored_ids: set[int]) -> bool:
     if not ignored_ids:
         return False
     parameters = list(module.parameters())

@@ -1,6 +1,6 @@
-"""Programs around training.
+"""Tools around training.
 
-install.py  install(): fullshard in place of torch's FSDP2
-verify.py   verify(): sharded against plain, the first thing that differs
-loading.py  what a command line names, and one line for what that raises
+install.py  install(): replace torch's FSDP2 by fullshard
+verify.py   verify(): compare sharded and unsharded training
+loading.py  load functions that a command line names; errors in one line
 """

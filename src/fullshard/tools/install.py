@@ -1,4 +1,4 @@
-"""Putting fullshard in place of torch's FSDP2, for programs that import that by name."""
+"""Replace torch's FSDP2 by fullshard, for programs that import FSDP2 by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from fullshard.collectives.custom import AllGather, Comm, ReduceScatter
 from fullshard.errors import StateError
+from fullshard.frontend import patches
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
@@ -21,7 +22,7 @@ from fullshard.frontend.module import (
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.sharding.mesh import DataParallelMeshDims
 
-_OURS: dict[str, Any] = {
+_REPLACEMENTS: dict[str, Any] = {
     "AllGather": AllGather,
     "CPUOffloadPolicy": CPUOffloadPolicy,
     "Comm": Comm,
@@ -36,7 +37,7 @@ _OURS: dict[str, Any] = {
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
 }
-_HOMES = (  # where torch keeps them, and hands them out
+_EXPORTING_MODULES = (  # torch's modules that define or re-export these names
     "torch.distributed.fsdp._fully_shard._fsdp_api",
     "torch.distributed.fsdp._fully_shard",
     "torch.distributed.fsdp",
@@ -45,23 +46,23 @@ _HOMES = (  # where torch keeps them, and hands them out
 )
 
 
-_IMPLEMENTATION = "torch.distributed.fsdp._fully_shard._fully_shard"  # its own names stay
-_USERS = ("torch.distributed._composable.replicate_with_fsdp", "torch.distributed.pipelining")
+_IMPLEMENTATION = "torch.distributed.fsdp._fully_shard._fully_shard"  # uses the names itself: not replaced there
+_IMPORTED_FIRST = ("torch.distributed._composable.replicate_with_fsdp", "torch.distributed.pipelining")
 
 
 class Installation:
-    """The names that were replaced, to put them back."""
+    """Record of the replaced names, which can restore them."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
-    def put(self, namespace: dict[str, Any], name: str, ours: Any) -> None:
-        """Replace `name` in `namespace` and remember what was there."""
+    def replace(self, namespace: dict[str, Any], name: str, ours: Any) -> None:
+        """Replace `name` in `namespace`, and record the previous value."""
         self._replaced.append((namespace, name, namespace[name], ours))
         namespace[name] = ours
 
     def restore(self) -> None:
-        """Put the former values back, but for names that were assigned again since."""
+        """Restore the previous values, except of names that were assigned again later."""
         for namespace, name, theirs, ours in reversed(self._replaced):
             if namespace.get(name) is ours:
                 namespace[name] = theirs
@@ -72,11 +73,10 @@ _installed: list[Installation] = []
 
 
 def install() -> None:
-    """Have `torch.distributed.fsdp` hand out fullshard's `fully_shard` and its classes, until `uninstall()`.
+    """Make `torch.distributed.fsdp` export fullshard's `fully_shard` and its classes, until `uninstall()`.
 
-    Replaces the names in torch's modules, for programs that import them from now on, and in every module that has imported
-    them already. Modules that torch's own `fully_shard` was called on, and the other parts of torch, are left alone.
-    Installing twice changes nothing.
+    Replaces the names in torch's modules, for later imports, and in every module that has imported them already. Modules
+    that torch's own `fully_shard` was called on, and the other parts of torch, are not changed. A second call has no effect.
 
     Example:
         >>> import fullshard
@@ -88,41 +88,47 @@ def install() -> None:
     """
     if _installed:
         return
-    for name in _USERS:  # what torch builds on its own classes must be built before
-        _exists(name)
-    homes = [importlib.import_module(name) for name in (*_HOMES, _IMPLEMENTATION) if _exists(name)]
-    theirs: dict[int, tuple[str, Any]] = {}
-    for home in homes:
-        for name in _OURS:
-            found = vars(home).get(name)
-            if found is not None and found is not _OURS[name]:
-                theirs[id(found)] = (name, found)
+    # Parts of torch derive from FSDP2's classes at import. Import them first, so that they derive from torch's own.
+    for name in _IMPORTED_FIRST:
+        _can_import(name)
+    modules = [importlib.import_module(name) for name in (*_EXPORTING_MODULES, _IMPLEMENTATION) if _can_import(name)]
+    torch_objects: dict[int, tuple[str, Any]] = {}
+    # Keyed by id: values of arbitrary modules are looked up below, and need not be hashable.
+    for exporting in modules:
+        for name in _REPLACEMENTS:
+            found = vars(exporting).get(name)
+            if found is not None and found is not _REPLACEMENTS[name]:
+                torch_objects[id(found)] = (name, found)
     installation = Installation()
     for module_name, module in list(sys.modules.items()):
-        if module is None or not _is_client(module_name):
+        if module is None or not _is_replaced_in(module_name):
             continue
         namespace: dict[str, Any] = getattr(module, "__dict__", {})
         for name, value in list(namespace.items()):
-            known = theirs.get(id(value))
+            known = torch_objects.get(id(value))
             if known is not None and known[1] is value:
-                installation.put(namespace, name, _OURS[known[0]])
+                installation.replace(namespace, name, _REPLACEMENTS[known[0]])
     _installed.append(installation)
 
 
 def uninstall() -> None:
-    """Undo `install()`. Modules that imported torch's names meanwhile keep what they got.
+    """Undo `install()`, and the changes that the first `fully_shard()` made in torch if no sharded model is alive.
+
+    Modules that imported names after `install()` keep fullshard's objects.
 
     Raises:
-        StateError: if nothing is installed.
+        StateError: if there is nothing to undo.
     """
-    if not _installed:
-        raise StateError("fullshard.uninstall() without install(): there is nothing to undo")
-    _installed.pop().restore()
+    if not _installed and not patches.are_installed():
+        raise StateError("fullshard.uninstall() cannot undo anything: neither install() nor fully_shard() was called.")
+    if _installed:
+        _installed.pop().restore()
+    patches.uninstall()
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """`install()` for the length of a `with` block; inside another one, or after `install()`, it changes nothing.
+    """Install for the length of a `with` block; inside another such block, or after `install()`, this has no effect.
 
     Example:
         >>> with fullshard.installed():                                                       # doctest: +SKIP
@@ -137,16 +143,17 @@ def installed() -> Iterator[None]:
             uninstall()
 
 
-def _is_client(name: str) -> bool:
-    """Whether names in this module are replaced.
+def _is_replaced_in(name: str) -> bool:
+    """Return True if names in the module `name` are replaced.
 
-    The rest of torch (pipelining, replicate) asks torch's names about our modules, which answer to them, and about its own.
+    Other parts of torch (pipelining, replicate) keep torch's classes: their isinstance checks accept fullshard's modules, too,
+    and must still accept torch's own.
     """
     first = name.split(".")[0]
-    return name in _HOMES if first == "torch" else first != "fullshard"
+    return name in _EXPORTING_MODULES if first == "torch" else first != "fullshard"
 
 
-def _exists(name: str) -> bool:
+def _can_import(name: str) -> bool:
     try:
         importlib.import_module(name)
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a command line names: a function of a file or module, and one line for what it raises."""
+"""Load the function that a command line names, and describe errors in one line."""
 
 from __future__ import annotations
 
@@ -20,50 +20,53 @@ from typing import Any, NoReturn, TextIO
 
 from torch import nn
 
-_OURS = str(Path(__file__).parent.parent)
+_PACKAGE_ROOT = str(Path(__file__).parent.parent)
 _LIBRARIES = re.compile(r"site-packages|dist-packages|lib/python3|<frozen")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line, and which option may be meant."""
+    """An argument parser that reports an error in one line, and suggests a similar option."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the line, and exit with 2."""
-        known = [option for action in self._of_command()._actions for option in action.option_strings]
+        """Print the error in one line, and exit with status 2."""
+        known = [option for action in self._command_parser()._actions for option in action.option_strings]
         wrong = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
         near = [found for word in wrong for found in difflib.get_close_matches(word, known, 1, cutoff=0.7)]
         meant = f"; is {' '.join(near)} meant?" if near else ""
         self.exit(2, f"{self.prog}: {one_line(message)}{meant} ({self.prog} --help lists the options)\n")
 
-    def _of_command(self) -> argparse.ArgumentParser:
-        """The parser of the command that is given: options that it does not know come to the one of all commands."""
+    def _command_parser(self) -> argparse.ArgumentParser:
+        """Return the parser of the command on the command line.
+
+        argparse reports unknown options of a command to the main parser, which does not know the options of the command.
+        """
         for action in self._actions:
             for name, parser in action.choices.items() if isinstance(action.choices, dict) else ():
                 if name in sys.argv[1:2]:
-                    return parser._of_command() if isinstance(parser, Parser) else parser
+                    return parser._command_parser() if isinstance(parser, Parser) else parser
         return self
 
 
 def one_line(text: object, most: int = 600) -> str:
-    """A text without line ends and control characters."""
+    """Return a text without line ends and control characters, cut off after `most` characters."""
     return "".join(c for c in " ".join(str(text).split()) if c.isprintable())[:most]
 
 
 def failure_line(failure: BaseException, doing: str) -> str:
-    """What was raised: its own text if this library says it, else its type, where it was raised, and during what.
+    """Describe an exception: by its text if this library raised it, else by its type, text and line of user code.
 
     Args:
-        failure: with its traceback.
-        doing: as in "models.py:small()".
+        failure: an exception with its traceback.
+        doing: the action that failed, such as "models.py:small()".
 
     Returns:
         One line.
     """
     frames = traceback.extract_tb(failure.__traceback__)
-    if isinstance(failure, (ValueError, RuntimeError)) and frames and frames[-1].filename.startswith(_OURS):
+    if isinstance(failure, (ValueError, RuntimeError)) and frames and frames[-1].filename.startswith(_PACKAGE_ROOT):
         return one_line(failure)
-    theirs = [f for f in frames if not f.filename.startswith(_OURS) and not _LIBRARIES.search(f.filename)]
-    where = f" (at {Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""
+    user_frames = [f for f in frames if not f.filename.startswith(_PACKAGE_ROOT) and not _LIBRARIES.search(f.filename)]
+    where = f" (at {Path(user_frames[-1].filename).name}:{user_frames[-1].lineno})" if user_frames else ""
     if isinstance(failure, SyntaxError) and failure.filename:
         where = f" (at {Path(failure.filename).name}:{failure.lineno})"
     text = one_line(failure.msg if isinstance(failure, SyntaxError) else failure)
@@ -71,79 +74,85 @@ def failure_line(failure: BaseException, doing: str) -> str:
 
 
 def load(name: str) -> Any:
-    """What `module:name` or `file.py:name` names.
+    """Load the object that `module:name` or `file.py:name` names.
 
     Args:
-        name: of a file, or of a module that can be imported from here, and of what it has.
+        name: an importable module, or a file, and the name of an object in it.
 
     Returns:
-        It.
+        The object.
 
     Raises:
-        ValueError: if there is none, or the file raises.
+        ValueError: if there is no such object, or the import raises.
     """
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
-        raise ValueError(f"expected module:name or file.py:name, got {name!r}")
-    printed = _Held(sys.stderr)
+        raise ValueError(f"Expected module:name or file.py:name, got {name!r}.")
+    # Buffer stderr: if a script calls sys.exit() while it is imported, its last line explains why (argparse writes it).
+    stderr = _BufferedStream(sys.stderr)
     try:
-        with redirect_stderr(printed):
-            found = vars(_module_of(where, name))
+        with redirect_stderr(stderr):
+            found = vars(_import_target(where, name))
     except SystemExit as ends:
-        said = one_line(printed.getvalue().strip().rpartition("\n")[2])
+        last_line = one_line(stderr.getvalue().strip().rpartition("\n")[2])
         raise ValueError(
-            f"{where} ends the program when it is imported (sys.exit({ends.code!r}){f', {said}' if said else ''}): call that "
-            "only under if __name__ == '__main__'"
+            f"{where} ends the program when it is imported (sys.exit({ends.code!r}){f', {last_line}' if last_line else ''}). "
+            "Call sys.exit() only under if __name__ == '__main__'."
         ) from ends
     except ImportError as wrong:
         if "relative import" not in str(wrong):
             raise ValueError(failure_line(wrong, where)) from wrong
-        raise ValueError(f"{where} is part of a package ({wrong}): give module:name, as in package.file:{attribute}, from the "
-                         "directory above the package") from wrong  # fmt: skip
+        raise ValueError(f"{where} is part of a package ({wrong}). Pass module:name, as in package.file:{attribute}, from the "
+                         "directory above the package.") from wrong  # fmt: skip
     except Exception as failure:
         raise ValueError(failure_line(failure, where)) from failure
-    printed.release()
+    stderr.release()
     if attribute not in found:
         own = {name: value for name, value in found.items() if getattr(value, "__module__", "") == found["__name__"]}
         names = [known for known, value in own.items() if callable(value) and not known.startswith("_")]
-        raise ValueError(f"{where!r} has no {attribute!r}; it has {', '.join(names[:8]) or 'nothing callable'}")
+        raise ValueError(f"{where!r} has no {attribute!r}. It has {', '.join(names[:8]) or 'nothing callable'}.")
     return found[attribute]
 
 
-class _Held(io.StringIO):
-    """Keep what is written until `release`, and pass on what comes then: handlers of `logging` hold on to a stream."""
+class _BufferedStream(io.StringIO):
+    """Buffer text until `release`, and pass later text on to the stream.
+
+    Handlers of `logging` keep a reference to the stream, so it must work after `release` as well.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        self._stream, self._held = stream, True
+        self._stream, self._buffering = stream, True
 
     def write(self, text: str) -> int:
         """Write to memory, or to the stream."""
-        return super().write(text) if self._held else self._stream.write(text)
+        return super().write(text) if self._buffering else self._stream.write(text)
 
     def release(self) -> None:
-        """Write what was kept to the stream."""
-        self._held = False
+        """Write the buffered text to the stream."""
+        self._buffering = False
         self._stream.write(self.getvalue())
 
 
-def _module_of(where: str, name: str) -> ModuleType:
-    """The module, imported now."""
+def _import_target(where: str, name: str) -> ModuleType:
+    """Import and return the module or file `where`. `name`: the full text of the option, for error texts."""
     if not where.endswith(".py"):
         try:
             return importlib.import_module(where)
         except ModuleNotFoundError as wrong:
             raise ValueError(
-                f"{name!r}: {wrong}; give module:name of what can be imported from here, or file.py:name"
+                f"{name!r} cannot be loaded: {wrong}. Pass module:name of an importable module, or file.py:name."
             ) from None
     path = Path(where).resolve()
     if not path.is_file():
-        raise ValueError(f"{name!r}: {where} is {'a directory' if path.is_dir() else 'no file'}: give file.py:name")
+        raise ValueError(
+            f"{name!r} cannot be loaded: {where} is {'a directory' if path.is_dir() else 'not a file'}. Pass file.py:name."
+        )
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known
     sys.path.insert(0, str(path.parent))
-    stem = path.stem if known is None else f"file_{path.stem}"  # torch.py must not become torch
+    stem = path.stem if known is None else f"file_{path.stem}"  # a file torch.py must not replace the module torch
     spec = importlib.util.spec_from_file_location(stem, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[stem] = importlib.util.module_from_spec(spec)
@@ -151,43 +160,43 @@ def _module_of(where: str, name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as wrong:
         del sys.modules[stem]
-        raise ValueError(f"{name!r}: {where} imports {wrong.name!r}, which is not installed here") from wrong
+        raise ValueError(f"{name!r} cannot be loaded: {where} imports {wrong.name!r}, which is not installed.") from wrong
     except BaseException:
         del sys.modules[stem]
         raise
     return module
 
 
-def load_factory(name: str, told: Mapping[str, Any]) -> Any:
-    """The function that a command line names, with these arguments.
+def load_factory(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Load the function that a command line names, and bind arguments to it.
 
     Args:
-        name: as of `load`.
-        told: arguments by name.
+        name: module:name or file.py:name, see `load`.
+        arguments: keyword arguments.
 
     Returns:
-        A function of no arguments.
+        A function without arguments.
 
     Raises:
-        ValueError: if it is none, or does not take these.
+        ValueError: if `name` is not a function, or the function does not accept the arguments.
     """
     factory = load(name)
     if inspect.iscoroutinefunction(factory):
-        raise ValueError(f"{name!r} is a coroutine: expected a function that returns (build, batch)")
+        raise ValueError(f"Expected {name!r} to be a function that returns (build, batch), got a coroutine.")
     if isinstance(factory, nn.Module):
-        raise ValueError(f"{name!r} is a module ({type(factory).__name__}): expected a function that returns (build, batch)")
-    if not callable(factory):
-        raise ValueError(f"{name!r} is a {type(factory).__name__}: expected a function that returns (build, batch)")
-    try:
-        inspect.signature(factory).bind(**told)
-    except TypeError as wrong:
-        shown = f"{getattr(factory, '__name__', name)}{inspect.signature(factory)}"
-        if told:
-            raise ValueError(f"--with does not fit the factory, {shown}: {wrong}") from None
         raise ValueError(
-            f"the factory {shown} has arguments that nobody gives ({wrong}): give them by --with NAME=VALUE"
-        ) from None
-    return partial(factory, **told)
+            f"Expected {name!r} to be a function that returns (build, batch), got a module ({type(factory).__name__})."
+        )
+    if not callable(factory):
+        raise ValueError(f"Expected {name!r} to be a function that returns (build, batch), got a {type(factory).__name__}.")
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as wrong:
+        signature = f"{getattr(factory, '__name__', name)}{inspect.signature(factory)}"
+        if arguments:
+            raise ValueError(f"--with does not match the factory, {signature}: {wrong}.") from None
+        raise ValueError(f"The factory {signature} has required arguments ({wrong}). Pass them by --with NAME=VALUE.") from None
+    return partial(factory, **arguments)
 
 
 __all__ = ["Parser", "failure_line", "load", "load_factory", "one_line"]

@@ -1,4 +1,4 @@
-"""Sharded against plain: the same model, batches and seed both ways, and the first thing that differs."""
+"""Train a model sharded and unsharded from the same seed and batches, and report the first difference."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from fullshard.wrap.whole_model import shard_model
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference: `what` of a parameter (its gradient, or its value after the optimizer's step), or the loss.
+    """The first difference between the sharded and the unsharded model: in the loss, a gradient or a parameter.
 
     Args:
-        step: the step in which it differed, from 0.
-        what: "loss", "gradient" or "value"; says so if one of both has no gradient.
-        name: of the parameter; empty for the loss.
+        step: index of the step, from 0.
+        what: "loss", "gradient", or "value" (the parameter after the optimizer's step); with a remark if only one of the two
+            models has a gradient.
+        name: name of the parameter; empty for the loss.
         worst: the largest absolute difference of two elements.
-        scale: the largest absolute value of the plain one.
+        scale: the largest absolute value in the unsharded model's tensor.
     """
 
     step: int
@@ -47,10 +48,10 @@ class Verdict:
     """The result of `verify`. True if nothing differs; prints as one line.
 
     Args:
-        steps: optimizer steps that were asked for.
-        ranks: processes that took part.
-        parameters: of the plain model, each compared at each step.
-        first: the first difference of the first rank that found one, None if there is none.
+        steps: the requested number of optimizer steps.
+        ranks: number of ranks.
+        parameters: number of parameters of the unsharded model; each is compared at each step.
+        first: the first difference on the first rank that found one, None if nothing differs.
     """
 
     steps: int
@@ -74,7 +75,7 @@ Loss = Callable[[Any], Tensor]
 
 
 def mean_of_output(output: Any) -> Tensor:
-    """A loss for any model: `.loss` of what it returns, or the mean square of its first floating-point tensor."""
+    """Return a loss for any model: `.loss` of its output, or the mean square of the first floating-point tensor in it."""
     if isinstance(getattr(output, "loss", None), Tensor):
         return output.loss
     tensors: list[Tensor] = []
@@ -94,7 +95,7 @@ def mean_of_output(output: Any) -> Tensor:
         if tensor.is_floating_point():
             return tensor.square().mean()
     raise ValueError(
-        f"verify() found no loss in a {type(output).__name__}: pass loss=, a function from output to a 0-dim tensor"
+        f"verify() found no loss in a {type(output).__name__}. Pass loss=, a function from the output to a 0-dim tensor."
     )
 
 
@@ -110,30 +111,30 @@ def verify(
     tolerance: float = 1e-4,
     ranks: int = 2,
 ) -> Verdict:
-    """Train a model sharded and plain, from one seed on the same batch, and compare losses, gradients and weights.
+    """Train a model sharded and unsharded, from the same seed and batch, and compare losses, gradients and weights.
 
-    Every rank gets the same whole batch, so that the means over ranks are those of the plain model. Models that draw random
-    numbers in forward (dropout) draw the same ones: the generators are seeded before each step.
+    Every rank gets the same whole batch, so that means over ranks equal the values of the unsharded model. Models that draw
+    random numbers in forward (dropout) draw equal numbers, because the generators are seeded before each step.
 
     Args:
-        build: makes the model; called twice with the same seed.
-        batch: what the model is called with: a tensor, a tuple (positional) or a dict (keywords), the same at each step; or a
-            function from the step to that.
-        steps: how many optimizer steps.
+        build: builds the model; called twice with the same seed.
+        batch: arguments of the model: a tensor, a tuple (positional) or a dict (keywords), equal at each step; or a function
+            from the index of the step to such arguments.
+        steps: number of optimizer steps.
         shard: shards a model in place, `shard_model` by default.
-        loss: from the model's output to a 0-dim tensor.
+        loss: function from the model's output to a 0-dim tensor.
         optimizer: called with (parameters, lr=1e-3).
-        seed: of torch's generators before each `build()`; before the forward of step i, counted from 0, it is seed + 1 + i.
-        tolerance: of differences relative to the largest value of the tensor in question.
-        ranks: how many processes to start if torch.distributed is not initialised; then `build`, `batch` and the others must
-            be importable or inherited (the processes are forked). Otherwise the ranks that there are take part.
+        seed: seed of torch's generators before each `build()`; before the forward of step i, from 0, it is seed + 1 + i.
+        tolerance: maximum difference relative to the largest value of the compared tensor.
+        ranks: number of processes to start if torch.distributed is not initialised. Then `build`, `batch` and the other
+            arguments must be importable or inherited (the processes are forked). Otherwise all existing ranks take part.
 
     Returns:
-        A `Verdict`, the same on all ranks: true if nothing differs, else with the first difference.
+        A `Verdict`, equal on all ranks: true if nothing differs, else with the first difference.
 
     Raises:
-        ValueError: if no loss can be found in the output, where the ranks are there already.
-        RuntimeError: where the ranks are started here, if the program raised on one of them, with its traceback.
+        ValueError: if the output contains no loss, and torch.distributed was initialised before.
+        RuntimeError: if a process that was started here raised an exception; contains its traceback.
 
     Example:
         >>> def build():
@@ -141,10 +142,10 @@ def verify(
         >>> print(verify(build, torch.ones(3, 4)))                                            # doctest: +SKIP
         same: losses, gradients and weights of 4 parameters over 2 steps on 2 ranks
     """
-    told = _Program(build, batch, steps, shard, loss, optimizer, seed, tolerance)
+    program = _Program(build, batch, steps, shard, loss, optimizer, seed, tolerance)
     if dist.is_initialized():
-        return told.run()
-    return _on_processes(told, ranks)
+        return program.run()
+    return _run_on_processes(program, ranks)
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class _Program:
                 torch.manual_seed(self.seed + 1 + step)
                 losses.append(self.loss(_call(model, self._batch(step, device))))
                 losses[-1].backward()
-            found = [self._compare(step, "loss", "", losses[1], losses[0])]  # every rank compares everything: it is collective
+            found = [self._compare(step, "loss", "", losses[1], losses[0])]  # on every rank: comparing is collective
             ours = dict(sharded.named_parameters())
             found += [self._compare(step, "gradient", n, ours[n].grad, p.grad) for n, p in plain.named_parameters()]
             for one in optimizers:
@@ -185,11 +186,11 @@ class _Program:
             first = next((difference for difference in found if difference is not None), None)
             if any_failed(None, first is not None):
                 break
-        return Verdict(self.steps, dist.get_world_size(), len(names), _first_of_all(first))
+        return Verdict(self.steps, dist.get_world_size(), len(names), _first_difference(first))
 
     def _batch(self, step: int, device: torch.device) -> Any:
         given = self.batch(step) if callable(self.batch) and not isinstance(self.batch, Tensor) else self.batch
-        return _moved(copy.copy(given), device)
+        return _to_device(copy.copy(given), device)
 
     def _compare(self, step: int, what: str, name: str, ours: Tensor | None, theirs: Tensor | None) -> Difference | None:
         if ours is None or theirs is None:
@@ -203,7 +204,7 @@ class _Program:
             return None
         worst = (whole.double() - expected.double()).abs().max().item()
         scale = expected.double().abs().max().item()
-        if worst <= self.tolerance * max(scale, 1e-6) + 1e-12:  # NaN is not
+        if worst <= self.tolerance * max(scale, 1e-6) + 1e-12:  # False for NaN
             return None
         return Difference(step, what, name, worst, scale)
 
@@ -214,73 +215,75 @@ def _call(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
-    return type(value)(_moved(item, device) for item in value) if isinstance(value, (tuple, list)) else value
+        return {key: _to_device(item, device) for key, item in value.items()}
+    return type(value)(_to_device(item, device) for item in value) if isinstance(value, (tuple, list)) else value
 
 
-def _first_of_all(mine: Difference | None) -> Difference | None:
-    """The difference of the first rank that found one."""
+def _first_difference(mine: Difference | None) -> Difference | None:
+    """Return the difference of the first rank that found one (collective)."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return next((one for one in found if one is not None), None)
 
 
-def _rank(rank: int, ranks: int, told: _Program, store: str, results: Any) -> None:
+def _run_rank(rank: int, ranks: int, program: _Program, store: str, results: Any) -> None:
     try:
         torch.set_num_threads(1)
-        # For the CPU alone: with a backend for an accelerator that would be chosen, which forked processes cannot use.
+        # CPU only: with an accelerator's backend the accelerator would be used, which is not possible in forked processes.
         dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        results.put((rank, told.run(), None))
+        results.put((rank, program.run(), None))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
 
 
-def _on_processes(told: _Program, ranks: int) -> Verdict:
-    """Run the program on gloo ranks of this machine's CPU."""
+def _run_on_processes(program: _Program, ranks: int) -> Verdict:
+    """Run the program on gloo ranks on the CPU of this machine."""
     context: Any = torch.multiprocessing.get_context("fork")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="fullshard-verify") as folder:
         store = os.path.join(folder, "store")
-        processes = [context.Process(target=_rank, args=(rank, ranks, told, store, results)) for rank in range(ranks)]
+        processes = [context.Process(target=_run_rank, args=(rank, ranks, program, store, results)) for rank in range(ranks)]
         for process in processes:
             process.start()
-        answers = [results.get() for _ in processes]
+        results_of_ranks = [results.get() for _ in processes]
         for process in processes:
             process.join()
-    failed = [f"--- rank {rank} ---\n{text}" for rank, _, text in sorted(answers, key=lambda a: a[0]) if text is not None]
+    failed = [
+        f"--- rank {rank} ---\n{text}" for rank, _, text in sorted(results_of_ranks, key=lambda r: r[0]) if text is not None
+    ]
     if failed:
-        raise RuntimeError("verify() raised on some rank\n" + "\n".join(failed))
-    return next(verdict for _, verdict, _ in answers)
+        raise RuntimeError("verify() raised on some ranks:\n" + "\n".join(failed))
+    return next(verdict for _, verdict, _ in results_of_ranks)
 
 
-def parts_of(factory: Callable[[], object]) -> dict[str, Any]:
-    """The arguments of `verify()` that a factory of the command line gives: (build, batch), or a dict of them with both.
+def verify_arguments(factory: Callable[[], object]) -> dict[str, Any]:
+    """Return the arguments of `verify()` from a factory of the command line.
 
-    Raises ValueError for anything else.
+    The factory returns (build, batch), or a dict of arguments that contains both. Raises ValueError for other results.
     """
-    made = factory()
-    if isinstance(made, dict) and "build" in made and "batch" in made:
-        return dict(made)
-    if isinstance(made, Sequence) and len(made) == 2 and callable(made[0]):
-        return {"build": made[0], "batch": made[1]}
+    result = factory()
+    if isinstance(result, dict) and "build" in result and "batch" in result:
+        return dict(result)
+    if isinstance(result, Sequence) and len(result) == 2 and callable(result[0]):
+        return {"build": result[0], "batch": result[1]}
     raise ValueError(
-        f"the factory must return (build, batch), the first of them a function, or a dict of arguments that has both, got "
-        f"{_shape_of(made)}"
+        f"Expected the factory to return (build, batch), build being a function, or a dict of arguments with both, got "
+        f"{_description_of(result)}."
     )
 
 
-def _shape_of(made: object) -> str:
-    if isinstance(made, dict):
-        return f"a dict of {', '.join(map(str, made)) or 'nothing'}"
-    if isinstance(made, (tuple, list)):
-        return f"{len(made)} values: {', '.join(type(one).__name__ for one in made)}"
-    return f"a {type(made).__name__}"
+def _description_of(result: object) -> str:
+    if isinstance(result, dict):
+        return f"a dict of {', '.join(map(str, result)) or 'nothing'}"
+    if isinstance(result, (tuple, list)):
+        return f"{len(result)} values: {', '.join(type(one).__name__ for one in result)}"
+    return f"a {type(result).__name__}"
 
 
-__all__ = ["Difference", "Verdict", "mean_of_output", "parts_of", "verify"]
+__all__ = ["Difference", "Verdict", "mean_of_output", "verify", "verify_arguments"]

@@ -1,39 +1,39 @@
-"""Weights in and out: each rank reads and writes its own bytes of ordinary checkpoints, and full tensors stream.
+"""Load and save model weights: each rank reads and writes its own bytes of ordinary checkpoints; full tensors are streamed.
 
-texts.py      texts of errors
-progress.py   what a load or a save tells its caller on the way
-boxes.py      rectangular parts of tensors
-headers.py    files of safetensors: their headers, and the files of a checkpoint
-rules.py      the rules of key maps, as values
-key_map.py    what rules make of the tensors of a checkpoint
-published.py  the rules that transformers has for a model, as rules of key maps
-holdings.py   tensors of a model, and which part of each of them each rank has
-rounds.py     rows that one rank reads or writes for several, in rounds
-plan.py       which rank reads which bytes, and where they go
-targets.py    the tensors of a model, as its modules have them
-meeting.py    what all ranks of a model say to each other in one call
-staging.py    memory of a fixed size through which rows pass
-exchange.py   values that ranks send each other in one message
-reading.py    reads bytes of files into memory, by several threads
-allocating.py memory for a model on meta, and the marks of what stays without values
-buffers.py    values of buffers that no checkpoint has
-computing.py  tensors that functions make of whole ones
+texts.py      printable error texts
+progress.py   progress callbacks of loads and saves
+boxes.py      boxes: rectangular parts of tensors
+headers.py    headers of safetensors files, and the files of a checkpoint
+rules.py      rules of key maps, as values
+key_map.py    apply rules to the tensors of a checkpoint
+published.py  checkpoint conversions of transformers as rules of key maps
+holdings.py   tensors of a model, and the box of each tensor that each rank has
+rounds.py     batch rows that one rank reads or writes for several ranks into rounds
+plan.py       plan a load: which rank reads which bytes
+targets.py    tensors of a model: names, local memory, shards of all ranks
+meeting.py    communication between all ranks of a model in one call
+staging.py    fixed-size memory through which rows pass
+exchange.py   exchange values between ranks in one collective
+reading.py    read bytes of files into memory with several threads
+allocating.py allocate memory for a model on meta, and mark tensors without values
+buffers.py    restore buffers that no checkpoint has
+computing.py  compute the tensors of `Convert` rules
 loading.py    load_weights()
-layout.py     which tensor is where in which file, as save_pretrained has it
-save_plan.py  which rank writes which rows, and from whom it gets them
-writing.py    writes memory to files, by a thread per file
-commit.py     a directory that is replaced in one step
-inside.py     a directory that stays, into which files are moved
-background.py a save behind the training: its ranks settle through the store
-steps.py      a directory for each step, and a link to the latest
+layout.py     lay out a checkpoint in files, as save_pretrained does
+save_plan.py  plan a save: which rank writes which rows, and which ranks send them
+writing.py    write memory to files, one thread per file
+commit.py     replace a directory atomically
+inside.py     move files into a directory that cannot be replaced
+background.py saves in the background of training; ranks agree through the store
+steps.py      one directory per step, and a link to the latest
 saving.py     save_weights()
 ema.py        EMA: moving averages of a model's weights
 streaming.py  iter_full()
 converting.py convert_weights(), without a model
-inspecting.py what is in a checkpoint, and whether it is whole
+inspecting.py list the content of a checkpoint and check it
 command.py    python -m fullshard weights
 
-Planning is pure. Only headers, rules and plans know of formats; shards are written where they are.
+Planning is pure. Only headers, rules and plans depend on the file format.
 """
 
 from fullshard.weights.background import Saving

@@ -1,4 +1,4 @@
-"""A save that goes on behind the training: its ranks settle through the store of the process group, and send no messages."""
+"""Background saves: the threads of all ranks coordinate through the store of the process group, without collectives."""
 
 from __future__ import annotations
 
@@ -14,40 +14,47 @@ from fullshard.weights.texts import printable
 
 T = TypeVar("T")
 
-PATIENCE = 60.0  # seconds without a sign of life after which a rank is given up
-_BEAT = 1.0  # seconds between two of them
+PATIENCE = 60.0  # seconds without a heartbeat after which a rank counts as lost
+_BEAT = 1.0  # seconds between two heartbeats
 
 
-class StoreMeeting:
-    """The ranks of one save, in threads of their own: `run` as that of `Meeting`.
+class StoreRankGroup:
+    """The threads of all ranks in one background save. `run` works as in `RankGroup`.
 
-    Every rank counts up a key once a second. The first rank looks whether the others still do, and they look at the first one:
-    a rank that ended is told to all, and no rank waits for it.
+    Every rank increments a key in the store periodically (a heartbeat). The first rank checks the heartbeats of the others, and
+    they check the heartbeat of the first rank. A lost rank is published in the store, so that no rank waits for it.
     """
 
     def __init__(self, name: str, index: int, ranks: int) -> None:
-        """name: of this save, alike on all ranks and on no other save."""
+        """Connect to the store and start the heartbeat.
+
+        Args:
+            name: unique name of this save, equal on all ranks.
+            index: position of this rank.
+            ranks: number of ranks.
+        """
         self._index, self._ranks = index, ranks
-        self._host = _torch.default_store() if ranks > 1 else None  # which serves the others as long as it is held
+        # Keeps the store of the process group alive: on one rank it is the server of all others.
+        self._host = _torch.default_store() if ranks > 1 else None
         self._store: Any = None if self._host is None else _torch.own_store(self._host, f"fullshard/save/{name}")
-        self._pause = max(0.5, ranks / 500)  # between two questions of one rank, so that the store keeps up
+        self._pause = max(0.5, ranks / 500)  # seconds between two requests of a rank; grows with the load of the store
         self._calls = 0
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         if self._store is not None:
             threading.Thread(target=self._beat, name="fullshard-save-beat", daemon=True).start()
 
     def _beat(self) -> None:
-        while not self._ended.wait(max(_BEAT, 2 * self._pause)):
+        while not self._stopped.wait(max(_BEAT, 2 * self._pause)):
             try:
                 self._store.add(f"beat/{self._index}", 1)
-            except Exception:  # the store is gone: `run` meets that, too, and says so
+            except Exception:  # the store is lost: `run` fails as well and raises the error
                 return
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do this; if it fails on a rank, its error is raised on all.
+        """Call `work` on every rank and return its result. If it fails on any rank, raise on all ranks.
 
         Raises:
-            RuntimeError: with the text of a rank that failed, or if a rank is gone.
+            RuntimeError: with the text of a rank that failed, or if a rank or the store is lost.
         """
         failure: Exception | None = None
         try:
@@ -59,17 +66,17 @@ class StoreMeeting:
                 raise RuntimeError(str(failure) or type(failure).__name__) from failure
             return result
         try:
-            text = self._settle(failure)
+            text = self._wait_for_ranks(failure)
         except Exception as lost:
-            raise RuntimeError(f"the store of the process group does not answer, and its rank may have ended: {lost}") from (
-                failure or lost
-            )
+            raise RuntimeError(
+                f"The store of the process group does not respond. The process that hosts it may have ended: {lost}"
+            ) from (failure or lost)
         if text is not None:
             raise RuntimeError(text) from failure
         return result
 
-    def _settle(self, failure: Exception | None) -> str | None:
-        """Wait until all ranks came so far. Returns the text of an error, None if there is none."""
+    def _wait_for_ranks(self, failure: Exception | None) -> str | None:
+        """Wait until all ranks have made this call. Return the text of an error, None if there is none."""
         call, self._calls = self._calls, self._calls + 1
         if failure is not None:
             self._store.set(f"{call}/failed", printable(str(failure)) or type(failure).__name__)
@@ -83,23 +90,28 @@ class StoreMeeting:
             if self._store.check(["gone"]):
                 return str(self._store.get("gone").decode())
             if count < self._ranks and time.monotonic() - looked > PATIENCE:
+                # A rank is lost if its counter did not change for PATIENCE, however slow its work is.
                 beats, before, looked = self._beats(call), beats, time.monotonic()
                 gone = [rank for rank, beat in beats.items() if before.get(rank) == beat]
                 if gone:
-                    text = f"rank {gone[0]} of the save gave no sign of life for {PATIENCE:.0f} seconds: it ended, or is held"
+                    text = (
+                        f"Rank {gone[0]} of the save sent no heartbeat for {PATIENCE:.0f} seconds: it has ended or is blocked."
+                    )
                     self._store.set("gone", text)
                     return text
-        failed = f"{call}/failed"  # of this call: a rank may have failed in the next one already
+        failed = f"{call}/failed"  # the key has the call number, because a faster rank may fail in the next call already
         return str(self._store.get(failed).decode()) if self._store.check([failed]) else None
 
     def _beats(self, call: int) -> dict[int, int]:
-        """The beats of the ranks that are not here yet: the first rank looks at all others, which look at it."""
-        looked_at = [0] if self._index else range(1, self._ranks)
-        absent = [rank for rank in looked_at if not self._store.check([f"{call}/here/{rank}"])]
+        """Return the heartbeat counters of the ranks that have not made this call yet and that this rank monitors."""
+        # The first rank monitors all others, and they monitor the first rank: the number of requests is linear in the ranks.
+        monitored = [0] if self._index else range(1, self._ranks)
+        absent = [rank for rank in monitored if not self._store.check([f"{call}/here/{rank}"])]
         return {rank: self._store.add(f"beat/{rank}", 0) for rank in absent}
 
     def close(self) -> None:
-        """Have the first rank, which may serve the store, leave last."""
+        """Stop the heartbeat and release the store. The first rank waits for the others."""
+        # The first rank may host the store: if it left earlier, the last requests of the others would fail.
         try:
             if self._store is not None:
                 left = self._store.add("left", 1)
@@ -110,14 +122,14 @@ class StoreMeeting:
                 if self._index == 0 and left == self._ranks:
                     self._forget()
         except Exception as failure:
-            warnings.warn(f"the store of the process group does not answer at the end of a save: {failure}", stacklevel=2)
+            warnings.warn(f"The store of the process group does not respond at the end of a save: {failure}", stacklevel=2)
         finally:
-            self._ended.set()
+            self._stopped.set()
             self._host = None
 
     def abandon(self) -> None:
-        """Stop the beats and let the store go, where the save failed before its threads began."""
-        self._ended.set()
+        """Stop the heartbeat and release the store, if the save failed before its threads started."""
+        self._stopped.set()
         self._host = None
 
     def _forget(self) -> None:
@@ -130,13 +142,13 @@ class StoreMeeting:
 
 
 class Saving(Generic[T]):
-    """A save that is under way behind the training.
+    """A running background save.
 
-    The next `save_weights` or `load_weights` waits for it, and the end of the process does.
+    The next `save_weights` or `load_weights` and the end of the process wait for it.
 
     Args:
-        directory: where it will be.
-        work: what is left to do, in a thread.
+        directory: directory of the checkpoint.
+        work: the rest of the save, called in a thread.
 
     Example:
         >>> saving = save_weights(model, "checkpoint", background=True)                       # doctest: +SKIP
@@ -150,50 +162,50 @@ class Saving(Generic[T]):
         self._result: T | None = None
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="fullshard-save", daemon=False)
-        _UNDER_WAY.append(self)
-        self._thread.start()
+        _RUNNING.append(self)
+        self._thread.start()  # not a daemon thread, so the interpreter waits for it at exit
 
     def _run(self, work: Callable[[], T]) -> None:
         try:
             self._result = work()
         except Exception as failure:
             self._failure = failure
-            warnings.warn(f"a save in the background to {self._directory} failed: {failure}", stacklevel=2)
+            warnings.warn(f"The background save to {self._directory} failed: {failure}", stacklevel=2)
 
     @property
     def done(self) -> bool:
-        """Whether it came to its end, good or bad, on this rank."""
+        """True if the save has completed or failed on this rank."""
         return not self._thread.is_alive()
 
     def wait(self) -> T:
-        """Wait for the end.
+        """Wait until the save completes.
 
         Returns:
             The report of this rank.
 
         Raises:
-            RuntimeError: if a rank could not write, or is gone; the directory is as it was. The same on every rank.
+            RuntimeError: on every rank, if a rank could not write or is lost. The directory is unchanged.
         """
         self._thread.join()
-        if self in _UNDER_WAY:
-            _UNDER_WAY.remove(self)
+        if self in _RUNNING:
+            _RUNNING.remove(self)
         if self._failure is not None:
-            raise RuntimeError(f"the save in the background to {self._directory} failed: {self._failure}") from self._failure
+            raise RuntimeError(f"The background save to {self._directory} failed: {self._failure}") from self._failure
         assert self._result is not None
         return self._result
 
 
-_UNDER_WAY: list[Saving[Any]] = []
+_RUNNING: list[Saving[Any]] = []
 
 
 def join_saves() -> None:
-    """Wait for what is under way.
+    """Wait for all running background saves.
 
     Raises:
-        RuntimeError: if a save failed of which no caller was told.
+        RuntimeError: if a save failed whose `wait()` was not called.
     """
-    while _UNDER_WAY:
-        _UNDER_WAY[0].wait()
+    while _RUNNING:
+        _RUNNING[0].wait()
 
 
-__all__ = ["Saving", "StoreMeeting", "join_saves"]
+__all__ = ["Saving", "StoreRankGroup", "join_saves"]

@@ -1,4 +1,4 @@
-"""Values of buffers that no checkpoint has, as frequencies of rotary embeddings: those that a model is built with."""
+"""Restore buffers that no checkpoint has, such as frequencies of rotary embeddings, to the values of a newly built model."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from collections.abc import Callable, Container, Mapping
 import torch
 from torch import Tensor, nn
 
-from fullshard.frontend.known_values import ConstantsMode, Values, ValuesMode, values_of_buffers
+from fullshard.frontend.known_values import ConstantsMode, KnownValues, ValuesMode, values_of_buffers
 
 
 def built_buffers(model: nn.Module, build: Callable[[], nn.Module] | None) -> dict[str, Tensor]:
-    """The values of a model's buffers as it is built, on meta.
+    """Build a model on meta and return the values of its buffers.
 
     Args:
-        model: that is to get them.
-        build: makes it as it was made, without its shards; None gives none.
+        model: the model that needs the values.
+        build: builds the same model, unsharded. None: return nothing.
 
     Returns:
-        By name, on the CPU, of those whose values follow from shapes and constants, and are not random.
+        Values by buffer name, on the CPU, of the buffers that depend only on shapes and constants. Random buffers are left out.
 
     Raises:
-        ValueError: if `build` fails on meta or returns no module, or a buffer has another shape there.
+        ValueError: if `build` fails on meta or does not return a module, or if a buffer has a different shape in `model`.
     """
     if build is None:
         return {}
-    values = Values()
+    values = KnownValues()
     try:
         with torch.device("meta"), ValuesMode(values), ConstantsMode(values):
             made = build()
     except Exception as failure:
         raise ValueError(f"buffers() fails under torch.device('meta'): {type(failure).__name__}: {failure}") from failure
     if not isinstance(made, nn.Module):
-        raise ValueError(f"buffers() must return the model as it is built, got a {type(made).__name__}")
+        raise ValueError(f"buffers() must return the newly built model, got a {type(made).__name__}.")
     known = {name: known.value() for name, known in values_of_buffers(made, values).items()}
-    held = dict(model.named_buffers())
-    found = {name: value for name, value in known.items() if value is not None and name in held}
+    expected = dict(model.named_buffers())
+    found = {name: value for name, value in known.items() if value is not None and name in expected}
     for name, value in found.items():
-        if value.shape != held[name].shape:
+        if value.shape != expected[name].shape:
             raise ValueError(
-                f"'{name}' is {tuple(value.shape)} in the model of buffers(), {tuple(held[name].shape)} in this one"
+                f"'{name}' has shape {tuple(value.shape)} in the model of buffers(), here {tuple(expected[name].shape)}."
             )
     return found
 
 
 def fill_buffers(model: nn.Module, found: Mapping[str, Tensor], names: Container[str]) -> set[str]:
-    """Give those of these names their values. Returns the names of those that got some."""
+    """Copy values into the buffers in `names` for which `found` has a value, and return the names of these buffers."""
     filled: set[str] = set()
     with torch.no_grad():
         for name, buffer in model.named_buffers():

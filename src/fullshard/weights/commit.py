@@ -1,19 +1,19 @@
-"""A directory that is replaced in one step: written beside it, and exchanged with it when all of it is on the disk.
+"""Atomic replacement of a directory: write a new one next to it, sync it to disk, and exchange the two.
 
-What is written lies in a staging folder beside the directory:
+A save writes into a staging folder next to the directory:
 
-    checkpoint                what readers see
+    checkpoint                the directory that readers open
     .checkpoint.saving/
-        owner                 JSON: who saves; locked as long as that process saves, and no longer
-        <token>/              the new content, under a name that no other save has; after the exchange the old content
-        <token>.old/          the old content, where the file system cannot exchange directories
-        <token>.aside/        what `inside` needs meanwhile
+        owner                 JSON: host, process id and state of the save; locked (flock) while that process saves
+        <token>/              the new content, with a name unique to this save; after the exchange the old content
+        <token>.old/          the old content, if the file system cannot exchange directories
+        <token>.aside/        backups of replaced files (see inside.py)
 
-Where the directory cannot be exchanged (a mount point, the current directory), the folder is `.saving` in it, and files are
-moved one by one, as `inside` says.
+If the directory cannot be exchanged (a mount point, the current directory), the staging folder is `.saving` inside it, and
+files are moved one by one (see inside.py).
 
-What a save wrote and synced but could not put into its place stays as <token>/, named by the owner file, until a later save is
-in its place.
+If a save has written and synced its content but cannot move it into place, the content stays as <token>/. The owner file
+records its name, and the next successful save removes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fullshard.weights.headers import SINGLE
-from fullshard.weights.inside import move_in, name_in_place, remove_old, stays, sync
+from fullshard.weights.inside import move_in, name_in_place, remove_old, sync, why_not_replaceable
 from fullshard.weights.layout import CheckpointLayout, index_of, is_weights, may_be_weights
 
 Extra = Mapping[str, str | bytes | os.PathLike[str]] | Callable[[Path], object]
@@ -43,17 +43,27 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _OWNER, _OLD = "owner", ".old"
-_INSIDE = "inside-"  # begins the token of a save whose directory stays
-_LOOKS = 20  # at the old content, for files that others create there meanwhile
-_TRIES, _PAUSE = 10, 0.01  # to lock the owner, and seconds between two: a load that looks for leftovers holds it for a moment
+_INSIDE = "inside-"  # prefix of the token of a save that moves files into the directory instead of exchanging it
+_MERGE_ATTEMPTS = 20  # passes over the old content, because other programs may still create files in it
+# `_leftover_in` in another process locks the owner file for a moment, so a failed attempt is repeated.
+_LOCK_ATTEMPTS = 10
+_LOCK_PAUSE = 0.01  # seconds between two attempts
 
 
 class Replacement:
-    """The new content of a directory, until it is in its place. path: where it is written.
+    """The new content of a directory, from its creation to the commit.
 
-    directory: links are followed, so that a link stays one, and its target is replaced.
-    token: of `new_token`, alike on all ranks, of which the first calls `prepare`, `add` and `commit`.
-    single: of the file of weights if there is one.
+    All ranks construct one with the same token. Only the first rank calls `prepare`, `add` and `commit`.
+
+    Args:
+        directory: the directory to replace. Symbolic links are followed: the target is replaced and the link stays a link.
+        token: the name of this save from `new_token`, equal on all ranks.
+        single: name of the weights file if the checkpoint has a single one.
+
+    Attributes:
+        directory: the resolved directory.
+        path: the folder where the new content is written.
+        others: after `commit`, names of files in the directory that may be weights and are not from this save.
 
     Raises:
         ValueError: if the path is empty.
@@ -61,35 +71,38 @@ class Replacement:
 
     def __init__(self, directory: str | os.PathLike[str], token: str, single: str = SINGLE) -> None:
         self.directory, self._single = resolved(directory), single
-        self.others: tuple[str, ...] = ()  # files beside those of this save that may be weights, after `commit`
-        self._stays = token.startswith(_INSIDE)
-        self._staging = inside(self.directory) if self._stays else beside(self.directory)
+        self.others: tuple[str, ...] = ()
+        self._keeps_directory = token.startswith(_INSIDE)
+        self._staging = staging_path_inside(self.directory) if self._keeps_directory else staging_path(self.directory)
         self.path = self._staging / token
-        self._owner: int | None = None  # descriptor of the locked file
-        self._inode: int | None = None  # of the new content: what lies at `path` after the exchange has another one
-        self._finished: list[str] = []  # earlier contents that are whole, and could not be put into their place
+        self._owner: int | None = None  # file descriptor of the locked owner file
+        # Inode of the new content. After the exchange the old content is at `path`: the inode tells the two apart.
+        self._inode: int | None = None
+        # Names of complete contents of earlier saves that could not be moved into place.
+        self._finished: list[str] = []
 
     def name_in_place(self, name: str) -> str:
-        """Return the name that a file of weights gets in the directory."""
-        return name_in_place(name, self.path.name, self._single) if self._stays else name
+        """Return the final name of a weights file in the directory."""
+        return name_in_place(name, self.path.name, self._single) if self._keeps_directory else name
 
     # --- before anything is written ---
 
     def prepare(self, layout: CheckpointLayout) -> None:
-        """Take the staging folder, and make the files, with headers and room for all of their data.
+        """Lock the staging folder and create the weights files, with their headers and with disk space for all data.
 
         Raises:
-            ValueError: if the directory cannot be replaced (a file, a root, a mount point, the current directory); if another
-                save has the folder, naming it; or if there is no room, saying how much is needed and free.
+            ValueError: if the directory is a file or the root of the file system; if another save has locked the folder (the
+                text names its process); or if the disk is too full (the text has the needed and the free bytes).
         """
         _check_replaceable(self.directory)
         self.directory.parent.mkdir(parents=True, exist_ok=True)
-        self._owner = _take(self._staging, self.directory)
+        self._owner = _lock_staging(self._staging, self.directory)
         before = _owner_of(self._staging)
-        self._note_owner(before)  # this process has it now, and what is left over is still known if it is killed
-        self._finished = _finished(self._staging)
+        # Keep the facts of the unfinished save until its leftovers are handled: the next save needs them if this one is killed.
+        self._write_owner(before)
+        self._finished = _finished_saves(self._staging)
         self._clear_leftovers(before)
-        self._note_owner({"token": self.path.name, "finished": self._finished})
+        self._write_owner({"token": self.path.name, "finished": self._finished})
         os.mkdir(self.path)
         self._inode = os.stat(self.path).st_ino
         for file in layout.files:
@@ -103,18 +116,24 @@ class Replacement:
             (self.path / index_of(layout.name)).write_text(layout.index, encoding="utf-8")
 
     def _clear_leftovers(self, owner: Mapping[str, object]) -> None:
-        """Remove what an unfinished save left; what others put into the directory during its exchange is moved over.
+        """Remove the leftovers of an unfinished save.
 
-        owner: what that save said of itself.
+        Files that other programs created in the old content during its exchange are moved to `directory`.
+
+        Args:
+            owner: content of the owner file of the unfinished save.
         """
         entries = sorted(entry for entry in self._staging.iterdir() if not entry.name.startswith(_OWNER))
         found = [entry for entry in entries if entry.name not in self._finished]
         if not found:
             return
-        warnings.warn(f"{self._staging} is left over of a save that was not finished; it is removed", stacklevel=2)
+        warnings.warn(f"{self._staging} is left over from an unfinished save. It is removed.", stacklevel=2)
         for entry in found:
-            if entry.name.endswith(_OLD) and not os.path.lexists(self.directory):  # killed between two renames of `_replace`
+            # The save was killed between the two renames of `_replace`: no directory exists, so restore the old one.
+            if entry.name.endswith(_OLD) and not os.path.lexists(self.directory):
                 os.rename(entry, self.directory)
+        # A folder of the save itself is the old content only after the exchange, which its inode shows. Without that test,
+        # links in the new content would bring back files that were removed since.
         ours = owner.get("ours")
         for entry in (entry for entry in found if entry.is_dir() and not entry.is_symlink()):
             is_old = entry.name.endswith(_OLD) or (entry.name == owner.get("token") and _inode(entry) != owner.get("inode"))
@@ -123,10 +142,11 @@ class Replacement:
         for entry in found:
             _remove(entry)
 
-    def _note_owner(self, facts: Mapping[str, object]) -> None:
-        """Write to the owner file which process saves, and facts that the next save needs if this one is killed."""
+    def _write_owner(self, facts: Mapping[str, object]) -> None:
+        """Write this process and `facts` to the owner file. The next save reads `facts` if this one is killed."""
         assert self._owner is not None
         text = json.dumps({**facts, "host": socket.gethostname(), "pid": os.getpid()}).encode()
+        # Written in place: a rename would replace the file that carries the lock.
         os.pwrite(self._owner, text, 0)
         os.ftruncate(self._owner, len(text))
 
@@ -137,113 +157,126 @@ class Replacement:
             if failure.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             free = shutil.disk_usage(self.path).free
-            earlier = f"; remove {self._staging / self._finished[0]}, an earlier checkpoint" if self._finished else ""
+            earlier = f" Remove {self._staging / self._finished[0]}, an earlier checkpoint." if self._finished else ""
             raise ValueError(
-                f"not enough room for {self.directory}: {total:,} bytes are needed, {free:,} are free "
-                f"({failure.strerror}){earlier}"
+                f"Not enough disk space for {self.directory}: {total:,} bytes are needed, {free:,} are free "
+                f"({failure.strerror}).{earlier}"
             ) from failure
 
     def add(self, extra: Extra | None) -> None:
-        """Put further files beside the weights.
+        """Write further files next to the weights.
 
         Raises:
-            ValueError: for the name of a weights file, for a path, and for content that is no text, bytes or path.
+            ValueError: if a name is a path or the name of a weights file, or if a content is not a str, bytes or path.
         """
         before = self.weights()
         if callable(extra):
             extra(self.path)
         if not (extra is None or callable(extra) or isinstance(extra, Mapping)):
             kind = type(extra).__name__
-            raise ValueError(f"extra must be a dict of names and contents, or a function of a path, got a {kind}")
+            raise ValueError(f"extra must be a dict of names and contents, or a function of a path, got a {kind}.")
         for name, content in ({} if extra is None or callable(extra) else extra).items():
             if not isinstance(name, str) or Path(name).name != name or is_weights(name, self._single):
-                raise ValueError(f"extra has {name!r}, which is no name of a further file")
+                raise ValueError(
+                    f"extra cannot contain {name!r}: expected the plain name of a file that is not a weights file."
+                )
             if isinstance(content, str | bytes):
                 (self.path / name).write_bytes(content.encode() if isinstance(content, str) else content)
             elif isinstance(content, os.PathLike):
                 shutil.copyfile(content, self.path / name)
             else:
                 kind = type(content).__name__
-                raise ValueError(f"extra has a {kind} for {name!r}, expected its text or bytes, or the pathlib.Path of a file")
+                raise ValueError(f"extra[{name!r}] must be text, bytes or the pathlib.Path of a file, got a {kind}.")
         self.check_weights(before, "extra")
 
     def weights(self) -> dict[str, int]:
-        """The inode of each file of weights, but of one that another rank replaces in this moment."""
+        """Return the inode of each weights file, by name."""
+        # `_inode` is None for a file that another rank is replacing at this moment.
         found = {entry.name: _inode(entry) for entry in self.path.iterdir() if is_weights(entry.name, self._single)}
         return {name: inode for name, inode in found.items() if inode is not None}
 
     def check_weights(self, before: Mapping[str, int], who: str) -> None:
-        """Refuse files of weights that somebody else wrote. Raises ValueError naming one."""
+        """Raise ValueError if weights files were added or replaced since `before`.
+
+        Args:
+            before: result of `weights`.
+            who: the argument that wrote files, for the error.
+        """
         wrong = [name for name, inode in self.weights().items() if before.get(name) != inode]
         if wrong:
-            raise ValueError(
-                f"{who} wrote {wrong[0]!r}, which is a name of weights, over those of the model: give it another name"
-            )
+            raise ValueError(f"{who} wrote {wrong[0]!r}, a name that is reserved for the model's weights. Choose another name.")
 
     def sync_others(self) -> None:
-        """Have what is beside the weights on the disk, as far as this process sees it."""
+        """Sync all files except the weights to disk, as far as this process sees them."""
         for entry in self.path.rglob("*"):
             if entry.is_file() and not is_weights(entry.name, self._single):
                 sync(entry)
 
-    # --- into its place ---
+    # --- commit ---
 
     def commit(self) -> None:
-        """Sync the new content to the disk, and put it into its place in one step. Other files of the directory are kept.
+        """Sync the new content to disk and move it into place atomically. Other files of the directory are kept.
 
-        Files that others create there meanwhile are kept, too: those that the exchange missed are moved over after it.
+        Files that other programs create during the commit are kept, too: files that the exchange missed are moved after it.
 
         Raises:
-            RuntimeError: if the staging folder is not this save's any more.
+            RuntimeError: if the staging folder no longer belongs to this save, or if the new content is complete on disk and
+                cannot be moved into place (the text has its path).
         """
         assert self._owner is not None
         if _owner_of(self._staging).get("token") != self.path.name:
             raise RuntimeError(
-                f"{self._staging} is gone or another save's, so {self.directory} is left as it was: save from one job at a time"
+                f"{self._staging} was removed or belongs to another save, so {self.directory} is unchanged. "
+                "Save from one job at a time."
             )
         ours = sorted(entry.name for entry in self.path.iterdir())
         facts = {"token": self.path.name, "inode": self._inode, "ours": ours, "finished": self._finished}
         try:
-            self._note_owner(facts)
+            # On disk before the exchange: a crash after it must find the names that distinguish this save's files.
+            self._write_owner(facts)
             os.fsync(self._owner)
-            self._keep()
+            self._link_other_files()
             self._sync_all(self.path.rglob("*"))
-            old = self._move_in() if self._stays else self._replace()
+            old = self._move_in() if self._keeps_directory else self._replace()
         except OSError as failure:
-            self._leave_finished(failure, ours)
+            self._keep_finished(failure, ours)
             raise
         try:
-            sync(self.directory if self._stays else self.directory.parent)
-        finally:  # whether or not that is on the disk, the new content is in its place
-            self._settle(old, ours)
+            sync(self.directory if self._keeps_directory else self.directory.parent)
+        finally:  # the new content is in place, even if this sync fails
+            self._remove_old(old, ours)
 
     def _sync_all(self, entries: Iterable[Path]) -> None:
-        """Have the new content on the disk."""
+        """Sync these files and folders of the new content to disk."""
         for entry in entries:
-            if entry.is_dir() or entry.is_file():  # neither a dangling link nor a socket
+            if entry.is_dir() or entry.is_file():  # skips dangling links and sockets
                 sync(entry)
         sync(self.path)
 
-    def _leave_finished(self, failure: OSError, ours: Sequence[str]) -> None:
-        """Leave the new content in the staging folder if it is on the disk, in place of an earlier one.
+    def _keep_finished(self, failure: OSError, ours: Sequence[str]) -> None:
+        """Keep the new content in the staging folder if it can be synced to disk, and remove content kept by earlier saves.
+
+        Args:
+            failure: the error that prevented the commit.
+            ours: names of the files of this save.
 
         Raises:
-            RuntimeError: from the failure, saying where it is.
+            RuntimeError: from `failure`, with the path of the new content.
         """
         assert self._owner is not None
         try:
             self._sync_all(entry for name in ours for entry in (self.path / name, *(self.path / name).rglob("*")))
-            self._note_owner({"finished": [self.path.name]})
+            self._write_owner({"finished": [self.path.name]})
             os.fsync(self._owner)
-        except OSError:  # it may not be on the disk: `discard` removes it
+        except OSError:  # the content may be incomplete on disk, so `discard` removes it
             return
-        self._inode = None  # `discard` leaves it
+        self._inode = None  # so that `discard` keeps the content
         self._remove_earlier()
-        aside = self._staging / f"{self.path.name}{_OLD}"
-        before = f"the checkpoint of before is in {aside}" if aside.exists() else f"{self.directory} is as it was"
+        old = self._staging / f"{self.path.name}{_OLD}"
+        before = f"the previous checkpoint is in {old}" if old.exists() else f"{self.directory} is unchanged"
         raise RuntimeError(
-            f"{failure}. The new checkpoint is whole in {self.path}, and {before}: load it from there, or move it. It stays "
-            "until a later save is in its place"
+            f"{failure}. The new checkpoint is complete in {self.path}, and {before}. Load it from there or move it. It is "
+            "kept until a later save succeeds."
         ) from failure
 
     def _remove_earlier(self) -> None:
@@ -251,64 +284,68 @@ class Replacement:
             _remove(self._staging / name)
         self._finished = []
 
-    def _settle(self, old: Path | None, ours: Sequence[str]) -> None:
-        """Take the old content apart, and earlier ones that had not come into their place, and give the staging folder up."""
+    def _remove_old(self, old: Path | None, ours: Sequence[str]) -> None:
+        """Remove the old content and the content kept by earlier saves, and release the staging folder."""
         self._remove_earlier()
-        if self._stays:
+        if self._keeps_directory:
             remove_old(self.directory, {self.name_in_place(name) for name in ours}, self._single)
         if old is not None:
             try:
                 _move_over(old, self.directory, ours, self._single)
             except OSError as failure:
                 warnings.warn(
-                    f"{self.directory} is saved, but its old content could not be removed from {old}, and may have files of "
-                    f"others: {failure}. The next save tries again",
+                    f"{self.directory} is saved, but its old content cannot be removed from {old} and may include files of "
+                    f"other programs: {failure}. The next save tries again.",
                     stacklevel=2,
                 )
-        self._leave()
+        self._release()
 
-    def _keep(self) -> None:
-        """Link the other files of the directory into the new content, and copy its mode and owner, unless it stays."""
+    def _link_other_files(self) -> None:
+        """Link the other files of the directory into the new content, and copy the directory's mode and owner.
+
+        If the directory is not exchanged, only record the files that may be weights.
+        """
         if not self.directory.is_dir():
             return
         for entry in sorted(self.directory.iterdir()):
-            place = self.path / entry.name
-            if is_weights(entry.name, self._single) or os.path.lexists(place):
+            target = self.path / entry.name
+            if is_weights(entry.name, self._single) or os.path.lexists(target):
                 continue
-            if self._stays:
+            if self._keeps_directory:
                 self.others += (entry.name,) if may_be_weights(entry.name) else ()
             elif entry.is_dir() and not entry.is_symlink():
-                shutil.copytree(entry, place, symlinks=True, copy_function=_link)
+                shutil.copytree(entry, target, symlinks=True, copy_function=_link)
             else:
-                _link(entry, place)
+                _link(entry, target)
                 self.others += (entry.name,) if may_be_weights(entry.name) else ()
-        if self._stays:
+        if self._keeps_directory:
             return
         status = os.stat(self.directory)
-        with suppress(PermissionError):
+        with suppress(PermissionError):  # only root may give files to another owner
             os.chown(self.path, status.st_uid, status.st_gid)
         os.chmod(self.path, stat.S_IMODE(status.st_mode))
 
     def _move_in(self) -> Path | None:
-        """Move the files of the new content into the directory, which stays."""
+        """Move the files of the new content into the directory one by one."""
         warnings.warn(
-            f"{self.directory} {stays(self.directory) or 'stays'}, so files are moved into it one by one: whoever reads "
-            "weights by their index finds the old or the new ones, but further files of a save may be there before its weights",
+            f"{self.directory} {why_not_replaceable(self.directory) or 'is not exchanged'}, so files are moved into it one by "
+            "one. Readers that use the index find either the old or the new weights, but other files of a save may appear "
+            "before its weights.",
             stacklevel=2,
         )
-        aside = self._staging / f"{self.path.name}.aside"
+        backup = self._staging / f"{self.path.name}.aside"
         try:
-            move_in(self.path, self.directory, aside, self.path.name, self._single)
+            move_in(self.path, self.directory, backup, self.path.name, self._single)
         finally:
-            _remove(aside)
+            _remove(backup)
         self._inode = None
         _remove(self.path)
         return None
 
     def _replace(self) -> Path | None:
-        """Put the new content into its place. Returns where the old content is now, None if there was none."""
+        """Move the new content into place. Return the new path of the old content, or None if there was none."""
         try:
-            os.rename(self.path, self.directory)  # where there is nothing, or an empty directory
+            os.rename(self.path, self.directory)  # succeeds if the directory does not exist or is empty
             return None
         except OSError as failure:
             if failure.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -320,93 +357,99 @@ class Replacement:
             if failure.errno not in _NO_EXCHANGE:
                 raise
         warnings.warn(
-            f"the file system of {self.directory} cannot exchange two directories in one step: the old one is moved to "
-            f"{self._staging} first, and a program that opens {self.directory} in this moment finds nothing",
+            f"The file system of {self.directory} cannot exchange two directories atomically. The old directory is moved to "
+            f"{self._staging} first, and a program that opens {self.directory} at this moment finds nothing.",
             stacklevel=2,
         )
-        aside = self._staging / f"{self.path.name}{_OLD}"
-        os.rename(self.directory, aside)
+        old = self._staging / f"{self.path.name}{_OLD}"
+        os.rename(self.directory, old)
         try:
             os.rename(self.path, self.directory)
         except OSError:
-            os.rename(aside, self.directory)
+            os.rename(old, self.directory)
             raise
-        return aside
+        return old
 
     def discard(self) -> None:
-        """Remove the new content, unless it is in its place already, and give the staging folder up."""
+        """Remove the new content unless it is in place already, and release the staging folder."""
         if self._owner is not None:
+            # After the exchange `path` is the old content, whose inode differs. The next save handles it.
             if _inode(self.path) == self._inode:
                 shutil.rmtree(self.path, ignore_errors=True)
-            self._leave()
+            self._release()
 
-    def _leave(self) -> None:
-        """Remove the staging folder, unless something is left in it for the next save, and unlock it."""
+    def _release(self) -> None:
+        """Unlock the staging folder, and remove it unless it has content for the next save."""
         if self._owner is None:
             return
-        with suppress(OSError):  # another save may take it in this moment
-            is_ours = _same(os.stat(self._staging / _OWNER), os.fstat(self._owner))
-            if is_ours and os.listdir(self._staging) == [_OWNER]:
+        with suppress(OSError):  # another save may be locking the folder at this moment
+            is_internal_attribute = _is_same_file(os.stat(self._staging / _OWNER), os.fstat(self._owner))
+            if is_internal_attribute and os.listdir(self._staging) == [_OWNER]:
                 os.unlink(self._staging / _OWNER)
                 os.rmdir(self._staging)
         with suppress(OSError):
-            fcntl.flock(self._owner, fcntl.LOCK_UN)  # closing is not enough: processes forked meanwhile share the lock
+            # Closing the file is not enough: child processes that were forked during the save share the lock.
+            fcntl.flock(self._owner, fcntl.LOCK_UN)
         os.close(self._owner)
         self._owner = None
 
 
-# --- which directory, and whose it is ---
+# --- paths and locks ---
 
 
 def resolved(directory: str | os.PathLike[str]) -> Path:
-    """Return the directory itself, behind links. Raises ValueError if the path is empty, or is none."""
+    """Return the real path of a directory, with links resolved. Raise ValueError if it is empty or not a path."""
     if not isinstance(directory, str | os.PathLike):
-        raise ValueError(f"directory must be the path of a directory, got a {type(directory).__name__}")
+        raise ValueError(f"directory must be the path of a directory, got a {type(directory).__name__}.")
     if not os.fspath(directory):
-        raise ValueError("directory is '', expected the path of a directory")
+        raise ValueError("directory must be the path of a directory, got ''.")
     return Path(os.path.realpath(directory))
 
 
 def _check_replaceable(directory: Path) -> None:
-    """Check that a path can be the directory of a checkpoint. Raises ValueError if it is a file or the root."""
+    """Raise ValueError if `directory` is a file or the root of the file system."""
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file, expected a directory or nothing")
+        raise ValueError(f"{directory} is a file. Pass the path of a directory, existing or new.")
     if directory == directory.parent:
         raise ValueError(
-            f"{directory} is the root of the file system: save to a directory in it, such as {directory / 'checkpoint'}"
+            f"{directory} is the root of the file system. Save to a directory in it, such as {directory / 'checkpoint'}."
         )
 
 
 def new_token(directory: str | os.PathLike[str]) -> str:
-    """Return what names a save: unique, and saying whether its directory stays, which the first rank finds out for all."""
-    return f"{_INSIDE if stays(resolved(directory)) else ''}{uuid.uuid4().hex}"
+    """Return a unique name for a save. A prefix marks that files are moved into the directory instead of exchanging it.
+
+    All ranks must use the result of the first rank: it is random, and ranks may see the directory differently.
+    """
+    return f"{_INSIDE if why_not_replaceable(resolved(directory)) else ''}{uuid.uuid4().hex}"
 
 
-def beside(directory: Path) -> Path:
-    """Where the next content of a directory is written."""
+def staging_path(directory: Path) -> Path:
+    """Return the staging folder next to a directory."""
     return directory.parent / f".{directory.name}.saving"
 
 
-def inside(directory: Path) -> Path:
-    """Where the next content of a directory that stays is written."""
+def staging_path_inside(directory: Path) -> Path:
+    """Return the staging folder inside a directory that cannot be exchanged."""
     return directory / ".saving"
 
 
-def _take(staging: Path, directory: Path) -> int:
-    """Make the staging folder, or take one that was left over, and lock its owner. Returns the descriptor that has the lock.
+def _lock_staging(staging: Path, directory: Path) -> int:
+    """Create the staging folder or reuse a leftover one, and lock its owner file. Return the file descriptor with the lock.
 
     Raises:
-        ValueError: if another save has it, or if that cannot be known.
+        ValueError: if another save has locked it, or if its state cannot be determined.
     """
     while True:
         with suppress(FileExistsError):
             os.mkdir(staging)
         try:
             owner = os.open(staging / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:  # another save just left it
+        except FileNotFoundError:  # another save has just removed the folder
             continue
         try:
-            if _lock(owner, staging, directory) and _same(os.stat(staging / _OWNER), os.fstat(owner)):
+            # The path may name a newer file by now. A lock on a removed file protects nothing.
+            if _lock(owner, staging, directory) and _is_same_file(os.stat(staging / _OWNER), os.fstat(owner)):
                 return owner
         except FileNotFoundError:
             pass
@@ -417,13 +460,13 @@ def _take(staging: Path, directory: Path) -> int:
 
 
 def _lock(owner: int, staging: Path, directory: Path) -> bool:
-    """Lock the owner file. Returns False if the file was replaced by one that is not locked: try again.
+    """Lock the owner file. Return False if it was replaced by an unlocked file, so that the caller must open it again.
 
     Raises:
-        ValueError: if a process that lives has it, or one on another host.
+        ValueError: if a running process or a process on another host has locked it.
     """
     found: dict[str, object] = {}
-    for _ in range(_TRIES):
+    for _ in range(_LOCK_ATTEMPTS):
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -433,50 +476,51 @@ def _lock(owner: int, staging: Path, directory: Path) -> bool:
             if failure.errno not in _NO_LOCKS:
                 raise
             if not os.fstat(owner).st_size:
-                return True  # a file system without locks, and no save was here
+                return True  # the file system has no locks, and the empty file shows that no other save is running
         found = _owner_of(staging)
         if found and not _has_ended(found):
             break
-        time.sleep(_PAUSE)
-    if _has_ended(found):  # processes that it forked still share its lock: a copy of the file is not locked
+        time.sleep(_LOCK_PAUSE)
+    # The process has ended, but child processes that it forked still share its lock. A copy of the file is not locked.
+    if _has_ended(found):
         fresh = staging / f"{_OWNER}.{os.getpid()}"
         fresh.write_text(json.dumps(found), encoding="utf-8")
         os.replace(fresh, staging / _OWNER)
         return False
     raise ValueError(
-        f"another save to {directory} is under way, by process {found.get('pid', '?')} on {found.get('host', '?')}: wait for "
-        f"it, or save to another directory (if there is none, remove {staging})"
+        f"Another save to {directory} is running, by process {found.get('pid', '?')} on {found.get('host', '?')}. Wait for "
+        f"it or save to another directory. If no such process exists, remove {staging}."
     )
 
 
 def _has_ended(owner: Mapping[str, object]) -> bool:
-    """Return whether the process that an owner file names ran on this host, and has ended."""
-    return owner.get("host") == socket.gethostname() and not _lives(owner.get("pid"))
+    """Return True if the process in the owner file ran on this host and has ended."""
+    return owner.get("host") == socket.gethostname() and not _is_running(owner.get("pid"))
 
 
-def _lives(pid: object) -> bool:
+def _is_running(pid: object) -> bool:
     try:
         os.kill(int(str(pid)), 0)
     except (ProcessLookupError, ValueError):
         return False
-    except PermissionError:
+    except PermissionError:  # the process exists and belongs to another user
         pass
     return True
 
 
 def _owner_of(staging: Path) -> dict[str, object]:
-    """Read the owner file; {} if there is none."""
+    """Return the content of the owner file, {} if there is none."""
     try:
-        told = json.loads((staging / _OWNER).read_text(encoding="utf-8"))
+        content = json.loads((staging / _OWNER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def _finished(staging: Path) -> list[str]:
-    """Return the names of contents in a staging folder that are whole, and could not be put into their place."""
-    told = _owner_of(staging).get("finished")
-    names = told if isinstance(told, list) else []
+def _finished_saves(staging: Path) -> list[str]:
+    """Return the names of complete contents in a staging folder that could not be moved into place."""
+    recorded = _owner_of(staging).get("finished")
+    names = recorded if isinstance(recorded, list) else []
     return [name for name in names if isinstance(name, str) and Path(name).name == name and (staging / name).is_dir()]
 
 
@@ -487,17 +531,17 @@ def _inode(path: Path) -> int | None:
         return None
 
 
-def _same(one: os.stat_result, other: os.stat_result) -> bool:
+def _is_same_file(one: os.stat_result, other: os.stat_result) -> bool:
     return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
 
 
 def left_over(directory: str | os.PathLike[str]) -> Path | None:
-    """Return the staging folder of an unfinished save to this directory; None without one, or if the save is under way."""
+    """Return the staging folder of an unfinished save to this directory, or None if there is none or the save is running."""
     path = Path(os.path.realpath(directory))
-    return _left_in(beside(path)) or _left_in(inside(path))
+    return _leftover_in(staging_path(path)) or _leftover_in(staging_path_inside(path))
 
 
-def _left_in(staging: Path) -> Path | None:
+def _leftover_in(staging: Path) -> Path | None:
     try:
         owner = os.open(staging / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -511,33 +555,37 @@ def _left_in(staging: Path) -> Path | None:
     with suppress(OSError):
         if any(not entry.name.startswith(_OWNER) for entry in staging.iterdir()):
             return staging
-    return None  # nothing is in it: a save begins or ends in this moment
+    return None  # an empty folder: a save is starting or ending at this moment
 
 
 def warn_of_leftover(source: object) -> None:
-    """Say that a save to this directory was not finished."""
+    """Warn if the directory has leftovers of an unfinished save."""
     left = left_over(source) if isinstance(source, (str, os.PathLike)) else None
     if left is not None:
-        warnings.warn(f"{left_over_text(left)}; {source} is whole without it", stacklevel=2)
+        warnings.warn(f"{left_over_text(left)}. {source} is complete without it.", stacklevel=2)
 
 
 def left_over_text(staging: Path) -> str:
-    """Say what is in the staging folder of an unfinished save."""
-    finished = _finished(staging)
+    """Return a description of the staging folder of an unfinished save, without a final period."""
+    finished = _finished_saves(staging)
     if finished:
-        return f"{staging / finished[0]} is a whole checkpoint that a save could not put into its place"
-    return f"{staging} is left over of a save that was not finished"
+        return f"{staging / finished[0]} is a complete checkpoint that a save could not move into place"
+    return f"{staging} is left over from an unfinished save"
 
 
-# --- files that others have there ---
+# --- files of other programs ---
 
 
 def _move_over(old: Path, new: Path, ours: Container[str], single: str) -> None:
-    """Remove the old content, and move to the new one what others created meanwhile.
+    """Remove the old content, and move files that other programs created in it to the new content.
 
-    ours: names that the save wrote.      single: of a file of weights if there is one.
+    Args:
+        old: directory with the old content.
+        new: directory with the new content.
+        ours: names of the files that the save wrote.
+        single: name of the weights file if there is a single one.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_MERGE_ATTEMPTS):
         for entry in sorted(old.iterdir()):
             if is_weights(entry.name, single) or entry.name in ours:
                 _remove(entry)
@@ -548,29 +596,29 @@ def _move_over(old: Path, new: Path, ours: Container[str], single: str) -> None:
         except OSError as failure:
             if failure.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            time.sleep(0.05)
+            time.sleep(0.05)  # a program with the old directory open created another file in it
     warnings.warn(
-        f"files are still created in {old}, which was {new} before the save: it is kept, and the next save moves them",
+        f"Files are still being created in {old}, which was {new} before the save. It is kept, and the next save moves them.",
         stacklevel=2,
     )
 
 
 def _merge(entry: Path, place: Path) -> None:
-    """Move a file, or the files of a directory, to where the new content has none, or an older one."""
-    with suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a file now where a directory was
+    """Move a file, or all files of a directory, to `place` unless the new content has a newer file there."""
+    with suppress(FileNotFoundError, NotADirectoryError):  # another program removed it or replaced a directory by a file
         if entry.is_dir() and not entry.is_symlink():
             if not os.path.lexists(place):
                 os.rename(entry, place)
                 return
             for inner in sorted(entry.iterdir()):
                 _merge(inner, place / inner.name)
-            with suppress(OSError):  # filled again: the next look finds it
+            with suppress(OSError):  # another program created a file in it: the next attempt moves it
                 os.rmdir(entry)
             return
         mine = os.lstat(entry)
         if not os.path.lexists(place):
             os.rename(entry, place)
-        elif not _same(mine, os.lstat(place)) and mine.st_mtime_ns > os.lstat(place).st_mtime_ns:
+        elif not _is_same_file(mine, os.lstat(place)) and mine.st_mtime_ns > os.lstat(place).st_mtime_ns:
             os.replace(entry, place)
         else:
             os.unlink(entry)
@@ -585,10 +633,10 @@ def _remove(entry: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange two directories in one step.
+    """Exchange two directories atomically.
 
     Raises:
-        OSError: if the file system cannot do that.
+        OSError: if the file system does not support it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     rename = getattr(libc, "renameat2", None)
@@ -599,26 +647,26 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def _link(source: str | Path, place: str | Path) -> None:
-    """Link a file to a second place, or copy it where there are no links."""
-    with suppress(FileNotFoundError):  # its owner removed it meanwhile
+    """Create a hard link to a file, or copy it if the file system has no hard links."""
+    with suppress(FileNotFoundError):  # another program removed the file
         try:
             os.link(source, place, follow_symlinks=False)
         except FileNotFoundError:
             raise
         except OSError:
             mode = os.lstat(source).st_mode
-            if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a socket or a pipe of a running program stays where it is
+            if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a socket or pipe of a running program cannot be copied
                 shutil.copy2(source, place, follow_symlinks=False)
 
 
 __all__ = [
     "Extra",
     "Replacement",
-    "beside",
     "exchange",
     "left_over",
     "left_over_text",
     "new_token",
     "resolved",
+    "staging_path",
     "warn_of_leftover",
 ]

@@ -1,4 +1,4 @@
-"""`convert_weights()`: a checkpoint made of another one by one process, a buffer at a time."""
+"""`convert_weights()`: make a checkpoint from another one in one process, with a bounded amount of memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.errors import check_positive_int
 from fullshard.weights.boxes import Box
 from fullshard.weights.commit import Extra, Replacement, new_token
 from fullshard.weights.computing import Calculator
 from fullshard.weights.headers import FileTensor, OpenFiles, read_checkpoint
-from fullshard.weights.key_map import Computed, KeyMap, Mapped, Piece, map_keys
+from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, SourcePiece, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
-from fullshard.weights.reading import Read, Reader, place_in_file
+from fullshard.weights.reading import Read, Reader, offset_of_row
 from fullshard.weights.staging import batches
 from fullshard.weights.writing import Write, Writer
 
@@ -29,10 +30,11 @@ class Converted:
     """The report of `convert_weights`.
 
     Args:
-        bytes_read: of tensors; more than the files have where rows of a tensor become columns.
-        bytes_written: of tensors.
-        seconds: in all.
-        files: names of the files with weights.
+        bytes_read: bytes of tensor data read; more than the data in the files where a dim other than the first is mapped to
+            rows of the output, so that rows are read more than once.
+        bytes_written: bytes of tensor data written.
+        seconds: total time.
+        files: names of the weights files.
 
     Example:
         >>> convert_weights("Llama-3.1-8B", "half", dtype=torch.bfloat16).files               # doctest: +SKIP
@@ -56,34 +58,34 @@ def convert_weights(
     threads: int = 8,
     buffer_bytes: int = 256 << 20,
 ) -> Converted:
-    """Make a checkpoint of another one, without a model, in one process that holds no more than a buffer.
+    """Make a checkpoint from another one, without a model, in one process that needs little more memory than a buffer.
 
-    It is written beside the directory and put in its place in one step, as `save_weights` does; `directory` may be the source.
+    The new checkpoint is written to a staging directory and replaces `directory` atomically, as in `save_weights`.
+    `directory` may be the source.
 
     Args:
-        source: as of `load_weights`: a directory, an index, a file, or a list of files.
-        directory: of the new one.
-        key_map: from names in the source to those in the new one; rules as of `load_weights`, with `Convert`.
-        dtype: of floating-point tensors in the new one; None keeps theirs.
-        max_shard_bytes: of the tensors in one file.
-        extra: further files, as of `save_weights`.
-        threads: that read and write at a time.
-        buffer_bytes: of memory, and the inputs and the output of one `Convert` beside it.
+        source: as in `load_weights`: a directory, an index, a file, or a list of files.
+        directory: the directory of the new checkpoint.
+        key_map: from names in the source to names in the new checkpoint, as in `load_weights`. `Convert` is supported.
+        dtype: dtype of floating-point tensors in the new checkpoint; None keeps the dtype of the source.
+        max_shard_bytes: maximum bytes of tensors in one file.
+        extra: further files, as in `save_weights`.
+        threads: number of threads that read, and number of threads that write.
+        buffer_bytes: bytes of memory to use, in addition to the inputs and the output of one `Convert`.
 
     Returns:
         The report.
 
     Raises:
-        ValueError: for files that are broken, rules that do not fit, or a disk without room; nothing was written then.
-        RuntimeError: if writing fails; the directory is as it was.
+        ValueError: if a file is broken, rules do not fit, or the disk has too little space; nothing was written then.
+        RuntimeError: if writing fails; the directory is unchanged.
 
     Example:
         >>> convert_weights("mine", "theirs", key_map=[Rename("^model[.]", "")])              # doctest: +SKIP
     """
     began = time.perf_counter()
     for name, value in (("max_shard_bytes", max_shard_bytes), ("threads", threads), ("buffer_bytes", buffer_bytes)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        check_positive_int(name, value)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     replacement = Replacement(directory, new_token(directory))
@@ -92,15 +94,15 @@ def convert_weights(
     writer = Writer(replacement.path, threads=threads)
     try:
         headers = read_checkpoint(source, files)
-        state = {tensor.name: Mapped.of(tensor) for header in headers for tensor in header.tensors}
+        state = {tensor.name: MappedTensor.of(tensor) for header in headers for tensor in header.tensors}
         layout, outputs = _outputs(map_keys(key_map, state), dtype, max_shard_bytes)
         replacement.prepare(layout)
         with torch.no_grad():
-            _Conversion(reader, writer, max(1, buffer_bytes // 4)).run(outputs)
+            _Converter(reader, writer, max(1, buffer_bytes // 4)).run(outputs)
         replacement.add(extra)
-        writer.sync()
+        writer.sync()  # before the exchange: after a crash, the directory must not have files without data
         replacement.commit()
-    except BaseException as failure:
+    except BaseException as failure:  # also after Ctrl-C, so that no staging directory is left over
         replacement.discard()
         if isinstance(failure, OSError):
             raise RuntimeError(str(failure)) from failure
@@ -114,125 +116,126 @@ def convert_weights(
 
 
 def _outputs(
-    mapped: dict[str, Mapped], dtype: torch.dtype | None, max_shard_bytes: int
-) -> tuple[CheckpointLayout, list[tuple[FileTensor, Mapped]]]:
-    """The files, and what each tensor in them is made of."""
+    mapped: dict[str, MappedTensor], dtype: torch.dtype | None, max_shard_bytes: int
+) -> tuple[CheckpointLayout, list[tuple[FileTensor, MappedTensor]]]:
+    """Return the layout of the new files, and (tensor in a file, its mapping from the source) for each tensor."""
     named = [
         (name, one.dtype if dtype is None or not one.dtype.is_floating_point else dtype, one.shape)
         for name, one in mapped.items()
     ]
-    together = {name: one.together for name, one in mapped.items() if one.together is not None}
+    file_groups = {name: one.file_group for name, one in mapped.items() if one.file_group is not None}
     layout = lay_out(
-        named, max_shard_bytes=max_shard_bytes, parameters=sum(prod(shape) for _, _, shape in named), together=together
+        named, max_shard_bytes=max_shard_bytes, parameters=sum(prod(shape) for _, _, shape in named), file_groups=file_groups
     )
     return layout, [(tensor, mapped[tensor.name]) for file in layout.files for tensor in file.tensors]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of an output: a box of it, whole rows."""
+class _OutputRows:
+    """A range of rows of an output tensor."""
 
     output: FileTensor
-    mapped: Mapped
-    rows: Box
+    mapped: MappedTensor
+    rows: Box  # whole rows
 
     @property
     def nbytes(self) -> int:
         return self.rows.numel * self.output.dtype.itemsize
 
-    def pieces(self) -> Iterator[tuple[Piece, Box]]:
-        """Their pieces, and the place of each in the output."""
+    def pieces(self) -> Iterator[tuple[SourcePiece, Box]]:
+        """Yield (piece, box of the output that the piece fills) for the pieces that overlap these rows."""
         for piece in self.mapped.pieces:
-            at = piece.at.meet(self.rows)
+            at = piece.at.intersect(self.rows)
             if at is not None:
                 yield piece, at
 
 
-class _Conversion:
-    """Reads, casts and writes, of each at most `limit` bytes at a time (but for a single row that has more)."""
+class _Converter:
+    """Reads, casts and writes tensors, at most `limit` bytes at a time; a single larger row is processed on its own."""
 
     def __init__(self, reader: Reader, writer: Writer, limit: int) -> None:
         self._reader, self._writer, self._limit = reader, writer, limit
         self._calculator = Calculator(reader)
 
-    def run(self, outputs: Sequence[tuple[FileTensor, Mapped]]) -> None:
+    def run(self, outputs: Sequence[tuple[FileTensor, MappedTensor]]) -> None:
         """Write all outputs."""
-        parts = (part for output, mapped in outputs for part in self._parts(output, mapped))
+        parts = (part for output, mapped in outputs for part in self._row_ranges(output, mapped))
         for batch in batches(parts, self._limit, lambda part: part.nbytes):
-            self._writer.run(self._made(batch))
+            self._writer.run(self._assembled(batch))
 
-    def _parts(self, output: FileTensor, mapped: Mapped) -> Iterator[_Rows]:
+    def _row_ranges(self, output: FileTensor, mapped: MappedTensor) -> Iterator[_OutputRows]:
         whole = Box.whole(output.shape)
         if not output.shape or output.nbytes <= self._limit:
-            yield _Rows(output, mapped, whole)
+            yield _OutputRows(output, mapped, whole)
             return
         step = max(1, output.shape[0] * self._limit // output.nbytes)
         for first in range(0, output.shape[0], step):
-            yield _Rows(output, mapped, whole.rows(first, min(output.shape[0], first + step)))
+            yield _OutputRows(output, mapped, whole.rows(first, min(output.shape[0], first + step)))
 
-    def _made(self, batch: Sequence[_Rows]) -> list[Write]:
+    def _assembled(self, batch: Sequence[_OutputRows]) -> list[Write]:
+        """Read and cast the data of a batch, and return the writes."""
         values = [torch.empty(part.rows.shape, dtype=part.output.dtype, device="cpu") for part in batch]
-        straight: list[Read] = []
-        others: list[tuple[Piece, Box, Tensor]] = []
+        direct: list[Read] = []
+        others: list[tuple[SourcePiece, Box, Tensor]] = []
         for part, value in zip(batch, values):
             for piece, at in part.pieces():
                 into = value[at.relative_to(part.rows).slices()]
-                read = _straight(piece, at, into)
+                read = _direct_read(piece, at, into)
                 if read is None:
                     others.append((piece, at, into))
                 else:
-                    straight.append(read)
-        self._reader.run(straight)
+                    direct.append(read)
+        self._reader.run(direct)
         for piece, at, into in others:
             self._fill(piece, at, into)
         return [
-            Write(part.output.file, place_in_file(part.output, part.rows.start[0] if part.output.shape else 0), value)
+            Write(part.output.file, offset_of_row(part.output, part.rows.start[0] if part.output.shape else 0), value)
             for part, value in zip(batch, values)
         ]
 
-    def _fill(self, piece: Piece, at: Box, into: Tensor) -> None:
-        """A part of an output, out of rows of its source."""
-        box = piece.in_source(at)
-        if isinstance(piece.source, Computed):
-            into.copy_(piece.arranged(self._calculator.value(piece.source)[box.slices()]))
+    def _fill(self, piece: SourcePiece, at: Box, into: Tensor) -> None:
+        """Fill `into`, the box `at` of an output, from its source, reading a bounded number of source rows at a time."""
+        box = piece.source_box(at)
+        if isinstance(piece.source, ComputedTensor):
+            into.copy_(piece.view_as_mapped(self._calculator.value(piece.source)[box.slices()]))
             return
         assert isinstance(piece.source, FileTensor)
         source = piece.source
         if not source.shape:
-            into.copy_(piece.arranged(self._read(source, Box.whole(()))))
+            into.copy_(piece.view_as_mapped(self._read(source, Box.whole(()))))
             return
         row = source.nbytes // source.shape[0]
         step = max(1, self._limit // row)
         for first in range(box.start[0], box.stop[0], step):
             band = box.rows(first, min(box.stop[0], first + step))
             rows = self._read(source, Box.whole(source.shape).rows(first, band.stop[0]))
-            place = piece.from_source(band)
-            found = None if place is None else place.meet(at)
+            place = piece.mapped_box(band)
+            found = None if place is None else place.intersect(at)
             if found is not None:
-                value = rows[piece.in_source(found).moved([-first] + [0] * (len(source.shape) - 1)).slices()]
-                into[found.relative_to(at).slices()] = piece.arranged(value).to(into.dtype)
+                value = rows[piece.source_box(found).moved([-first] + [0] * (len(source.shape) - 1)).slices()]
+                into[found.relative_to(at).slices()] = piece.view_as_mapped(value).to(into.dtype)
 
     def _read(self, source: FileTensor, rows: Box) -> Tensor:
         found = torch.empty(rows.shape, dtype=source.dtype, device="cpu")
-        self._reader.run([Read(source.file, place_in_file(source, rows.start[0] if source.shape else 0), found)])
+        self._reader.run([Read(source.file, offset_of_row(source, rows.start[0] if source.shape else 0), found)])
         return found
 
 
-def _straight(piece: Piece, at: Box, into: Tensor) -> Read | None:
-    """Rows that are in the file as they are in the output."""
+def _direct_read(piece: SourcePiece, at: Box, into: Tensor) -> Read | None:
+    """Return a read straight into the output if its bytes are contiguous in the file and need no cast; otherwise None."""
     source = piece.source
     if not isinstance(source, FileTensor) or source.dtype != into.dtype or not piece.keeps_order or not into.is_contiguous():
         return None
-    box = piece.in_source(at)
+    box = piece.source_box(at)
     if not source.shape:
         return Read(source.file, source.offset, into)
     if box.shape[1:] != source.shape[1:]:
         return None
-    return Read(source.file, place_in_file(source, box.start[0]), into)
+    return Read(source.file, offset_of_row(source, box.start[0]), into)
 
 
-def files_beside(source: str | os.PathLike[str]) -> dict[str, Path]:
-    """The files beside the weights of a directory, as a config and a tokenizer: none with weights in another format."""
+def other_files(source: str | os.PathLike[str]) -> dict[str, Path]:
+    """Return the other files of a checkpoint directory, such as config and tokenizer, without weights in other formats."""
     folder = Path(source)
     if not folder.is_dir():
         return {}
@@ -241,4 +244,4 @@ def files_beside(source: str | os.PathLike[str]) -> dict[str, Path]:
     return {entry.name: entry for entry in files if not entry.name.endswith(".index.json") and not entry.name.startswith(".")}
 
 
-__all__ = ["Converted", "convert_weights", "files_beside"]
+__all__ = ["Converted", "convert_weights", "other_files"]

@@ -1,4 +1,4 @@
-"""`EMA`: exponential moving averages of a model's weights, cut as the weights are."""
+"""`EMA`: exponential moving averages of a model's weights, sharded like the weights."""
 
 from __future__ import annotations
 
@@ -11,54 +11,58 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.errors import StateError
+from fullshard.errors import StateError, check_positive_int
 from fullshard.frontend.module import units_of
 from fullshard.params.group import ParamGroup
-from fullshard.runtime.runtime import runtime_of
 from fullshard.weights.allocating import check_values, has_marks
-from fullshard.weights.meeting import Meeting
-from fullshard.weights.targets import Held, ModelTensors, tensors_of
+from fullshard.weights.meeting import RankGroup
+from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
 
 
-class _Flat:
-    """The averages of one group's flat shard: memory of the same layout."""
+class _FlatAverages:
+    """Averages of one parameter group: a buffer with the layout of the group's flat shard.
+
+    Attributes:
+        group: the parameter group.
+        flat: the averages, (shard_numel,).
+    """
 
     def __init__(self, group: ParamGroup, dtype: torch.dtype, device: torch.device | None) -> None:
         self.group = group
         self.flat = group.shard.detach().to(dtype=dtype, device=device, copy=True)
 
     def views(self) -> Iterator[tuple[Any, Tensor]]:
-        """Each parameter, and its average: this rank's part."""
-        for parameter, place in zip(self.group.parameters, self.group.layout.places):
+        """Yield (parameter, this rank's shard of its average) as views of the buffer."""
+        for parameter, place in zip(self.group.parameters, self.group.layout.offsets):
             local = parameter.local
             yield parameter, self.flat[place.offset :][: local.numel()].view(local.shape)
 
 
 class EMA:
-    """Averages of a model's floating-point parameters: after each update, average = decay * average + (1 - decay) * weight.
+    """Averages of a model's floating-point parameters: each update sets average = decay * average + (1 - decay) * weight.
 
-    Each rank averages its own shards, by one operation for each flat shard, and nothing is sent. Buffers are not averaged.
+    Each rank averages its own shards with one operation for all flat shards, without communication. Buffers are not averaged.
 
     Args:
-        model: sharded or not, with values.
-        decay: from 0 to 1; what stays of an average.
-        dtype: of the averages.
-        device: of the averages; None takes that of the shards.
-        every: only each so manyth call of `update` averages.
-        warmup: if given, the n-th update (from 0) takes min(decay, (1 + n) / (warmup + n)), so that the first weights are
-            forgotten sooner; 10 is usual.
+        model: sharded or not; its parameters must have values.
+        decay: weight of the old average in an update, from 0 to 1.
+        dtype: dtype of the averages.
+        device: device of the averages; None means the device of the shards.
+        every: average only on every `every`-th call of `update`.
+        warmup: if given, update n (from 0) uses min(decay, (1 + n) / (warmup + n)) as decay, so that the first weights are
+            forgotten sooner. 10 is a usual value.
 
     Raises:
-        ValueError: for values that cannot be, or a model on meta.
+        ValueError: if an argument is invalid, or a parameter is on meta.
 
     Example:
         >>> model = nn.Linear(2, 2)
         >>> ema = EMA(model, 0.9)
         >>> ema.update()                                                                      # after optimizer.step()
-        >>> with ema.swapped():                                                               # the averages are the weights
+        >>> with ema.swapped():                                                               # use the averages as weights
         ...     loss = model(torch.ones(2)).sum()
 
-    Source: Polyak and Juditsky 1992; `torch.optim.swa_utils.get_ema_multi_avg_fn`, whose arithmetic this is.
+    Source: Polyak and Juditsky 1992; the arithmetic is that of `torch.optim.swa_utils.get_ema_multi_avg_fn`.
     """
 
     def __init__(
@@ -76,138 +80,147 @@ class EMA:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
         for name, value in (("every", every), ("warmup", 1 if warmup is None else warmup)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+            check_positive_int(name, value)
         self.decay, self.every, self.warmup = float(decay), every, warmup
         self.calls = self.updates = 0
         self._model, self._dtype = model, dtype
         self._device = None if device is None else torch.device(device)
         tensors = self._tensors("EMA()")
-        empty = [held.names[0] for held in tensors.held if held.local.device.type == "meta"]
+        empty = [entry.names[0] for entry in tensors.entries if entry.local.device.type == "meta"]
         if empty:
-            raise ValueError(f"'{empty[0]}' is on meta and has no values: load_weights() or materialize() the model before")
+            raise ValueError(f"'{empty[0]}' is on meta and has no values. Call load_weights() or materialize() first.")
         if has_marks(model, tensors.units):
-            Meeting(tensors, "EMA()").run(lambda: check_values(model, tensors.units, "EMA()"))
+            RankGroup(tensors, "EMA()").run(lambda: check_values(model, tensors.units, "EMA()"))
         self._units = tensors.units
-        self._flats = [self._flat_of(group) for group in self._groups()]
+        self._averages = [self._averages_of(group) for group in self._groups()]
         slots = {id(one): (module, key) for module in model.modules() for key, one in _torch.parameters_of(module).items()}
-        plain = [held for held in tensors.held if isinstance(held.plain, nn.Parameter) and held.local.is_floating_point()]
-        self._plain = {held.names[0]: held.local.to(dtype=dtype, device=self._device, copy=True) for held in plain}
-        self._slots = [(held.names[0], *slots[id(held.plain)]) for held in plain]
+        plain = [
+            entry for entry in tensors.entries if isinstance(entry.plain, nn.Parameter) and entry.local.is_floating_point()
+        ]
+        self._plain = {entry.names[0]: entry.local.to(dtype=dtype, device=self._device, copy=True) for entry in plain}
+        self._slots = [(entry.names[0], *slots[id(entry.plain)]) for entry in plain]
         self._names = [name for name, _ in model.named_parameters()]
-        self._swapped = 0  # how many blocks of swapped() there are around
+        self._swapped = 0  # number of swapped() blocks that are open
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
-            "EMA belongs to its model and cannot be copied or pickled: make EMA(the other model), and give it "
-            "load_state_dict(ema.state_dict())"
+            "EMA cannot be copied or pickled: it refers to its model. Create EMA(other_model) and call its "
+            "load_state_dict(ema.state_dict())."
         )
 
-    def _flat_of(self, group: ParamGroup) -> _Flat:
-        return _Flat(group, self._dtype, self._device)
+    def _averages_of(self, group: ParamGroup) -> _FlatAverages:
+        return _FlatAverages(group, self._dtype, self._device)
 
     def _groups(self) -> list[ParamGroup]:
+        """Return the parameter groups that are averaged: groups of floating-point parameters."""
         return [group for unit in self._units for group in unit.groups if group.shard.is_floating_point()]
 
-    def _settle(self, doing: str) -> None:
-        """Have shards in the modules, and the averages in their layout."""
+    def _update_layout(self, doing: str) -> None:
+        """Reshard the model if needed, and bring the averages into the current layout of its groups."""
         self._check_same_parameters(doing)
         for unit in self._units:
-            requests = runtime_of(unit).requests
-            requests.check_idle(unit, doing=doing)
+            unit.check_idle(doing=doing)
             if not all(group.is_current(trainability=False) for group in unit.groups):
-                requests.ensure_sharded(unit, doing=doing)
-                requests.refresh(unit)
+                unit.ensure_sharded(doing=doing)
+                unit.refresh()
         groups = self._groups()
-        if len(groups) != len(self._flats) or any(flat.group is not group for flat, group in zip(self._flats, groups)):
-            self._follow(groups)
+        if len(groups) != len(self._averages) or any(flat.group is not group for flat, group in zip(self._averages, groups)):
+            self._rebuild(groups)
 
     def _check_same_parameters(self, doing: str) -> None:
-        """Refuse a model with other parameters or units than it had. Raises StateError naming one."""
+        """Raise StateError naming a parameter if parameters were added or removed, or if the model was unsharded by undo()."""
         if sum(1 for _ in self._model.parameters()) != len(self._names):
             names = [name for name, _ in self._model.named_parameters()]
             added = next((name for name in names if name not in set(self._names)), None)
             gone = next((name for name in self._names if name not in set(names)), "a parameter")
-            told = f"'{gone}' was taken away" if added is None else f"'{added}' was added"
-            raise StateError(f"{doing}: {told} after EMA(), and there is no average for it: make the averages anew")
+            change = f"'{gone}' was removed" if added is None else f"'{added}' was added"
+            raise StateError(f"{doing}: {change} after EMA() was created, so averages and parameters differ. Create a new EMA.")
         if self._units and not any(True for _ in units_of(self._model, True)):
-            raise StateError(f"{doing}: the model was sharded when EMA() was made, and undo() was called since: make it anew")
+            raise StateError(
+                f"{doing}: the model was sharded when EMA() was created, and undo() was called since. Create a new EMA."
+            )
 
     def _tensors(self, doing: str) -> ModelTensors:
-        """The model's, with shards in its modules."""
+        """Reshard the model if needed, and return its tensors."""
         tensors = tensors_of(self._model)
         for unit in tensors.units:
-            runtime_of(unit).requests.ensure_sharded(unit, doing=doing)
-            runtime_of(unit).requests.refresh(unit)
+            unit.ensure_sharded(doing=doing)
+            unit.refresh()
         return tensors_of(self._model)
 
-    def _follow(self, groups: list[ParamGroup]) -> None:
-        """Groups were made anew: take the averages along to their layout."""
-        known = {id(parameter): view for flat in self._flats for parameter, view in flat.views()}
+    def _rebuild(self, groups: list[ParamGroup]) -> None:
+        """Move the averages into new buffers with the layout of `groups`, which replace the previous groups."""
+        known = {id(parameter): view for flat in self._averages for parameter, view in flat.views()}
         here = {id(parameter) for group in groups for parameter in group.parameters}
-        gone = [parameter.name for flat in self._flats for parameter in flat.group.parameters if id(parameter) not in here]
+        gone = [parameter.name for flat in self._averages for parameter in flat.group.parameters if id(parameter) not in here]
         if gone:
-            raise StateError(f"'{gone[0]}' moved to another unit after EMA(): make the averages of a model after fully_shard")
-        self._flats = [self._flat_of(group) for group in groups]
-        for flat in self._flats:
+            raise StateError(f"'{gone[0]}' moved to another unit after EMA() was created. Create EMA after fully_shard().")
+        self._averages = [self._averages_of(group) for group in groups]
+        for flat in self._averages:
             for parameter, view in flat.views():
                 if id(parameter) in known:
                     view.copy_(known[id(parameter)])
 
     @property
-    def _casts(self) -> bool:
-        """Whether weights are of another dtype or device than their averages."""
-        tensors = [*(flat.group.shard for flat in self._flats), *(getattr(module, key) for _, module, key in self._slots)]
+    def _needs_cast(self) -> bool:
+        """True if a weight may differ from its average in dtype or device."""
+        tensors = [
+            *(flat.group.shard for flat in self._averages),
+            *(getattr(module, key) for _, module, key in self._slots),
+        ]
         return self._device is not None or any(tensor.dtype != self._dtype for tensor in tensors)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average the weights of now into the averages; to be called after each optimizer step.
+        """Update the averages with the current weights. Call it after each optimizer step.
 
         Raises:
-            StateError: inside a forward or backward, inside `swapped()`, or if the model was sharded or changed since.
+            StateError: inside a forward or backward, inside `swapped()`, or if the model was sharded or changed since `EMA()`.
         """
         if self._swapped:
-            raise StateError("EMA.update() inside of swapped(), where the averages are the weights: update before or after it")
+            raise StateError(
+                "EMA.update() cannot run inside swapped(), where the averages are the weights. Update before or after it."
+            )
         self.calls += 1
         if self.calls % self.every:
             return
         decay = self.decay
         if self.warmup is not None:
             decay = min(decay, (1 + self.updates) / (self.warmup + self.updates))
-        self._settle("EMA.update()")
-        plain = [self._plain_now(name, module, key) for name, module, key in self._slots]
+        self._update_layout("EMA.update()")
+        plain = [self._plain_weight(name, module, key) for name, module, key in self._slots]
         self.updates += 1
-        averages = [*(flat.flat for flat in self._flats), *self._plain.values()]
-        weights = [*(flat.group.shard for flat in self._flats), *plain]
-        if self._casts:
+        averages = [*(flat.flat for flat in self._averages), *self._plain.values()]
+        weights = [*(flat.group.shard for flat in self._averages), *plain]
+        if self._needs_cast:
             weights = [weight.to(dtype=self._dtype, device=average.device) for average, weight in zip(averages, weights)]
         if averages:
             torch._foreach_lerp_(averages, weights, 1 - decay)
 
-    def _plain_now(self, name: str, module: nn.Module, key: str) -> Tensor:
+    def _plain_weight(self, name: str, module: nn.Module, key: str) -> Tensor:
         parameter = getattr(module, key)
         if isinstance(parameter, DTensor):
-            raise StateError(f"'{name}' was sharded after EMA(): make the averages of a model after fully_shard")
+            raise StateError(f"'{name}' was sharded after EMA() was created. Create EMA after fully_shard().")
         return parameter.detach()
 
     def values(self) -> dict[str, Tensor]:
-        """The averages.
+        """Return the averages.
 
         Returns:
-            By the parameter's first name, this rank's part.
+            This rank's shard of each average, by the first name of the parameter.
         """
-        self._settle("EMA.values()")
+        self._update_layout("EMA.values()")
         tensors = tensors_of(self._model)
-        views = {id(parameter): view for flat in self._flats for parameter, view in flat.views()}
-        found = {held.names[0]: views.get(id(held.parameter)) for held in tensors.held if held.parameter is not None}
+        views = {id(parameter): view for flat in self._averages for parameter, view in flat.views()}
+        found = {entry.names[0]: views.get(id(entry.parameter)) for entry in tensors.entries if entry.parameter is not None}
         return {**{name: view for name, view in found.items() if view is not None}, **self._plain}
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Have the averages be the weights for the length of a block. Collective.
+        """Use the averages as weights inside a `with` block. Collective.
 
-        The weights come back at its end, also after an exception; they are kept beside the averages meanwhile.
+        The weights are restored at the end of the block, also after an exception. Inside the block, memory holds the weights
+        and the averages.
 
         Raises:
             StateError: inside a forward or backward.
@@ -216,89 +229,96 @@ class EMA:
             >>> with ema.swapped():                                                           # doctest: +SKIP
             ...     evaluate(model)
         """
-        before = self._exchange(self.values())
+        before = self._swap(self.values())
         self._swapped += 1
         try:
             yield
         finally:
             self._swapped -= 1
-            self._exchange(before)
+            self._swap(before)
 
     @torch.no_grad()
-    def _exchange(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Write these to the weights. Returns the values of before."""
+    def _swap(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Overwrite the weights with `values` and return the old weights by name."""
         tensors = self._tensors("EMA.swapped()")
         before: dict[str, Tensor] = {}
-        for held in tensors.held:
-            value = values.get(held.names[0])
+        for entry in tensors.entries:
+            value = values.get(entry.names[0])
             if value is None:
                 continue
-            if held.parameter is not None:
-                held.parameter.wait_for_readers()
-            before[held.names[0]] = held.local.clone()
-            held.local.copy_(value)
-            if held.parameter is not None:
-                held.parameter.note_write()
+            if entry.parameter is not None:
+                entry.parameter.wait_for_readers()  # a copy to the device may still read the shard (CPU offload)
+            before[entry.names[0]] = entry.local.clone()
+            entry.local.copy_(value)
+            if entry.parameter is not None:
+                entry.parameter.note_write()
         for unit in tensors.units:
             unit.log_write("EMA.swapped()")
         return before
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages and how many updates there were.
+        """Return the averages and the number of updates.
 
         Returns:
-            `averages`: by name, DTensors cut as the parameters are (views of the averages); `calls` and `updates`.
+            A dict with `averages` (by name, DTensors with the placements of the parameters, views of the averages), `calls`
+            and `updates`.
         """
         values = self.values()
-        averages = {held.names[0]: _as_dtensor(held, values[held.names[0]]) for held in self._held() if held.names[0] in values}
+        averages = {
+            entry.names[0]: _to_dtensor(entry, values[entry.names[0]]) for entry in self._entries() if entry.names[0] in values
+        }
         return {"averages": averages, "calls": self.calls, "updates": self.updates}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, on any number of ranks.
+        """Load the result of `state_dict`, which may come from another number of ranks.
 
         Args:
-            state: with averages as DTensors like the parameters, or as full tensors.
+            state: the averages in it are full tensors, or DTensors with the placements of the parameters.
 
         Raises:
-            ValueError: for names that do not fit; nothing was changed then.
-            StateError: for an average of another shape.
+            ValueError: if names do not match those of the model; the averages are unchanged then.
+            StateError: if an average has a different shape than its parameter.
         """
         missing = [key for key in ("averages", "calls", "updates") if not isinstance(state, Mapping) or key not in state]
         if missing:
-            raise ValueError(f"the state has no {missing[0]!r}: expected what EMA.state_dict() gives, got {_short(state)}")
+            raise ValueError(
+                f"The state has no {missing[0]!r}: expected the result of EMA.state_dict(), got {_describe(state)}."
+            )
         values, averages = self.values(), state["averages"]
         wrong = [name for name, value in averages.items() if not isinstance(value, Tensor)]
         if wrong:
-            raise ValueError(f"the average of {wrong[0]!r} must be a tensor, got a {type(averages[wrong[0]]).__name__}")
+            raise ValueError(f"The average of {wrong[0]!r} must be a tensor, got a {type(averages[wrong[0]]).__name__}.")
         for name in sorted({*values} ^ {*averages}):
-            told = ("no ", "the model has it") if name in values else ("", "the model has none of that name")
-            raise ValueError(f"the state has {told[0]}average of '{name}', and {told[1]}")
-        for held in self._held():
-            name = held.names[0]
+            if name in values:
+                raise ValueError(f"The state has no average of '{name}', which is a parameter of the model.")
+            raise ValueError(f"The state has an average of '{name}', which is no averaged parameter of the model.")
+        for entry in self._entries():
+            name = entry.names[0]
             if name in values:
                 value = averages[name]
-                if held.parameter is not None:
-                    value = held.parameter.sharding.rows_of(value, name=name, doing="was to be averaged by")
+                if entry.parameter is not None:
+                    value = entry.parameter.sharding.rows_of(value, name=name, doing="got as its average")
                 elif value.shape != values[name].shape:
                     raise StateError(
-                        f"the average of '{name}' has shape {tuple(value.shape)}, the parameter {held.target.shape}"
+                        f"The average of '{name}' has shape {tuple(value.shape)}, its parameter {entry.target.shape}."
                     )
                 values[name].copy_(value.view(values[name].shape))
         self.calls, self.updates = int(state["calls"]), int(state["updates"])
 
-    def _held(self) -> tuple[Held, ...]:
-        return tensors_of(self._model).held
+    def _entries(self) -> tuple[ModelEntry, ...]:
+        return tensors_of(self._model).entries
 
 
-def _short(state: Any) -> str:
+def _describe(state: Any) -> str:
+    """Return the type of `state`, and its first keys if it is a dict, for an error text."""
     if not isinstance(state, Mapping):
         return f"a {type(state).__name__}"
     return f"a dict of {', '.join(map(repr, list(state)[:4])) or 'nothing'}"
 
 
-def _as_dtensor(held: Held, value: Tensor) -> Tensor:
-    return value if held.parameter is None else held.parameter.dtensor_like_shard(value)
+def _to_dtensor(entry: ModelEntry, value: Tensor) -> Tensor:
+    return value if entry.parameter is None else entry.parameter.dtensor_like_shard(value)
 
 
 __all__ = ["EMA"]

@@ -1,4 +1,4 @@
-"""Values that ranks send each other in one message: copied into it with their cast, and out of it to where they belong."""
+"""Exchange values between ranks in one all-to-all: cast and copy them into one buffer, and copy the received ones out."""
 
 from __future__ import annotations
 
@@ -9,83 +9,90 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fullshard.weights.meeting import Meeting
-from fullshard.weights.staging import Stage, padded
+from fullshard.weights.meeting import RankGroup
+from fullshard.weights.staging import StagingBuffer, padded
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A value for another rank, by its index in the meeting. dtype: in which it is sent."""
+    """A value to send to another rank."""
 
-    rank: int
+    rank: int  # index in the group
     value: Tensor
-    dtype: torch.dtype
+    dtype: torch.dtype  # in the buffer; the value is cast to it
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the message."""
+        """Bytes in the buffer, without padding."""
         return self.value.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Where a value of another rank belongs; it is sent in this dtype."""
+    """A tensor that receives a value of another rank. The value is sent in the dtype of the tensor."""
 
-    rank: int
+    rank: int  # index in the group
     into: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the message."""
+        """Bytes in the buffer, without padding."""
         return self.into.numel() * self.into.itemsize
 
 
 class Exchange:
-    """Messages of one meeting. sent: bytes of values so far.
+    """Exchanges within one group of ranks.
 
-    Two ranks name the values that they send each other in the same order.
+    For each pair of ranks, the sender lists its `Send`s in the order in which the receiver lists its `Receive`s.
+
+    Args:
+        group: ranks of the model.
+
+    Attributes:
+        sent: bytes of values sent so far.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._stages: dict[tuple[str, torch.device], Stage] = {}
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._buffers: dict[tuple[str, torch.device], StagingBuffer] = {}
         self.sent = 0
 
     def run(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """Send and receive. Collective."""
-        ranks, device = len(self._meeting.ranks), self._meeting.device
-        near = sends[0].value.device if sends else device  # one copy to the device of messages, not one for each value
-        given, sizes = _places(sends, ranks)
-        taken, lengths = _places(receives, ranks)
-        outgoing = self._take("out", near, sum(sizes))
-        for send, at in zip(sends, given):
-            place = outgoing[at : at + send.nbytes].view(send.dtype)
-            place.view(send.value.shape).copy_(send.value)
+        """Send and receive values. Collective."""
+        ranks, device = len(self._group.ranks), self._group.device
+        # Pack on the device of the values, so that one copy moves all of them to the device of the process group.
+        send_device = sends[0].value.device if sends else device
+        send_offsets, send_sizes = _offsets(sends, ranks)
+        receive_offsets, receive_sizes = _offsets(receives, ranks)
+        outgoing = self._buffer("out", send_device, sum(send_sizes))
+        for send, at in zip(sends, send_offsets):
+            packed = outgoing[at : at + send.nbytes].view(send.dtype)
+            packed.view(send.value.shape).copy_(send.value)
             self.sent += send.nbytes
-        incoming = self._take("in", device, sum(lengths))
-        self._meeting.exchange(outgoing.to(device), sizes, incoming, lengths)
-        far = receives[0].into.device if receives else device
-        incoming = incoming.to(far)
-        for receive, at in zip(receives, taken):
-            place = incoming[at : at + receive.nbytes].view(receive.into.dtype)
-            receive.into.copy_(place.view(receive.into.shape))
+        incoming = self._buffer("in", device, sum(receive_sizes))
+        self._group.exchange(outgoing.to(device), send_sizes, incoming, receive_sizes)
+        receive_device = receives[0].into.device if receives else device
+        incoming = incoming.to(receive_device)
+        for receive, at in zip(receives, receive_offsets):
+            packed = incoming[at : at + receive.nbytes].view(receive.into.dtype)
+            receive.into.copy_(packed.view(receive.into.shape))
 
-    def _take(self, which: str, device: torch.device, nbytes: int) -> Tensor:
-        if (which, device) not in self._stages:
-            self._stages[which, device] = Stage(device)
-        return self._stages[which, device].take([((nbytes,), torch.uint8)])[0]
+    def _buffer(self, which: str, device: torch.device, nbytes: int) -> Tensor:
+        if (which, device) not in self._buffers:
+            self._buffers[which, device] = StagingBuffer(device)
+        return self._buffers[which, device].take([((nbytes,), torch.uint8)])[0]
 
 
-def _places(values: Iterable[Send | Receive], ranks: int) -> tuple[list[int], list[int]]:
-    """(where each value begins in the message, bytes for each rank): rank after rank, in order."""
+def _offsets(values: Iterable[Send | Receive], ranks: int) -> tuple[list[int], list[int]]:
+    """Return (offset of each value in the buffer, padded bytes for each rank). The buffer is in rank order."""
     values = list(values)
     sizes = [0] * ranks
-    within: list[int] = []
+    offsets_in_rank: list[int] = []
     for value in values:
-        within.append(sizes[value.rank])
+        offsets_in_rank.append(sizes[value.rank])
         sizes[value.rank] += padded(value.nbytes)
     first = [0, *accumulate(sizes)]
-    return [first[value.rank] + at for value, at in zip(values, within)], sizes
+    return [first[value.rank] + at for value, at in zip(values, offsets_in_rank)], sizes
 
 
 __all__ = ["Exchange", "Receive", "Send"]

@@ -1,7 +1,7 @@
-"""Files of safetensors: their headers, read with suspicion, and the files of a checkpoint.
+"""Read safetensors headers, with every field checked, and find the files of a checkpoint.
 
-A file is 8 bytes with the length of its header (little-endian), the header (JSON: of each tensor dtype, shape, and where in the
-data it begins and ends), and the data of all tensors in row-major order, without gaps.
+A file has 8 bytes with the length of the header (little-endian), the header (JSON: dtype, shape, and begin and end in the data
+for each tensor), and the data of all tensors in row-major order, without gaps.
 
 Source: https://github.com/huggingface/safetensors (format, and the checks of its reader).
 """
@@ -44,18 +44,19 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
 }
-"""By the names of the format."""
+"""Dtypes by their names in the format."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ATTEMPTS, PAUSE = 8, 0.1  # at a checkpoint that is replaced meanwhile, and seconds between two
-MOST = 100_000_000  # bytes of a header, the limit of the format
+ATTEMPTS = 8  # to read a checkpoint that a save may replace at the same time
+PAUSE = 0.1  # seconds between two attempts
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-LATEST = "latest"  # a link to the directory of the step that was saved last
+LATEST = "latest"  # name of the link to the directory of the most recently saved step
 
 
 class BadFile(ValueError):
-    """A file that is no checkpoint, or a broken one."""
+    """Error for a broken file, or for a path that is not a checkpoint."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
@@ -63,31 +64,32 @@ class BadFile(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file. file: path.      offset: of its first byte in the file."""
+    """Location of a tensor in a file."""
 
     name: str
-    file: str
+    file: str  # path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # of the first byte of the data, from the begin of the file
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the data."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class OpenFiles:
-    """Files that are read, each opened once, in directories that are opened once.
+    """Open files and directories of a checkpoint, by path.
 
-    So all are of one checkpoint, also if another one takes its place meanwhile.
+    Each directory is opened once, and files are opened relative to its descriptor. So all files belong to one checkpoint, even
+    if a save replaces the directory at the same time.
     """
 
     def __init__(self) -> None:
-        self._directories: dict[str, int] = {}
-        self._changed: dict[str, int] = {}  # when files were last made or removed in each, as it was opened
-        self._files: dict[str, int] = {}
-        self._times: dict[str, int] = {}  # of the last write to each, as it was opened
+        self._directories: dict[str, int] = {}  # descriptors
+        self._changed: dict[str, int] = {}  # modification time of each directory when it was opened, in ns
+        self._files: dict[str, int] = {}  # descriptors
+        self._times: dict[str, int] = {}  # modification time of each file when it was opened, in ns
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -96,7 +98,7 @@ class OpenFiles:
         self.close()
 
     def close(self) -> None:
-        """Close them."""
+        """Close all files and directories."""
         for descriptor in (*self._files.values(), *self._directories.values()):
             os.close(descriptor)
         self._files.clear()
@@ -105,10 +107,10 @@ class OpenFiles:
         self._changed.clear()
 
     def directory(self, path: str | Path) -> int:
-        """The descriptor of a directory.
+        """Return the descriptor of a directory, opening it at the first call.
 
         Raises:
-            OSError: if it cannot be opened.
+            OSError: if the directory cannot be opened.
         """
         folder = str(path) or "."
         if folder not in self._directories:
@@ -117,27 +119,28 @@ class OpenFiles:
         return self._directories[folder]
 
     def file(self, path: str | Path) -> int:
-        """The descriptor of a file.
+        """Return the descriptor of a file, opening it at the first call.
 
         Raises:
-            BadFile: if it cannot be opened, or is none (a directory, a pipe).
+            BadFile: if the file cannot be opened or is not a regular file (a directory, a pipe).
         """
         name = str(path)
         if name not in self._files:
             folder, last = os.path.split(name)
             try:
+                # O_NONBLOCK, because opening a pipe would wait for a writer before the check below rejects it.
                 found = os.open(last, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.directory(folder))
             except OSError as failure:
                 raise BadFile(f"{name}: {failure.strerror}") from failure
             status = os.fstat(found)
             if not stat.S_ISREG(status.st_mode):
                 os.close(found)
-                raise BadFile(f"{name} is no regular file")
+                raise BadFile(f"{name} is not a regular file.")
             self._files[name], self._times[name] = found, status.st_mtime_ns
         return self._files[name]
 
     def were_replaced(self) -> bool:
-        """Return whether another directory or file is at the path of one that is open: files may be removed."""
+        """Return True if an open directory or file is no longer at its path, because it was replaced or removed."""
         for path, descriptor in (*self._directories.items(), *self._files.items()):
             try:
                 now = os.stat(path)
@@ -149,55 +152,57 @@ class OpenFiles:
         return False
 
     def may_have_changed(self) -> bool:
-        """Return whether files were made or removed since a directory was opened, or another one is at its path."""
+        """Return True if files were created or removed in an open directory, or if `were_replaced()`."""
         changed = any(os.fstat(found).st_mtime_ns != self._changed[path] for path, found in self._directories.items())
         return changed or self.were_replaced()
 
     def check_unchanged(self) -> None:
-        """Check that no file was written to since it was opened. Raises BadFile naming it."""
+        """Raise BadFile if a file was modified since it was opened."""
         for name, descriptor in self._files.items():
             if os.fstat(descriptor).st_mtime_ns != self._times[name]:
-                raise BadFile(f"{name} was written to while it was read, so its values may be of two checkpoints: load again")
+                raise BadFile(
+                    f"{name} was modified while it was read, so its values may come from two checkpoints. Load again."
+                )
 
 
-SAMPLES, SAMPLE = 64, 4096  # of a file, and bytes of each
+SAMPLES = 64  # blocks of a file that `samples` hashes
+SAMPLE = 4096  # bytes of a block
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """By what a rank knows that it opened the file of which the first rank read the header, or a copy of it.
+    """Identity of a checkpoint file, to verify that all ranks have opened the same file or copies of it."""
 
-    nbytes: of the file.      digest: of the header, in hexadecimal.
-    """
-
-    nbytes: int
-    modified_ns: int
+    nbytes: int  # of the file
+    modified_ns: int  # modification time
     inode: int
     header_nbytes: int
-    digest: str
+    digest: str  # of the header, hexadecimal
 
     def is_same(self, descriptor: int) -> bool:
-        """Whether it is this file, at this time."""
+        """Return True if the open file is this one and was not modified since."""
         status = os.fstat(descriptor)
         return (status.st_size, status.st_mtime_ns, status.st_ino) == (self.nbytes, self.modified_ns, self.inode)
 
     def difference(self, descriptor: int, sampled: str) -> str | None:
-        """How the file behind a descriptor differs; None if it is a copy. Its header is read for that, and samples of its data.
+        """Return how an open file differs from this one, or None if it is a copy. Only the header and samples are compared.
 
-        sampled: the digest of samples of the first rank's file.
+        Args:
+            descriptor: of the file.
+            sampled: digest of `samples` of the first rank's file.
         """
         size = os.fstat(descriptor).st_size
         if size != self.nbytes:
-            return f"{size:,} bytes on one rank, {self.nbytes:,} on the first"
+            return f"{size:,} bytes on one rank, {self.nbytes:,} on the first rank"
         if _digest(os.pread(descriptor, self.header_nbytes, 0)) != self.digest:
-            return "other tensors, or the same in another order, on one rank than on the first"
-        return (
-            None if samples(descriptor) == sampled else "other values on one rank than on the first, as a copy of another step"
-        )
+            return "different tensors or a different tensor order on one rank than on the first rank"
+        if samples(descriptor) != sampled:
+            return "different values on one rank than on the first rank, such as a copy of another step"
+        return None
 
 
 def samples(descriptor: int) -> str:
-    """A digest of parts of a file, in hexadecimal: blocks at equal distances, and its end."""
+    """Return a hexadecimal digest of blocks of a file at equal distances, the last one at its end."""
     size, found = os.fstat(descriptor).st_size, hashlib.sha256()
     last = max(0, size - SAMPLE)
     for number in range(SAMPLES):
@@ -207,24 +212,25 @@ def samples(descriptor: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The description that a file gives of itself.
+    """The header of a file."""
 
-    nbytes: of the header with its length.      tensors: in the order of their data.
-    """
-
-    file: str
-    nbytes: int
+    file: str  # path
+    nbytes: int  # of the header, including its 8 length bytes
     file_nbytes: int
-    tensors: tuple[FileTensor, ...]
+    tensors: tuple[FileTensor, ...]  # in the order of their data
     metadata: Mapping[str, str]
     identity: FileIdentity | None = None
 
 
 def read_header(file: str | Path, files: OpenFiles | None = None) -> Header:
-    """Read and check the header of a file; its data is not read. files: where it stays open.
+    """Read and check the header of a file, without its data.
+
+    Args:
+        file: path.
+        files: keeps the file open for later reads; None closes it.
 
     Raises:
-        BadFile: naming the file, and the tensor, for anything that the format does not allow.
+        BadFile: if the header violates the format. The text has the file, and the tensor if one is affected.
     """
     if files is None:
         with OpenFiles() as files:
@@ -236,9 +242,11 @@ def read_header(file: str | Path, files: OpenFiles | None = None) -> Header:
         size = status.st_size
         begin = _read(descriptor, 8, 0, path, size)
         length = int.from_bytes(begin, "little")
-        if length > MOST:
+        if length > MAX_HEADER_BYTES:
+            # Checked before the bytes are read: a file of another format would request a huge amount of memory.
             raise BadFile(
-                f"{path}: its header would have {length:,} bytes, and may have {MOST:,}: this is no file of safetensors"
+                f"{path}: expected a header of at most {MAX_HEADER_BYTES:,} bytes, got {length:,}. "
+                "This is not a safetensors file."
             )
         text = _read(descriptor, length, 8, path, size)
     except OSError as failure:
@@ -254,77 +262,82 @@ def _digest(header: bytes) -> str:
 def _read(descriptor: int, nbytes: int, offset: int, path: str, size: int) -> bytes:
     if offset + nbytes > size:
         raise BadFile(
-            f"{path}: truncated: it has {size:,} bytes, and its header alone ends at {offset + nbytes:,}, "
-            f"{offset + nbytes - size:,} bytes further"
+            f"{path}: truncated: it has {size:,} bytes, but its header ends at byte {offset + nbytes:,}, "
+            f"{offset + nbytes - size:,} bytes later."
         )
     found = bytearray()
     while len(found) < nbytes:
         part = os.pread(descriptor, nbytes - len(found), offset + len(found))
         if not part:
-            raise BadFile(f"{path}: truncated while it was read, at byte {offset + len(found):,}")
+            raise BadFile(f"{path}: truncated while it was read, at byte {offset + len(found):,}.")
         found += part
     return bytes(found)
 
 
 def parse_header(path: str, text: bytes, size: int) -> Header:
-    """The header of a file of `size` bytes.
+    """Parse and check a header.
+
+    Args:
+        path: of the file, for errors.
+        text: the JSON part of the header.
+        size: bytes of the file.
 
     Raises:
-        BadFile: as `read_header`.
+        BadFile: if the header violates the format.
     """
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=lambda pairs: _once(path, pairs))
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=lambda pairs: _unique_keys(path, pairs))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as failure:
-        raise BadFile(f"{path}: its header is no JSON ({failure})") from failure
+        raise BadFile(f"{path}: its header is not valid JSON ({failure}).") from failure
     if not isinstance(entries, dict):
-        raise BadFile(f"{path}: its header is no JSON object, but a {type(entries).__name__}")
+        raise BadFile(f"{path}: expected its header to be a JSON object, got a {type(entries).__name__}.")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadFile(f"{path}: __metadata__ in its header is no mapping of texts")
+        raise BadFile(f"{path}: expected __metadata__ in its header to map strings to strings.")
     begin = 8 + len(text)
-    tensors = sorted((_tensor(path, name, told, begin) for name, told in entries.items()), key=lambda t: (t.offset, t.nbytes))
+    tensors = sorted((_tensor(path, name, entry, begin) for name, entry in entries.items()), key=lambda t: (t.offset, t.nbytes))
     at = begin
     for tensor in tensors:
         if tensor.offset != at:
-            what = "overlaps the one before it" if tensor.offset < at else "leaves a gap before it"
-            raise BadFile(f"{path}: tensor '{tensor.name}' {what}: it begins at byte {tensor.offset:,}, expected {at:,}")
+            what = "overlaps the previous tensor" if tensor.offset < at else "leaves a gap after the previous tensor"
+            raise BadFile(f"{path}: tensor '{tensor.name}' {what}: expected it to begin at byte {at:,}, got {tensor.offset:,}.")
         at += tensor.nbytes
     if at > size:
         last = next(tensor for tensor in tensors if tensor.offset + tensor.nbytes > size)
         raise BadFile(
-            f"{path}: truncated by {at - size:,} bytes: it has {size:,}, and its tensors end at {at:,} "
-            f"('{last.name}' is the first that is not whole)"
+            f"{path}: truncated by {at - size:,} bytes: it has {size:,} bytes, but its tensors end at byte {at:,} "
+            f"('{last.name}' is the first incomplete tensor)."
         )
     if at < size:
-        raise BadFile(f"{path}: {size - at:,} bytes behind its last tensor belong to none")
+        raise BadFile(f"{path}: {size - at:,} bytes after its last tensor belong to no tensor.")
     return Header(path, begin, size, tuple(tensors), metadata)
 
 
-def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise BadFile(f"{path}: its header has '{twice}' twice")
+        raise BadFile(f"{path}: its header has '{twice}' twice.")
     return found
 
 
-def _tensor(path: str, name: str, told: Any, begin: int) -> FileTensor:
+def _tensor(path: str, name: str, entry: Any, begin: int) -> FileTensor:
     where = f"{path}: tensor '{name}'"
-    if not isinstance(told, dict) or set(told) != {"dtype", "shape", "data_offsets"}:
-        raise BadFile(f"{where} is not described by dtype, shape and data_offsets")
-    if not isinstance(told["dtype"], str) or told["dtype"] not in DTYPES:
-        raise BadFile(f"{where} has the dtype {told['dtype']!r}, which is not known: {', '.join(DTYPES)}")
-    dtype = DTYPES[told["dtype"]]
-    shape, offsets = told["shape"], told["data_offsets"]
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise BadFile(f"{where} must have exactly the keys dtype, shape and data_offsets.")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
+        raise BadFile(f"{where} has the unknown dtype {entry['dtype']!r}. Known dtypes are {', '.join(DTYPES)}.")
+    dtype = DTYPES[entry["dtype"]]
+    shape, offsets = entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
-        raise BadFile(f"{where} has the shape {str(shape)[:80]}, which is none")
+        raise BadFile(f"{where} has an invalid shape: {str(shape)[:80]}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
-        raise BadFile(f"{where} has the data_offsets {str(offsets)[:80]}, which are no beginning and end")
+        raise BadFile(f"{where} has invalid data_offsets: {str(offsets)[:80]}. Expected the begin and the end of its data.")
     if offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:
         raise BadFile(
-            f"{where} of shape {tuple(shape)} and dtype {told['dtype']} needs {prod(shape) * dtype.itemsize:,} bytes, "
-            f"its data_offsets give {offsets[1] - offsets[0]:,}"
+            f"{where} of shape {tuple(shape)} and dtype {entry['dtype']} needs {prod(shape) * dtype.itemsize:,} bytes, "
+            f"but its data_offsets span {offsets[1] - offsets[0]:,}."
         )
     return FileTensor(name, path, dtype, tuple(shape), begin + offsets[0])
 
@@ -334,7 +347,12 @@ def _is_size(value: object) -> bool:
 
 
 def header_bytes(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The header of a file with these tensors (name, dtype, shape), in this order, with its length, padded to 8 bytes."""
+    """Return the header of a file, including its 8 length bytes, padded to a multiple of 8 bytes.
+
+    Args:
+        tensors: name, dtype and shape of each tensor, in the order of their data.
+        metadata: for the key `__metadata__`.
+    """
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     at = 0
     for name, dtype, shape in tensors:
@@ -350,17 +368,17 @@ def header_bytes(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], meta
 
 
 def read_checkpoint(source: Any, files: OpenFiles | None = None) -> list[Header]:
-    """The headers of all files of a checkpoint.
+    """Read the headers of all files of a checkpoint.
 
     Args:
         source: a directory, an index, a file, or several files.
-        files: where they stay open.
+        files: keeps the files open for later reads; None closes them.
 
     Raises:
-        BadFile: for what is none, or if two files have the same tensor, or the index names what is not there.
+        BadFile: if the source is not a checkpoint, if two files have the same tensor, or if the index contradicts the files.
     """
     if source == "":
-        raise BadFile("source is '', expected the path of a directory or file")
+        raise BadFile("source must be the path of a directory or file, got ''.")
     if files is None:
         with OpenFiles() as files:
             return read_checkpoint(source, files)
@@ -372,34 +390,34 @@ def read_checkpoint(source: Any, files: OpenFiles | None = None) -> list[Header]
         except BadFile:
             if attempt == ATTEMPTS - 1 or not files.may_have_changed():
                 raise
-            files.close()  # a save put another checkpoint into its place, and removes this one
+            files.close()  # a save has replaced the checkpoint and is removing the old files
             time.sleep(PAUSE)
     where: dict[str, str] = {}
     for tensor in (tensor for header in headers for tensor in header.tensors):
         if tensor.name in where:
-            raise BadFile(f"tensor '{tensor.name}' is in {where[tensor.name]} and in {tensor.file}")
+            raise BadFile(f"Tensor '{tensor.name}' is in {where[tensor.name]} and in {tensor.file}. Expected it in one file.")
         where[tensor.name] = tensor.file
     for name, file in (index or {}).items():
         if where.get(name) != file:
-            raise BadFile(f"the index says that '{name}' is in {file}, which does not have it")
+            raise BadFile(f"The index maps '{name}' to {file}, which does not contain it.")
     return headers
 
 
 def files_of(source: Any, files: OpenFiles | None = None) -> tuple[list[str], dict[str, str] | None]:
-    """The files of a checkpoint, and which tensors are where by an index, None if there is none.
+    """Return the files of a checkpoint and its index as a map from tensors to files, None without an index.
 
     Raises:
-        BadFile: for what is none.
+        BadFile: if the source is not a checkpoint.
     """
     if files is None:
         with OpenFiles() as files:
             return files_of(source, files)
     if isinstance(source, (list, tuple)):
         if not source:
-            raise BadFile("the list of files to load is empty")
+            raise BadFile("The list of files to load is empty.")
         return [str(file) for file in source], None
     if not isinstance(source, (str, os.PathLike)):
-        raise BadFile(f"source must be a directory, an index, a file or a list of files, got a {type(source).__name__}")
+        raise BadFile(f"source must be a directory, an index, a file or a list of files, got a {type(source).__name__}.")
     path = Path(source)
     if not path.is_dir():
         return _of_index(path, files) if path.name.endswith(".json") else ([str(path)], None)
@@ -413,17 +431,17 @@ def files_of(source: Any, files: OpenFiles | None = None) -> tuple[list[str], di
         return [str(path / SINGLE)], None
     found = [str(path / name) for name in there if name.endswith(".safetensors")]
     if not found:
-        steps = f"; {path / LATEST} leads to the latest step" if LATEST in there else ""
-        raise BadFile(f"{path} has no *.safetensors: it has {', '.join(there[:8]) or 'nothing'}{steps}")
+        steps = f" Load {path / LATEST}, the link to the latest step." if LATEST in there else ""
+        raise BadFile(f"{path} has no *.safetensors files: it contains {', '.join(there[:8]) or 'nothing'}.{steps}")
     return found, None
 
 
 def read_index(path: Path, files: OpenFiles) -> Any:
-    """The content of an index.
+    """Return the JSON content of an index.
 
     Raises:
         BadFile: if it cannot be read.
-        ValueError: if it is no JSON.
+        ValueError: if it is not JSON.
     """
     descriptor = files.file(path)
     return json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8"))
@@ -431,17 +449,17 @@ def read_index(path: Path, files: OpenFiles) -> Any:
 
 def _of_index(path: Path, files: OpenFiles) -> tuple[list[str], dict[str, str]]:
     try:
-        told = read_index(path, files)
-        names = dict(told["weight_map"])
+        entry = read_index(path, files)
+        names = dict(entry["weight_map"])
     except BadFile:
         raise
     except OSError as failure:
         raise BadFile(f"{path}: {failure.strerror}") from failure
     except (ValueError, KeyError, TypeError, RecursionError) as failure:
-        raise BadFile(f"{path} is no index: it needs a weight_map of tensors to files ({failure})") from failure
+        raise BadFile(f"{path} is not an index: expected a weight_map from tensors to files ({failure}).") from failure
     for name, file in names.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise BadFile(f"{path}: '{name}' is said to be in {file!r}, which is no file beside the index")
+            raise BadFile(f"{path} maps '{name}' to {file!r}. Expected the name of a file next to the index.")
     where = {name: str(path.parent / file) for name, file in names.items()}
     return sorted(set(where.values())), where
 

@@ -1,4 +1,4 @@
-"""Tensors of a model, and which part of each of them each rank has."""
+"""Shard maps: the box of a tensor that each rank stores."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fullshard.weights.boxes import Box
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """Which part of a tensor each rank has. boxes: by rank, None for a rank that has no element."""
+class ShardMap:
+    """The box of a tensor that each rank stores."""
 
-    shape: tuple[int, ...]
-    boxes: tuple[Box | None, ...]
+    shape: tuple[int, ...]  # of the unsharded tensor
+    boxes: tuple[Box | None, ...]  # by rank; None for an empty shard
 
     @cached_property
     def distinct(self) -> dict[Box, tuple[int, ...]]:
-        """The ranks that have the same part, by it."""
+        """Ranks by box. Several ranks that store the same box are replicas."""
         found: dict[Box, list[int]] = {}
         for rank, box in enumerate(self.boxes):
             if box is not None:
@@ -33,64 +33,68 @@ class Holdings:
 
     @cached_property
     def _by_row(self) -> tuple[list[int], list[tuple[Box, tuple[int, ...]]], int]:
-        """(first rows, parts in that order, rows of the largest): parts that meet a box are found without a look at all."""
-        parts = sorted(self.distinct.items(), key=lambda found: found[0].start)
-        largest = max((box.shape[0] for box, _ in parts), default=0)
-        return [box.start[0] for box, _ in parts], parts, largest
+        """(first row of each box, boxes with their ranks, rows of the largest box), in row order for bisection."""
+        shards = sorted(self.distinct.items(), key=lambda found: found[0].start)
+        largest = max((box.shape[0] for box, _ in shards), default=0)
+        return [box.start[0] for box, _ in shards], shards, largest
 
-    def meeting(self, wanted: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """(the elements of `wanted` that some ranks have, those ranks), for each part that has some, in the order of rows."""
+    def owners(self, wanted: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """Yield (intersection of `wanted` with a shard, ranks that store it) for each shard that intersects, in row order."""
         if not self.shape:
             yield from self.distinct.items()
             return
-        rows, parts, largest = self._by_row
-        for held, ranks in parts[bisect_right(rows, wanted.start[0] - largest) : bisect_left(rows, wanted.stop[0])]:
-            box = held.meet(wanted)
+        rows, shards, largest = self._by_row
+        # A box that starts `largest` rows or more before `wanted` ends before it, so only boxes in this range can intersect.
+        for shard, ranks in shards[bisect_right(rows, wanted.start[0] - largest) : bisect_left(rows, wanted.stop[0])]:
+            box = shard.intersect(wanted)
             if box is not None:
                 yield box, ranks
 
     @cached_property
     def is_by_rows(self) -> bool:
-        """Whether each rank has rows of its own, and all of them."""
+        """True if each rank stores complete rows that no other rank stores."""
         whole = all(box.shape[1:] == self.shape[1:] for box in self.distinct)
         return bool(self.shape) and whole and all(len(ranks) == 1 for ranks in self.distinct.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A tensor of the model. name: its first one."""
+    """Description of a tensor of the model."""
 
-    name: str
+    name: str  # the first one, if the tensor is tied
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    holdings: Holdings
+    shape: tuple[int, ...]  # of the unsharded tensor
+    shard_map: ShardMap
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full tensor."""
+        """Bytes of the unsharded tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
-def same_ranks(having: Sequence[tuple[int, int, tuple[int, ...]]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """(first row, last row, all ranks that have some of them), from such stretches that may overlap: none of these does.
+def merge_row_ranges(ranges: Sequence[tuple[int, int, tuple[int, ...]]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Split overlapping row ranges into disjoint ones, each with all of its ranks, in row order.
 
-    >>> list(same_ranks([(0, 4, (0,)), (0, 2, (1,)), (6, 7, (0, 2))]))
+    Args:
+        ranges: (first row, row after the last one, ranks) of each range.
+
+    >>> list(merge_row_ranges([(0, 4, (0,)), (0, 2, (1,)), (6, 7, (0, 2))]))
     [(0, 2, (0, 1)), (2, 4, (0,)), (6, 7, (0, 2))]
     """
     begin: dict[int, list[tuple[int, ...]]] = {}
     end: dict[int, list[tuple[int, ...]]] = {}
-    for first, last, ranks in having:
+    for first, last, ranks in ranges:
         begin.setdefault(first, []).append(ranks)
         end.setdefault(last, []).append(ranks)
-    there: Counter[int] = Counter()
+    active: Counter[int] = Counter()  # how many open ranges have each rank
     for first, last in pairwise(sorted({*begin, *end})):
         for ranks in end.get(first, ()):
-            there.subtract(ranks)
+            active.subtract(ranks)
         for ranks in begin.get(first, ()):
-            there.update(ranks)
-        there = +there
-        if there:
-            yield first, last, tuple(sorted(there))
+            active.update(ranks)
+        active = +active  # drop ranks whose count is zero
+        if active:
+            yield first, last, tuple(sorted(active))
 
 
-__all__ = ["Holdings", "ModelTensor", "same_ranks"]
+__all__ = ["ModelTensor", "ShardMap", "merge_row_ranges"]

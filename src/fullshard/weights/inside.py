@@ -1,7 +1,7 @@
-"""A checkpoint moved file by file into a directory that cannot be exchanged, so that readers see the old or the new weights.
+"""Move a checkpoint file by file into a directory that cannot be exchanged. Readers find either the old or the new weights.
 
-Files that several make up have names of their own in each save, and the index, which names them, is replaced in one step: until
-then it names the old ones, and they are removed after it. One file is replaced in one step by itself.
+The files of a sharded checkpoint get names that are unique to each save. Their index is replaced atomically: before that it
+names the old files, which are removed afterwards. A single weights file is replaced atomically itself.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from fullshard.weights.layout import index_of, is_weights
 
-_NAMED = 8  # characters of the token in names of files
+_TOKEN_CHARACTERS = 8  # characters of the token that file names contain
 
 
-def stays(directory: Path) -> str | None:
-    """Return why a directory cannot be replaced by another one, as a part of a sentence; None if it can."""
+def why_not_replaceable(directory: Path) -> str | None:
+    """Return why a directory cannot be exchanged, as the predicate of a sentence, or None if it can."""
     if not directory.is_dir():
         return None
     if os.path.ismount(directory):
@@ -27,97 +27,106 @@ def stays(directory: Path) -> str | None:
     with suppress(FileNotFoundError):  # the current directory was removed
         here = Path(os.path.realpath(os.getcwd()))
         if directory == here or directory in here.parents:
-            return "is the current directory, or one above it"
+            return "is the current directory or a parent of it"
     if not os.access(directory.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
-        return "lies in a directory that cannot be written to"
+        return "is in a directory without write permission"
     return None
 
 
 def name_in_place(name: str, token: str, single: str) -> str:
-    """Return the name that a file of weights gets: that of one of several is of this save alone."""
+    """Return the final name of a weights file. One of several files gets a name that is unique to this save."""
     if name in (single, index_of(single)):
         return name
-    return name.replace(".", f"-{token[-_NAMED:]}.", 1)
+    return name.replace(".", f"-{token[-_TOKEN_CHARACTERS:]}.", 1)
 
 
-def move_in(path: Path, directory: Path, aside: Path, token: str, single: str) -> None:
-    """Move the files of a checkpoint, which are on the disk, into a directory. If that fails all files are where they were.
+def move_in(path: Path, directory: Path, backup: Path, token: str, single: str) -> None:
+    """Move the files of a checkpoint, which must be synced to disk, into a directory. If it fails, undo all moves.
 
     Args:
-        path: where they are.
-        directory: where they go.
-        aside: a directory of the same file system for what is needed until then, which the caller removes.
-        token: of the save.
-        single: name of the file of weights if there is one.
+        path: folder of the files.
+        directory: target directory.
+        backup: a folder on the same file system for backups of replaced files. The caller removes it.
+        token: name of the save.
+        single: name of the weights file if there is a single one.
 
     Raises:
-        OSError: of the call that failed.
+        OSError: if a file operation fails.
     """
-    back: list[Callable[[], object]] = []
+    # Order: further files, weights files with new names (no index refers to them yet), and at last the index or the single
+    # weights file. Its replacement is the commit.
+    undo_actions: list[Callable[[], object]] = []
     try:
-        for entry in _further(path, single):
-            back += _place(entry, directory / entry.relative_to(path), aside / entry.relative_to(path))
+        for entry in _other_files(path, single):
+            undo_actions += _replace_file(entry, directory / entry.relative_to(path), backup / entry.relative_to(path))
         names = {
             entry.name: name_in_place(entry.name, token, single) for entry in path.iterdir() if is_weights(entry.name, single)
         }
         first = path / single
         if index_of(single) in names:
-            first = _index(path / index_of(single), aside, names)
+            first = _write_index(path / index_of(single), backup, names)
         for name in sorted(names.keys() - {first.name}):
             os.rename(path / name, directory / names[name])
-            back.append(_renaming(directory / names[name], path / name))
-        sync(directory)
-        back += _place(first, directory / first.name, aside / "before" / first.name)
+            undo_actions.append(_rename_action(directory / names[name], path / name))
+        sync(directory)  # the new names must be on disk before the index that refers to them
+        undo_actions += _replace_file(first, directory / first.name, backup / "before" / first.name)
         other = directory / (single if first.name != single else index_of(single))
-        if os.path.lexists(other):  # of an older save; readers differ in which of both they begin with
+        # An index next to a single file is of an older save, or the other way round. Readers differ in which one they prefer.
+        if os.path.lexists(other):
             os.unlink(other)
     except BaseException:
-        for undo in reversed(back):
+        for undo in reversed(undo_actions):
             with suppress(OSError):
                 undo()
         raise
 
 
-def _further(path: Path, single: str) -> Iterator[Path]:
-    """Files that are no weights, and links."""
+def _other_files(path: Path, single: str) -> Iterator[Path]:
+    """Yield the files and links of a checkpoint that are not weights."""
     for entry in sorted(path.rglob("*")):
         is_file = entry.is_symlink() or entry.is_file()
         if is_file and not (entry.parent == path and is_weights(entry.name, single)):
             yield entry
 
 
-def _place(entry: Path, target: Path, aside: Path) -> list[Callable[[], object]]:
-    """Replace a file by another one. Returns what takes that back, in the order in which it was done."""
+def _replace_file(entry: Path, target: Path, backup: Path) -> list[Callable[[], object]]:
+    """Move a file to `target` and back up an existing file there. Return the undo actions, to be called in reverse order."""
     target.parent.mkdir(parents=True, exist_ok=True)
     before = os.path.lexists(target)
     if before:
-        aside.parent.mkdir(parents=True, exist_ok=True)
+        backup.parent.mkdir(parents=True, exist_ok=True)
         try:
-            os.link(target, aside, follow_symlinks=False)
+            os.link(target, backup, follow_symlinks=False)
         except OSError:  # a file system without links
-            shutil.copy2(target, aside, follow_symlinks=False)
+            shutil.copy2(target, backup, follow_symlinks=False)
     os.replace(entry, target)
-    returned = _renaming(target, entry)
-    return [_renaming(aside, target), returned] if before else [returned]
+    returned = _rename_action(target, entry)
+    return [_rename_action(backup, target), returned] if before else [returned]
 
 
-def _renaming(source: Path, target: Path) -> Callable[[], object]:
+def _rename_action(source: Path, target: Path) -> Callable[[], object]:
     return lambda: os.replace(source, target)
 
 
-def _index(index: Path, aside: Path, names: dict[str, str]) -> Path:
-    """Write an index that names the files as they are called in their place. Returns where it is."""
-    told = json.loads(index.read_text(encoding="utf-8"))
-    told["weight_map"] = {tensor: names[file] for tensor, file in told["weight_map"].items()}
-    aside.mkdir(exist_ok=True)
-    found = aside / index.name
-    found.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _write_index(index: Path, backup: Path, names: dict[str, str]) -> Path:
+    """Write a copy of an index with the final names of the files, sync it to disk and return its path."""
+    content = json.loads(index.read_text(encoding="utf-8"))
+    content["weight_map"] = {tensor: names[file] for tensor, file in content["weight_map"].items()}
+    backup.mkdir(exist_ok=True)
+    found = backup / index.name
+    found.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     sync(found)
     return found
 
 
 def remove_old(directory: Path, names: Container[str], single: str) -> None:
-    """Remove the weights that nothing names any more. names: of the new ones."""
+    """Remove the weights files of older saves.
+
+    Args:
+        directory: directory of the checkpoint.
+        names: final names of the new weights files.
+        single: name of the weights file if there is a single one.
+    """
     with suppress(OSError):  # the next save tries again
         for name in os.listdir(directory):
             if is_weights(name, single) and name not in names:
@@ -125,7 +134,7 @@ def remove_old(directory: Path, names: Container[str], single: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file or the entries of a directory on the disk."""
+    """Sync a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -133,4 +142,4 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["move_in", "name_in_place", "remove_old", "stays", "sync"]
+__all__ = ["move_in", "name_in_place", "remove_old", "sync", "why_not_replaceable"]

@@ -1,4 +1,4 @@
-"""A checkpoint as a reader sees it: what is in it, what is left over beside it, and whether it is whole."""
+"""Inspect a checkpoint: its tensors and files, leftovers of unfinished saves, and faults."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ from fullshard.weights.reading import Read, Reader
 from fullshard.wrap.tables import aligned, bytes_text
 
 
-def shown(source: Any, headers: Sequence[Header], *, every: bool = False) -> str:
-    """The tensors and files of a checkpoint, as tables.
+def checkpoint_tables(source: Any, headers: Sequence[Header], *, all_tensors: bool = False) -> str:
+    """Return tables of the tensors and files of a checkpoint.
 
-    every: whether each tensor is a row; otherwise names that differ by numbers alone are one.
+    Args:
+        source: the checkpoint: a directory, an index or a file.
+        headers: the headers of its files.
+        all_tensors: print one row per tensor; otherwise names that differ only by numbers share a row.
     """
     rows: dict[tuple[str, str, tuple[int, ...]], list[FileTensor]] = {}
     for tensor in (tensor for header in headers for tensor in header.tensors):
-        name = tensor.name if every else re.sub(r"(?<![^.])\d+(?![^.])", "*", tensor.name)
+        # A part of a name between dots that is a number becomes a star: layers.3.weight -> layers.*.weight.
+        name = tensor.name if all_tensors else re.sub(r"(?<![^.])\d+(?![^.])", "*", tensor.name)
         rows.setdefault((name, NAMES[tensor.dtype], tensor.shape), []).append(tensor)
     table = [("tensor", "dtype", "shape", "times", "bytes")]
-    for (name, dtype, shape), members in sorted(rows.items(), key=lambda row: _natural(row[1][0].name)):
+    for (name, dtype, shape), members in sorted(rows.items(), key=lambda row: _natural_key(row[1][0].name)):
         total = sum(one.nbytes for one in members)
         table.append((name, dtype, str(list(shape)), str(len(members)), bytes_text(total)))
     files = [("file", "tensors", "bytes", "metadata")]
@@ -44,16 +48,16 @@ def shown(source: Any, headers: Sequence[Header], *, every: bool = False) -> str
     parts = ", ".join(f"{count:,} elements of {dtype}" for dtype, count in dtypes.most_common())
     lines = [*aligned(table, right={3, 4}), "", *aligned(files, right={1, 2}), ""]
     lines.append(f"{len(tensors):,} tensors, {bytes_text(total)}: {parts or 'nothing'}")
-    return "\n".join([*lines, *left_over(source)])
+    return "\n".join([*lines, *leftovers(source)])
 
 
-def _natural(name: str) -> list[Any]:
-    """Numbers in names in the order of their values."""
+def _natural_key(name: str) -> list[Any]:
+    """Return a sort key in which numbers in a name compare by value."""
     return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
 
 
-def left_over(source: Any) -> list[str]:
-    """Leftovers that belong to no checkpoint: files that no index names, and saves that were not finished."""
+def leftovers(source: Any) -> list[str]:
+    """Return a line for each leftover: weights files that the index does not list, and an unfinished save."""
     if not isinstance(source, (str, os.PathLike)):
         return []
     path = Path(os.path.abspath(source))
@@ -61,7 +65,7 @@ def left_over(source: Any) -> list[str]:
     if path.is_dir():
         used = {Path(file).name for file in files_of(source)[0]}
         found += [
-            f"left over: {one.name}, which no index names" for one in sorted(path.glob("*.safetensors")) if one.name not in used
+            f"left over: {one.name}, which no index lists" for one in sorted(path.glob("*.safetensors")) if one.name not in used
         ]
     left = unfinished(path)
     if left is not None:
@@ -72,9 +76,13 @@ def left_over(source: Any) -> list[str]:
 def problems(
     source: Any, *, values: bool = True, threads: int = 8, buffer_bytes: int = 256 << 20
 ) -> tuple[list[str], list[Header]]:
-    """The faults of a checkpoint, and its headers, as far as they can be read.
+    """Return the faults of a checkpoint, one text each, and the headers that can be read.
 
-    values: whether to read all tensors, too, and look for NaN and infinity.
+    Args:
+        source: the checkpoint: a directory, an index or a file.
+        values: also read all tensors and look for NaN and infinity.
+        threads: number of threads that read.
+        buffer_bytes: bytes of memory to use.
     """
     with OpenFiles() as files:
         return _problems(source, files, values=values, threads=threads, limit=max(1, buffer_bytes // 4))
@@ -95,53 +103,55 @@ def _problems(source: Any, files: OpenFiles, *, values: bool, threads: int, limi
     where: dict[str, str] = {}
     for tensor in (tensor for header in headers for tensor in header.tensors):
         if tensor.name in where:
-            found.append(f"tensor '{tensor.name}' is in {where[tensor.name]} and in {tensor.file}")
+            found.append(f"Tensor '{tensor.name}' is in {where[tensor.name]} and in {tensor.file}.")
         where[tensor.name] = tensor.file
     if index is not None and len(headers) == len(paths):
-        found += _against_index(source, files, index, where, headers)
+        found += _index_problems(source, files, index, where, headers)
     if values:
         for header in headers:
-            found += _values(header, files, threads=threads, limit=limit)
+            found += _value_problems(header, files, threads=threads, limit=limit)
     return found, headers
 
 
-def _against_index(
+def _index_problems(
     source: Any, files: OpenFiles, index: dict[str, str], where: dict[str, str], headers: Sequence[Header]
 ) -> list[str]:
+    """Return the differences between the index and the headers."""
     found = [
-        f"the index says that '{name}' is in {file}, which does not have it"
+        f"The index lists '{name}' in {file}, which does not have it."
         for name, file in index.items()
         if where.get(name) != file
     ]
-    found += [f"{file} has '{name}', which the index does not name" for name, file in where.items() if name not in index]
+    found += [f"{file} has '{name}', which the index does not list." for name, file in where.items() if name not in index]
     path = Path(source)
-    told = read_index(path / INDEX if path.is_dir() else path, files)
+    index_file = read_index(path / INDEX if path.is_dir() else path, files)
     total = sum(tensor.nbytes for header in headers for tensor in header.tensors)
-    said = told.get("metadata", {}).get("total_size") if isinstance(told.get("metadata", {}), dict) else None
-    if said is not None and said != total:
-        found.append(f"the index says that all tensors have {said:,} bytes, and they have {total:,}")
+    stated = index_file.get("metadata", {}).get("total_size") if isinstance(index_file.get("metadata", {}), dict) else None
+    if stated is not None and stated != total:
+        found.append(f"The index lists a total of {stated:,} bytes for all tensors, which have {total:,}.")
     return found
 
 
-def _values(header: Header, files: OpenFiles, *, threads: int, limit: int) -> list[str]:
-    """Tensors with NaN or infinity, and those that cannot be read."""
+def _value_problems(header: Header, files: OpenFiles, *, threads: int, limit: int) -> list[str]:
+    """Return the tensors of a file that have NaN or infinite values or cannot be read."""
     reader = Reader(files, threads=threads)
     found: list[str] = []
     try:
         for tensor in header.tensors:
             counts = Counter[str]()
-            many = prod(tensor.shape)
+            numel = prod(tensor.shape)
             step = max(1, limit // tensor.dtype.itemsize)
-            for first in range(0, many, step):
-                part = torch.empty(min(step, many - first), dtype=tensor.dtype, device="cpu")
+            for first in range(0, numel, step):
+                part = torch.empty(min(step, numel - first), dtype=tensor.dtype, device="cpu")
                 reader.run([Read(header.file, tensor.offset + first * tensor.dtype.itemsize, part)])
                 if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                    # isinf() is not implemented for most float8 dtypes.
                     part = part.float() if tensor.dtype.itemsize == 1 else part
                     counts["NaN"] += int(part.isnan().sum())
                     counts["infinite"] += int(part.isinf().sum())
-            told = " and ".join(f"{count:,} that are {kind}" for kind, count in counts.items() if count)
-            if told:
-                found.append(f"{header.file}: tensor '{tensor.name}' has {told}, of {many:,} values")
+            bad = " and ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+            if bad:
+                found.append(f"{header.file}: tensor '{tensor.name}' has {bad} of {numel:,} values.")
     except BadFile as wrong:
         found.append(str(wrong))
     finally:
@@ -149,4 +159,4 @@ def _values(header: Header, files: OpenFiles, *, threads: int, limit: int) -> li
     return found
 
 
-__all__ = ["left_over", "problems", "shown"]
+__all__ = ["checkpoint_tables", "leftovers", "problems"]

@@ -1,6 +1,6 @@
-"""Rules from the tensors of a checkpoint to those of a model: names, and which part of which tensor is where.
+"""Apply the rules of a key map: map the tensors of a checkpoint to the tensors of a model, by name and by box.
 
-Every rule but `Convert` only says where boxes of tensors in files are: they compose before a byte is read.
+Every rule except `Convert` only maps boxes of tensors to boxes of tensors. Rules compose before any data is read.
 """
 
 from __future__ import annotations
@@ -23,31 +23,37 @@ from fullshard.weights.texts import nearest, printable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Computed:
-    """A tensor that a function makes of whole ones."""
+class ComputedTensor:
+    """The output of a `Convert` function, computed from whole tensors.
+
+    Compared by identity: functions have no useful equality, and a computed tensor is cached until the next one.
+    """
 
     name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    inputs: tuple[Mapped, ...]
+    dtype: torch.dtype  # of the output, found by running the function on meta
+    shape: tuple[int, ...]  # of the output, found by running the function on meta
+    inputs: tuple[MappedTensor, ...]  # arguments of the function, in order
     function: Callable[..., Tensor]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the output."""
         return prod(self.shape) * self.dtype.itemsize
 
 
-Source = FileTensor | Computed | ModelTensor
+Source = FileTensor | ComputedTensor | ModelTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a mapped tensor that is a box of a source.
+class SourcePiece:
+    """A box of a mapped tensor that is filled from a box of a source tensor.
 
-    at: in the mapped tensor.      origin: where it begins in the source.
-    dims: of each dim of the mapped tensor the dim of the source, None for one that the source does not have. Dims of the source
-        that are not among them have one index, that of `origin`.
+    Attributes:
+        source: the source tensor.
+        at: the box in the mapped tensor.
+        origin: the first index of the box in the source, one per dim of the source.
+        dims: for each dim of the mapped tensor, the matching dim of the source; None for a dim of size 1 that the source does
+            not have. A dim of the source that is not listed is fixed at its index in `origin`.
     """
 
     source: Source
@@ -55,8 +61,8 @@ class Piece:
     origin: tuple[int, ...]
     dims: tuple[int | None, ...]
 
-    def in_source(self, box: Box) -> Box:
-        """A box inside of `at`, in the source."""
+    def source_box(self, box: Box) -> Box:
+        """Return the box of the source that fills `box`, a box of the mapped tensor inside of `at`."""
         start, shape = list(self.origin), [1] * len(self.origin)
         for dim, source in enumerate(self.dims):
             if source is not None:
@@ -64,9 +70,9 @@ class Piece:
                 shape[source] = box.shape[dim]
         return Box(tuple(start), tuple(shape))
 
-    def from_source(self, box: Box) -> Box | None:
-        """The elements of `at` that a box of the source has, in the mapped tensor."""
-        if any(not box.start[dim] <= self.origin[dim] < box.stop[dim] for dim in self.left_out):
+    def mapped_box(self, box: Box) -> Box | None:
+        """Return the part of `at` that `box` of the source fills, in indices of the mapped tensor; None if it is empty."""
+        if any(not box.start[dim] <= self.origin[dim] < box.stop[dim] for dim in self.dropped_dims):
             return None
         start, shape = list(self.at.start), [1] * len(self.dims)
         for dim, source in enumerate(self.dims):
@@ -80,20 +86,20 @@ class Piece:
         return Box(tuple(start), tuple(shape))
 
     @property
-    def left_out(self) -> tuple[int, ...]:
-        """Dims of the source that the mapped tensor does not have."""
+    def dropped_dims(self) -> tuple[int, ...]:
+        """Dims of the source that the mapped tensor does not have; each is fixed at one index."""
         return tuple(dim for dim in range(len(self.origin)) if dim not in self.dims)
 
     @property
     def keeps_order(self) -> bool:
-        """Whether elements follow each other in the same order in both."""
+        """True if the dims of the source appear in the same order in the mapped tensor."""
         kept = [dim for dim in self.dims if dim is not None]
         return kept == sorted(kept)
 
-    def arranged(self, part: Tensor) -> Tensor:
-        """A part of the source with the dims of the mapped tensor; a view."""
-        part = part.permute([*(dim for dim in self.dims if dim is not None), *self.left_out])
-        for _ in self.left_out:
+    def view_as_mapped(self, part: Tensor) -> Tensor:
+        """Return a view of `part`, a slice of the source, with the dims of the mapped tensor."""
+        part = part.permute([*(dim for dim in self.dims if dim is not None), *self.dropped_dims])
+        for _ in self.dropped_dims:
             part = part.select(-1, 0)
         for at, dim in enumerate(self.dims):
             if dim is None:
@@ -102,113 +108,109 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
-    """A tensor that the rules make. Its pieces are all of it, and do not overlap.
-
-    together: alike for tensors that stay in one file, as they are the parts of one; None for one that stands alone.
-    """
+class MappedTensor:
+    """A tensor that the rules produce, as a list of pieces of source tensors."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    together: str | None = None
+    pieces: tuple[SourcePiece, ...]  # they cover the tensor and do not overlap
+    file_group: str | None = None  # tensors with equal groups are saved in one file; None: the tensor has no group
 
     @classmethod
-    def of(cls, source: Source) -> Mapped:
-        """A source as it is."""
+    def of(cls, source: Source) -> MappedTensor:
+        """Map a source tensor to itself."""
         dims = tuple(range(len(source.shape)))
         whole = Box.whole(source.shape)
-        return cls(source.name, source.dtype, source.shape, (Piece(source, whole, whole.start, dims),))
+        return cls(source.name, source.dtype, source.shape, (SourcePiece(source, whole, whole.start, dims),))
 
     @property
     def sources(self) -> str:
-        """The names of what it is made of, for errors."""
+        """Names of the source tensors for error texts: at most four, then the number of the others."""
         names = list(dict.fromkeys(piece.source.name for piece in self.pieces))
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 class MapError(ValueError):
-    """Rules that do not fit the checkpoint."""
+    """A key map that is invalid or does not fit the checkpoint."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
 
 
-State = dict[str, Mapped]
-
+State = dict[str, MappedTensor]
+"""Tensors by name, in order: a state dict before any data is read."""
 
 KeyMap = Mapping[str, str] | Callable[[str], str | None] | Rule | Sequence[Rule] | None
 
 
 def map_keys(key_map: KeyMap, state: State, *, strict: bool = True, counts: dict[str, int] | None = None) -> State:
-    """The tensors that rules make of those of a checkpoint.
+    """Apply a key map to the tensors of a checkpoint.
 
     Args:
-        key_map: of names in the files those in the model: a dict, a function (None leaves a tensor out), or rules that are
-            applied one after the other.
-        state: by name.
-        strict: whether a rule that fits no tensor is an error, unless it is `optional`.
-        counts: gets of each rule, as a text, how many tensors it fits.
+        key_map: a dict from names in the files to names in the model, a function from name to name (None leaves the tensor
+            out), or rules, which are applied in order. None returns `state`.
+        state: the tensors by name.
+        strict: raise for a rule that matches no tensor, unless the rule is `optional`.
+        counts: a dict to fill with the number of tensors that each rule matches; keys are `str(rule)`.
+
+    Returns:
+        The resulting tensors by name.
 
     Raises:
-        MapError: for rules that do not fit, or give one name twice.
+        MapError: if the key map is invalid, a rule does not fit the tensors, or two tensors get one name.
     """
     if key_map is None:
         return state
     if isinstance(key_map, Mapping):
         wrong = [one for pair in key_map.items() for one in pair if not isinstance(one, str)]
         if wrong:
-            raise MapError(f"key_map must be of names to names, got {wrong[0]!r}")
+            raise MapError(f"key_map must map names to names, got {wrong[0]!r}")
         unknown = [name for name in key_map if name not in state]
         if unknown:
-            raise MapError(f"key_map names '{unknown[0]}', which the checkpoint does not have{nearest(unknown[0], state)}")
-        return _unique((key_map.get(name, name), tensor) for name, tensor in state.items())
+            raise MapError(f"key_map names '{unknown[0]}', which the checkpoint does not have{nearest(unknown[0], state)}.")
+        return _build_state((key_map.get(name, name), tensor) for name, tensor in state.items())
     if isinstance(key_map, Rule):
         key_map = [key_map]
     if isinstance(key_map, Sequence) and not isinstance(key_map, str):
         for rule in key_map:
             _check(rule)
             try:
-                fits = _fits(rule, state, strict=strict)
-                state = _applied(rule, state)
+                fits = _count_matches(rule, state, strict=strict)
+                state = _apply(rule, state)
             except re.error as failure:
                 raise MapError(f"{rule}: {failure}") from failure
             if counts is not None:
                 counts[str(rule)] = fits
         return state
     if callable(key_map):
-        return _named_by(key_map, state)
+        return _rename_by(key_map, state)
     raise MapError(f"key_map must be a dict, a function of a name, or a list of rules, got a {type(key_map).__name__}")
 
 
 def _check(rule: Any) -> None:
-    """Refuse a rule whose fields are not what they should be.
-
-    Raises:
-        MapError: naming the rule.
-    """
+    """Raise MapError naming the rule if a field of it has the wrong type."""
     if not isinstance(rule, Rule):
-        raise MapError(f"key_map takes rules as Rename or Merge, got {rule!r}")
+        raise MapError(f"key_map takes rules such as Rename or Merge, got {rule!r}")
     for name in ("pattern", "source", "sources", "to"):
         if not hasattr(rule, name):
             continue
         value = getattr(rule, name)
         several = name == "sources" or (name == "to" and isinstance(rule, Split))
         if several and (isinstance(value, str) or not isinstance(value, Sequence) or not value):
-            raise MapError(f"{rule}: {name} must be a list of texts, got {value!r}")
+            raise MapError(f"{rule}: {name} must be a non-empty list of strings, got {value!r}")
         wrong = [one for one in (value if several else [value]) if not isinstance(one, str)]
         if wrong:
-            raise MapError(f"{rule}: {name} must be text, got {wrong[0]!r}")
+            raise MapError(f"{rule}: {name} must be a string, got {wrong[0]!r}")
     dims = rule.dims if isinstance(rule, Transpose) else (0, getattr(rule, "dim", 0))
     if not isinstance(dims, Sequence) or len(dims) != 2 or not all(isinstance(dim, int) for dim in dims):
-        raise MapError(f"{rule}: expected an int for each dim, got {dims!r}")
+        raise MapError(f"{rule}: each dim must be an int, got {dims!r}")
     if isinstance(rule, Convert | RenameBy) and not callable(rule.function):
-        raise MapError(f"{rule}: function must be one, got {rule.function!r}")
+        raise MapError(f"{rule}: function must be callable, got {rule.function!r}")
 
 
 def _patterns(rule: Any) -> tuple[tuple[str, ...], bool]:
-    """The regular expressions of a rule, and whether they stand for whole names."""
+    """Return the regular expressions of a rule, and True if they must match whole names."""
     if isinstance(rule, Rename | Drop | Keep | Transpose):
         return (rule.pattern,), False
     if isinstance(rule, Merge | Convert):
@@ -216,103 +218,102 @@ def _patterns(rule: Any) -> tuple[tuple[str, ...], bool]:
     return ((rule.source,), True) if isinstance(rule, Split | Stack | Unstack) else ((), True)
 
 
-def _fits(rule: Any, state: State, *, strict: bool) -> int:
-    """How many tensors a rule is about.
-
-    Raises:
-        MapError: if there is none, and it is not optional.
-    """
+def _count_matches(rule: Any, state: State, *, strict: bool) -> int:
+    """Return the number of tensors that `rule` matches. Raise MapError if there is none and the rule is not optional."""
     patterns, whole = _patterns(rule)
     if not patterns:
         return len(state)
     found = [re.compile(pattern) for pattern in patterns]
     fits = sum(any(one.fullmatch(name) if whole else one.search(name) for one in found) for name in state)
     if not fits and strict and state and not rule.optional:
+        # Without the metacharacters, the pattern resembles a name closely enough to find the nearest ones.
         plain = re.sub(r"[\\^$()?*+\[\]]", "", patterns[0])
-        raise MapError(f"{rule} fits no tensor{nearest(plain, state)}: correct it, or pass optional=True")
+        raise MapError(f"{rule} matches no tensor{nearest(plain, state)}. Correct it, or pass optional=True.")
     return fits
 
 
 @singledispatch
-def _applied(rule: Any, state: State) -> State:
-    """The state after one rule."""
-    raise MapError(f"key_map takes rules as Rename or Merge, got {rule!r}")
+def _apply(rule: Any, state: State) -> State:
+    """Apply one rule and return the resulting tensors."""
+    raise MapError(f"key_map takes rules such as Rename or Merge, got {rule!r}")
 
 
-@_applied.register
+@_apply.register
 def _(rule: Rename, state: State) -> State:
-    """The state with other names."""
-    return _unique((re.sub(rule.pattern, rule.to, name), tensor) for name, tensor in state.items())
+    """Rename tensors by a regular expression."""
+    return _build_state((re.sub(rule.pattern, rule.to, name), tensor) for name, tensor in state.items())
 
 
-@_applied.register
+@_apply.register
 def _(rule: RenameBy, state: State) -> State:
-    """The state with the names that a function says."""
-    return _named_by(rule.function, state)
+    """Rename tensors by a function."""
+    return _rename_by(rule.function, state)
 
 
-def _named_by(function: Callable[[str], str | None], state: State) -> State:
+def _rename_by(function: Callable[[str], str | None], state: State) -> State:
     named = [(function(name), tensor) for name, tensor in state.items()]
     for (to, _), name in zip(named, state):
         if not (to is None or isinstance(to, str)):
-            raise MapError(f"the function of key_map gives {to!r} for '{name}': expected a name, or None to leave it out")
-    return _unique((name, tensor) for name, tensor in named if name is not None)
+            raise MapError(
+                f"key_map: expected the function to return a name, or None to leave the tensor out, got {to!r} for '{name}'."
+            )
+    return _build_state((name, tensor) for name, tensor in named if name is not None)
 
 
-@_applied.register
+@_apply.register
 def _(rule: Drop, state: State) -> State:
-    """The state without them."""
+    """Leave out the tensors that match."""
     left = {name: tensor for name, tensor in state.items() if not re.search(rule.pattern, name)}
     if state and not left:
-        raise MapError(f"{rule} leaves no tensor")
+        raise MapError(f"{rule} matches every tensor and leaves none.")
     return left
 
 
-@_applied.register
+@_apply.register
 def _(rule: Keep, state: State) -> State:
-    """The state with nothing else."""
+    """Leave out the tensors that do not match; an optional rule that matches nothing leaves out nothing."""
     return {name: tensor for name, tensor in state.items() if re.search(rule.pattern, name)} or state
 
 
-@_applied.register
+@_apply.register
 def _(rule: Merge, state: State) -> State:
-    """The state with what was joined in the place of the first part."""
-    return _gathered("Merge", state, rule.sources, rule.to, lambda name, parts: _joined(name, parts, rule.dim))
+    """Concatenate tensors; the result takes the position of its first part."""
+    return _combine("Merge", state, rule.sources, rule.to, lambda name, parts: _concatenated(name, parts, rule.dim))
 
 
-@_applied.register
+@_apply.register
 def _(rule: Split, state: State) -> State:
-    """The state with the parts in the place of what was cut."""
+    """Split tensors; the parts take the position of the tensor."""
 
-    def tensors() -> Iterable[tuple[str, Mapped]]:
+    def tensors() -> Iterable[tuple[str, MappedTensor]]:
         for name, tensor in state.items():
             match = re.fullmatch(rule.source, name)
             if match:
-                yield from _parts(rule, tensor, [match.expand(to) for to in rule.to])
+                yield from _split(rule, tensor, [match.expand(to) for to in rule.to])
             else:
                 yield name, tensor
 
-    return _unique(tensors())
+    return _build_state(tensors())
 
 
-def _parts(rule: Split, tensor: Mapped, names: Sequence[str]) -> Iterable[tuple[str, Mapped]]:
+def _split(rule: Split, tensor: MappedTensor, names: Sequence[str]) -> Iterable[tuple[str, MappedTensor]]:
     dim = _dim(tensor, rule.dim, "Split")
     length = tensor.shape[dim]
     sizes = [length // len(names)] * len(names) if rule.sizes is None else list(rule.sizes)
     if sum(sizes) != length or len(sizes) != len(names):
         raise MapError(
-            f"Split: '{tensor.name}' of shape {tensor.shape} cannot be cut along dim {dim} in {len(names)} parts of "
-            f"{', '.join(map(str, sizes))}"
+            f"Split: '{tensor.name}' of shape {tensor.shape} cannot be split along dim {dim} into {len(names)} parts of sizes "
+            f"{', '.join(map(str, sizes))}."
         )
     at = 0
     for name, size in zip(names, sizes):
-        yield name, _part(name, tensor, dim, at, size)
+        yield name, _narrowed(name, tensor, dim, at, size)
         at += size
 
 
-@_applied.register
+@_apply.register
 def _(rule: Stack, state: State) -> State:
-    """The state with what was stacked in the place of the first part."""
+    """Stack tensors along a new first dim; the result takes the position of the part that comes first in the checkpoint."""
     stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}
     for name in state:
         match = re.fullmatch(rule.source, name)
@@ -323,26 +324,29 @@ def _(rule: Stack, state: State) -> State:
     first = {found[0][1]: to for to, found in stacks.items()}
     gone = {name for found in stacks.values() for _, name in found}
 
-    def tensors() -> Iterable[tuple[str, Mapped]]:
+    def tensors() -> Iterable[tuple[str, MappedTensor]]:
         for name, tensor in state.items():
             if name in first:
                 to = first[name]
                 found = sorted(stacks[to])
                 numbers = [number[-1:] for number, _ in found]
                 if numbers != [(i,) for i in range(len(found))]:
-                    raise MapError(f"Stack: the parts of '{to}' are numbered {', '.join(str(n[0]) for n in numbers if n)}")
-                yield to, _joined(to, [_lifted(state[one]) for _, one in found], 0)
+                    got = ", ".join(str(n[0]) for n in numbers if n)
+                    raise MapError(
+                        f"Stack: expected the parts of '{to}' to be numbered from 0 without gaps, got {got or 'no numbers'}."
+                    )
+                yield to, _concatenated(to, [_unsqueezed(state[one]) for _, one in found], 0)
             elif name not in gone:
                 yield name, tensor
 
-    return _unique(tensors())
+    return _build_state(tensors())
 
 
-@_applied.register
+@_apply.register
 def _(rule: Unstack, state: State) -> State:
-    """The state with the parts in the place of what was stacked."""
+    """Take tensors apart along the first dim; the parts take the position of the tensor."""
 
-    def tensors() -> Iterable[tuple[str, Mapped]]:
+    def tensors() -> Iterable[tuple[str, MappedTensor]]:
         for name, tensor in state.items():
             match = re.fullmatch(rule.source, name)
             if not match:
@@ -350,75 +354,84 @@ def _(rule: Unstack, state: State) -> State:
                 continue
             for number in range(tensor.shape[_dim(tensor, 0, "Unstack")]):
                 to = match.expand(rule.to).replace("{}", str(number))
-                yield to, replace(_lowered(_part(to, tensor, 0, number, 1)), together=name)
+                yield to, replace(_squeezed(_narrowed(to, tensor, 0, number, 1)), file_group=name)
 
-    return _unique(tensors())
+    return _build_state(tensors())
 
 
-@_applied.register
+@_apply.register
 def _(rule: Transpose, state: State) -> State:
-    """The state with those tensors transposed."""
-    return {name: _turned(rule, tensor) if re.search(rule.pattern, name) else tensor for name, tensor in state.items()}
+    """Transpose the tensors that match."""
+    return {name: _transposed(rule, tensor) if re.search(rule.pattern, name) else tensor for name, tensor in state.items()}
 
 
-def _turned(rule: Transpose, tensor: Mapped) -> Mapped:
+def _transposed(rule: Transpose, tensor: MappedTensor) -> MappedTensor:
     one, other = (_dim(tensor, dim, "Transpose") for dim in rule.dims)
     order = list(range(len(tensor.shape)))
     order[one], order[other] = other, one
 
-    def turn(values: Sequence[Any]) -> tuple[Any, ...]:
+    def permuted(values: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(values[dim] for dim in order)
 
     pieces = tuple(
-        Piece(piece.source, Box(turn(piece.at.start), turn(piece.at.shape)), piece.origin, turn(piece.dims))
+        SourcePiece(piece.source, Box(permuted(piece.at.start), permuted(piece.at.shape)), piece.origin, permuted(piece.dims))
         for piece in tensor.pieces
     )
-    return Mapped(tensor.name, tensor.dtype, turn(tensor.shape), pieces)
+    return MappedTensor(tensor.name, tensor.dtype, permuted(tensor.shape), pieces)
 
 
-@_applied.register
+@_apply.register
 def _(rule: Convert, state: State) -> State:
-    """The state with what is computed in the place of its first argument."""
-    return _gathered("Convert", state, rule.sources, rule.to, lambda name, inputs: _computed(rule, name, inputs))
+    """Add the outputs of a function; each takes the position of its first input."""
+    return _combine("Convert", state, rule.sources, rule.to, lambda name, inputs: _convert(rule, name, inputs))
 
 
-def _computed(rule: Convert, name: str, inputs: Sequence[Mapped]) -> Mapped:
+def _convert(rule: Convert, name: str, inputs: Sequence[MappedTensor]) -> MappedTensor:
+    # On meta tensors the function yields only shape and dtype, so reads and files are planned before any data is read.
     try:
         out = rule.function(*(torch.empty(one.shape, dtype=one.dtype, device="meta") for one in inputs))
     except Exception as failure:
-        raise MapError(f"Convert: the function for '{name}' fails on meta: {type(failure).__name__}: {failure}") from failure
+        raise MapError(
+            f"Convert: the function for '{name}' fails on meta tensors: {type(failure).__name__}: {failure}"
+        ) from failure
     if not isinstance(out, Tensor):
-        raise MapError(f"Convert: the function for '{name}' returns a {type(out).__name__}, expected a tensor")
-    return Mapped.of(Computed(name, out.dtype, tuple(out.shape), tuple(inputs), rule.function))
+        raise MapError(f"Convert: expected the function for '{name}' to return a tensor, got a {type(out).__name__}.")
+    return MappedTensor.of(ComputedTensor(name, out.dtype, tuple(out.shape), tuple(inputs), rule.function))
 
 
-@_applied.register
+@_apply.register
 def _(rule: Sort, state: State) -> State:
-    """The state in the order of its names."""
-    return dict(sorted(state.items(), key=lambda item: [_by_value(part) for part in item[0].split(".")]))
+    """Sort tensors by name."""
+    return dict(sorted(state.items(), key=lambda item: [_natural_key(part) for part in item[0].split(".")]))
 
 
-def _by_value(part: str) -> tuple[int, str, int]:
-    """A number by its value, before any word; a word with a number at its end by both."""
+def _natural_key(part: str) -> tuple[int, str, int]:
+    """Return a sort key for one part of a name: numbers come first, by value; a word with a final number sorts by both."""
     word = part.rstrip("0123456789")
     return int(bool(word)), word, int(part[len(word) :] or -1)
 
 
-def _unique(tensors: Iterable[tuple[str, Mapped]]) -> State:
+def _build_state(tensors: Iterable[tuple[str, MappedTensor]]) -> State:
+    """Return the tensors by name. Raise MapError for a name that is given twice or reserved by the file format."""
     found: State = {}
     for name, tensor in tensors:
         if name == "__metadata__":
-            raise MapError(f"key_map gives a tensor the name '{name}', which files have for something else: '{tensor.sources}'")
+            raise MapError(
+                f"key_map cannot give '{tensor.sources}' the name '{name}': the file format reserves it. Use another name."
+            )
         if name in found:
-            raise MapError(f"key_map gives '{name}' twice: of {found[name].sources}, and of {tensor.sources}")
+            raise MapError(f"key_map gives '{name}' twice: to {found[name].sources}, and to {tensor.sources}.")
         found[name] = tensor
     return found
 
 
-def _gathered(
-    rule: str, state: State, sources: Sequence[str], to: str, make: Callable[[str, Sequence[Mapped]], Mapped]
+def _combine(
+    rule: str, state: State, sources: Sequence[str], to: str, make: Callable[[str, Sequence[MappedTensor]], MappedTensor]
 ) -> State:
-    """The state with one tensor for each set of names that fit `sources` with the same groups, in the place of the first."""
+    """Replace each set of tensors whose names match `sources` with equal groups by one tensor, made by `make`.
+
+    The new tensor takes the position of the first tensor of `sources`; its name is `to`, expanded with the groups.
+    """
     sets: dict[tuple[Any, ...], dict[int, tuple[str, str]]] = {}
     for name in state:
         for number, pattern in enumerate(sources):
@@ -430,30 +443,31 @@ def _gathered(
         names = [name for _, (name, _) in sorted(found.items())]
         if len(found) < len(sources):
             missing = next(pattern for number, pattern in enumerate(sources) if number not in found)
-            raise MapError(f"{rule}: beside '{names[0]}' there is nothing for {missing!r}")
+            raise MapError(f"{rule}: '{names[0]}' has no counterpart that matches {missing!r}.")
         made[names[0]] = found[0][1], names
     gone = {name for _, names in made.values() for name in names}
 
-    def tensors() -> Iterable[tuple[str, Mapped]]:
+    def tensors() -> Iterable[tuple[str, MappedTensor]]:
         for name, tensor in state.items():
             if name in made:
                 yield made[name][0], make(made[name][0], [state[one] for one in made[name][1]])
             elif name not in gone:
                 yield name, tensor
 
-    return _unique(tensors())
+    return _build_state(tensors())
 
 
-def _dim(tensor: Mapped, dim: int, rule: str) -> int:
+def _dim(tensor: MappedTensor, dim: int, rule: str) -> int:
+    """Return `dim` as a non-negative number."""
     if not -len(tensor.shape) <= dim < len(tensor.shape):
-        raise MapError(f"{rule}: '{tensor.name}' of shape {tensor.shape} has no dim {dim}")
+        raise MapError(f"{rule}: '{tensor.name}' of shape {tensor.shape} has no dim {dim}.")
     return dim % len(tensor.shape)
 
 
-def _joined(name: str, parts: Sequence[Mapped], dim: int) -> Mapped:
+def _concatenated(name: str, parts: Sequence[MappedTensor], dim: int) -> MappedTensor:
     first = parts[0]
     dim = _dim(first, dim, "Merge")
-    pieces: list[Piece] = []
+    pieces: list[SourcePiece] = []
     length = 0
     for part in parts:
         rest = part.shape[:dim] + part.shape[dim + 1 :]
@@ -464,51 +478,51 @@ def _joined(name: str, parts: Sequence[Mapped], dim: int) -> Mapped:
         ):
             raise MapError(
                 f"'{part.name}' of shape {part.shape} and dtype {part.dtype} cannot be joined along dim {dim} with "
-                f"'{first.name}' of shape {first.shape} and dtype {first.dtype}"
+                f"'{first.name}' of shape {first.shape} and dtype {first.dtype}."
             )
         by = [length if at == dim else 0 for at in range(len(part.shape))]
-        pieces += [Piece(piece.source, piece.at.moved(by), piece.origin, piece.dims) for piece in part.pieces]
+        pieces += [SourcePiece(piece.source, piece.at.moved(by), piece.origin, piece.dims) for piece in part.pieces]
         length += part.shape[dim]
-    return Mapped(name, first.dtype, (*first.shape[:dim], length, *first.shape[dim + 1 :]), tuple(pieces))
+    return MappedTensor(name, first.dtype, (*first.shape[:dim], length, *first.shape[dim + 1 :]), tuple(pieces))
 
 
-def _part(name: str, tensor: Mapped, dim: int, start: int, size: int) -> Mapped:
+def _narrowed(name: str, tensor: MappedTensor, dim: int, start: int, size: int) -> MappedTensor:
     shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
     wanted = Box(tuple(start if at == dim else 0 for at in range(len(shape))), shape)
-    pieces: list[Piece] = []
+    pieces: list[SourcePiece] = []
     for piece in tensor.pieces:
-        box = piece.at.meet(wanted)
+        box = piece.at.intersect(wanted)
         if box is not None:
-            inner = piece.in_source(box)
-            pieces.append(Piece(piece.source, box.relative_to(wanted), inner.start, piece.dims))
-    return Mapped(name, tensor.dtype, shape, tuple(pieces))
+            inner = piece.source_box(box)
+            pieces.append(SourcePiece(piece.source, box.relative_to(wanted), inner.start, piece.dims))
+    return MappedTensor(name, tensor.dtype, shape, tuple(pieces))
 
 
-def _lifted(tensor: Mapped) -> Mapped:
-    """With a new first dim of one element."""
+def _unsqueezed(tensor: MappedTensor) -> MappedTensor:
+    """Add a first dim of size 1."""
     pieces = tuple(
-        Piece(piece.source, Box((0, *piece.at.start), (1, *piece.at.shape)), piece.origin, (None, *piece.dims))
+        SourcePiece(piece.source, Box((0, *piece.at.start), (1, *piece.at.shape)), piece.origin, (None, *piece.dims))
         for piece in tensor.pieces
     )
-    return Mapped(tensor.name, tensor.dtype, (1, *tensor.shape), pieces)
+    return MappedTensor(tensor.name, tensor.dtype, (1, *tensor.shape), pieces)
 
 
-def _lowered(tensor: Mapped) -> Mapped:
-    """Without its first dim, which has one element."""
+def _squeezed(tensor: MappedTensor) -> MappedTensor:
+    """Remove the first dim, which has size 1."""
     pieces = tuple(
-        Piece(piece.source, Box(piece.at.start[1:], piece.at.shape[1:]), piece.origin, piece.dims[1:])
+        SourcePiece(piece.source, Box(piece.at.start[1:], piece.at.shape[1:]), piece.origin, piece.dims[1:])
         for piece in tensor.pieces
     )
-    return Mapped(tensor.name, tensor.dtype, tensor.shape[1:], pieces)
+    return MappedTensor(tensor.name, tensor.dtype, tensor.shape[1:], pieces)
 
 
 __all__ = [
-    "Computed",
+    "ComputedTensor",
     "KeyMap",
     "MapError",
-    "Mapped",
-    "Piece",
+    "MappedTensor",
     "Source",
+    "SourcePiece",
     "State",
     "map_keys",
 ]

@@ -1,8 +1,8 @@
-"""Which tensor of a checkpoint is where in which file: the split, the order and the index of `save_pretrained`.
+"""Lay out a checkpoint: the file and offset of each tensor, with the split, order and index of `save_pretrained`.
 
-Source: huggingface_hub's `split_torch_state_dict_into_shards` (in the order of the state dict, a file is full when the next
-tensor would not fit, and parts of one are together), safetensors' serializer (in a file, dtypes of larger alignment come first,
-and then names), and transformers' `save_pretrained` (the index).
+Source: huggingface_hub's `split_torch_state_dict_into_shards` (files are filled in the order of the state dict, until the next
+tensor does not fit; parts of one tensor share a file), safetensors' serializer (in a file, tensors are sorted by dtype, larger
+alignment first, then by name), and transformers' `save_pretrained` (the index).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ALIGNMENT = [
     torch.int64,
     torch.uint64,
 ]
-"""The serializer's order of dtypes; in a file it is reversed."""
+"""Dtypes in the order of safetensors' serializer, by alignment; tensors in a file are sorted in reverse."""
 
 Named = tuple[str, torch.dtype, tuple[int, ...]]
 """(name, dtype, shape)."""
@@ -45,28 +45,25 @@ Named = tuple[str, torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file to be written. header: its first bytes.      nbytes: of all of it.      tensors: in the order of their data."""
+    """A file to write."""
 
     name: str
-    header: bytes
-    nbytes: int
-    tensors: tuple[FileTensor, ...]
+    header: bytes  # the first bytes of the file
+    nbytes: int  # of the whole file
+    tensors: tuple[FileTensor, ...]  # in the order of their data
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """The files of a checkpoint.
-
-    index: the text of the index, None if there is one file.      name: of the file if there is one.
-    """
+    """The files of a checkpoint."""
 
     files: tuple[OutputFile, ...]
-    index: str | None
-    name: str = SINGLE
+    index: str | None  # text of the index; None for a checkpoint in a single file
+    name: str = SINGLE  # name of the file of a checkpoint in a single file
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files, with the index."""
         return sum(file.nbytes for file in self.files) + len((self.index or "").encode())
 
 
@@ -75,24 +72,27 @@ def lay_out(
     *,
     max_shard_bytes: int,
     parameters: int,
-    together: Mapping[str, str] | None = None,
+    file_groups: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
     name: str = SINGLE,
 ) -> CheckpointLayout:
-    """Say where each tensor is.
+    """Lay out the tensors of a checkpoint in files.
 
     Args:
-        tensors: in the order of the state dict.
-        max_shard_bytes: of the tensors in one file, unless one alone has more.
-        parameters: elements of all parameters, for the index.
-        together: by name, alike for tensors that are in one file, as if they were one.
-        metadata: of each file; {"format": "pt"} if None.
-        name: of the file if there is one; several are numbered before its ending.
+        tensors: (name, dtype, shape) in the order of the state dict.
+        max_shard_bytes: maximum bytes of tensors in one file; a larger tensor has a file of its own.
+        parameters: number of elements of all parameters, for the index.
+        file_groups: group by tensor name. Tensors with equal groups are placed in one file, as if they were one tensor.
+        metadata: metadata of each file; None means {"format": "pt"}.
+        name: file name of a checkpoint in a single file. Several files get a number before the extension.
+
+    Returns:
+        The layout.
     """
     files: list[list[Named]] = []
     current: list[Named] = []
     size = 0
-    for block in _blocks(tensors, together or {}):
+    for block in _grouped(tensors, file_groups or {}):
         nbytes = sum(map(_nbytes, block))
         if nbytes > max_shard_bytes:
             files.append(block)
@@ -104,27 +104,28 @@ def lay_out(
         size += nbytes
     if current or not files:
         files.append(current)
-    names = [name if len(files) == 1 else _numbered(name, number, len(files)) for number in range(len(files))]
-    found = tuple(_output(one, members, metadata or {"format": "pt"}) for one, members in zip(names, files))
+    names = [name if len(files) == 1 else _numbered_name(name, number, len(files)) for number in range(len(files))]
+    found = tuple(_output_file(one, members, metadata or {"format": "pt"}) for one, members in zip(names, files))
     if len(files) == 1:
         return CheckpointLayout(found, None, name)
-    told = {
+    index = {
         "metadata": {"total_parameters": parameters, "total_size": sum(map(_nbytes, tensors))},
         "weight_map": {tensor: file for file, members in zip(names, files) for tensor, _, _ in members},
     }
-    return CheckpointLayout(found, json.dumps(told, indent=2, sort_keys=True) + "\n", name)
+    return CheckpointLayout(found, json.dumps(index, indent=2, sort_keys=True) + "\n", name)
 
 
-def _blocks(tensors: Sequence[Named], together: Mapping[str, str]) -> list[list[Named]]:
-    """Tensors that are in one file, where the first of them is."""
+def _grouped(tensors: Sequence[Named], file_groups: Mapping[str, str]) -> list[list[Named]]:
+    """Return lists of tensors that must share a file, each at the position of its first tensor."""
+    # The bool keeps groups apart from tensors without a group that have the same name.
     found: dict[tuple[bool, str], list[Named]] = {}
     for tensor in tensors:
-        key = (True, together[tensor[0]]) if tensor[0] in together else (False, tensor[0])
+        key = (True, file_groups[tensor[0]]) if tensor[0] in file_groups else (False, tensor[0])
         found.setdefault(key, []).append(tensor)
     return list(found.values())
 
 
-def _numbered(name: str, number: int, many: int) -> str:
+def _numbered_name(name: str, number: int, many: int) -> str:
     return name.replace(".", f"-{number + 1:05d}-of-{many:05d}.", 1)
 
 
@@ -132,7 +133,8 @@ def _nbytes(tensor: Named) -> int:
     return prod(tensor[2]) * tensor[1].itemsize
 
 
-def _output(name: str, members: Sequence[Named], metadata: Mapping[str, str]) -> OutputFile:
+def _output_file(name: str, members: Sequence[Named], metadata: Mapping[str, str]) -> OutputFile:
+    """Lay out one file: sort the tensors and compute the header and the offsets."""
     members = sorted(members, key=lambda one: (-_ALIGNMENT.index(one[1]), one[0]))
     header = header_bytes(members, metadata)
     at, found = len(header), []
@@ -143,18 +145,23 @@ def _output(name: str, members: Sequence[Named], metadata: Mapping[str, str]) ->
 
 
 def index_of(single: str) -> str:
-    """The name of the index of files that are called so."""
+    """Return the name of the index file of a checkpoint whose single file would be named `single`."""
     return f"{single}.index.json"
 
 
 def is_weights(name: str, single: str = SINGLE) -> bool:
-    """Whether a file of this name is one of a checkpoint, which the next one replaces. single: of the file if there is one."""
+    """Return True if a file of this name belongs to a checkpoint, so that the next save replaces it.
+
+    Args:
+        name: name of the file.
+        single: file name of a checkpoint in a single file.
+    """
     head, _, tail = single.partition(".")
     return name in (single, index_of(single)) or (name.startswith(f"{head}-") and name.endswith(f".{tail}"))
 
 
 def may_be_weights(name: str) -> bool:
-    """Whether a file of this name may have weights of another save or program."""
+    """Return True if a file of this name may have weights of another save or program."""
     return name.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")) and "optim" not in name
 
 

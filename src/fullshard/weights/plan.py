@@ -1,7 +1,8 @@
-"""Which rank reads which bytes of which file, and where they go: pure, and the same on every rank.
+"""Plan a load: which rank reads which bytes of which file, and into which shards they go.
 
-Rows of a source that one rank alone needs are read by it. Rows that several need (replicas, tensor parallelism, cuts along
-other dims than 0) are read in equal parts by all of them, and exchanged in rounds, so that no byte is read twice.
+The planner is pure and computes equal rounds on all ranks. If one rank needs rows of a source, it reads them itself. If several
+ranks need them (replicas, tensor parallelism, shards along a dim other than 0), each of these ranks reads an equal part, and
+they exchange the parts in rounds, so that no byte is read twice.
 """
 
 from __future__ import annotations
@@ -13,40 +14,40 @@ from math import prod
 
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
-from fullshard.weights.holdings import ModelTensor, same_ranks
-from fullshard.weights.key_map import Computed, Mapped, Piece, Source
-from fullshard.weights.rounds import Round, Span, in_rounds
+from fullshard.weights.holdings import ModelTensor, merge_row_ranges
+from fullshard.weights.key_map import ComputedTensor, MappedTensor, Source, SourcePiece
+from fullshard.weights.rounds import Round, RowRange, in_rounds
 from fullshard.weights.staging import padded
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """A piece of a source that is a part of a target. number: of the target."""
+class Destination:
+    """A target tensor that a piece of a source is loaded into."""
 
-    number: int
+    number: int  # index of the target in the plan
     target: ModelTensor
-    piece: Piece
+    piece: SourcePiece
 
     def needs(self, rows: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """(box of the target that some ranks need of these rows of the source, those ranks)."""
-        at = self.piece.from_source(rows)
-        return iter(()) if at is None else self.target.holdings.meeting(at)
+        """Yield (box of the target that `rows` of the source fill, ranks that have the box in their shard)."""
+        at = self.piece.mapped_box(rows)
+        return iter(()) if at is None else self.target.shard_map.owners(at)
 
     def in_target(self, rows: Box, rank: int) -> Box | None:
-        """The box of the target that a rank needs of these rows of the source; None if there is none."""
-        held = self.target.holdings.boxes[rank]
-        found = None if held is None else self.piece.from_source(rows)
-        return None if held is None or found is None else found.meet(held)
+        """Return the box of the target in the shard of `rank` that `rows` of the source fill; None if there is none."""
+        owned = self.target.shard_map.boxes[rank]
+        found = None if owned is None else self.piece.mapped_box(rows)
+        return None if owned is None or found is None else found.intersect(owned)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of a source that one rank reads, or computes. rows: a box of it, whole rows.      uses: all of the source's."""
+class ReadRange:
+    """Rows of a source that one rank reads or computes."""
 
     source: Source
-    rows: Box
-    reader: int
-    uses: tuple[Use, ...]
+    rows: Box  # part of the source, whole rows
+    reader: int  # the rank
+    destinations: tuple[Destination, ...]  # all destinations of the source, or one if only that one needs the rows
 
     @property
     def nbytes(self) -> int:
@@ -56,185 +57,202 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The reads of one rank. own: rows that it alone needs.      rounds: of parts that are exchanged, as many on every rank."""
+    """The reads of one rank."""
 
-    own: tuple[Part, ...]
-    rounds: tuple[Round[Part], ...] = ()
+    own: tuple[ReadRange, ...]  # read for this rank alone
+    rounds: tuple[Round[ReadRange], ...] = ()  # read and exchanged with other ranks; every rank has the same number of rounds
 
     def files(self, rank: int) -> list[str]:
-        """The files that this rank reads, in order."""
-        shared = (part.source for turn in self.rounds for part in turn.parts if part.reader == rank)
-        return sorted({file for source in (*(part.source for part in self.own), *shared) for file in _files(source)})
+        """Return the files that this rank reads, sorted."""
+        shared = (part.source for exchange_round in self.rounds for part in exchange_round.parts if part.reader == rank)
+        return sorted({file for source in (*(part.source for part in self.own), *shared) for file in _files_of(source)})
 
     def nbytes(self, rank: int) -> int:
-        """Bytes of files that this rank reads."""
-        shared = (part for turn in self.rounds for part in turn.parts if part.reader == rank)
+        """Return the number of bytes that this rank reads from files."""
+        shared = (part for exchange_round in self.rounds for part in exchange_round.parts if part.reader == rank)
         total, last = 0, None
         for part in (*self.own, *shared):
             if isinstance(part.source, FileTensor):
                 total += part.nbytes
-            elif part.source is not last:  # what is computed is kept until the next one
-                total, last = total + _read_for(part.source), part.source
+            elif part.source is not last:  # a computed tensor is cached until the next one, so its inputs are read once
+                total, last = total + _bytes_read_for(part.source), part.source
         return total
 
 
-def _read_for(source: Source) -> int:
+def _bytes_read_for(source: Source) -> int:
+    """Return the bytes to read for a whole source, including the inputs of computed tensors."""
     if isinstance(source, FileTensor):
         return source.nbytes
-    inputs = source.inputs if isinstance(source, Computed) else ()
-    return sum(_read_for(piece.source) for mapped in inputs for piece in mapped.pieces)
+    inputs = source.inputs if isinstance(source, ComputedTensor) else ()
+    return sum(_bytes_read_for(piece.source) for mapped in inputs for piece in mapped.pieces)
 
 
-def _files(source: Source) -> Iterator[str]:
+def _files_of(source: Source) -> Iterator[str]:
     if isinstance(source, FileTensor):
         yield source.file
-    elif isinstance(source, Computed):
+    elif isinstance(source, ComputedTensor):
         for piece in (piece for mapped in source.inputs for piece in mapped.pieces):
-            yield from _files(piece.source)
+            yield from _files_of(piece.source)
 
 
 def plan_load(
-    targets: Sequence[tuple[ModelTensor, Mapped]], *, rank: int, ranks: int, limit: int, exchanges: bool = True
+    targets: Sequence[tuple[ModelTensor, MappedTensor]], *, rank: int, ranks: int, limit: int, exchanges: bool = True
 ) -> LoadPlan:
-    """Say which bytes a rank reads.
+    """Plan the reads of one rank.
 
     Args:
-        targets: of the model, each with what is loaded into it; of equal shapes.
-        rank: this one.
-        ranks: how many there are.
-        limit: bytes that one rank needs in a round, at most (but for a single row that has more).
-        exchanges: whether rows that several ranks need are read once; otherwise each reads them, and only what is computed is
-            sent.
+        targets: tensors of the model, each with the mapped tensor of equal shape that is loaded into it.
+        rank: this rank.
+        ranks: number of ranks.
+        limit: maximum bytes that one rank needs in a round; a single row may exceed it.
+        exchanges: read rows that several ranks need once, and exchange them. Otherwise every rank reads them itself, and only
+            computed tensors are sent.
 
     Returns:
-        The plan of this rank. Tensors that are cut alike, as those of all layers, are looked at once.
+        The plan of this rank.
     """
-    uses: dict[Source, list[Use]] = {}
+    destinations: dict[Source, list[Destination]] = {}
     for number, (target, mapped) in enumerate(targets):
         for piece in mapped.pieces:
-            uses.setdefault(piece.source, []).append(Use(number, target, piece))
-    own: list[Part] = []
-    shared: list[tuple[Span, Callable[[Span], Part]]] = []
-    kinds: dict[object, list[Span]] = {}
-    computing = [0] * ranks  # bytes that each computes so far
-    for source, found in sorted(uses.items(), key=lambda item: _place(item[0])):
-        together = tuple(found)
-        make = partial(_part_of, source, together)
-        if isinstance(source, Computed):
+            destinations.setdefault(piece.source, []).append(Destination(number, target, piece))
+    own: list[ReadRange] = []
+    shared: list[tuple[RowRange, Callable[[RowRange], ReadRange]]] = []
+    row_ranges: dict[object, list[RowRange]] = {}
+    computing = [0] * ranks  # bytes of computed tensors assigned to each rank so far
+    for source, found in sorted(destinations.items(), key=lambda item: _file_order(item[0])):
+        source_destinations = tuple(found)
+        make = partial(_read_range, source, source_destinations)
+        if isinstance(source, ComputedTensor):
+            # Balance the work; the lowest rank wins a tie, so that all ranks choose the same one.
             reader = min(range(ranks), key=lambda one: (computing[one], one))
             computing[reader] += source.nbytes
-            shared += [(span, make) for span in _computed(source, together, reader, limit)]
+            shared += [(row_range, make) for row_range in _computed_rows(source, source_destinations, reader, limit)]
             continue
         assert isinstance(source, FileTensor)
-        if all(_is_own(use) for use in together):
-            own += _own(source, together, rank)
+        if all(_is_unshared(destination) for destination in source_destinations):
+            own += _own_reads(source, source_destinations, rank)
         elif exchanges:
-            key = source.shape, source.dtype, *map(_geometry, together)
-            if key not in kinds:
-                kinds[key] = list(_shared(source, together, limit))
-            shared += [(span, make) for span in kinds[key]]
+            # Tensors with equal geometry, such as the weights of all layers, are planned once.
+            key = source.shape, source.dtype, *map(_geometry_key, source_destinations)
+            if key not in row_ranges:
+                row_ranges[key] = list(_shared_rows(source, source_destinations, limit))
+            shared += [(row_range, make) for row_range in row_ranges[key]]
         else:
-            own += _alone(source, together, rank)
+            own += _whole_row_reads(source, source_destinations, rank)
     return LoadPlan(tuple(own), tuple(in_rounds(shared, rank=rank, limit=limit)))
 
 
-def _part_of(source: Source, uses: tuple[Use, ...], span: Span) -> Part:
-    return Part(source, span.rows, span.by, uses)
+def _read_range(source: Source, destinations: tuple[Destination, ...], row_range: RowRange) -> ReadRange:
+    return ReadRange(source, row_range.rows, row_range.worker, destinations)
 
 
-def _geometry(use: Use) -> object:
-    """All that decides which rank needs which rows; names do not."""
-    return id(use.target.holdings), use.target.dtype, use.piece.at, use.piece.origin, use.piece.dims
+def _geometry_key(destination: Destination) -> object:
+    """Return everything that decides which rank needs which rows: all except names."""
+    return (
+        id(destination.target.shard_map),
+        destination.target.dtype,
+        destination.piece.at,
+        destination.piece.origin,
+        destination.piece.dims,
+    )
 
 
-def _place(source: Source) -> tuple[str, int, str]:
-    """In the order of the files; what is computed comes last."""
+def _file_order(source: Source) -> tuple[str, int, str]:
+    """Return a sort key: tensors in the order of files and offsets, then computed tensors."""
     return (source.file, source.offset, source.name) if isinstance(source, FileTensor) else ("\uffff", 0, source.name)
 
 
 def _rows_of(box: Box, shape: Sequence[int]) -> Box:
-    """The whole rows that a box of a tensor is in."""
+    """Extend a box of a tensor to whole rows."""
     return Box((box.start[0], *(0 for _ in shape[1:])), (box.shape[0], *shape[1:])) if shape else box
 
 
-def _is_own(use: Use) -> bool:
-    """Whether each rank needs rows of the source that no other one needs, and whole ones."""
-    piece, shape = use.piece, use.piece.source.shape
+def _is_unshared(destination: Destination) -> bool:
+    """Return True if each rank needs whole rows of the source, and no two ranks need the same row."""
+    piece, shape = destination.piece, destination.piece.source.shape
     kept = [dim for dim in piece.dims if dim is not None]
     sizes = {dim: piece.at.shape[at] for at, dim in enumerate(piece.dims) if dim is not None}
-    first = (
-        1 if piece.dims and piece.dims[0] == 0 else 0
-    )  # rows of the source are rows of the target, or all are in one of these
+    # If dim 0 of the source is dim 0 of the target, ranks split its rows. Otherwise one row of the target has the whole source.
+    first = 1 if piece.dims and piece.dims[0] == 0 else 0
     return (
-        use.target.holdings.is_by_rows
+        destination.target.shard_map.is_by_rows
         and kept == list(range(len(shape)))
         and all(sizes[dim] == shape[dim] for dim in range(first, len(shape)))
     )
 
 
-def _own(source: FileTensor, uses: tuple[Use, ...], rank: int) -> Iterator[Part]:
-    for use in uses:
-        held = use.target.holdings.boxes[rank]
-        box = None if held is None else use.piece.at.meet(held)
+def _own_reads(source: FileTensor, destinations: tuple[Destination, ...], rank: int) -> Iterator[ReadRange]:
+    """Yield the rows that fill the shards of `rank`, one range per destination."""
+    for destination in destinations:
+        owned = destination.target.shard_map.boxes[rank]
+        box = None if owned is None else destination.piece.at.intersect(owned)
         if box is not None:
-            yield Part(source, use.piece.in_source(box), rank, (use,))
+            yield ReadRange(source, destination.piece.source_box(box), rank, (destination,))
 
 
-def _alone(source: FileTensor, uses: tuple[Use, ...], rank: int) -> Iterator[Part]:
-    for use in uses:
-        held = use.target.holdings.boxes[rank]
-        box = None if held is None else use.piece.at.meet(held)
+def _whole_row_reads(source: FileTensor, destinations: tuple[Destination, ...], rank: int) -> Iterator[ReadRange]:
+    """Yield whole rows that contain the shards of `rank`; other ranks read the same rows."""
+    for destination in destinations:
+        owned = destination.target.shard_map.boxes[rank]
+        box = None if owned is None else destination.piece.at.intersect(owned)
         if box is not None:
-            yield Part(source, _rows_of(use.piece.in_source(box), source.shape), rank, (use,))
+            yield ReadRange(source, _rows_of(destination.piece.source_box(box), source.shape), rank, (destination,))
 
 
-def _shared(source: FileTensor, uses: tuple[Use, ...], limit: int) -> Iterator[Span]:
-    """Parts of each stretch of rows that the same ranks need, in equal numbers of rows."""
-    needs: list[tuple[int, int, tuple[int, ...]]] = []  # first row, last row, ranks
-    largest = 0
-    for use in uses:
-        for box, ranks in use.target.holdings.meeting(use.piece.at):
-            inner = use.piece.in_source(box)
+def _shared_rows(source: FileTensor, destinations: tuple[Destination, ...], limit: int) -> Iterator[RowRange]:
+    """Yield the rows that several ranks need. Each run of rows with equal owners is split into equal parts, one per owner."""
+    needs: list[tuple[int, int, tuple[int, ...]]] = []  # (first row, last row, ranks)
+    largest = 0  # elements of the largest box that one rank needs
+    for destination in destinations:
+        for box, ranks in destination.target.shard_map.owners(destination.piece.at):
+            inner = destination.piece.source_box(box)
             needs.append((inner.start[0], inner.stop[0], ranks) if source.shape else (0, 1, ranks))
             largest = max(largest, box.numel)
     numel = prod(source.shape)
     row = source.nbytes // max(1, source.shape[0] if source.shape else 1)
-    slab = max(1, limit * numel // max(1, largest * row)) if row else 1  # rows of which no rank needs more than `limit`
-    for first, last, having in same_ranks(needs):
-        many = len(having)
-        bounds = [first + (last - first) * index // many for index in range(many + 1)]
-        step = max(1, slab // many)
-        for at in range(0, -(-(last - first) // many), step):
-            for reader, begin, end in zip(having, bounds, bounds[1:]):
+    max_rows = max(1, limit * numel // max(1, largest * row)) if row else 1  # so many rows fit into `limit` on every rank
+    for first, last, owners in merge_row_ranges(needs):
+        count = len(owners)
+        bounds = [first + (last - first) * index // count for index in range(count + 1)]
+        step = max(1, max_rows // count)
+        for at in range(0, -(-(last - first) // count), step):
+            for reader, begin, end in zip(owners, bounds, bounds[1:]):
                 if begin + at < end:
-                    yield _span(source, uses, _between(source.shape, begin + at, min(end, begin + at + step)), reader)
+                    yield _row_range(
+                        source, destinations, _row_box(source.shape, begin + at, min(end, begin + at + step)), reader
+                    )
 
 
-def _computed(source: Computed, uses: tuple[Use, ...], reader: int, limit: int) -> Iterator[Span]:
+def _computed_rows(
+    source: ComputedTensor, destinations: tuple[Destination, ...], reader: int, limit: int
+) -> Iterator[RowRange]:
     length = source.shape[0] if source.shape else 1
-    copies = max(len(ranks) for use in uses for ranks in use.target.holdings.distinct.values())  # that the reader sends
-    slab = max(1, limit * length // max(1, source.nbytes * copies))
-    for begin in range(0, length, slab):
-        yield _span(source, uses, _between(source.shape, begin, min(length, begin + slab)), reader)
+    copies = max(
+        len(ranks) for destination in destinations for ranks in destination.target.shard_map.distinct.values()
+    )  # copies of the tensor that the reader sends, at most
+    max_rows = max(1, limit * length // max(1, source.nbytes * copies))
+    for begin in range(0, length, max_rows):
+        yield _row_range(source, destinations, _row_box(source.shape, begin, min(length, begin + max_rows)), reader)
 
 
-def _between(shape: tuple[int, ...], first: int, last: int) -> Box:
+def _row_box(shape: tuple[int, ...], first: int, last: int) -> Box:
+    """Return rows from `first` up to `last` as a box; a scalar is one row."""
     return Box.whole(shape).rows(first, last) if shape else Box.whole(shape)
 
 
-def _span(source: Source, uses: tuple[Use, ...], rows: Box, reader: int) -> Span:
-    """The cost of rows: bytes to read, to send, and to get or keep."""
+def _row_range(source: Source, destinations: tuple[Destination, ...], rows: Box, reader: int) -> RowRange:
+    """Return rows with their loads: bytes that the reader reads, bytes that it sends, and bytes that each rank needs."""
     loads = {("read", reader): padded(rows.numel * source.dtype.itemsize)}
     sent = 0
-    for use in uses:
-        for box, ranks in use.needs(rows):
-            nbytes = padded(box.numel * use.target.dtype.itemsize)
+    for destination in destinations:
+        for box, ranks in destination.needs(rows):
+            nbytes = padded(box.numel * destination.target.dtype.itemsize)
             sent += nbytes * (len(ranks) - (reader in ranks))
             for rank in ranks:
                 loads["need", rank] = loads.get(("need", rank), 0) + nbytes
     if sent:
         loads["send", reader] = sent
-    return Span.of(rows, reader, loads)
+    return RowRange.of(rows, reader, loads)
 
 
-__all__ = ["LoadPlan", "Part", "Use", "plan_load"]
+__all__ = ["Destination", "LoadPlan", "ReadRange", "plan_load"]

@@ -1,4 +1,4 @@
-"""Rows that one rank reads or writes for several, in rounds that are small enough for all of them: the same on every rank."""
+"""Batch rows that one rank reads or writes for several ranks into rounds of limited size. All ranks make the same rounds."""
 
 from __future__ import annotations
 
@@ -11,57 +11,56 @@ from fullshard.weights.boxes import Box
 P = TypeVar("P")
 
 Load = tuple[str, int]
-"""(what for, rank)."""
+"""Key of a load: (purpose, rank). The purpose is "read", "write", "send" or "need"."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Rows of a tensor, a box of whole ones. by: the rank that reads or writes them.
+class RowRange:
+    """Rows of a tensor that one rank reads or writes, also for other ranks."""
 
-    loads: bytes that a round has a limit for, by what they are for and the rank.      ranks: all that take part.
-    """
-
-    rows: Box
-    by: int
-    loads: tuple[tuple[Load, int], ...]
-    ranks: frozenset[int]
+    rows: Box  # complete rows
+    worker: int  # rank that reads or writes the rows
+    loads: tuple[tuple[Load, int], ...]  # bytes by purpose and rank, which a round limits
+    ranks: frozenset[int]  # all ranks with a load
 
     @classmethod
-    def of(cls, rows: Box, by: int, loads: dict[Load, int]) -> Span:
-        """The ranks that take part are the ranks with a load."""
-        return cls(rows, by, tuple(loads.items()), frozenset(rank for _, rank in loads))
+    def of(cls, rows: Box, worker: int, loads: dict[Load, int]) -> RowRange:
+        """Return the range with `ranks` from its loads."""
+        return cls(rows, worker, tuple(loads.items()), frozenset(rank for _, rank in loads))
 
 
 @dataclass(frozen=True, slots=True)
 class Round(Generic[P]):
-    """parts: with a load for this rank.      exchanged: whether ranks send each other anything."""
+    """Parts that are read or written together."""
 
-    parts: tuple[P, ...]
-    exchanged: bool
+    parts: tuple[P, ...]  # with a load for this rank
+    exchanged: bool  # whether any ranks exchange data, which makes the round collective
 
 
-def in_rounds(spans: Iterable[tuple[Span, Callable[[Span], P]]], *, rank: int, limit: int) -> Iterator[Round[P]]:
-    """Spans in order, as many together as leave no load of any rank above a limit, but for one that is larger by itself.
+def in_rounds(ranges: Iterable[tuple[RowRange, Callable[[RowRange], P]]], *, rank: int, limit: int) -> Iterator[Round[P]]:
+    """Batch ranges so that no load of any rank exceeds `limit` bytes per round. A single larger range gets its own round.
 
     Args:
-        spans: of all ranks, and a function that makes the part of one; called for spans that this rank takes part in.
-        rank: this one.
-        limit: bytes.
+        ranges: ranges of all ranks in order, each with a function that makes the part of a round. The function is called only
+            for ranges with a load for this rank.
+        rank: this rank.
+        limit: maximum bytes of each load in a round.
     """
+    # Every rank walks all ranges, so that all ranks make the same rounds.
     parts: list[P] = []
     totals: dict[Load, int] = {}
     exchanged = False
-    for span, make in spans:
-        if totals and any(totals.get(load, 0) + nbytes > limit for load, nbytes in span.loads):
+    for row_range, make in ranges:
+        if totals and any(totals.get(load, 0) + nbytes > limit for load, nbytes in row_range.loads):
             yield Round(tuple(parts), exchanged)
             parts, totals, exchanged = [], {}, False
-        for load, nbytes in span.loads:
+        for load, nbytes in row_range.loads:
             totals[load] = totals.get(load, 0) + nbytes
-        exchanged = exchanged or len(span.ranks) > 1
-        if rank in span.ranks:
-            parts.append(make(span))
+        exchanged = exchanged or len(row_range.ranks) > 1
+        if rank in row_range.ranks:
+            parts.append(make(row_range))
     if totals:
         yield Round(tuple(parts), exchanged)
 
 
-__all__ = ["Round", "Span", "in_rounds"]
+__all__ = ["Round", "RowRange", "in_rounds"]

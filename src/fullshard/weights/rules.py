@@ -1,4 +1,4 @@
-"""The rules of key maps, as values; `map_keys` carries them out."""
+"""The rules of key maps, as values; `map_keys` applies them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    r"""Give tensors other names.
+    r"""Rename tensors by a regular expression.
 
     Args:
-        pattern: a regular expression, found anywhere in the name.
-        to: in the place of what was found; `\1` is the first group. "" takes it away.
-        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
+        pattern: a regular expression that matches anywhere in the name.
+        to: replacement of each match; `\1` is the first group, "" removes the match.
+        optional: allow that no tensor matches, for rules that serve several models; otherwise that is an error.
 
     Example:
         >>> list(map_keys([Rename("^transformer[.]", "")], {"transformer.wte": None}))        # doctest: +SKIP
@@ -29,11 +29,11 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class RenameBy:
-    """Give tensors the names that a function says.
+    """Rename tensors by a function.
 
     Args:
-        function: takes a name, and returns another one, the same, or None to leave the tensor out.
-        title: of the rule, in reports and errors.
+        function: takes a name and returns the new name, or None to leave the tensor out.
+        title: name of the rule in reports and errors.
 
     Example:
         >>> list(map_keys([RenameBy(str.lower)], {"W": None}))                                # doctest: +SKIP
@@ -49,8 +49,8 @@ class Drop:
     """Leave tensors out.
 
     Args:
-        pattern: a regular expression, found anywhere in the name.
-        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
+        pattern: a regular expression that matches anywhere in the name.
+        optional: allow that no tensor matches, for rules that serve several models; otherwise that is an error.
 
     Example:
         >>> Drop("[.]rotary_emb[.]inv_freq$")
@@ -63,11 +63,12 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Leave all other tensors out, as to save adapters alone.
+    """Leave out all other tensors, for example to save only adapters.
 
     Args:
-        pattern: a regular expression, found anywhere in the names that stay.
-        optional: whether it may fit no tensor, as in rules for several models; then all stay. Otherwise that is an error.
+        pattern: a regular expression that matches anywhere in the names of the tensors to keep.
+        optional: allow that no tensor matches, for rules that serve several models; then all tensors stay. Otherwise that is an
+            error.
 
     Example:
         >>> Keep("[.]lora_[AB][.]")
@@ -80,13 +81,13 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    r"""Join several tensors to one, behind each other along a dim.
+    r"""Concatenate several tensors along a dim.
 
     Args:
-        sources: regular expressions of whole names, in order; tensors whose groups are equal are joined.
-        to: the name, with `\1` for the first group.
-        dim: along which they lie behind each other.
-        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
+        sources: regular expressions that match whole names, in order; tensors with equal groups are concatenated.
+        to: name of the result; `\1` is the first group.
+        dim: the dim to concatenate along.
+        optional: allow that no tensor matches, for rules that serve several models; otherwise that is an error.
 
     Example:
         >>> qkv = Merge([rf"(.*)[.]{x}_proj[.]weight" for x in "qkv"], r"\1.qkv_proj.weight")
@@ -100,14 +101,14 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    r"""Cut one tensor in several along a dim.
+    r"""Split a tensor into several along a dim.
 
     Args:
-        source: a regular expression of the whole name.
-        to: the names of the parts, with `\1` for the first group.
-        dim: along which it is cut.
-        sizes: of the parts; None are equal ones.
-        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
+        source: a regular expression that matches the whole name.
+        to: names of the parts; `\1` is the first group.
+        dim: the dim to split along.
+        sizes: sizes of the parts along `dim`; None means equal parts.
+        optional: allow that no tensor matches, for rules that serve several models; otherwise that is an error.
 
     Example:
         >>> Split(r"(.*)[.]qkv[.]weight", [r"\1.q.weight", r"\1.k.weight", r"\1.v.weight"], sizes=(64, 16, 16)).dim
@@ -123,13 +124,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    r"""Put tensors of equal shapes behind each other along a new first dim, as those of experts.
+    r"""Stack tensors of equal shapes along a new first dim, for example the weights of experts.
 
     Args:
-        source: a regular expression of whole names. Tensors whose `to` is equal are stacked, by
-            the last group that is a number.
-        to: the name, with `\1` for the first group.
-        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
+        source: a regular expression that matches whole names. Tensors with equal `to` are stacked, in the order of the last
+            group that is a number.
+        to: name of the result; `\1` is the first group.
+        optional: allow that no tensor matches, for rules that serve several models; otherwise that is an error.
 
     Example:
         >>> Stack(r"(.*)[.]experts[.](\d+)[.]w1[.]weight", r"\1.experts.w1").to
@@ -143,14 +144,14 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    r"""Take a tensor apart along its first dim, as that of experts: the inverse of `Stack`.
+    r"""Take a tensor apart along its first dim, for example the weights of experts: the inverse of `Stack`.
 
-    In a checkpoint that is saved, the parts are in one file, as `save_pretrained` has them.
+    When a checkpoint is saved, the parts are written to one file, as `save_pretrained` does.
 
     Args:
-        source: a regular expression of the whole name.
-        to: the names of the parts, with `\1` for the first group, and `{}` for the number.
-        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
+        source: a regular expression that matches the whole name.
+        to: names of the parts; `\1` is the first group and `{}` the index along the first dim.
+        optional: allow that no tensor matches, for rules that serve several models; otherwise that is an error.
 
     Example:
         >>> Unstack(r"(.*)[.]experts[.]w1", r"\1.experts.{}.w1.weight").source
@@ -164,15 +165,15 @@ class Unstack:
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Exchange two dims.
+    """Transpose two dims.
 
     Args:
-        pattern: a regular expression, found anywhere in the name.
-        dims: the two.
-        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
+        pattern: a regular expression that matches anywhere in the name.
+        dims: the two dims.
+        optional: allow that no tensor matches, for rules that serve several models; otherwise that is an error.
 
     Example:
-        GPT-2's Conv1D holds its weights the other way round than a Linear:
+        GPT-2's Conv1D stores its weights transposed, compared with a Linear:
 
         >>> Transpose("(c_attn|c_proj|c_fc)[.]weight$").dims
         (0, 1)
@@ -185,16 +186,18 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    r"""Make a tensor by a function of a whole one, or of several: what no box can say, as taking apart a quantized weight.
+    r"""Compute a tensor from one or several whole tensors, for example to dequantize a weight.
 
-    It is computed by one rank, on the CPU, and counted in `Loaded.conversions`.
+    Use it for conversions that the other rules, which only move boxes of tensors, cannot express.
+
+    One rank runs the function, on the CPU. `Loaded.conversions` lists the tensor as `computed`.
 
     Args:
-        sources: regular expressions of whole names, in the order of the function's arguments; tensors whose groups are equal
-            belong together.
-        to: the name, with `\1` for the first group.
-        function: takes tensors on the CPU and returns one; called with tensors on meta before, to know its shape.
-        optional: whether it may fit no tensor, as in rules for several models; otherwise that is an error.
+        sources: regular expressions that match whole names, in the order of the function's arguments; tensors with equal groups
+            are the arguments of one call.
+        to: name of the result; `\1` is the first group.
+        function: takes tensors on the CPU and returns one. It is first called with meta tensors, to find the shape and dtype.
+        optional: allow that no tensor matches, for rules that serve several models; otherwise that is an error.
 
     Example:
         >>> Convert([r"(.*)[.]weight", r"(.*)[.]scale"], r"\1.weight", lambda weight, scale: weight.float() * scale).to
@@ -209,9 +212,9 @@ class Convert:
 
 @dataclass(frozen=True, slots=True)
 class Sort:
-    """Put tensors in the order of their names, numbers in them by value: which file each is in follows from the order.
+    """Sort tensors by name, with numbers compared by value. The order decides which file a tensor is saved to.
 
-    `save_pretrained` does so for models that have rules of their own in transformers, as mixtures of experts.
+    `save_pretrained` sorts models that have conversion rules in transformers, such as mixtures of experts.
 
     Example:
         >>> list(map_keys([Sort()], {"layers.10.w": None, "layers.9.w": None}))               # doctest: +SKIP

@@ -1,7 +1,7 @@
-"""Which rank writes which rows of which file, and from whom it gets them: pure, and the same on every rank.
+"""Plan which rank writes which rows of which file, and which ranks send them. Pure, and equal on every rank.
 
-Rows of which one rank has all are written by it. The others are written in equal parts by all ranks that have some of them
-(copies in replicas, columns), which exchange before.
+If one rank has complete rows that no other rank has, it writes them. Other rows are divided in equal parts among all ranks that
+have some of their elements (replicas, columns), and these ranks exchange the elements first.
 """
 
 from __future__ import annotations
@@ -13,145 +13,151 @@ from itertools import pairwise
 
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
-from fullshard.weights.holdings import ModelTensor, same_ranks
-from fullshard.weights.key_map import Mapped, Piece
-from fullshard.weights.rounds import Round, Span, in_rounds
+from fullshard.weights.holdings import ModelTensor, merge_row_ranges
+from fullshard.weights.key_map import MappedTensor, SourcePiece
+from fullshard.weights.rounds import Round, RowRange, in_rounds
 from fullshard.weights.staging import padded
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
-    """A box of an output that one rank has. at: in the output.      box: the same in the tensor of the model."""
+class RowSource:
+    """A box of an output that one rank has."""
 
-    piece: Piece
-    at: Box
-    box: Box
-    rank: int
+    piece: SourcePiece
+    at: Box  # in the output
+    box: Box  # the same elements in the tensor of the model
+    rank: int  # that has them
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """Rows of an output that one rank writes. rows: a box of it, whole rows."""
+class WriteRange:
+    """Rows of an output that one rank writes."""
 
     output: FileTensor
-    mapped: Mapped
-    rows: Box
-    writer: int
+    mapped: MappedTensor  # values of the output
+    rows: Box  # complete rows of the output
+    writer: int  # rank
 
     @property
     def nbytes(self) -> int:
-        """Bytes of them."""
+        """Bytes of the rows."""
         return self.rows.numel * self.output.dtype.itemsize
 
-    def supplies(self) -> Iterator[Supply]:
-        """Where the elements are: with the writer if it has them, else with one of the ranks that do."""
+    def sources(self) -> Iterator[RowSource]:
+        """Yield the boxes of the rows with the rank that provides each: the writer if it has the box, else another."""
         for piece in self.mapped.pieces:
-            wanted = piece.at.meet(self.rows)
+            wanted = piece.at.intersect(self.rows)
             if wanted is None:
                 continue
             assert isinstance(piece.source, ModelTensor)
-            for box, ranks in piece.source.holdings.meeting(piece.in_source(wanted)):
-                at = piece.from_source(box)
+            for box, ranks in piece.source.shard_map.owners(piece.source_box(wanted)):
+                at = piece.mapped_box(box)
                 if at is not None:
-                    yield Supply(piece, at, box, self.writer if self.writer in ranks else ranks[self.writer % len(ranks)])
+                    yield RowSource(piece, at, box, self.writer if self.writer in ranks else ranks[self.writer % len(ranks)])
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The writes of one rank. own: by this rank, of what it has.      rounds: after an exchange, as many on every rank."""
+    """The writes of one rank."""
 
-    own: tuple[Written, ...]
-    rounds: tuple[Round[Written], ...]
+    # Rows that this rank has completely.
+    own: tuple[WriteRange, ...]
+    # Rows that need an exchange. Every rank has the same number of rounds, because an exchange is collective.
+    rounds: tuple[Round[WriteRange], ...]
 
     def nbytes(self, rank: int) -> int:
-        """Bytes that this rank writes."""
-        shared = (part for turn in self.rounds for part in turn.parts if part.writer == rank)
+        """Return the bytes that this rank writes."""
+        shared = (part for exchange_round in self.rounds for part in exchange_round.parts if part.writer == rank)
         return sum(part.nbytes for part in (*self.own, *shared))
 
 
-def plan_save(outputs: Sequence[tuple[FileTensor, Mapped]], *, rank: int, ranks: int, limit: int) -> SavePlan:
-    """Say which rows a rank writes.
+def plan_save(outputs: Sequence[tuple[FileTensor, MappedTensor]], *, rank: int, ranks: int, limit: int) -> SavePlan:
+    """Plan the rows that a rank writes.
 
     Args:
-        outputs: where each tensor is in the files, and what it is made of: tensors of the model alone.
-        rank: this one.
-        ranks: how many there are.
-        limit: bytes that one rank writes or sends in a round, at most (but for a single row that has more).
+        outputs: location of each tensor in the files, and its values: pieces of tensors of the model only.
+        rank: this rank.
+        ranks: number of ranks.
+        limit: maximum bytes that one rank writes or sends in a round (a single larger row gets its own round).
 
     Returns:
-        The plan of this rank. Outputs that are cut alike, as those of all layers, are looked at once.
+        The plan of this rank.
     """
-    own: list[Written] = []
-    shared: list[tuple[Span, Callable[[Span], Written]]] = []
-    kinds: dict[object, tuple[list[Span], list[Span]]] = {}
+    own: list[WriteRange] = []
+    shared: list[tuple[RowRange, Callable[[RowRange], WriteRange]]] = []
+    # Equally sharded outputs, such as the same weight of all layers, have equal ranges, which are computed once.
+    ranges_by_placement: dict[object, tuple[list[RowRange], list[RowRange]]] = {}
     for output, mapped in outputs:
-        key = output.shape, output.dtype, *map(_geometry, mapped.pieces)
-        if key not in kinds:
-            kinds[key] = _alone(output, mapped), list(_together(output, mapped, limit))
-        make = partial(_written, output, mapped)
-        own += [make(span) for span in kinds[key][0] if span.by == rank]
-        shared += [(span, make) for span in kinds[key][1]]
+        key = output.shape, output.dtype, *map(_placement_key, mapped.pieces)
+        if key not in ranges_by_placement:
+            ranges_by_placement[key] = _own_rows(output, mapped), list(_shared_rows(output, mapped, limit))
+        make = partial(_write_range, output, mapped)
+        own += [make(row_range) for row_range in ranges_by_placement[key][0] if row_range.worker == rank]
+        shared += [(row_range, make) for row_range in ranges_by_placement[key][1]]
     return SavePlan(tuple(own), tuple(in_rounds(shared, rank=rank, limit=limit)))
 
 
-def _written(output: FileTensor, mapped: Mapped, span: Span) -> Written:
-    return Written(output, mapped, span.rows, span.by)
+def _write_range(output: FileTensor, mapped: MappedTensor, row_range: RowRange) -> WriteRange:
+    return WriteRange(output, mapped, row_range.rows, row_range.worker)
 
 
-def _geometry(piece: Piece) -> object:
-    """All that decides which rank has which rows; names do not."""
+def _placement_key(piece: SourcePiece) -> object:
+    """Return a key that is equal for pieces whose rows are on the same ranks. It has no names."""
     assert isinstance(piece.source, ModelTensor)
-    return id(piece.source.holdings), piece.at, piece.origin, piece.dims
+    return id(piece.source.shard_map), piece.at, piece.origin, piece.dims
 
 
-def _alone(output: FileTensor, mapped: Mapped) -> list[Span]:
-    """Rows of which one rank has all."""
+def _own_rows(output: FileTensor, mapped: MappedTensor) -> list[RowRange]:
+    """Return the rows that only one rank has, which has them completely."""
     return [
-        Span.of(_between(output, first, last), having[0], {})
-        for first, last, having in _stretches(output, mapped)
-        if len(having) == 1
+        RowRange.of(_row_box(output, first, last), owners[0], {})
+        for first, last, owners in _rows_with_ranks(output, mapped)
+        if len(owners) == 1
     ]
 
 
-def _together(output: FileTensor, mapped: Mapped, limit: int) -> Iterator[Span]:
-    """Rows of which several ranks have some: bytes that the writer gets or keeps, and that others send."""
-    for first, last, having in _stretches(output, mapped):
-        for part in _parts(output, mapped, first, last, having, limit) if len(having) > 1 else ():
+def _shared_rows(output: FileTensor, mapped: MappedTensor, limit: int) -> Iterator[RowRange]:
+    """Yield the rows that several ranks have elements of, with the bytes that the writer stores and other ranks send."""
+    for first, last, owners in _rows_with_ranks(output, mapped):
+        for part in _shares(output, mapped, first, last, owners, limit) if len(owners) > 1 else ():
             sent: dict[int, int] = {}
-            for supply in part.supplies():
-                if supply.rank != part.writer:
-                    nbytes = padded(supply.box.numel * part.output.dtype.itemsize)
-                    sent[supply.rank] = sent.get(supply.rank, 0) + nbytes
+            for row_source in part.sources():
+                if row_source.rank != part.writer:
+                    nbytes = padded(row_source.box.numel * part.output.dtype.itemsize)
+                    sent[row_source.rank] = sent.get(row_source.rank, 0) + nbytes
             loads = {("write", part.writer): max(padded(part.nbytes), sum(sent.values()))}
-            yield Span.of(part.rows, part.writer, loads | {("send", rank): nbytes for rank, nbytes in sent.items()})
+            yield RowRange.of(part.rows, part.writer, loads | {("send", rank): nbytes for rank, nbytes in sent.items()})
 
 
-def _stretches(output: FileTensor, mapped: Mapped) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """(first row, last row, ranks that have some of them)."""
+def _rows_with_ranks(output: FileTensor, mapped: MappedTensor) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Yield (first row, row after the last one, ranks that have elements of these rows)."""
     found: list[tuple[int, int, tuple[int, ...]]] = []
     for piece in mapped.pieces:
         assert isinstance(piece.source, ModelTensor)
-        for box, ranks in piece.source.holdings.meeting(piece.in_source(piece.at)):
-            at = piece.from_source(box)
+        for box, ranks in piece.source.shard_map.owners(piece.source_box(piece.at)):
+            at = piece.mapped_box(box)
             if at is not None:
                 found.append((at.start[0], at.stop[0], ranks) if output.shape else (0, 1, ranks))
-    return same_ranks(found)
+    return merge_row_ranges(found)
 
 
-def _parts(output: FileTensor, mapped: Mapped, first: int, last: int, having: tuple[int, ...], limit: int) -> Iterator[Written]:
-    many = len(having)
+def _shares(
+    output: FileTensor, mapped: MappedTensor, first: int, last: int, owners: tuple[int, ...], limit: int
+) -> Iterator[WriteRange]:
+    # Each rank in `owners` writes an equal share, in small steps in turn, so that every round has work for all of them.
+    count = len(owners)
     row = output.nbytes // max(1, output.shape[0] if output.shape else 1)
-    step = max(1, limit // max(1, row * many))
-    bounds = [first + (last - first) * index // many for index in range(many + 1)]
-    for at in range(0, -(-(last - first) // many), step):
-        for writer, (begin, end) in zip(having, pairwise(bounds)):
+    step = max(1, limit // max(1, row * count))
+    bounds = [first + (last - first) * index // count for index in range(count + 1)]
+    for at in range(0, -(-(last - first) // count), step):
+        for writer, (begin, end) in zip(owners, pairwise(bounds)):
             if begin + at < end:
-                yield Written(output, mapped, _between(output, begin + at, min(end, begin + at + step)), writer)
+                yield WriteRange(output, mapped, _row_box(output, begin + at, min(end, begin + at + step)), writer)
 
 
-def _between(output: FileTensor, first: int, last: int) -> Box:
+def _row_box(output: FileTensor, first: int, last: int) -> Box:
     whole = Box.whole(output.shape)
     return whole.rows(first, last) if output.shape else whole
 
 
-__all__ = ["SavePlan", "Supply", "Written", "plan_save"]
+__all__ = ["RowSource", "SavePlan", "WriteRange", "plan_save"]

@@ -1,4 +1,4 @@
-"""`save_weights()`: each rank writes its own rows of an ordinary checkpoint, which is in its place in one step."""
+"""`save_weights()`: each rank writes its own rows of an ordinary checkpoint, which then replaces the old one atomically."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from fullshard.runtime.runtime import runtime_of
+from fullshard.errors import check_positive_int
 from fullshard.weights.allocating import check_values
-from fullshard.weights.background import Saving, StoreMeeting, join_saves
+from fullshard.weights.background import Saving, StoreRankGroup, join_saves
 from fullshard.weights.commit import Extra, Replacement, new_token
 from fullshard.weights.ema import EMA
 from fullshard.weights.exchange import Exchange, Receive, Send
 from fullshard.weights.headers import SINGLE, FileTensor
-from fullshard.weights.key_map import Computed, KeyMap, Mapped, map_keys
+from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
-from fullshard.weights.meeting import Meeting
-from fullshard.weights.progress import Progress, check_progress, of_total
-from fullshard.weights.reading import place_in_file
+from fullshard.weights.meeting import RankGroup
+from fullshard.weights.progress import Progress, check_progress, with_total
+from fullshard.weights.reading import offset_of_row
 from fullshard.weights.rounds import Round
-from fullshard.weights.save_plan import SavePlan, Supply, Written, plan_save
-from fullshard.weights.staging import Stage, batches
+from fullshard.weights.save_plan import RowSource, SavePlan, WriteRange, plan_save
+from fullshard.weights.staging import StagingBuffer, batches
 from fullshard.weights.steps import Steps
-from fullshard.weights.targets import ModelTensors, standing_for, tensors_of
+from fullshard.weights.targets import ModelTensors, tensors_of, with_values
 from fullshard.weights.writing import Write, Writer
 
 
@@ -38,13 +38,13 @@ class Saved:
     """The report of `save_weights` on this rank.
 
     Args:
-        bytes_written: by this rank, of tensors.
-        bytes_exchanged: sent to other ranks.
-        seconds: in all.
-        files: names of the files with weights.
-        directory: where they are.
-        others: further files there that may be weights, and that this save did not write, as those of an older model; on the
-            first rank.
+        bytes_written: bytes of tensors that this rank wrote.
+        bytes_exchanged: bytes sent to other ranks.
+        seconds: total time.
+        files: names of the weights files.
+        directory: the directory of the files.
+        others: names of other files in the directory that may be weights, such as the files of an older model; on the first
+            rank only.
 
     Example:
         >>> save_weights(model, "checkpoint").files                                           # doctest: +SKIP
@@ -119,50 +119,54 @@ def save_weights(
     progress: Progress | None = None,
     background: bool = False,
 ) -> Saved | Saving[Saved]:
-    """Save a model as an ordinary checkpoint of safetensors, in the files and bytes of `save_pretrained`. Collective.
+    """Save a model as an ordinary safetensors checkpoint, byte for byte as `save_pretrained` writes it. Collective.
 
-    Every rank writes the rows that it has to where they are in the end; rows that several have are shared among them, and
-    columns are exchanged before. No rank holds more than `buffer_bytes` beside its shards. All is written beside the directory
-    and exchanged with it in one step at the end: in every case it holds the old checkpoint whole, or the new one.
+    Every rank writes its own rows to their final place in the files. Rows that several ranks have are divided among them, and
+    columns are exchanged first. A rank uses at most `buffer_bytes` of memory in addition to its shards. The new checkpoint is
+    written next to the directory and exchanged with it atomically at the end: the directory always has either the complete old
+    checkpoint or the complete new one.
 
     Args:
         model: sharded or not.
-        directory: on a file system that all ranks share. Other files in it are kept, also those that somebody makes there
-            meanwhile. Two saves at a time are refused. Whoever opens files of it by their paths while a save ends may get files
-            of both checkpoints; `load_weights` does not, and with `step` nobody does. A directory that cannot be exchanged (a
-            mount point, the current one, one in a directory without write permission) gets the files one by one, with a
-            warning: weights of several files have names of this save alone, and their index comes last.
-        max_shard_bytes: of the tensors in one file; a tensor that is larger has a file of its own.
-        dtype: of floating-point tensors in the files; None keeps that of the shards.
-        key_map: from names of the model to those in the files, as of `load_weights`; without `Convert`.
-        extra: further files of the same commit: names and their contents (text, bytes, or the path of a file), or a function
-            that writes to the folder it is given; the first rank does.
-        weights: averages that stand for the model's own parameters, in their dtype unless `dtype` says another.
-        step: of the training: the checkpoint is the directory `step-{step}` in `directory`, beside those of other steps, and
-            the link `latest` leads to it in the end.
-        keep: how many steps stay, those that were saved last; None keeps all.
-        filename: of the file of weights if there is one, as "adapter_model.safetensors" for adapters alone (with `Keep`);
-            several are numbered before its ending. Weights of other names in the directory are kept, and named in the report.
-        each_rank: called on every rank with the path of the new content, to write files of its own into the same commit, as
-            the optimizer's part of a rank; their names must differ from rank to rank.
-        threads: that write at a time.
-        buffer_bytes: of host memory for what cannot be written from the shards: other dtypes and devices, rows of other ranks.
-        progress: called now and then on each rank with the bytes that it has written and the bytes that it writes in all, with
-            `background` in its thread; what it raises ends the save on all ranks.
-        background: whether to copy what this rank writes to the memory of the host, return, and write behind the training,
-            which may change the weights meanwhile. It costs each rank the memory of its rows. No messages are sent behind:
-            the ranks settle through the store of the process group.
+        directory: on a file system that all ranks share. Other files in it are kept, including files that are created during
+            the save. A second save to it at the same time raises an error. A program that opens several files by path at the
+            end of a save may get files of both checkpoints; this cannot happen to `load_weights`, nor to any program with
+            `step`. If the directory cannot be exchanged (a mount point, the current directory, one in a directory without
+            write permission), files are moved into it one by one, with a warning: the files of a sharded checkpoint get names
+            that are unique to this save, and their index is moved last.
+        max_shard_bytes: of the tensors in one file. A larger tensor gets a file of its own.
+        dtype: of floating-point tensors in the files. None keeps the dtype of the shards.
+        key_map: maps names of the model to names in the files, as in `load_weights`, but without `Convert`.
+        extra: further files of the same commit, written by the first rank: a dict of names and contents (text, bytes, or the
+            path of a file), or a function that gets a folder and writes files into it.
+        weights: averages to save instead of the parameters, in the dtype of the averages unless `dtype` is given.
+        step: training step. The checkpoint becomes the directory `step-{step}` in `directory`, next to the directories of other
+            steps, and at the end the link `latest` points to it.
+        keep: number of most recently saved steps to keep. None keeps all.
+        filename: name of the weights file if there is a single one, such as "adapter_model.safetensors" to save only adapters
+            (with `Keep`). Several files are numbered before the suffix. Weights with other names in the directory are kept, and
+            the report lists them.
+        each_rank: called on every rank with the path of the new content, to write files of that rank into the same commit, such
+            as its optimizer state. The file names must differ between ranks.
+        threads: number of threads that write at the same time.
+        buffer_bytes: host memory for data that cannot be written directly from the shards: other dtypes and devices, rows of
+            other ranks.
+        progress: called periodically on each rank with the bytes written so far and the total bytes to write, with `background`
+            in its thread. An exception in it ends the save on all ranks.
+        background: whether to copy the rows of this rank to host memory, return, and write them in a thread while training goes
+            on and changes the weights. Each rank needs the memory of its rows. The thread runs no collectives: the ranks
+            coordinate through the store of the process group.
 
     Returns:
-        The report of this rank; with `background` a `Saving`, whose `wait()` returns that. The next `save_weights` or
-        `load_weights` waits for it, too, and so does the end of the process.
+        The report of this rank; with `background` a `Saving`, whose `wait()` returns the report. The next `save_weights` or
+        `load_weights` and the end of the process wait for it, too.
 
     Raises:
-        ValueError: on every rank, before anything is written: if there is no room on the disk, rules do not fit, parameters
-            have no values, the directory is a file or the root, or another save to it is under way.
-        RuntimeError: on every rank: if a rank could not write, now or in the background before; the directory is as it was.
-            If all is written and only the exchange fails, the text says where the new checkpoint lies whole; it stays there
-            until a later save succeeds.
+        ValueError: on every rank, before anything is written: if the disk is too full, rules do not match, parameters have
+            no values, the directory is a file or the root, or another save to it is running.
+        RuntimeError: on every rank: if a rank could not write, now or in an earlier background save. The directory is
+            unchanged. If everything is written and only the exchange fails, the text has the path of the new, complete
+            checkpoint. It is kept until a later save succeeds.
         StateError: inside a forward or backward.
 
     Example:
@@ -172,78 +176,85 @@ def save_weights(
     check_progress(progress)
     _check(max_shard_bytes=max_shard_bytes, threads=threads, buffer_bytes=buffer_bytes, dtype=dtype, background=background)
     if keep is not None and step is None:
-        raise ValueError(f"keep={keep!r} is of steps: pass step=, too")
+        raise ValueError(f"keep={keep!r} needs step=. Pass step= as well.")
     if not isinstance(filename, str) or os.path.basename(filename) != filename or not filename.endswith(".safetensors"):
-        raise ValueError(f"filename must be a name that ends in .safetensors, as 'adapter_model.safetensors', got {filename!r}")
+        raise ValueError(
+            f"filename must be a name that ends in .safetensors, such as 'adapter_model.safetensors', got {filename!r}."
+        )
     steps = None if step is None else Steps(directory, step, keep)
     tensors = tensors_of(model)
     for unit in tensors.units:
-        runtime_of(unit).requests.reshard(unit, doing="save_weights()")
-        runtime_of(unit).requests.refresh(unit)
+        unit.reshard(doing="save_weights()")
+        unit.refresh()
     if weights is not None:
-        tensors = standing_for(tensors_of(model), weights.values())
-    meeting = Meeting(tensors, "save_weights()")
-    meeting.run(join_saves)
-    meeting.run(lambda: check_values(model, tensors.units, "save_weights()"))
-    layout, outputs = meeting.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes, filename))
-    meeting.check_alike("key_map, dtype or max_shard_bytes", _told(layout, outputs))
+        tensors = with_values(tensors_of(model), weights.values())
+    group = RankGroup(tensors, "save_weights()")
+    group.run(join_saves)
+    group.run(lambda: check_values(model, tensors.units, "save_weights()"))
+    layout, outputs = group.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes, filename))
+    group.check_equal("key_map, dtype or max_shard_bytes", _fingerprint(layout, outputs))
     limit = max(1, buffer_bytes // 4)
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
     where = directory if steps is None else steps.directory
-    token = meeting.first(meeting.run(lambda: new_token(where)).encode()).decode()
+    token = group.broadcast(group.run(lambda: new_token(where)).encode()).decode()
     replacement = Replacement(where, token, filename)
-    writer = Writer(replacement.path, threads=threads, told=of_total(progress, plan.nbytes(tensors.index)))
-    save = _Save(meeting, tensors, layout, replacement, steps, began, writer, limit=limit, keeps=background)
-    # All ranks connect before one of them goes on: a connection to one that has ended waits for minutes.
-    connect = partial(StoreMeeting, token, meeting.index, len(meeting.ranks))
-    behind = meeting.run(connect) if background else None
+    writer = Writer(replacement.path, threads=threads, on_progress=with_total(progress, plan.nbytes(tensors.index)))
+    save = _Save(group, tensors, layout, replacement, steps, began, writer, limit=limit, in_background=background)
+    # All ranks connect before any of them continues, because connecting to a store whose process has ended blocks for minutes.
+    connect = partial(StoreRankGroup, token, group.index, len(group.ranks))
+    store_group = group.run(connect) if background else None
     try:
-        meeting.run(save.prepare)
+        group.run(save.prepare)
         save.run(plan)
-        meeting.run(lambda: save.add(extra))
+        group.run(lambda: save.add(extra))
         if each_rank is not None:
-            meeting.run(lambda: save.add_of_rank(each_rank))
-        if behind is None:
-            return save.finish(meeting)
+            group.run(lambda: save.add_of_rank(each_rank))
+        if store_group is None:
+            return save.finish(group)
     except BaseException:
         save.discard()
-        if behind is not None:
-            behind.abandon()
+        if store_group is not None:
+            store_group.abandon()
         raise
-    return Saving(save.replacement.directory, partial(save.finish_behind, behind))
+    return Saving(save.replacement.directory, partial(save.finish_in_background, store_group))
 
 
 def _check(*, max_shard_bytes: object, threads: object, buffer_bytes: object, dtype: object, background: object) -> None:
     for name, value in (("max_shard_bytes", max_shard_bytes), ("threads", threads), ("buffer_bytes", buffer_bytes)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        check_positive_int(name, value)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}.")
     if not isinstance(background, bool):
-        raise ValueError(f"background must be True or False, got {background!r}")
+        raise ValueError(f"background must be True or False, got {background!r}.")
 
 
 def _outputs(
     tensors: ModelTensors, key_map: KeyMap, dtype: torch.dtype | None, max_shard_bytes: int, filename: str
-) -> tuple[CheckpointLayout, list[tuple[FileTensor, Mapped]]]:
-    """The files, and what each tensor in them is made of."""
-    on_meta = [held.names[0] for held in tensors.held if held.local.device.type == "meta"]
+) -> tuple[CheckpointLayout, list[tuple[FileTensor, MappedTensor]]]:
+    """Return the layout of the files, and each tensor in them with the tensors of the model that it is made of.
+
+    Raises:
+        ValueError: if a tensor is on meta, or if `key_map` is invalid or contains a `Convert`.
+    """
+    on_meta = [entry.names[0] for entry in tensors.entries if entry.local.device.type == "meta"]
     if on_meta:
-        raise ValueError(f"'{on_meta[0]}' is on meta and has no values: load_weights() or materialize() the model before")
-    mapped = map_keys(key_map, {held.names[0]: Mapped.of(held.target) for held in tensors.held})
+        raise ValueError(f"'{on_meta[0]}' is on meta and has no values. Call load_weights() or materialize() first.")
+    mapped = map_keys(key_map, {entry.names[0]: MappedTensor.of(entry.target) for entry in tensors.entries})
     for name, one in mapped.items():
-        if any(isinstance(piece.source, Computed) for piece in one.pieces):
-            raise ValueError(f"save_weights() takes no Convert, as for '{name}': save, and convert the files afterwards")
+        if any(isinstance(piece.source, ComputedTensor) for piece in one.pieces):
+            raise ValueError(
+                f"save_weights() does not support Convert, got one for '{name}'. Save first, then convert the files."
+            )
     named = [(name, _dtype_of(one.dtype, dtype), one.shape) for name, one in mapped.items()]
-    parameters = sum(held.target.nbytes // held.target.dtype.itemsize for held in tensors.held if held.is_parameter)
-    together = {name: one.together for name, one in mapped.items() if one.together is not None}
-    layout = lay_out(named, max_shard_bytes=max_shard_bytes, parameters=parameters, together=together, name=filename)
+    parameters = sum(entry.target.nbytes // entry.target.dtype.itemsize for entry in tensors.entries if entry.is_parameter)
+    file_groups = {name: one.file_group for name, one in mapped.items() if one.file_group is not None}
+    layout = lay_out(named, max_shard_bytes=max_shard_bytes, parameters=parameters, file_groups=file_groups, name=filename)
     places = {tensor.name: tensor for file in layout.files for tensor in file.tensors}
     return layout, [(places[name], one) for name, one in mapped.items()]
 
 
-def _told(layout: CheckpointLayout, outputs: list[tuple[FileTensor, Mapped]]) -> bytes:
-    """What all ranks must have alike: the files, and what is where in them."""
+def _fingerprint(layout: CheckpointLayout, outputs: list[tuple[FileTensor, MappedTensor]]) -> bytes:
+    """Return a description of the files and their tensors, which must be equal on all ranks."""
     pieces = [[(p.source.name, p.at, p.origin, p.dims) for p in mapped.pieces] for _, mapped in outputs]
     return repr((layout, pieces)).encode("utf-8", "backslashreplace")
 
@@ -253,15 +264,15 @@ def _dtype_of(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 class _Save:
-    """Collects rows, exchanges and writes them.
+    """Collects, exchanges and writes the rows of one save.
 
-    limit: bytes of a quarter of the buffer. Of rows of which this rank has all, half of the buffer is written while the other
-    half is filled; in a round, a quarter each is filled, is being written, is sent, and comes.
+    Rows that this rank has completely use two halves of the buffer: one is written to the files while the other is filled. A
+    round uses four quarters: rows that are being filled, rows that are being written, rows to send, and rows to receive.
     """
 
     def __init__(
         self,
-        meeting: Meeting,
+        group: RankGroup,
         tensors: ModelTensors,
         layout: CheckpointLayout,
         replacement: Replacement,
@@ -270,20 +281,32 @@ class _Save:
         writer: Writer,
         *,
         limit: int,
-        keeps: bool,
+        in_background: bool,
     ) -> None:
-        """keeps: whether rows are copied, and written when `finish` comes to it."""
-        self._meeting, self._layout, self._limit, self._began, self._keeps = meeting, layout, limit, began, keeps
-        self._local = {held.target.name: held.local for held in tensors.held}
-        self._is_first = meeting.index == 0
+        """Prepare to save, without writing anything.
+
+        Args:
+            group: ranks of the model.
+            tensors: tensors of the model.
+            layout: files to write.
+            replacement: the new content of the directory.
+            steps: the directory of the step, None without `step`.
+            began: start time of the call.
+            writer: writes the files.
+            limit: a quarter of the buffer, in bytes.
+            in_background: whether to copy rows and write the copies in `finish`.
+        """
+        self._group, self._layout, self._limit, self._began, self._in_background = group, layout, limit, began, in_background
+        self._local = {entry.target.name: entry.local for entry in tensors.entries}
+        self._is_first = group.index == 0
         self._pinned = any(local.device.type != "cpu" for local in self._local.values())
-        self._exchange = Exchange(meeting)
+        self._exchange = Exchange(group)
         self._kept: list[Write] = []
         self.replacement, self._steps = replacement, steps
         self.writer = writer
 
     def prepare(self) -> None:
-        """Make the files."""
+        """Create the files, on the first rank."""
         if self._is_first:
             if self._steps is not None:
                 self._steps.check()
@@ -291,40 +314,40 @@ class _Save:
 
     @torch.no_grad()
     def run(self, plan: SavePlan) -> None:
-        """Carry out a plan. Collective."""
-        self._meeting.run(lambda: self._write_own(plan.own))
-        stages = self._two_stages()
-        for number, turn in enumerate(plan.rounds):
-            self._run_round(turn, stages[number % 2])
-        self._meeting.run(self._end_run)
+        """Execute a plan. Collective."""
+        self._group.run(lambda: self._write_own(plan.own))
+        staging_buffers = self._staging_buffers()
+        for number, exchange_round in enumerate(plan.rounds):
+            self._run_round(exchange_round, staging_buffers[number % 2])
+        self._group.run(self._end_run)
 
     def _end_run(self) -> None:
         if self._pinned:
-            torch.accelerator.synchronize()  # copies to kept memory are under way
-        if self._keeps:
+            torch.accelerator.synchronize()  # the writer threads must not read host memory before the copies complete
+        if self._in_background:
             self.writer.begin(self._kept)
         else:
             self.writer.finish()
-        self._kept, self._local = [], {}
+        self._kept, self._local = [], {}  # do not keep the shards alive during a background save
 
     def add(self, extra: Extra | None) -> None:
-        """Add further files."""
+        """Write the further files, on the first rank."""
         if self._is_first:
             self.replacement.add(extra)
 
     def add_of_rank(self, write: Callable[[Path], object]) -> None:
-        """Add files that this rank writes, and have them on the disk."""
+        """Call `write` with the path of the new content, and sync all files except the weights to disk."""
         before = self.replacement.weights()
         write(self.replacement.path)
         self.replacement.check_weights(before, "each_rank")
         self.replacement.sync_others()
 
-    def finish(self, meeting: Meeting | StoreMeeting) -> Saved:
-        """Have all of it on the disk, and in its place. Collective."""
+    def finish(self, group: RankGroup | StoreRankGroup) -> Saved:
+        """Finish the writes, sync them to disk and move the checkpoint into place. Collective."""
         try:
-            meeting.run(self.writer.finish)
-            meeting.run(self.writer.sync)
-            meeting.run(self._commit)
+            group.run(self.writer.finish)
+            group.run(self.writer.sync)
+            group.run(self._commit)
         except BaseException:
             self.discard()
             raise
@@ -340,108 +363,109 @@ class _Save:
             if self._steps is not None:
                 self._steps.publish()
 
-    def finish_behind(self, meeting: StoreMeeting) -> Saved:
-        """`finish`, in a thread."""
+    def finish_in_background(self, group: StoreRankGroup) -> Saved:
+        """Call `finish` in the thread of a background save."""
         try:
-            return self.finish(meeting)
+            return self.finish(group)
         finally:
-            meeting.close()
+            group.close()
 
     def discard(self) -> None:
-        """Nothing comes of it."""
+        """Stop writing and remove the new content."""
         self.writer.close()
         if self._is_first:
             self.replacement.discard()
 
-    def _two_stages(self) -> list[Stage]:
-        return [Stage(torch.device("cpu"), pinned=self._pinned) for _ in range(2)]
+    def _staging_buffers(self) -> list[StagingBuffer]:
+        return [StagingBuffer(torch.device("cpu"), pinned=self._pinned) for _ in range(2)]
 
-    def _rows(self, stage: Stage, parts: Sequence[Written]) -> list[Tensor]:
-        """Memory for the rows of these parts: of their own if they are kept."""
-        if self._keeps:
+    def _rows(self, staging: StagingBuffer, parts: Sequence[WriteRange]) -> list[Tensor]:
+        """Return host memory for the rows of these parts."""
+        # A background save writes them after this call, so they need memory that no later batch reuses.
+        if self._in_background:
             options: dict[str, Any] = {"device": "cpu", "pin_memory": self._pinned}
             return [torch.empty(part.rows.shape, dtype=part.output.dtype, **options) for part in parts]
-        return stage.take([(part.rows.shape, part.output.dtype) for part in parts])
+        return staging.take([(part.rows.shape, part.output.dtype) for part in parts])
 
     def _begin(self, writes: Sequence[Write]) -> None:
-        """Have rows written, while the next ones are filled; the rows of the time before are written when it returns."""
-        if self._keeps:
+        """Wait for the previous writes, and start these, which run while the caller fills the next rows."""
+        if self._in_background:
             self._kept += writes
         else:
             self.writer.finish()
             if self._pinned:
-                torch.accelerator.synchronize()
+                torch.accelerator.synchronize()  # copies from the device to these rows must complete before they are written
             self.writer.begin(writes)
 
-    def _write_own(self, parts: Sequence[Written]) -> None:
+    def _write_own(self, parts: Sequence[WriteRange]) -> None:
         straight: list[Write] = []
-        staged: list[Written] = []
+        staged: list[WriteRange] = []
         for part in parts:
-            memory = None if self._keeps else self._memory(part)
+            memory = None if self._in_background else self._memory(part)
             if memory is None:
                 staged += _pieces(part, self._limit)
             else:
                 straight.append(_write(part, memory))
         self._begin(straight)
-        stages = self._two_stages()
+        staging_buffers = self._staging_buffers()
         for number, batch in enumerate(batches(staged, 2 * self._limit, _nbytes)):
-            rows = self._rows(stages[number % 2], batch)
+            rows = self._rows(staging_buffers[number % 2], batch)
             for part, into in zip(batch, rows):
-                self._fill(part, into, part.supplies())
+                self._fill(part, into, part.sources())
             self._begin([_write(part, into) for part, into in zip(batch, rows)])
-        if not self._keeps:
+        if not self._in_background:
             self.writer.finish()
 
-    def _memory(self, part: Written) -> Tensor | None:
-        """The rows where they are; None if they must be cast, moved or put together."""
-        supplies = list(part.supplies())
-        if len(supplies) != 1 or not supplies[0].piece.keeps_order:
+    def _memory(self, part: WriteRange) -> Tensor | None:
+        """Return the shard memory of the rows, or None if they must be cast, moved or assembled first."""
+        sources = list(part.sources())
+        if len(sources) != 1 or not sources[0].piece.keeps_order:
             return None
-        value = self._value(supplies[0])
+        value = self._value(sources[0])
         straight = value.is_contiguous() and value.device.type == "cpu" and value.dtype == part.output.dtype
         return value if straight and value.numel() == part.rows.numel else None
 
-    def _value(self, supply: Supply) -> Tensor:
-        """The values that this rank has, with the dims of the output; a view."""
-        source = supply.piece.source
-        held = source.holdings.boxes[self._meeting.index]  # type: ignore[union-attr]
-        assert held is not None
-        local = self._local[source.name].view(held.shape)
-        return supply.piece.arranged(local[supply.box.relative_to(held).slices()])
+    def _value(self, row_source: RowSource) -> Tensor:
+        """Return a view of this rank's shard with the values of a source, with the dims of the output."""
+        source = row_source.piece.source
+        own_box = source.shard_map.boxes[self._group.index]  # type: ignore[union-attr]
+        assert own_box is not None
+        local = self._local[source.name].view(own_box.shape)
+        return row_source.piece.view_as_mapped(local[row_source.box.relative_to(own_box).slices()])
 
-    def _fill(self, part: Written, rows: Tensor, supplies: Iterable[Supply]) -> None:
-        """Copy and cast what this rank has to the rows of a part."""
-        for supply in supplies:
-            into = rows[supply.at.relative_to(part.rows).slices()]
-            into.copy_(self._value(supply), non_blocking=self._pinned)
+    def _fill(self, part: WriteRange, rows: Tensor, sources: Iterable[RowSource]) -> None:
+        """Copy and cast these sources, which this rank has, to the rows of a part."""
+        for row_source in sources:
+            into = rows[row_source.at.relative_to(part.rows).slices()]
+            into.copy_(self._value(row_source), non_blocking=self._pinned)
 
-    def _run_round(self, turn: Round[Written], stage: Stage) -> None:
-        me = self._meeting.index
-        mine = [part for part in turn.parts if part.writer == me]
-        rows = {id(part): into for part, into in zip(mine, self._rows(stage, mine))}
+    def _run_round(self, exchange_round: Round[WriteRange], staging: StagingBuffer) -> None:
+        me = self._group.index
+        mine = [part for part in exchange_round.parts if part.writer == me]
+        rows = {id(part): into for part, into in zip(mine, self._rows(staging, mine))}
         sends: list[Send] = []
         receives: list[Receive] = []
-        for part in turn.parts:
-            for supply in part.supplies():
-                if supply.rank == part.writer == me:
-                    self._fill(part, rows[id(part)], [supply])
+        for part in exchange_round.parts:
+            for row_source in part.sources():
+                if row_source.rank == part.writer == me:
+                    self._fill(part, rows[id(part)], [row_source])
                 elif part.writer == me:
-                    into = rows[id(part)][supply.at.relative_to(part.rows).slices()]
-                    receives.append(Receive(supply.rank, into))
-                elif supply.rank == me:
-                    sends.append(Send(part.writer, self._value(supply), part.output.dtype))
-        if turn.exchanged:
+                    into = rows[id(part)][row_source.at.relative_to(part.rows).slices()]
+                    receives.append(Receive(row_source.rank, into))
+                elif row_source.rank == me:
+                    sends.append(Send(part.writer, self._value(row_source), part.output.dtype))
+        if exchange_round.exchanged:
             self._exchange.run(sends, receives)
-        self._meeting.run(lambda: self._begin([_write(part, rows[id(part)]) for part in mine]))
+        self._group.run(lambda: self._begin([_write(part, rows[id(part)]) for part in mine]))
 
 
-def _write(part: Written, rows: Tensor) -> Write:
+def _write(part: WriteRange, rows: Tensor) -> Write:
     first = part.rows.start[0] if part.output.shape else 0
-    return Write(part.output.file, place_in_file(part.output, first), rows)
+    return Write(part.output.file, offset_of_row(part.output, first), rows)
 
 
-def _pieces(part: Written, limit: int) -> list[Written]:
-    """The same rows, so many at a time as fit in the buffer."""
+def _pieces(part: WriteRange, limit: int) -> list[WriteRange]:
+    """Split the rows of a part so that each piece fits in the buffer."""
     if not part.output.shape or part.nbytes <= limit:
         return [part]
     first, last = part.rows.start[0], part.rows.stop[0]
@@ -449,7 +473,7 @@ def _pieces(part: Written, limit: int) -> list[Written]:
     return [replace(part, rows=part.rows.rows(at, min(last, at + step))) for at in range(first, last, step)]
 
 
-def _nbytes(part: Written) -> int:
+def _nbytes(part: WriteRange) -> int:
     return part.nbytes
 
 

@@ -1,4 +1,4 @@
-"""Memory of a fixed size through which rows pass on their way between files, shards and other ranks."""
+"""Reusable memory for rows on their way between files, shards and other ranks."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-_ALIGNMENT = 64  # bytes; more than any dtype has
+_ALIGNMENT = 64  # bytes; at least the alignment of every dtype
 
 
 def padded(nbytes: int) -> int:
-    """Bytes that a tensor of so many takes in memory that it shares with others."""
+    """Return `nbytes` rounded up to the alignment of tensors in a shared buffer."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class Stage:
-    """One stretch of memory, given out again and again; it grows to the largest need.
+class StagingBuffer:
+    """One block of memory that is reused for each batch of rows. It grows to the largest batch.
 
     Args:
-        device: of the memory.
-        pinned: whether an accelerator copies from and to it.
+        device: device of the memory.
+        pinned: whether to pin the memory, for copies from and to an accelerator.
     """
 
     def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
         self._device, self._pinned = device, pinned
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self._copies: torch.Event | None = None
+        self._copies_done: torch.Event | None = None
 
     def take(self, tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-        """Memory for tensors of these shapes and dtypes, which the tensors taken before lose."""
-        if self._copies is not None:
-            self._copies.synchronize()
-            self._copies = None
+        """Return tensors of these shapes and dtypes in the buffer. They overwrite the tensors of the previous call."""
+        if self._copies_done is not None:
+            self._copies_done.synchronize()
+            self._copies_done = None
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in tensors]
         total = sum(map(padded, sizes))
         if total > self._memory.numel():
-            self._memory = self._memory[:0].clone()  # the old memory is let go first
+            self._memory = self._memory[:0].clone()  # frees the old memory before the new allocation, for a lower peak
             self._memory = torch.empty(total, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
         found: list[Tensor] = []
         at = 0
@@ -49,15 +49,21 @@ class Stage:
             at += padded(size)
         return found
 
-    def note_copies(self) -> None:
-        """The accelerator may still copy from or to what was taken: the next `take` waits for that."""
+    def record_copies(self) -> None:
+        """Record that the accelerator may still copy from or to the tensors, so that the next `take` waits for the copies."""
         if self._pinned:
-            self._copies = torch.Event(device=torch.accelerator.current_accelerator())
-            self._copies.record()
+            self._copies_done = torch.Event(device=torch.accelerator.current_accelerator())
+            self._copies_done.record()
 
 
 def batches(parts: Iterable[T], limit: int, nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Parts in order, as many together as have at most `limit` bytes; a larger one is alone."""
+    """Batch parts, in order, up to `limit` bytes. A single larger part gets its own batch.
+
+    Args:
+        parts: parts to batch.
+        limit: maximum bytes of a batch.
+        nbytes: returns the bytes of a part, without padding.
+    """
     batch: list[T] = []
     total = 0
     for part in parts:
@@ -71,4 +77,4 @@ def batches(parts: Iterable[T], limit: int, nbytes: Callable[[T], int]) -> Itera
         yield batch
 
 
-__all__ = ["Stage", "batches", "padded"]
+__all__ = ["StagingBuffer", "batches", "padded"]

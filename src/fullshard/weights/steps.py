@@ -1,12 +1,12 @@
-"""A directory for each step of a training, and a link to the one that was saved last.
+"""One checkpoint directory per training step, and a link to the most recently saved one.
 
     run/
         step-900/
         step-1000/
         latest -> step-1000
 
-A program that opens several files below `latest` while a save ends may get files of two steps: resolve the link once, and open
-files below the directory of the step. It stays for as many saves as `keep` says.
+A program that opens several files through `latest` at the end of a save may get files of two steps. To avoid that, resolve the
+link once and open the files in the directory of the step. The next `keep - 1` saves do not remove that directory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from fullshard.errors import check_positive_int
 from fullshard.weights.commit import resolved
 from fullshard.weights.headers import LATEST
 
@@ -24,31 +25,40 @@ _STEP = re.compile(r"step-\d+")
 
 
 class Steps:
-    """The directory of a step, in one of all steps.
+    """The directory of one step.
+
+    Args:
+        directory: directory of all steps.
+        step: training step, at least 0.
+        keep: number of most recently saved steps to keep, at least 1. None keeps all.
+
+    Attributes:
+        directory: directory of the step.
 
     Raises:
-        ValueError: for a step or a number of steps to keep that is none.
+        ValueError: if `step` or `keep` is invalid.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: object, keep: object) -> None:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"step must be an int of at least 0, got {step!r}")
-        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-            raise ValueError(f"keep must be an int of at least 1, or None for all steps, got {keep!r}")
-        self._all, self._keep = resolved(directory), keep
+            raise ValueError(f"step must be an int of at least 0, got {step!r}.")
+        self._all = resolved(directory)
+        self._keep = None if keep is None else check_positive_int("keep", keep, otherwise=", or None for all steps")
         self.directory = self._all / f"step-{step}"
 
     def check(self) -> None:
-        """Raises ValueError if something that is no link has the name of the link."""
+        """Raise ValueError if a file or directory has the name of the link."""
         link = self._all / LATEST
         if os.path.lexists(link) and not link.is_symlink():
-            raise ValueError(f"{link} is no link, and step= makes it one to the step that was saved last: move it away")
+            raise ValueError(f"{link} is not a link, but step= needs this name for a link to the latest step. Move it away.")
 
     def publish(self) -> None:
-        """Have the link lead to this step, in one step, and remove the steps that are not kept."""
+        """Point the link to this step atomically, sync it to disk, and remove the steps that are not kept."""
+        # Rename a new link over the old one, because a link cannot be changed in place. Another save may do the same at this
+        # moment: if it creates or renames the new link first, try again.
         fresh = self._all / f".{LATEST}.new"
         while True:
-            with suppress(FileNotFoundError):  # of a save that was killed, or of one that comes first now
+            with suppress(FileNotFoundError):  # removes the link of a save that was killed
                 os.unlink(fresh)
             with suppress(FileExistsError, FileNotFoundError):
                 os.symlink(self.directory.name, fresh)
@@ -64,18 +74,18 @@ class Steps:
     def _prune(self) -> None:
         found: list[tuple[int, Path]] = []
         for entry in self._all.iterdir():
-            if entry.name.startswith(".step-") and entry.name.endswith(".removing"):  # by a save that was killed
+            if entry.name.startswith(".step-") and entry.name.endswith(".removing"):  # left by a save that was killed
                 shutil.rmtree(entry, ignore_errors=True)
             elif _STEP.fullmatch(entry.name) and entry != self.directory:
-                with suppress(FileNotFoundError):  # removed by another save
+                with suppress(FileNotFoundError):  # another save removed it
                     found.append((entry.stat().st_mtime_ns, entry))
         if self._keep is None:
             return
-        # By time, not by number: a training that went back saves lower numbers, and its steps are the ones that are read.
+        # Sort by time and not by number: training that resumes from an earlier step saves lower numbers, and needs these steps.
         for _, entry in sorted(found, reverse=True)[self._keep - 1 :]:
             gone = self._all / f".{entry.name}.removing"
             with suppress(FileNotFoundError):
-                os.rename(entry, gone)  # at once, so that no reader sees half of it
+                os.rename(entry, gone)  # atomic, so that no reader finds a partly removed step
                 shutil.rmtree(gone, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a model that a checkpoint has: names, memory of this rank, and which part each rank holds."""
+"""The tensors of a model that belong in a checkpoint: their names, this rank's memory, and the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -18,32 +18,29 @@ from fullshard.params.sharded_param import ShardedParameter, logical_parameters
 from fullshard.runtime.unit import Unit
 from fullshard.sharding.param_sharding import ParamSharding
 from fullshard.weights.boxes import Box
-from fullshard.weights.holdings import Holdings, ModelTensor
+from fullshard.weights.holdings import ModelTensor, ShardMap
 
-WRAPPED = "_checkpoint_wrapped_module."  # of torch's activation checkpointing, in names but not in state dicts
+WRAPPED = "_checkpoint_wrapped_module."  # prefix of torch's activation checkpointing in names, which state dicts omit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """A tensor of a model. names: all of them, the first one first.      parameter: None for what no unit holds.
+class ModelEntry:
+    """A parameter or buffer of a model, and its memory on this rank."""
 
-    value: this rank's part of what stands for it, as an average; None for its own.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # all names; tied tensors have several
     target: ModelTensor
-    parameter: ShardedParameter | None
-    plain: Tensor | None
-    value: Tensor | None = None
+    parameter: ShardedParameter | None  # None for a tensor that no unit manages
+    plain: Tensor | None  # the tensor that no unit manages, None for a sharded parameter
+    value: Tensor | None = None  # this rank's shard of a value to use instead, such as an average
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is one, and no buffer."""
+        """True for a parameter, False for a buffer."""
         return self.parameter is not None or isinstance(self.plain, nn.Parameter)
 
     @property
     def local(self) -> Tensor:
-        """This rank's part."""
+        """This rank's shard of the values; the complete tensor if no unit manages it."""
         if self.value is not None:
             return self.value
         if self.parameter is not None:
@@ -54,33 +51,40 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTensors:
-    """All of a model. ranks: global ones that hold it, in the order of `Holdings`; (0,) without units. index: of this one."""
+    """All parameters and persistent buffers of a model."""
 
-    held: tuple[Held, ...]
+    entries: tuple[ModelEntry, ...]
     units: tuple[Unit, ...]
-    ranks: tuple[int, ...]
-    index: int
+    ranks: tuple[int, ...]  # global ranks of the model, in the order of `ShardMap.boxes`; (0,) without units
+    index: int  # position of this rank in `ranks`
 
 
-def standing_for(tensors: ModelTensors, values: Mapping[str, Tensor]) -> ModelTensors:
-    """The tensors of a model with these values, by their first names, instead of their own."""
-    held = tuple(one if one.names[0] not in values else _with_value(one, values[one.names[0]].detach()) for one in tensors.held)
-    return replace(tensors, held=held)
+def with_values(tensors: ModelTensors, values: Mapping[str, Tensor]) -> ModelTensors:
+    """Return the tensors of a model with other values.
+
+    Args:
+        tensors: tensors of the model.
+        values: this rank's shards of the values, by the first name of each tensor.
+    """
+    entries = tuple(
+        one if one.names[0] not in values else _with_value(one, values[one.names[0]].detach()) for one in tensors.entries
+    )
+    return replace(tensors, entries=entries)
 
 
-def _with_value(held: Held, value: Tensor) -> Held:
-    return replace(held, target=replace(held.target, dtype=value.dtype), value=value)
+def _with_value(entry: ModelEntry, value: Tensor) -> ModelEntry:
+    return replace(entry, target=replace(entry.target, dtype=value.dtype), value=value)
 
 
 def tensors_of(model: nn.Module) -> ModelTensors:
-    """The tensors that state dicts of a model have: parameters and persistent buffers, each once with all its names.
+    """List the tensors of a model's state dict: parameters and persistent buffers, each once with all its names.
 
     Raises:
-        ValueError: for what is no module.
-        StateError: for a DTensor that no unit holds, or units on meshes of which none has all ranks of the others.
+        ValueError: if `model` is not a module.
+        StateError: if a DTensor is not managed by a unit, or if no mesh has the ranks of all units.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got a {type(model).__name__}")
+        raise ValueError(f"model must be an nn.Module, got a {type(model).__name__}.")
     units = tuple(units_of(model, True))
     mesh = _mesh_of_all(units)
     ranks = (0,) if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
@@ -89,14 +93,16 @@ def tensors_of(model: nn.Module) -> ModelTensors:
     for name, tensor in _named(model):
         names.setdefault(id(tensor), []).append(name.replace(WRAPPED, ""))
         tensors[id(tensor)] = tensor
-    known: dict[object, Holdings] = {}
-    shown = {id(p.full): p for unit in units for p in unit.parameters if p.full is not None}
-    held = tuple(_held(tuple(names[key]), tensor, shown.get(key), mesh, ranks, known) for key, tensor in tensors.items())
-    return ModelTensors(held, units, ranks, 0 if mesh is None else ranks.index(_torch.global_rank()))
+    known: dict[object, ShardMap] = {}
+    unsharded = {id(p.unsharded): p for unit in units for p in unit.parameters if p.unsharded is not None}
+    entries = tuple(
+        _entry(tuple(names[key]), tensor, unsharded.get(key), mesh, ranks, known) for key, tensor in tensors.items()
+    )
+    return ModelTensors(entries, units, ranks, 0 if mesh is None else ranks.index(_torch.global_rank()))
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """As `state_dict()` has them, ties included."""
+    """Yield the names and tensors in the order of `state_dict()`, tied tensors under each of their names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, parameter in _torch.parameters_of(module).items():
@@ -108,48 +114,60 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _mesh_of_all(units: Sequence[Unit]) -> DeviceMesh | None:
-    """The mesh with all ranks of the model; None if no unit holds anything."""
+    """Return the mesh with all ranks of the model, or None if no unit has parameters."""
     meshes = dict.fromkeys(p.sharding.mesh for unit in units for p in unit.parameters)
     most = max(meshes, key=lambda mesh: mesh.size(), default=None)
     for mesh in meshes:
         if most is not None and not set(mesh.mesh.flatten().tolist()) <= set(most.mesh.flatten().tolist()):
             raise StateError(
-                f"parameters of this model are on {most} and on {mesh}, of which neither has all ranks of the other: load or "
-                "save the parts that are on the same ranks"
+                f"Parameters of this model are on {most} and on {mesh}, and neither mesh has all ranks of the other. Load or "
+                "save the modules of each mesh separately."
             )
     return most
 
 
-def _held(
+def _entry(
     names: tuple[str, ...],
     tensor: Tensor,
-    shown: ShardedParameter | None,
+    unsharded: ShardedParameter | None,
     mesh: DeviceMesh | None,
     ranks: tuple[int, ...],
-    known: dict[object, Holdings],
-) -> Held:
-    """shown: the parameter whose full one `tensor` is, if it is one."""
-    found = logical_parameters([tensor]) if shown is None else [shown]
+    known: dict[object, ShardMap],
+) -> ModelEntry:
+    """Return the entry of a tensor.
+
+    Args:
+        names: all names of the tensor.
+        tensor: sharded or unsharded parameter, or buffer.
+        unsharded: the sharded parameter, if `tensor` is its unsharded parameter.
+        mesh: mesh with all ranks of the model.
+        ranks: global ranks of the model.
+        known: cache of shard maps. Equally sharded tensors share one object, so that plans compare them by id.
+    """
+    found = logical_parameters([tensor]) if unsharded is None else [unsharded]
     if found:
         assert mesh is not None
         sharding = found[0].sharding
-        key: object = (tuple(sharding.shape), sharding.dim, sharding.own_axis, sharding.mesh, sharding.placements)
+        key: object = (tuple(sharding.shape), sharding.dim, sharding.shard_mesh_axis, sharding.mesh, sharding.placements)
         if key not in known:
-            known[key] = holdings_of(sharding, mesh, ranks)
+            known[key] = shard_map_of(sharding, mesh, ranks)
         target = ModelTensor(names[0], found[0].local.dtype, tuple(sharding.shape), known[key])
-        return Held(names, target, found[0], None)
+        return ModelEntry(names, target, found[0], None)
     if isinstance(tensor, DTensor):
-        raise StateError(f"'{names[0]}' is a DTensor that no unit holds: call fully_shard on the module that has it")
+        raise StateError(f"'{names[0]}' is a DTensor that no unit manages. Call fully_shard() on its module.")
     shape = tuple(tensor.shape)
     if shape not in known:
-        known[shape] = Holdings(shape, (Box.whole(shape),) * len(ranks) if prod(shape) else (None,) * len(ranks))
-    return Held(names, ModelTensor(names[0], tensor.dtype, shape, known[shape]), None, tensor)
+        known[shape] = ShardMap(shape, (Box.whole(shape),) * len(ranks) if prod(shape) else (None,) * len(ranks))
+    return ModelEntry(names, ModelTensor(names[0], tensor.dtype, shape, known[shape]), None, tensor)
 
 
-def holdings_of(sharding: ParamSharding, everything: DeviceMesh, ranks: Sequence[int]) -> Holdings:
-    """Which part of a parameter each of these ranks has.
+def shard_map_of(sharding: ParamSharding, everything: DeviceMesh, ranks: Sequence[int]) -> ShardMap:
+    """Return the shards of a parameter on all ranks.
 
-    everything: a mesh of all of them. A parameter on some of its axes is held alike along the others.
+    Args:
+        sharding: of the parameter. Its mesh may have only some dims of `everything`; along the others it is replicated.
+        everything: mesh with all ranks.
+        ranks: global ranks, in the order of the result.
     """
     axes = _axes_in(sharding.mesh, everything)
     shape, places = tuple(sharding.shape), everything.mesh
@@ -158,19 +176,20 @@ def holdings_of(sharding: ParamSharding, everything: DeviceMesh, ranks: Sequence
         ranges = sharding.ranges_at([place[axis] for axis in axes])
         box = Box(tuple(one.start for one in ranges), tuple(map(len, ranges)))
         found[int(places[place])] = box if box.numel else None
-    return Holdings(shape, tuple(found[rank] for rank in ranks))
+    return ShardMap(shape, tuple(found[rank] for rank in ranks))
 
 
 def _axes_in(mesh: DeviceMesh, everything: DeviceMesh) -> list[int]:
-    """The axes of a smaller mesh, by their numbers in the mesh of all ranks."""
+    """Return the dims of a smaller mesh as dims of the mesh with all ranks."""
     if tuple(mesh.mesh.shape) == tuple(everything.mesh.shape):
         return list(range(mesh.ndim))
     names, known = mesh.mesh_dim_names or (), everything.mesh_dim_names or ()
     if len(names) != mesh.ndim or not set(names) <= set(known):
         raise StateError(
-            f"parameters of this model are on {mesh}, whose axes are none of {everything}: take both from one mesh with names"
+            f"Parameters of this model are on {mesh}, whose mesh dims are not dims of {everything}. "
+            "Take both from one mesh with mesh dim names."
         )
     return [known.index(name) for name in names]
 
 
-__all__ = ["Held", "ModelTensors", "holdings_of", "standing_for", "tensors_of"]
+__all__ = ["ModelEntry", "ModelTensors", "shard_map_of", "tensors_of", "with_values"]

@@ -1,20 +1,26 @@
-"""Texts of errors, in which names of files and tensors are what somebody else chose."""
+"""Helpers for error texts with names of files and tensors from untrusted files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
 
-_MOST = 2000  # names that are compared letter by letter
+_MOST = 2000  # names that are compared character by character
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what would steer a terminal, and for what is no Unicode, which no rank could tell another."""
+    """Return the text with unprintable characters and lone surrogates escaped.
+
+    Unprintable characters could control a terminal, and lone surrogates cannot be encoded to send the text to other ranks.
+    """
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` (nearest: 'a', 'b')`, of names that are like it; "" if none is. Of very many, those with the same last part."""
+    """Return a hint such as ` (nearest: 'a', 'b')` with up to two similar names, or "" if none is similar.
+
+    Of more than 2,000 names, only names with the same last component are compared.
+    """
     from difflib import get_close_matches
 
     every = list(names)

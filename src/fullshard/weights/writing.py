@@ -1,4 +1,4 @@
-"""Writes memory to files at their final offsets, by a thread per file."""
+"""Write tensors to their final offsets in files, with one thread per file."""
 
 from __future__ import annotations
 
@@ -12,30 +12,37 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fullshard.weights.reading import LARGEST, bytes_of
+from fullshard.weights.reading import MAX_IO_BYTES, memoryview_of
 
-_BETWEEN = 0.1  # seconds between two looks at how many bytes are written
+_REPORT_INTERVAL = 0.1  # seconds between two progress reports
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A contiguous tensor on the CPU that goes to a file, from this byte on."""
+    """A contiguous CPU tensor to write to a file."""
 
     file: str
-    offset: int
+    offset: int  # bytes from the begin of the file
     tensor: Tensor
 
 
 class Writer:
-    """Writes for one rank into files that are there: several files at a time, and of each one range after the other.
+    """Writes of one rank into existing files.
 
-    A file system lets one thread write to a file at a time, and the others spin.
+    Several files are written at the same time, each by one thread: file systems lock a file for each write, and further threads
+    would only wait for the lock.
 
-    written: bytes so far.      told: called with them by `finish`, now and then; what it raises is raised there.
+    Args:
+        folder: folder of the files.
+        threads: number of threads.
+        on_progress: called periodically in `finish` with the bytes written so far. An exception in it is raised by `finish`.
+
+    Attributes:
+        written: bytes written so far.
     """
 
-    def __init__(self, folder: Path, *, threads: int, told: Callable[[int], object] | None = None) -> None:
-        self._told, self._said = told, 0
+    def __init__(self, folder: Path, *, threads: int, on_progress: Callable[[int], object] | None = None) -> None:
+        self._on_progress, self._reported = on_progress, 0
         self._under_way, self._lock = 0, threading.Lock()
         self._folder = folder
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fullshard-write")
@@ -44,16 +51,16 @@ class Writer:
         self.written = 0
 
     def run(self, writes: Sequence[Write]) -> None:
-        """Do these writes.
+        """Write and wait.
 
         Raises:
-            OSError: naming the file.
+            OSError: if a write fails. It has the name of the file.
         """
         self.begin(writes)
         self.finish()
 
     def begin(self, writes: Sequence[Write]) -> None:
-        """Have these writes done by the threads, which hold their memory until then."""
+        """Start these writes in the threads. Each tensor is referenced until it is written."""
         files: dict[str, deque[Write]] = {}
         for write in writes:
             files.setdefault(write.file, deque()).append(write)
@@ -61,13 +68,13 @@ class Writer:
             self._tasks.append(self._pool.submit(_write_all, self._descriptor(file), waiting, self._count))
 
     def finish(self) -> None:
-        """Wait for the writes that were begun.
+        """Wait for the started writes.
 
         Raises:
-            OSError: naming the file.
+            OSError: if a write failed. It has the name of the file.
         """
         tasks, self._tasks = self._tasks, []
-        raised = self._tell_until_done(tasks) if self._told is not None else None
+        raised = self._report_until_done(tasks) if self._on_progress is not None else None
         failures = [failure for task in tasks if (failure := task.exception()) is not None]
         self.written += sum(task.result() for task in tasks if task.exception() is None)
         if failures:
@@ -79,16 +86,16 @@ class Writer:
         with self._lock:
             self._under_way += nbytes
 
-    def _tell_until_done(self, tasks: Sequence[Future[int]]) -> Exception | None:
-        """Tell how many bytes are written, until all are. Returns what that raised."""
-        assert self._told is not None
+    def _report_until_done(self, tasks: Sequence[Future[int]]) -> Exception | None:
+        """Report the written bytes periodically until all writes are done. Return an exception of the callback, if any."""
+        assert self._on_progress is not None
         pending, raised = set(tasks), None
         while pending:
-            _, pending = wait(pending, timeout=_BETWEEN)
-            if raised is None and self._under_way > self._said:
-                self._said = self._under_way
+            _, pending = wait(pending, timeout=_REPORT_INTERVAL)
+            if raised is None and self._under_way > self._reported:
+                self._reported = self._under_way
                 try:
-                    self._told(self._said)
+                    self._on_progress(self._reported)
                 except Exception as failure:
                     raised = failure
         return raised
@@ -99,12 +106,12 @@ class Writer:
         return self._open[file]
 
     def sync(self) -> None:
-        """Have all that was written on the disk."""
+        """Sync all written files to disk."""
         for descriptor in self._open.values():
             os.fsync(descriptor)
 
     def close(self) -> None:
-        """Close the files."""
+        """Stop the threads and close the files."""
         self._pool.shutdown(cancel_futures=True)
         for descriptor in self._open.values():
             os.close(descriptor)
@@ -112,16 +119,17 @@ class Writer:
 
 
 def _write_all(descriptor: int, waiting: deque[Write], count: Callable[[int], None]) -> int:
-    """Returns how many bytes, and counts them on the way. The memory of each is let go when it is written."""
+    """Write everything in `waiting` and return the number of bytes. `count` is called with the bytes of each system call."""
     total = 0
     while waiting:
-        write = waiting.popleft()
-        view, done = bytes_of(write.tensor), 0
+        write = waiting.popleft()  # the queue must not keep the memory of finished writes alive
+        view, done = memoryview_of(write.tensor), 0
         while done < len(view):
             offset = write.offset + done
             try:
-                written = os.pwrite(descriptor, view[done : done + LARGEST], offset)
+                written = os.pwrite(descriptor, view[done : done + MAX_IO_BYTES], offset)
             except OSError as failure:
+                # OSError shows the file name after this text.
                 text = f"cannot be written at byte {offset:,}: {failure.strerror}"
                 raise OSError(failure.errno, text, write.file) from failure
             done += written

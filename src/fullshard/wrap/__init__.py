@@ -1,11 +1,11 @@
-"""Which modules become units. A policy chooses, a plan says so as data and can be edited, `shard_model` carries it out.
+"""Choice of the modules that become units: a policy chooses them, a `Plan` lists them, `shard_model` shards them.
 
-policies.py     FSDP1's policies, asked module by module; enable_wrap() and wrap()
-auto_policy.py  AutoPolicy: repeated blocks, and what is as large beside them
-plan.py         Plan: the units to be made, as data; prints as a table
-plan_messages.py  Plan.messages(): what they send, and what that needs in memory
-tables.py       columns of text
-whole_model.py  plan_model(), shard_model()
+policies.py       FSDP1's policies, which decide module by module; enable_wrap() and wrap()
+auto_policy.py    AutoPolicy: repeated blocks, and embeddings and heads that are as large
+plan.py           Plan: the planned units as data, which can be edited; prints as a table
+plan_messages.py  Plan.messages(): collectives of the units, and their memory
+tables.py         text tables
+whole_model.py    plan_model(), shard_model()
 """
 
 from fullshard.wrap.auto_policy import AutoPolicy

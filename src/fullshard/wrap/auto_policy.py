@@ -1,4 +1,4 @@
-"""Choosing units without being told: repeated blocks, and what is as large beside them."""
+"""Automatic choice of units: repeated blocks, and embeddings and heads that are as large as a block."""
 
 from __future__ import annotations
 
@@ -14,40 +14,39 @@ from torch import nn
 from fullshard.sharding.module_tree import children_first
 from fullshard.wrap.plan import PlannedUnit
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_TABLES = (nn.Linear, nn.Embedding, nn.EmbeddingBag)
-_CHOICE = re.compile(
-    r"(^|_)(router|gate|gating|selector)s?$"
-)  # the name of a module that chooses among the items of a list beside it
+_LIST_CLASSES = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_TABLE_CLASSES = (nn.Linear, nn.Embedding, nn.EmbeddingBag)
+_ROUTER_NAME = re.compile(r"(^|_)(router|gate|gating|selector)s?$")  # names of modules that select items of a sibling list
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class AutoPolicy:
-    """Units as a practitioner would choose them.
+    """Policy that chooses repeated blocks, and large embeddings and heads, as units.
 
-    - **Blocks**: modules of one class that a list (ModuleList, Sequential, ModuleDict) holds two or more of with the same
-      shapes; then all that lists hold of that class, and what else such a list holds. The outermost that repeat, but a list
-      of blocks is none itself. Modules without parts, such as single layers, only if there are no others, or if they are
-      as large.
-    - What the model names in `_no_split_modules` is never split, and needs no equal shapes.
-    - **Beside the blocks**, embeddings and linear heads are units if they are at least `apart` times as large as the median
-      block, or all of them together are and this one is no trifle, so that they need not stay gathered as long as the model
-      runs. A norm directly before a head goes with it. What shares parameters with others is left to the unit around both.
-    - Blocks smaller than `tiny` times the largest are merged with their neighbours in the same list, as long as they are
-      that small together, and at most `merged_bytes`: fewer messages, and no more memory.
+    - **Blocks**: a class is a block class if a list (ModuleList, Sequential, ModuleDict) contains two or more modules of it
+      with equal shapes. All modules of that class in lists are blocks, and so are the other modules in such a list. If blocks
+      are nested, the outermost ones count, but a list of blocks is not a block. Modules without children, such as single
+      layers, are blocks only if there are no other blocks, or if they are as large.
+    - Classes that the model names in `_no_split_modules` are never split, and need no equal shapes.
+    - **Embeddings and linear heads** next to the blocks are units if they are at least `apart` times as large as the median
+      block. They are also units if all of them together are that large and the single one has a quarter of that size. So
+      they are not unsharded for the whole forward and backward. A norm directly before a head joins the unit of the head.
+      Modules that share parameters with other modules stay in the unit around both.
+    - Blocks smaller than `tiny` times the largest block are merged with their neighbours in the same list, up to that size
+      and up to `merged_bytes` together: this needs fewer collectives, and no more memory.
 
-    What is not chosen stays with the unit of the model itself. Every rank must run every unit: a list named after experts,
-    or beside a router or gate, is not looked into, nor is a block. Of modules whose parameters are read without calling them
-    nothing can be known: drop such units from the plan.
+    All other modules stay in the unit of the model itself. Every rank must run every unit. So the policy does not enter lists
+    that are named after experts or have a router or gate as a sibling, and does not enter blocks. The policy cannot detect
+    modules whose parameters are read without calling them: drop such units from the plan.
 
     Args:
-        apart: of the bytes of the median block, from which on an embedding or head is a unit.
-        tiny: of the bytes of the largest block, up to which blocks are merged.
-        merged_bytes: bytes that merged blocks have together, at most.
+        apart: fraction of the bytes of the median block; embeddings and heads of at least this size are units.
+        tiny: fraction of the bytes of the largest block; smaller blocks are merged.
+        merged_bytes: maximum bytes of merged blocks together.
 
     Raises:
-        ValueError: for a value that is no number, or less than 0.
+        ValueError: for a value that is not a number, or is less than 0.
     """
 
     apart: float = 0.5
@@ -58,47 +57,47 @@ class AutoPolicy:
         for name in ("apart", "tiny", "merged_bytes"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and value >= 0):
-                raise ValueError(f"AutoPolicy.{name} must be a number >= 0, got {value!r}")
+                raise ValueError(f"Expected a number >= 0 for AutoPolicy.{name}, got {value!r}.")
 
     def units(
         self, model: nn.Module, *, ignored_modules: Collection[nn.Module] = (), ignored: Iterable[nn.Parameter] = ()
     ) -> list[PlannedUnit]:
-        """Choose the units of a model, without the one of the model itself.
+        """Choose the units of a model, without the unit of the model itself.
 
         Args:
-            model: any module; it is only looked at.
+            model: any module; it is not changed.
             ignored_modules: modules that are not entered.
             ignored: parameters that do not count.
 
         Returns:
-            The units: blocks, then what lies beside them. Empty if nothing repeats.
+            The units: blocks, then embeddings and heads. Empty if no module repeats.
         """
         survey = _Survey(model, set(map(id, ignored_modules)), set(map(id, ignored)))
         blocks = survey.blocks(self.apart)
         if not blocks:
             return []
         limit = min(self.tiny * max(map(survey.nbytes, blocks)), self.merged_bytes)
-        return [*survey.merged(blocks, limit), *survey.apart(blocks, self.apart * median(map(survey.nbytes, blocks)))]
+        return [*survey.merged(blocks, limit), *survey.large_tables(blocks, self.apart * median(map(survey.nbytes, blocks)))]
 
 
 class _Survey:
-    """A model as seen by the policy."""
+    """The structure of a model, and the choices of `AutoPolicy` for it."""
 
     def __init__(self, model: nn.Module, skipped: set[int], ignored: set[int]) -> None:
         self._model, self._skipped, self._ignored = model, skipped, ignored
         self._names: dict[int, str] = {}
-        self._lists: dict[int, nn.Module] = {}  # the list that holds a module
-        self._places: Counter[int] = Counter()  # in how many modules each parameter is installed
-        self._whole: set[str] = set()  # classes that are not to be split
+        self._lists: dict[int, nn.Module] = {}  # id of a module -> the list that contains it
+        self._registrations: Counter[int] = Counter()  # id of a parameter -> number of modules that register it
+        self._no_split: set[str] = set()  # names of classes that must not be split
         for name, module in children_first(model):
             self._names[id(module)] = name
-            self._whole.update(getattr(module, "_no_split_modules", None) or ())
+            self._no_split.update(getattr(module, "_no_split_modules", None) or ())
             for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                self._places[id(parameter)] += 1
+                self._registrations[id(parameter)] += 1
             for own, child in module.named_children():
-                if isinstance(child, _LISTS) and _chosen_among(module, own):
+                if isinstance(child, _LIST_CLASSES) and _is_selected_from(module, own):
                     self._skipped |= {id(inner) for inner in child.modules()}
-            if isinstance(module, _LISTS):
+            if isinstance(module, _LIST_CLASSES):
                 for child in module.children():
                     self._lists[id(child)] = module
 
@@ -114,24 +113,24 @@ class _Survey:
     # --- blocks ---
 
     def blocks(self, apart: float) -> list[nn.Module]:
-        """The outermost repeated modules, in registration order."""
+        """Return the outermost repeated modules, in registration order."""
         found = self._outermost(self._repeated())
-        composite = [block for block in found if _has_parts(block)]
+        composite = [block for block in found if _has_children(block)]
         if composite and len(composite) < len(found):
             least = apart * median(map(self.nbytes, composite))
-            found = [block for block in found if _has_parts(block) or self.nbytes(block) >= least]
+            found = [block for block in found if _has_children(block) or self.nbytes(block) >= least]
         return found
 
     def _repeated(self) -> set[type[nn.Module]]:
-        """Classes of which some list holds two of the same shapes, or two that are not to be split."""
+        """Return the classes with two modules of equal shapes in one list, or with two modules that must not be split."""
         repeated: set[type[nn.Module]] = set()
         for module in self._model.modules():
-            if isinstance(module, _LISTS) and id(module) not in self._skipped:
+            if isinstance(module, _LIST_CLASSES) and id(module) not in self._skipped:
                 children = [child for child in self._children(module) if not isinstance(child, nn.Embedding)]
                 shapes = Counter((type(child), self._shapes(child)) for child in children)
                 kinds = Counter(type(child) for child in children)
                 repeated |= {kind for (kind, _), count in shapes.items() if count > 1}
-                repeated |= {kind for kind, count in kinds.items() if count > 1 and kind.__name__ in self._whole}
+                repeated |= {kind for kind, count in kinds.items() if count > 1 and kind.__name__ in self._no_split}
         return repeated
 
     def _outermost(self, repeated: set[type[nn.Module]]) -> list[nn.Module]:
@@ -142,22 +141,22 @@ class _Survey:
 
         def visit(module: nn.Module) -> None:
             children = self._children(module)
-            # One of another class among blocks, an attention layer among recurrent ones say, is a block as they are.
+            # A list of blocks may contain another class, such as an attention layer among recurrent layers: also a block.
             row = isinstance(module, nn.ModuleList) and sum(map(is_block, children)) > 1
             for child in children:
-                if is_block(child) or (row and _has_parts(child) and not isinstance(child, _LISTS)):
+                if is_block(child) or (row and _has_children(child) and not isinstance(child, _LIST_CLASSES)):
                     found[id(child)] = child
-                elif type(child).__name__ not in self._whole:
+                elif type(child).__name__ not in self._no_split:
                     visit(child)
 
         visit(self._model)
         return list(found.values())
 
     def _is_stage(self, module: nn.Module, repeated: set[type[nn.Module]]) -> bool:
-        """Whether a list holds blocks that have parts themselves, which are better units than all of them together."""
-        if not isinstance(module, _LISTS) or type(module).__name__ in self._whole:
+        """Return True if `module` is a list of blocks that are better units than the list as a whole."""
+        if not isinstance(module, _LIST_CLASSES) or type(module).__name__ in self._no_split:
             return False
-        inner = [child for child in self._children(module) if type(child) in repeated and _has_parts(child)]
+        inner = [child for child in self._children(module) if type(child) in repeated and _has_children(child)]
         return type(module).forward is nn.Module.forward or len(inner) > 1
 
     @staticmethod
@@ -165,7 +164,7 @@ class _Survey:
         return tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
 
     def merged(self, blocks: list[nn.Module], limit: float) -> list[PlannedUnit]:
-        """One unit per block, or per run of neighbours that have at most `limit` bytes together."""
+        """Make one unit per block, or per run of neighbours that have at most `limit` bytes together."""
         runs: list[list[nn.Module]] = []
         for block in blocks:
             last = runs[-1] if runs else []
@@ -183,12 +182,12 @@ class _Survey:
             for run in runs
         ]
 
-    # --- beside the blocks ---
+    # --- embeddings and heads ---
 
-    def apart(self, blocks: list[nn.Module], least: float) -> list[PlannedUnit]:
-        """Embeddings and heads that are better not left to the model itself, each with the norm before it."""
-        row = self._beside({id(block) for block in blocks})
-        tables = [module for module in row if isinstance(module, _TABLES) and self._is_alone(module)]
+    def large_tables(self, blocks: list[nn.Module], least: float) -> list[PlannedUnit]:
+        """Make units of large embeddings and heads, each head with the norm directly before it."""
+        row = self._tables_and_norms({id(block) for block in blocks})
+        tables = [module for module in row if isinstance(module, _TABLE_CLASSES) and self._is_untied(module)]
         together = sum(map(self.nbytes, tables)) >= least
         units: list[PlannedUnit] = []
         for at, module in enumerate(row):
@@ -196,18 +195,18 @@ class _Survey:
             if module not in tables or not (size >= least or (together and size >= least / 4)):
                 continue
             before = row[at - 1] if at and isinstance(module, nn.Linear) else None
-            along = before is not None and "norm" in type(before).__name__.lower() and self._is_alone(before)
+            along = before is not None and "norm" in type(before).__name__.lower() and self._is_untied(before)
             names = (*((self.name(before),) if before is not None and along else ()), self.name(module))
             units.append(PlannedUnit(names, "as large as a block" if size >= least else "large together"))
         return units
 
-    def _beside(self, taken: set[int]) -> list[nn.Module]:
-        """The modules without parts directly beside the blocks or lists of them, in order.
+    def _tables_and_norms(self, taken: set[int]) -> list[nn.Module]:
+        """Return the modules without children next to the blocks, or next to lists of blocks, in order.
 
-        Of a model that knows its embeddings and heads, these alone, and norms.
+        If the model declares its embeddings and heads, return only these, and other modules that are no tables (norms).
         """
         around = {id(m) for m in self._model.modules() if any(id(inner) in taken for inner in m.modules())}
-        known = {id(table) for table in self._tables_told()}
+        known = {id(table) for table in self._declared_tables()}
         row: dict[int, nn.Module] = {}
 
         def visit(module: nn.Module, runs: bool) -> None:
@@ -216,43 +215,46 @@ class _Survey:
                     continue
                 if id(child) in around:
                     visit(child, True)
-                elif _has_parts(child):
+                elif _has_children(child):
                     visit(child, runs and type(child) is nn.Sequential and not known)
-                elif (runs and not known) or id(child) in known or (runs and not isinstance(child, _TABLES)):
+                elif (runs and not known) or id(child) in known or (runs and not isinstance(child, _TABLE_CLASSES)):
                     row[id(child)] = child
 
         visit(self._model, True)
         return list(row.values())
 
-    def _tables_told(self) -> list[nn.Module]:
-        """The embeddings and heads that models of transformers, and the models inside them, name themselves."""
+    def _declared_tables(self) -> list[nn.Module]:
+        """Return the embeddings and heads that models of transformers, and models inside them, declare by methods."""
         found: list[nn.Module] = []
         for module in self._model.modules():
             for name in ("get_input_embeddings", "get_output_embeddings"):
-                ask = getattr(type(module), name, None)
-                if ask is not None:
+                get_table = getattr(type(module), name, None)
+                if get_table is not None:
                     try:
-                        table = ask(module)
-                    except (AttributeError, NotImplementedError):  # it has none after all
+                        table = get_table(module)
+                    except (AttributeError, NotImplementedError):  # the method exists, the module does not
                         continue
                     if isinstance(table, nn.Module):
                         found.append(table)
         return found
 
-    def _is_alone(self, module: nn.Module) -> bool:
-        """Whether no parameter of it is installed outside of it as well."""
+    def _is_untied(self, module: nn.Module) -> bool:
+        """Return True if no parameter of `module` is registered on another module as well."""
         inside = Counter(id(p) for _, p in module.named_parameters(recurse=False, remove_duplicate=False))
-        return all(self._places[key] == count for key, count in inside.items())
+        return all(self._registrations[key] == count for key, count in inside.items())
 
 
-def _has_parts(module: nn.Module) -> bool:
+def _has_children(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
-def _chosen_among(module: nn.Module, name: str) -> bool:
-    """Whether `module` seems to run only some of the items of its list `name`, which then differ from rank to rank."""
+def _is_selected_from(module: nn.Module, name: str) -> bool:
+    """Return True if `module` seems to run only a selection of its list `name`, such as experts.
+
+    The selection differs between ranks, so the items cannot be units: ranks would all-gather different units.
+    """
     beside = [*dict(module.named_children()), *dict(module.named_parameters(recurse=False))]
-    return "expert" in name.lower() or any(_CHOICE.search(other) for other in beside)
+    return "expert" in name.lower() or any(_ROUTER_NAME.search(other) for other in beside)
 
 
 __all__ = ["AutoPolicy"]

@@ -1,4 +1,4 @@
-"""Which modules become units, as data: what each will hold, a table of it, and edits. Nothing here touches a model."""
+"""Plan of the units of a model, as data: prints as a table and can be edited. Nothing here changes a model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from fullshard.wrap.tables import aligned, bytes_text, span
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """The names and sizes of a model, which planning needs. module 1 - n modules; module n - n parameters (ties).
+    """The names and sizes of a model that planning needs.
 
-    Modules are known by their first qualified name, "" is the model itself; all in post-order.
+    Modules are identified by their first qualified name; "" is the model itself. All dicts are in post-order. Several modules
+    may register one parameter (ties), so parameters are referenced by index.
     """
 
-    kinds: dict[str, str]  # class of each module
-    children: dict[str, tuple[str, ...]]
-    own: dict[str, tuple[int, ...]]  # indices into `parameters`
+    kinds: dict[str, str]  # module -> name of its class
+    children: dict[str, tuple[str, ...]]  # module -> its direct children
+    own: dict[str, tuple[int, ...]]  # module -> indices into `parameters`, without those of its children
     parameters: tuple[PlanEntry, ...]
-    uncallable: frozenset[str]  # lists and dicts of modules, which have no forward
-    aliases: dict[str, str]  # further names of modules that have several, and their first
+    uncallable: frozenset[str]  # modules without a forward: lists and dicts of modules
+    aliases: dict[str, str]  # further name of a module -> its first name
 
     @classmethod
     def of(cls, model: nn.Module, *, ignored: Iterable[nn.Parameter] = ()) -> ModelSummary:
-        """The names and sizes of `model`; `ignored` parameters are in none of its modules."""
+        """Return the names and sizes of `model`, without the `ignored` parameters."""
         left_out = {id(parameter) for parameter in ignored}
         known: dict[int, str] = {}
         index: dict[int, int] = {}
@@ -51,7 +52,7 @@ class ModelSummary:
                     continue
                 if id(parameter) not in index:
                     index[id(parameter)] = len(entries)
-                    local = _torch.local_part(parameter)  # of tensor parallelism, which cuts before
+                    local = _torch.local_part(parameter)  # tensor parallelism shards before fully_shard
                     nbytes = local.numel() * local.element_size()
                     full_name = f"{name}.{key}" if name else key
                     entries.append(
@@ -74,7 +75,7 @@ class ModelSummary:
         return cls(kinds, children, own, tuple(entries), frozenset(uncallable), aliases)
 
     def below(self, names: Iterable[str], *, stop: frozenset[str] = frozenset()) -> list[str]:
-        """The modules `names` and those below them, without entering `stop`; each once."""
+        """Return the modules `names` and their submodules, without entering the modules in `stop`. Each appears once."""
         found: dict[str, None] = {}
         waiting = list(names)
         while waiting:
@@ -87,28 +88,28 @@ class ModelSummary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedUnit:
-    """One call of `fully_shard` that is to be made: on these modules, with `options` beside those of the whole model.
+    """One future call of `fully_shard`: on these modules, with `options` in addition to the options for the whole model.
 
     Args:
-        modules: qualified names of modules, more than one for a unit of a list of modules; "" is the model itself.
+        modules: qualified names of modules, more than one for a unit of several modules; "" is the model itself.
         why: the last column of the table that a `Plan` prints.
-        options: keyword options of `fully_shard` for this unit alone.
+        options: keyword options of `fully_shard` for this unit only.
 
     Raises:
-        ValueError: if `modules` is one string, is empty, or holds anything but strings.
+        ValueError: if `modules` is one string, is empty, or contains anything but strings.
     """
 
-    modules: tuple[str, ...]  # qualified names, more than one for a list unit
+    modules: tuple[str, ...]
     why: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.modules, str) or not self.modules or not all(isinstance(name, str) for name in self.modules):
-            raise ValueError(f"PlannedUnit takes a tuple of qualified names of modules, got {self.modules!r}")
+            raise ValueError(f"PlannedUnit expected a tuple of qualified names of modules, got {self.modules!r}.")
 
     @property
     def name(self) -> str:
-        """The names of the modules as one.
+        """The names of the modules, joined to one name.
 
         >>> PlannedUnit(("blocks.0", "blocks.1")).name
         'blocks.{0,1}'
@@ -124,9 +125,9 @@ class PlannedUnit:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A unit that would hold trainable and frozen parameters."""
+    """A unit that would contain both trainable and frozen parameters."""
 
-    unit: str
+    unit: str  # name
     trainable: tuple[PlanEntry, ...]
     frozen: tuple[PlanEntry, ...]
 
@@ -138,29 +139,29 @@ class Mixture:
             return f"{numel:,} elements in {', '.join(names[:8])}{more}"
 
         return (
-            f"unit '{self.unit}' mixes parameters that are trainable ({listed(self.trainable)}) with frozen ones "
-            f"({listed(self.frozen)}): they travel in groups of their own, so that frozen ones have no gradients, at one more "
-            "message per gather; make units of the frozen modules alone to save it"
+            f"Unit '{self.unit}' mixes parameters that are trainable ({listed(self.trainable)}) with frozen parameters "
+            f"({listed(self.frozen)}). They are all-gathered in separate groups, so that frozen parameters have no gradients. "
+            "This needs one more collective per all-gather. Make separate units of the frozen modules to avoid it."
         )
 
 
-_SHARED = "they share a parameter"
+_SHARED_PARAMETER = "they share a parameter"
 
 
 class Plan:
-    """The units of a model, in the order they are to be made: children first, the model last. plan 1 - n planned units.
+    """The planned units of a model, in the order in which they will be sharded: children first, the model last.
 
-    Print it to see what each will hold. `add`, `drop`, `merge` and `set` edit it; `fullshard.shard_model(model, policy=plan)`
-    carries it out. Every parameter is in exactly one unit: the innermost around all modules that hold it. Units that share
-    a parameter, neither around the other, become one.
+    Print it to see the parameters of each unit. `add`, `drop`, `merge` and `set` edit it;
+    `fullshard.shard_model(model, policy=plan)` executes it. Every parameter is in exactly one unit: the innermost unit around
+    all modules that register it. Units that share a parameter, and are not nested, are merged.
 
     Args:
-        outline: names and sizes of the model, as `plan_model(model).outline` has them.
-        units: the units to be made; one of the model itself, for what is left, is added if it is missing.
+        outline: names and sizes of the model: `plan_model(model).outline`.
+        units: the units; a unit of the model itself, for all other parameters, is added if it is missing.
 
     Raises:
-        ValueError: for a module that the model does not have, that has no forward, or that is named twice, and for what is
-            no `PlannedUnit`.
+        ValueError: for a module that the model does not have, that has no forward, or that is named twice, and for an entry
+            that is not a `PlannedUnit`.
 
     Example:
         >>> plan = Plan(ModelSummary.of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), [PlannedUnit(("0",))])
@@ -179,38 +180,38 @@ class Plan:
         chosen = list(units)
         for unit in chosen:
             if not isinstance(unit, PlannedUnit):
-                raise ValueError(f"a Plan takes PlannedUnits, got {unit!r}")
+                raise ValueError(f"Plan expected PlannedUnits, got {unit!r}.")
         if not any("" in unit.modules for unit in chosen):
             chosen.append(PlannedUnit(("",), "what is left"))
         self._set_units(chosen)
 
     @property
     def units(self) -> tuple[PlannedUnit, ...]:
-        """The units to be made, in that order."""
+        """The units, in the order in which they will be sharded."""
         return tuple(self._units)
 
     def entries(self, unit: PlannedUnit) -> list[PlanEntry]:
-        """The parameters that a unit will hold.
+        """Return the parameters that a unit will contain.
 
         Args:
             unit: one of `units`.
 
         Returns:
-            An entry (qualified name, elements, bytes, trainable or not) for each, in the order of the model.
+            An entry (qualified name, elements, bytes, trainable or not) per parameter, in the order of the model.
 
         Raises:
-            ValueError: if the unit is not in the plan; an edit makes new units.
+            ValueError: if the unit is not in the plan; an edit creates new units.
         """
         if unit not in self._units:
-            raise ValueError(f"unit '{unit.name}' is not in the plan (an edit makes new units): take one of plan.units")
+            raise ValueError(f"Unit '{unit.name}' is not in the plan (an edit creates new units). Pass one of plan.units.")
         owners = self._owners(self._units)
         return [entry for i, entry in enumerate(self.outline.parameters) if owners.get(i) == [unit]]
 
     def held(self) -> list[tuple[PlannedUnit, list[PlanEntry]]]:
-        """Every unit with the parameters that it will hold.
+        """Return every unit with the parameters that it will contain.
 
         Returns:
-            A pair of each unit and its entries, as `entries` has them, in the order of the units.
+            Pairs of a unit and the result of `entries` for it, in the order of the units.
 
         Example:
             >>> plan = plan_model(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)))            # doctest: +SKIP
@@ -227,30 +228,30 @@ class Plan:
     # --- edits ---
 
     def add(self, *modules: str, why: str = "", **options: Any) -> None:
-        """Make one more unit, of these modules. They leave the units that they were in.
+        """Add a unit of these modules, and remove them from their previous units.
 
         Args:
-            modules: qualified names; several make one unit.
+            modules: qualified names; several names make one unit.
             why: the last column of the table.
-            options: keyword options of `fully_shard` for this unit alone.
+            options: keyword options of `fully_shard` for this unit only.
 
         Raises:
             ValueError: for no names, a name that is given twice, a module that the model does not have or that has no
-                forward, or one inside another of them.
+                forward, or a module inside another one of them.
 
         Example:
             >>> plan.add("lm_head", reshard_after_forward=False)                                  # doctest: +SKIP
         """
         if not modules:
-            raise ValueError("Plan.add takes the qualified names of the modules of one unit, got none")
-        modules = tuple(map(self._named, modules))
-        gone = set(modules)
-        left = [unit for unit in self._units if not gone.issuperset(unit.modules)]
-        kept = [replace(unit, modules=tuple(name for name in unit.modules if name not in gone)) for unit in left]
-        self._set_units([*kept, PlannedUnit(modules, why, options)])
+            raise ValueError("Plan.add() expected the qualified names of the modules of one unit, got none.")
+        modules = tuple(map(self._resolve_name, modules))
+        moved = set(modules)
+        left = [unit for unit in self._units if not moved.issuperset(unit.modules)]
+        remaining = [replace(unit, modules=tuple(name for name in unit.modules if name not in moved)) for unit in left]
+        self._set_units([*remaining, PlannedUnit(modules, why, options)])
 
     def drop(self, module: str) -> None:
-        """Make no unit of `module`: what it holds goes to the unit around it.
+        """Remove `module` from its unit: its parameters move to the unit around it.
 
         Args:
             module: its qualified name.
@@ -260,33 +261,33 @@ class Plan:
         """
         module = self.outline.aliases.get(module, module)
         if module == "":
-            raise ValueError("the model itself is always a unit: it has no unit around it to hold what is left")
+            raise ValueError("The model itself is always a unit: no unit is around it that could take its parameters.")
         unit = self._unit_of(module)
         left = tuple(name for name in unit.modules if name != module)
         others = [other for other in self._units if other is not unit]
         self._set_units([*others, replace(unit, modules=left)] if left else others)
 
     def merge(self, *modules: str) -> None:
-        """Make one unit of the units of these modules, with the options of the first.
+        """Merge the units of these modules into one unit, with the options of the first.
 
         Args:
-            modules: qualified names, of modules in at least two units.
+            modules: qualified names of modules in at least two units.
 
         Raises:
-            ValueError: if they are in fewer than two units, or one is around another.
+            ValueError: if the modules are in fewer than two units, or one contains another.
         """
         units = list(dict.fromkeys(map(self._unit_of, modules)))
         if len(units) < 2:
-            raise ValueError(f"Plan.merge takes modules of at least two units, got {modules}")
+            raise ValueError(f"Plan.merge() expected modules of at least two units, got {modules}.")
         merged = replace(units[0], modules=tuple(name for unit in units for name in unit.modules), why="merged")
         self._set_units([*(unit for unit in self._units if unit not in units), merged])
 
     def set(self, module: str, **options: Any) -> None:
-        """Change options of `fully_shard` for the unit of `module` alone.
+        """Change options of `fully_shard` for the unit of `module` only.
 
         Args:
             module: a qualified name.
-            options: keyword options of `fully_shard`; the others that the unit has stay.
+            options: keyword options of `fully_shard`; other options of the unit are kept.
 
         Raises:
             ValueError: if the module is in no planned unit.
@@ -298,13 +299,13 @@ class Plan:
         changed = replace(unit, options={**unit.options, **options})
         self._units = [changed if other is unit else other for other in self._units]
 
-    # --- looking ---
+    # --- queries ---
 
     def mixtures(self) -> list[Mixture]:
-        """Units that would hold trainable and frozen parameters, which travel in groups of their own.
+        """Return the units that would contain trainable and frozen parameters, which are all-gathered in separate groups.
 
         Returns:
-            One entry per such unit; its text says what to do.
+            One entry per such unit; as a string, it includes the remedy.
         """
         found: list[Mixture] = []
         for unit, entries in self.held():
@@ -321,31 +322,31 @@ class Plan:
         mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
         comm_policy: CommPolicy = CommPolicy(),
     ) -> PlannedMessages:
-        """The messages of each unit on so many ranks, and what they need in memory, by the layouts that training uses.
+        """Return the collectives of each unit and their memory, from the layouts that training uses.
 
-        Of parameters cut along dim 0, on nccl (or another backend whose collectives run in order; gloo does not slice).
+        For parameters sharded along dim 0, on nccl or another backend whose collectives run in order (gloo does not slice).
 
         Args:
-            ranks: over how many ranks parameters are cut, at least 1.
-            mp_policy: the dtypes, as `fully_shard` takes them; options of single units go before these.
-            comm_policy: the same, of which `direct_min_bytes` counts.
+            ranks: number of ranks that parameters are sharded over, at least 1.
+            mp_policy: the dtypes, see `fully_shard`; options of single units override it.
+            comm_policy: only its `direct_min_bytes` matters; options of single units override it.
 
         Returns:
-            Pairs of a unit's name and its `UnitMessages`; prints as a table, in whose last line the thresholds are.
+            Pairs of a unit's name and its `UnitMessages`; prints as a table whose last line shows the thresholds.
 
         Raises:
-            ValueError: if `ranks` is no positive int.
+            ValueError: if `ranks` is not a positive int.
 
         Example:
             >>> print(plan.messages(512))                                                         # doctest: +SKIP
         """
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-            raise ValueError(f"Plan.messages takes the number of ranks, an int of at least 1, got {ranks!r}")
+            raise ValueError(f"Plan.messages() expected the number of ranks, an int of at least 1, got {ranks!r}.")
         found: list[tuple[str, UnitMessages]] = []
         for unit, entries in self.held():
             options = {"mp_policy": mp_policy, "comm_policy": comm_policy, **unit.options}
-            told = options["comm_policy"].direct_min_bytes
-            found.append((unit.name, messages_of(entries, ranks, options["mp_policy"], told)))
+            direct_min_bytes = options["comm_policy"].direct_min_bytes
+            found.append((unit.name, messages_of(entries, ranks, options["mp_policy"], direct_min_bytes)))
         return PlannedMessages(found, thresholds(ranks, comm_policy))
 
     def __str__(self) -> str:
@@ -355,16 +356,16 @@ class Plan:
         while at < len(held):
             unit, entries = held[at]
             facts = self._facts(unit, entries)
-            alike = at
-            while len(unit.modules) == 1 and alike + 1 < len(held) and self._facts(*held[alike + 1]) == facts:
-                alike += 1
-            count = alike - at + 1
-            name = unit.name if count == 1 else span(unit.name, held[alike][0].name)
+            end = at
+            while len(unit.modules) == 1 and end + 1 < len(held) and self._facts(*held[end + 1]) == facts:
+                end += 1
+            count = end - at + 1
+            name = unit.name if count == 1 else span(unit.name, held[end][0].name)
             times = "" if count == 1 else f"{count} x "
             kind, number, numel, nbytes, options, why = facts
             cells = [times + cell for cell in (kind, str(number), f"{numel:,}", bytes_text(nbytes))]
             rows.append((name, cells[0], cells[1], cells[2], cells[3], options, why))
-            at = alike + 1
+            at = end + 1
         total = self.outline.parameters
         most = max(sum(entry.nbytes for entry in entries) for _, entries in held)
         numel, nbytes = sum(entry.numel for entry in total), sum(entry.nbytes for entry in total)
@@ -386,7 +387,10 @@ class Plan:
     # --- the units of each parameter ---
 
     def _owners(self, units: Sequence[PlannedUnit]) -> dict[int, list[PlannedUnit]]:
-        """The units that find each parameter, by its index, without those inside another that does."""
+        """Return the units that reach each parameter, by its index, without units inside another such unit.
+
+        More than one unit remains if a parameter is tied between units that are not nested.
+        """
         stops = frozenset(name for unit in units for name in unit.modules)
         found: dict[int, list[PlannedUnit]] = {}
         for unit in units:
@@ -400,47 +404,47 @@ class Plan:
         return found
 
     def _encloses(self, outer: PlannedUnit, inner: PlannedUnit) -> bool:
-        """Whether there is no way to `inner` but through `outer`."""
+        """Return True if every path from the model to `inner` passes through `outer`."""
         if outer is inner or "" in inner.modules:
             return False
         return "" in outer.modules or not set(inner.modules) & set(self.outline.below([""], stop=frozenset(outer.modules)))
 
     def _set_units(self, units: Sequence[PlannedUnit]) -> None:
-        """Take these units, in post-order; those that share a parameter become one."""
-        merged = [replace(unit, modules=tuple(map(self._named, unit.modules))) for unit in units]
+        """Set the units, in post-order, and merge units that share a parameter."""
+        merged = [replace(unit, modules=tuple(map(self._resolve_name, unit.modules))) for unit in units]
         seen: set[str] = set()
         for name in (name for unit in merged for name in unit.modules):
             if name in seen:
-                raise ValueError(f"module '{name or '(model)'}' is in two planned units, or twice in one: name it once")
+                raise ValueError(f"Module '{name or '(model)'}' is in two planned units, or twice in one. Name it once.")
             seen.add(name)
-        while True:
+        while True:  # a merged unit may share a parameter with a further unit
             shared = next((several for several in self._owners(merged).values() if len(several) > 1), None)
             if shared is None:
                 break
-            one = replace(shared[0], modules=tuple(name for unit in shared for name in unit.modules), why=_SHARED)
+            one = replace(shared[0], modules=tuple(name for unit in shared for name in unit.modules), why=_SHARED_PARAMETER)
             merged = [unit for unit in merged if unit not in shared] + [one]
         for unit in merged:
             for name in unit.modules:
                 around = next((other for other in unit.modules if other != name and name in self.outline.below([other])), None)
                 if around is not None:
                     raise ValueError(
-                        f"unit '{unit.name}' would hold '{name}' and '{around or '(model)'}', which is around it"
-                        f"{' and shares a parameter' if unit.why == _SHARED else ''}: name the outer one alone"
+                        f"Unit '{unit.name}' cannot contain both '{name}' and '{around or '(model)'}', which is around it"
+                        f"{' and shares a parameter' if unit.why == _SHARED_PARAMETER else ''}. Name only the outer one."
                     )
         place = {name: i for i, name in enumerate(self.outline.kinds)}
         ordered = [replace(unit, modules=tuple(sorted(unit.modules, key=place.__getitem__))) for unit in merged]
         self._units = sorted(ordered, key=lambda unit: max(place[name] for name in unit.modules))
 
-    def _named(self, name: str) -> str:
-        """The first name of a module. Raises ValueError if it cannot be a unit."""
+    def _resolve_name(self, name: str) -> str:
+        """Return the first name of a module. Raises ValueError if the module cannot be a unit."""
         name = self.outline.aliases.get(name, name)
         if name not in self.outline.kinds:
-            raise ValueError(f"the model has no module '{name}': take one of its named_modules()")
+            raise ValueError(f"The model has no module '{name}'. Use a name of its named_modules().")
         if name in self.outline.uncallable:
             inside = ", ".join(f"'{child}'" for child in self.outline.children[name][:3])
             raise ValueError(
-                f"module '{name}' ({self.outline.kinds[name]}) has no forward, so it cannot be a unit: "
-                f"name what is in it ({inside})"
+                f"Module '{name}' ({self.outline.kinds[name]}) has no forward, so it cannot be a unit. "
+                f"Name the modules in it ({inside})."
             )
         return name
 
@@ -449,11 +453,13 @@ class Plan:
         for unit in self._units:
             if module in unit.modules:
                 return unit
-        raise ValueError(f"module '{module}' is in no planned unit; there are {', '.join(unit.name for unit in self._units)}")
+        raise ValueError(
+            f"Module '{module}' is in no planned unit. The units are {', '.join(unit.name for unit in self._units)}."
+        )
 
 
 def _short(value: Any) -> str:
-    """An option in a table: of policies only what was said."""
+    """Return the text of an option for the table, shortened to the type name if it is long."""
     text = repr(value)
     return text if len(text) <= 40 else f"{type(value).__name__}(...)"
 

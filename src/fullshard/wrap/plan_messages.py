@@ -1,4 +1,4 @@
-"""What the units of a plan send on so many ranks, and what it costs in memory: by the layouts that training uses."""
+"""Collectives of the units of a plan on a number of ranks, and their memory, from the layouts that training uses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fullshard.policies import (
     MixedPrecisionPolicy,
 )
 from fullshard.sharding.layout import (
-    LEAST_CHUNK,
-    LEAST_MESSAGE,
-    WORTH_MESSAGE,
+    LARGE_MESSAGE,
+    MIN_CHUNK,
+    MIN_MESSAGE,
     DirectRule,
     GroupLayout,
     plan_layout,
@@ -43,16 +43,16 @@ class PlanEntry:
 
 @dataclass(frozen=True, slots=True)
 class UnitMessages:
-    """The messages of one unit. Bytes are those of all ranks' chunks together, which is what each rank needs room for.
+    """The collectives of one unit. Bytes count the chunks of all ranks, since each rank allocates room for all of them.
 
     Args:
-        gathered: messages per gather.
-        full: bytes of the full parameters, in the dtype that is computed in.
-        direct: of these, bytes that arrive where they are used, without a copy.
-        summed: bytes of parameters with so few rows that they are gathered by a sum; in `full`.
-        gather_staging: bytes of memory that a gather needs besides.
-        reduced: messages per reduction.
-        reduce_staging: bytes of memory that a reduction needs besides the gradients.
+        gathered: collectives per all-gather of the unit.
+        full: bytes of the unsharded parameters, in the compute dtype.
+        direct: bytes of `full` that are received in their final place, without a copy.
+        summed: bytes of `full` that an all-reduce unshards: parameters with very few rows.
+        gather_staging: bytes of additional memory during an all-gather.
+        reduced: collectives per reduction of the unit.
+        reduce_staging: bytes of additional memory during a reduction, besides the gradients.
         kept: bytes of gradients that a backward without communication (`accumulate()`) keeps on each rank.
     """
 
@@ -66,26 +66,44 @@ class UnitMessages:
     kept: int
 
 
+@dataclass(frozen=True, slots=True)
+class EntryGroup:
+    """Planned parameters that one parameter group will hold."""
+
+    dtypes: Dtypes
+    trainable: bool
+    scalar: bool  # scalars are not sharded: they are a group of one rank, and all ranks are its replicas
+    entries: tuple[PlanEntry, ...]
+
+
+def group_entries(entries: Sequence[PlanEntry], mp: MixedPrecisionPolicy) -> list[EntryGroup]:
+    """Group the planned parameters of a unit as `group_parameters` will group its parameters."""
+    groups: dict[tuple[Dtypes, bool, bool], list[PlanEntry]] = {}
+    for entry in entries:
+        dtypes = mp.for_planning().resolve(entry.dtype, entry.grad_dtype)
+        groups.setdefault((dtypes, entry.trainable, not entry.shape), []).append(entry)
+    return [EntryGroup(*key, tuple(members)) for key, members in groups.items()]
+
+
 def messages_of(
     entries: Sequence[PlanEntry], ranks: int, mp: MixedPrecisionPolicy, direct_min_bytes: float | None
 ) -> UnitMessages:
-    """Those of a unit that holds `entries`, cut along dim 0."""
-    groups: dict[tuple[Dtypes, bool], list[PlanEntry]] = {}
-    for entry in entries:
-        groups.setdefault((mp.for_planning().resolve(entry.dtype, entry.grad_dtype), entry.trainable), []).append(entry)
-    rule = DirectRule.by_default(DIRECT_MIN_BYTES) if direct_min_bytes is None else DirectRule(direct_min_bytes)
-    parts = [_of_group(members, ranks, dtypes, trainable, rule) for (dtypes, trainable), members in groups.items()]
+    """Return the collectives of a unit with the parameters `entries`, sharded along dim 0."""
+    rule = DirectRule.default(DIRECT_MIN_BYTES) if direct_min_bytes is None else DirectRule(direct_min_bytes)
+    parts = [_messages_of_group(group, ranks, rule) for group in group_entries(entries, mp)]
     return UnitMessages(*(sum(column) for column in zip(*parts))) if parts else UnitMessages(0, 0, 0, 0, 0, 0, 0, 0)
 
 
-def _of_group(
-    members: Sequence[PlanEntry], ranks: int, dtypes: Dtypes, trainable: bool, rule: DirectRule
-) -> tuple[int, int, int, int, int, int, int, int]:
-    shapes = [entry.shape or (1,) for entry in members]
+def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> tuple[int, int, int, int, int, int, int, int]:
+    members, dtypes, trainable = group.entries, group.dtypes, group.trainable
     itemsize, reduced = dtypes.compute.itemsize, dtypes.reduce.itemsize
-    layout = plan_layout(shapes, ranks=ranks, itemsize=min(dtypes.storage.itemsize, itemsize), direct=rule)
+    shapes, least = [entry.shape or (1,) for entry in members], min(dtypes.storage.itemsize, itemsize)
+    if group.scalar:  # nothing to all-gather; one all-reduce of the gradients over all ranks
+        full = plan_layout(shapes, ranks=1, itemsize=least, direct=rule).unsharded_numel * itemsize
+        return (0, full, 0, 0, 0, *((int(ranks > 1), 0, len(members) * reduced) if trainable else (0, 0, 0)))
+    layout = plan_layout(shapes, ranks=ranks, itemsize=least, direct=rule)
     found = layout.reduction(as_is=dtypes.compute == dtypes.reduce, in_order=True, itemsize=reduced)
-    direct = sum(place.size for place in layout.places if place.direct) * ranks
+    direct = sum(place.size for place in layout.offsets if place.direct) * ranks
     packed = 0 if layout.packed is None else layout.packed.size * ranks
     slices = max((sum(part.size for part in message) * ranks for message in found.slices), default=0)
     sums = max((sum(part.size for part in message) for message in found.sums), default=0)
@@ -93,7 +111,7 @@ def _of_group(
     kept = sum(entry.numel for entry in members) * reduced
     return (
         bool(layout.buckets) + bool(layout.summed),
-        layout.full_numel * itemsize,
+        layout.unsharded_numel * itemsize,
         direct * itemsize,
         _summed(layout) * itemsize,
         packed * itemsize,
@@ -106,10 +124,10 @@ def _summed(layout: GroupLayout) -> int:
 
 
 class PlannedMessages:
-    """The messages of each unit of a plan; print it for a table.
+    """The collectives of each unit of a plan; print it for a table.
 
     Args:
-        units: (name, messages) of each, in the order of the plan.
+        units: (name, `UnitMessages`) of each unit, in the order of the plan.
         thresholds: the last line of the table.
     """
 
@@ -122,8 +140,8 @@ class PlannedMessages:
     def __str__(self) -> str:
         titles = ("unit", "full", "gather", "direct", "summed", "staging", "reduction", "staging", "kept by accumulate()")
         rows: list[tuple[str, ...]] = [titles]
-        for one, alike in itertools.groupby(self.units, key=lambda unit: unit[1]):
-            names = [name for name, _ in alike]
+        for one, equal_units in itertools.groupby(self.units, key=lambda unit: unit[1]):
+            names = [name for name, _ in equal_units]
             name = names[0] if len(names) == 1 else span(names[0], names[-1])
             sizes = [
                 bytes_text(n) for n in (one.full, one.direct, one.summed, one.gather_staging, one.reduce_staging, one.kept)
@@ -133,14 +151,15 @@ class PlannedMessages:
 
 
 def thresholds(ranks: int, comm: CommPolicy) -> str:
-    """Which parameters travel directly, in words."""
-    told = comm.direct_min_bytes
-    if told == float("inf"):
+    """Describe the sizes from which parameters are direct, for the last line of the table."""
+    direct_min_bytes = comm.direct_min_bytes
+    if direct_min_bytes == float("inf"):
         return f"on {ranks} ranks everything is packed: direct_min_bytes=inf"
-    if told is not None:
-        return f"on {ranks} ranks parameters of at least {bytes_text(told)} per rank are direct: direct_min_bytes={told}"
+    if direct_min_bytes is not None:
+        least = bytes_text(direct_min_bytes)
+        return f"on {ranks} ranks parameters of at least {least} per rank are direct: direct_min_bytes={direct_min_bytes}"
     per_rank, whole, least, chunk, limit = map(
-        bytes_text, (DIRECT_MIN_BYTES, WORTH_MESSAGE, LEAST_MESSAGE, LEAST_CHUNK, staging_limit(0))
+        bytes_text, (DIRECT_MIN_BYTES, LARGE_MESSAGE, MIN_MESSAGE, MIN_CHUNK, staging_limit(0))
     )
     return (
         f"on {ranks} ranks parameters are direct from {per_rank} per rank or {whole} in all, and from {least} (and {chunk} per "

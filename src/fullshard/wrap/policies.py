@@ -1,4 +1,4 @@
-"""FSDP1's policies: which modules become units, asked module by module."""
+"""FSDP1's wrapping policies, which decide module by module what becomes a unit; `enable_wrap` and `wrap`."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ Classes = Iterable[type[nn.Module]]
 
 
 class Policy(ABC):
-    """Says which modules of a model become units. An alternative to a function (module, recurse, nonwrapped_numel) -> bool.
+    """Base class of policies that choose units; an alternative to a function (module, recurse, nonwrapped_numel) -> bool.
 
     Source: `_Policy` of torch.distributed.fsdp.wrap.
     """
 
     @abstractmethod
     def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-        """Choose the modules that become units. The model itself always is one.
+        """Choose the modules that become units. The model itself is always a unit.
 
         Args:
             model: the model to be sharded.
             ignored_modules: modules that must not be chosen.
 
         Returns:
-            The chosen modules, each with the options of `fully_shard` that it alone has ({} for none).
+            The chosen modules, each with the options of `fully_shard` for this module only ({} for none).
         """
 
 
 class ModuleWrapPolicy(Policy):
-    """Every module of these classes is a unit.
+    """Policy that makes every module of the given classes a unit.
 
     Args:
-        module_classes: a class of modules, or several; subclasses count.
+        module_classes: a module class, or several; subclasses count.
 
     Raises:
-        ValueError: for what is no class of modules.
+        ValueError: for a value that is not a module class.
 
     Example:
         >>> policy = ModuleWrapPolicy({nn.TransformerEncoderLayer})
@@ -52,31 +52,31 @@ class ModuleWrapPolicy(Policy):
     """
 
     def __init__(self, module_classes: Classes | type[nn.Module]) -> None:
-        self._classes = _classes(module_classes, "ModuleWrapPolicy takes")
+        self._classes = _classes(module_classes, "ModuleWrapPolicy")
 
     def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-        """The modules of these classes.
+        """Choose the modules of the given classes.
 
         Args:
             model: the model to be sharded.
-            ignored_modules: modules that are left out.
+            ignored_modules: modules that are not chosen.
 
         Returns:
-            The modules, without options of their own.
+            The modules, with empty options.
         """
         return {module: {} for module in _considered(model, ignored_modules) if isinstance(module, self._classes)}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """As a policy function, for `or_policy` and the like.
+        """Act as a policy function, for `or_policy` and the like.
 
         Args:
-            module: the module that is asked about.
-            recurse: True asks whether to look below it, False whether it is a unit.
-            args: taken as policy functions are called, and not looked at.
-            kwargs: likewise.
+            module: the module in question.
+            recurse: True to decide about entering the submodules, False to decide whether `module` is a unit.
+            args: ignored; policy functions are called with more arguments.
+            kwargs: ignored.
 
         Returns:
-            With `recurse` True, else whether `module` is of one of the classes.
+            True if `recurse` is True or `module` has one of the classes.
         """
         return recurse or isinstance(module, self._classes)
 
@@ -85,10 +85,11 @@ class ModuleWrapPolicy(Policy):
 
 
 class CustomPolicy(Policy):
-    """`lambda_fn(module)` says of each module: True, it is a unit; a dict, it is one with these options; else it is none.
+    """Policy that calls `lambda_fn(module)` for each module, to decide whether it is a unit, and with which options.
 
     Args:
-        lambda_fn: called with each module once, children first; returns a bool or a dict of options of `fully_shard`.
+        lambda_fn: called with each module once, children first. Returns True for a unit, a non-empty dict of options of
+            `fully_shard` for a unit with these options, or False.
 
     Example:
         >>> def chosen(module):
@@ -102,7 +103,7 @@ class CustomPolicy(Policy):
         self._fn = lambda_fn
 
     def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-        """The modules for which the function returns True or a dict that is not empty.
+        """Choose the modules for which the function returns True or a dict that is not empty.
 
         Args:
             model: the model to be sharded.
@@ -121,7 +122,7 @@ class CustomPolicy(Policy):
             answer = self._fn(module)
             if not isinstance(answer, (bool, dict)):
                 raise ValueError(
-                    f"the function of CustomPolicy must return True, False or a dict of options, got {answer!r} for '{name}'"
+                    f"Expected True, False or a dict of options from the function of CustomPolicy, got {answer!r} for '{name}'."
                 )
             if answer:
                 chosen[module] = dict(answer) if isinstance(answer, dict) else {}
@@ -129,11 +130,11 @@ class CustomPolicy(Policy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Every module that holds parameters is a unit.
+    """Make every module that has parameters a unit.
 
     Args:
-        args: taken as policy functions are called, and not looked at.
-        kwargs: likewise.
+        args: ignored; policy functions are called with arguments.
+        kwargs: ignored.
 
     Returns:
         True.
@@ -146,16 +147,16 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Modules for which `lambda_fn(module)` holds.
+    """Make modules with a true `lambda_fn(module)` units.
 
     Args:
-        module: the module that is asked about.
-        recurse: True asks whether to look below it, False whether it is a unit.
-        nonwrapped_numel: elements below it that no unit holds; they do not count here.
-        lambda_fn: given beforehand, by `functools.partial`.
+        module: the module in question.
+        recurse: True to decide about entering the submodules, False to decide whether `module` is a unit.
+        nonwrapped_numel: elements below `module` that are in no unit; ignored.
+        lambda_fn: set it by `functools.partial`.
 
     Returns:
-        True, or whether `module` is a unit.
+        True if `recurse` is True or `module` is a unit.
 
     Example:
         >>> from functools import partial
@@ -169,16 +170,16 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Collection[type[nn.Module]]
 ) -> bool:
-    """Modules of the classes `transformer_layer_cls`.
+    """Make modules of the classes `transformer_layer_cls` units.
 
     Args:
-        module: the module that is asked about.
-        recurse: True asks whether to look below it, False whether it is a unit.
-        nonwrapped_numel: elements below it that no unit holds; they do not count here.
-        transformer_layer_cls: classes, given beforehand, by `functools.partial`.
+        module: the module in question.
+        recurse: True to decide about entering the submodules, False to decide whether `module` is a unit.
+        nonwrapped_numel: elements below `module` that are in no unit; ignored.
+        transformer_layer_cls: module classes; set them by `functools.partial`.
 
     Returns:
-        True, or whether `module` is a unit.
+        True if `recurse` is True or `module` is a unit.
 
     Example:
         >>> from functools import partial
@@ -197,19 +198,19 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Collection[type[nn.Module]] | None = None,
     exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
 ) -> bool:
-    """Modules with at least `min_num_params` elements that no unit below them holds.
+    """Make modules units that have at least `min_num_params` elements outside of units below them.
 
     Args:
-        module: the module that is asked about.
-        recurse: True asks whether to look below it, False whether it is a unit.
-        nonwrapped_numel: elements at or below it that no unit holds.
-        min_num_params: elements.
-        force_leaf_modules: classes that are not looked into; None is `size_based_auto_wrap_policy.FORCE_LEAF_MODULES`.
-        exclude_wrap_modules: classes that are no units themselves; None is
+        module: the module in question.
+        recurse: True to decide about entering the submodules, False to decide whether `module` is a unit.
+        nonwrapped_numel: elements at or below `module` that are in no unit.
+        min_num_params: minimum number of elements of a unit.
+        force_leaf_modules: classes that are not entered; None is `size_based_auto_wrap_policy.FORCE_LEAF_MODULES`.
+        exclude_wrap_modules: classes that never become units; None is
             `size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES`.
 
     Returns:
-        Whether to look below `module`, or whether it is a unit.
+        True to enter the submodules (`recurse`), or True if `module` is a unit.
 
     Example:
         >>> from functools import partial
@@ -227,16 +228,16 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 
 
 def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
-    """Modules that any of `policies` chooses.
+    """Make modules units that any of `policies` chooses.
 
     Args:
-        module: the module that is asked about.
-        recurse: True asks whether to look below it, False whether it is a unit.
-        nonwrapped_numel: elements at or below it that no unit holds.
-        policies: policy functions, given beforehand, by `functools.partial`.
+        module: the module in question.
+        recurse: True to decide about entering the submodules, False to decide whether `module` is a unit.
+        nonwrapped_numel: elements at or below `module` that are in no unit.
+        policies: policy functions; set them by `functools.partial`.
 
     Returns:
-        Whether any of them says so.
+        True if any of the policies returns True.
 
     Example:
         >>> from functools import partial
@@ -250,10 +251,10 @@ _WRAPPING: ContextVar[tuple[Callable[..., Any], dict[str, Any]] | None] = Contex
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., Any], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside the block `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`; the innermost block counts.
+    """Make `wrap(module)` return `wrapper_cls(module, **wrapper_kwargs)` inside the block; the innermost block counts.
 
     Args:
-        wrapper_cls: called with the module, FSDP1's wrapper say.
+        wrapper_cls: called with the module, for example FSDP1's wrapper.
         wrapper_kwargs: its other arguments.
 
     Example:
@@ -271,14 +272,14 @@ def enable_wrap(*, wrapper_cls: Callable[..., Any], **wrapper_kwargs: Any) -> It
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> Any:
-    """`module`, wrapped as the `enable_wrap` block around says; outside of one, as it is.
+    """Wrap `module` with the wrapper class of the enclosing `enable_wrap` block; outside of a block, return it unchanged.
 
     Args:
         module: the module to wrap.
-        wrap_overrides: arguments that go before those of the block.
+        wrap_overrides: arguments that override the arguments of the block.
 
     Returns:
-        What the wrapper class returns, or `module`.
+        The result of the wrapper class, or `module`.
 
     Source: `torch.distributed.fsdp.wrap.wrap`.
     """
@@ -295,9 +296,9 @@ def _considered(model: nn.Module, ignored: Collection[nn.Module]) -> list[nn.Mod
 
 
 def _classes(classes: Any, what: str) -> tuple[type[nn.Module], ...]:
-    """One class or several."""
+    """Return one class or several as a tuple. Raises ValueError, which names `what`, for a value that is not a class."""
     listed = [classes] if isinstance(classes, type) or not isinstance(classes, Iterable) else list(classes)
     for cls in listed:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise ValueError(f"{what} classes of modules, got {cls!r}")
+            raise ValueError(f"{what} expected classes of modules, got {cls!r}.")
     return tuple(dict.fromkeys(listed))

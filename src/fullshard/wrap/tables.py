@@ -1,4 +1,4 @@
-"""Tables of text: aligned columns, names of rows that are alike, bytes as a reader wants them."""
+"""Text tables: aligned columns, one name for a range of equal rows, readable numbers of bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def span(first: str, last: str) -> str:
-    """`blocks.0` and `blocks.3` become `blocks.0 ... 3`.
+    """Join the first and last name of a range: `blocks.0` and `blocks.3` become `blocks.0 ... 3`.
 
     >>> span("model.blocks.0", "model.blocks.11")
     'model.blocks.0 ... 11'
@@ -19,7 +19,7 @@ def span(first: str, last: str) -> str:
 
 
 def bytes_text(number: float) -> str:
-    """A number of bytes, as a reader wants it.
+    """Format a number of bytes with a binary unit.
 
     >>> bytes_text(512), bytes_text(3 * 2**20)
     ('512 B', '3.0 MiB')
@@ -32,7 +32,7 @@ def bytes_text(number: float) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]], *, right: set[int]) -> list[str]:
-    """Lines of columns as wide as their widest cell; `right`: those whose cells stand on the right."""
+    """Format rows as lines with aligned columns. `right`: indices of the right-aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     placed = [[cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))] for row in rows]
     return ["  ".join(cells).rstrip() for cells in placed]

@@ -1,4 +1,4 @@
-"""`plan_model` and `shard_model`: from a policy to a plan, and from a plan to a sharded model."""
+"""`plan_model` and `shard_model`: make a plan from a policy, and shard a model by a plan."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ def plan_model(
 ) -> Plan:
     """Choose the units that `shard_model` would make, as a `Plan` to print and edit.
 
-    Nothing is touched, and no process group is needed.
+    The model is not changed, and no process group is needed.
 
     Args:
         model: a model that has no units yet.
-        policy: "auto" or an `AutoPolicy`; a `Policy`, or one of FSDP1's policy objects; a `Plan` of a model like this one; a
-            function (module, recurse, nonwrapped_numel) -> bool, called as FSDP1 does, root first with recurse=True, and
-            with recurse=False, from the leaves up, with the elements that no unit below holds.
-        ignored_modules: left alone, with all below them.
-        ignored_params: left alone.
+        policy: "auto" or an `AutoPolicy`; a `Policy`, or one of FSDP1's policy objects; a `Plan` of a model with the same
+            structure; a function (module, recurse, nonwrapped_numel) -> bool. A function is called like in FSDP1: from the
+            root down with recurse=True, and from the leaves up with recurse=False and the number of elements that are in no
+            unit below.
+        ignored_modules: modules that are not sharded, with all their submodules.
+        ignored_params: parameters that are not sharded.
 
     Returns:
         The plan; its last unit is the model itself.
 
     Raises:
-        ValueError: for a policy of another kind, one that chooses a list of modules (which has no forward) whose parameters
-            no other unit takes, or modules of the model that are units already, by name.
+        ValueError: for a policy of another type; for a policy that chooses a list of modules (which has no forward) with
+            parameters that are in no other unit; for a model with modules that are units already. Errors name the modules.
 
     Example:
         >>> blocks = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)]
@@ -59,8 +60,8 @@ def plan_model(
         3 units hold 26 parameters: 1,218 elements, 4.8 KiB; the largest holds 2.3 KiB
     """
     check_policy(policy)
-    skipped = _inside(ignored_modules)
-    _check_untouched(model, skipped)
+    skipped = _with_submodules(ignored_modules)
+    _check_unsharded(model, skipped)
     ignored = [*ignored_params, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
     outline = ModelSummary.of(model, ignored=ignored)
     if isinstance(policy, Plan):
@@ -75,7 +76,7 @@ def plan_model(
     never = {id(i) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for i in m.modules() if i is not m}
     units = []
     for name, module in children_first(model):
-        if module not in found or id(module) in never:  # attention reads the parameters of its parts, and calls none
+        if module not in found or id(module) in never:  # attention reads its children's parameters without calling them
             continue
         if name in outline.uncallable:
             _check_list(name, module, found, ignored)
@@ -86,12 +87,12 @@ def plan_model(
     return Plan(outline, units)
 
 
-def _inside(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """`modules` and all below them."""
+def _with_submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return `modules` and all their submodules."""
     listed = list(modules)
     for module in listed:
         if not isinstance(module, nn.Module):
-            raise ValueError(f"ignored_modules takes modules, got {module!r}: take model.get_submodule(name)")
+            raise ValueError(f"ignored_modules expected modules, got {module!r}. Pass model.get_submodule(name).")
     return [inner for module in listed for inner in module.modules()]
 
 
@@ -103,44 +104,46 @@ def _chosen(
     if _torch.is_wrap_policy(policy):
         return _torch.run_wrap_policy(policy, model, set(skipped))
     _check_function(policy, model)
-    asked = _asked(model, policy, set(skipped), {id(parameter) for parameter in ignored})
+    asked = _chosen_by_function(model, policy, set(skipped), {id(parameter) for parameter in ignored})
     return {module: {} for module in asked}
 
 
 def check_policy(policy: Any, name: str = "policy") -> None:
-    """Raise ValueError for what is no policy. `name`: of the argument that it was given as."""
+    """Raise ValueError if `policy` is not a policy. `name`: name of the argument, for the error text."""
     known = isinstance(policy, (Policy, AutoPolicy, Plan)) or (isinstance(policy, str) and policy == "auto")
     if not known and (not callable(policy) or isinstance(policy, type)) and not _torch.is_wrap_policy(policy):
         classes = policy if isinstance(policy, (set, list, tuple, frozenset)) else [policy]
         given = [cls.__name__ for cls in classes if isinstance(cls, type)]
-        hint = f": for modules of these classes give ModuleWrapPolicy({{{', '.join(given)}}})" if given else ""
+        hint = f" For modules of these classes pass ModuleWrapPolicy({{{', '.join(given)}}})." if given else ""
         raise ValueError(
-            f"{name} must be 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got "
-            f"{policy!r}{hint}"
+            f"{name} expected 'auto', a Plan, a Policy, or a function (module, recurse, nonwrapped_numel) -> bool, got "
+            f"{policy!r}.{hint}"
         )
 
 
-def _asked(model: nn.Module, policy: Callable[..., bool], skipped: set[nn.Module], ignored: set[int]) -> list[nn.Module]:
-    """The modules below `model` that a function chooses, children first, each asked for once."""
+def _chosen_by_function(
+    model: nn.Module, policy: Callable[..., bool], skipped: set[nn.Module], ignored: set[int]
+) -> list[nn.Module]:
+    """Return the modules below `model` that a policy function chooses, children first. A shared module is visited once."""
     chosen: list[nn.Module] = []
     seen = {model}
 
-    def ask(module: nn.Module) -> int:
-        """The elements below `module` that units hold."""
+    def visit(module: nn.Module) -> int:
+        """Return the number of elements at or below `module` that are in chosen units."""
         numel = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
             return 0
-        held = 0
+        in_units = 0
         for child in module.children():
             if child not in skipped and child not in seen:
                 seen.add(child)
-                held += ask(child)
-        if module is not model and policy(module=module, recurse=False, nonwrapped_numel=numel - held):
+                in_units += visit(child)
+        if module is not model and policy(module=module, recurse=False, nonwrapped_numel=numel - in_units):
             chosen.append(module)
             return numel
-        return held
+        return in_units
 
-    ask(model)
+    visit(model)
     return chosen
 
 
@@ -149,36 +152,36 @@ def _check_function(policy: Callable[..., bool], model: nn.Module) -> None:
         inspect.signature(policy).bind(module=model, recurse=True, nonwrapped_numel=0)
     except TypeError as wrong:
         raise ValueError(
-            f"a policy function is called with module=, recurse= and nonwrapped_numel= ({wrong}); for a function of the module "
-            "alone take CustomPolicy(function)"
+            f"Expected a policy function of module=, recurse= and nonwrapped_numel=, got a function that cannot be called with "
+            f"them ({wrong}). For a function of the module only, pass CustomPolicy(function)."
         ) from None
-    except ValueError:  # it has no signature to look at
+    except ValueError:  # inspect finds no signature, as for some builtins
         return
 
 
-def _check_untouched(model: nn.Module, skipped: Sequence[nn.Module]) -> None:
+def _check_unsharded(model: nn.Module, skipped: Sequence[nn.Module]) -> None:
     left_out = set(map(id, skipped))
     units = [name for name, module in children_first(model) if unit_of(module) is not None and id(module) not in left_out]
     found = [clean_name(name) or "(model)" for name in units]
     if found:
         raise ValueError(
-            f"modules {found[:5]}{' and more' if len(found) > 5 else ''} are units already: a plan is made for a model that "
-            "has none; call fully_shard for the rest by hand, or undo(model) first"
+            f"Modules {found[:5]}{' and more' if len(found) > 5 else ''} are units already. A plan needs a model without "
+            "units. Call fully_shard() yourself on the other modules, or undo(model) first."
         )
 
 
 def _check_list(name: str, module: nn.Module, found: Collection[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
-    """A list of modules that a policy chose needs no unit if everything in it has one."""
+    """Raise ValueError if a chosen list of modules, which cannot be a unit, has parameters that are in no chosen module."""
     left_out = {id(parameter) for parameter in ignored}
 
-    def left(inner: nn.Module) -> bool:
+    def has_own(inner: nn.Module) -> bool:
         own = any(id(parameter) not in left_out for parameter in inner.parameters(recurse=False))
-        return own or any(left(child) for child in inner.children() if child not in found)
+        return own or any(has_own(child) for child in inner.children() if child not in found)
 
-    if left(module):
+    if has_own(module):
         raise ValueError(
-            f"the policy chose '{name}' ({type(module).__name__}), which has no forward, so nobody would know when to gather "
-            "it: choose what is in it, or the module around it"
+            f"The policy chose '{name}' ({type(module).__name__}), which has no forward and would never be all-gathered. "
+            "Choose the modules in it, or the module around it."
         )
 
 
@@ -197,22 +200,22 @@ def shard_model(
 
     Args:
         model: sharded in place.
-        mesh: as of `fully_shard`.
-        policy: as of `plan_model`.
-        strict: refuse units that would mix trainable and frozen parameters, which travel in groups of their own, instead
-            of warning.
-        full_precision: under `mp_policy.param_dtype`, modules of these classes (batch norms) are units that compute in the
-            dtype of their own parameters, with inputs cast to it and outputs cast back.
-        ignored_modules: left alone, with all below them.
-        ignored_params: left alone.
-        options: keyword options of `fully_shard`, for all units; what a policy or plan says of one unit goes first.
+        mesh: see `fully_shard`.
+        policy: see `plan_model`.
+        strict: raise an error, instead of a warning, for units that mix trainable and frozen parameters, which are
+            all-gathered in separate groups.
+        full_precision: module classes (batch norms) that `mp_policy.param_dtype` does not apply to. Such modules become
+            separate units, and compute in the dtype of their own parameters: inputs are cast to it, outputs are cast back.
+        ignored_modules: modules that are not sharded, with all their submodules.
+        ignored_params: parameters that are not sharded.
+        options: keyword options of `fully_shard` for all units; options in a policy or plan override them.
 
     Returns:
-        The plan that was carried out; print it to see what each unit holds.
+        The plan that was executed; print it to see the parameters of each unit.
 
     Raises:
-        ValueError: before anything has changed, for what `plan_model` and `fully_shard` refuse, and with `strict` for mixed
-            units, listing their parameters.
+        ValueError: before anything has changed, if `plan_model` or `fully_shard` raises it, and with `strict` for mixed
+            units, with the names of their parameters.
         TypeError: before anything has changed, for options that `fully_shard` does not have.
 
     Example:
@@ -221,27 +224,28 @@ def shard_model(
         >>> plan = plan_model(model); plan.drop("lm_head"); shard_model(model, mesh, plan)    # doctest: +SKIP
     """
     ignored_modules = list(ignored_modules)
-    skipped = _inside(ignored_modules)
+    skipped = _with_submodules(ignored_modules)
     ignored = [*ignored_params, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
     plan = plan_model(model, policy, ignored_modules=ignored_modules, ignored_params=ignored)
     _check_options([options, *(unit.options for unit in plan.units)])
     warn_about_mixtures(plan.mixtures(), strict=strict)
-    _keep_precision(plan, model, options, _classes(full_precision, "full_precision takes"), skipped)
+    _add_full_precision_units(plan, model, options, _classes(full_precision, "full_precision"), skipped)
     if mesh is None and options.get("dp_mesh_dims") is None:
         mesh = resolve_mesh(None).mesh
-    made = {name: model.get_submodule(name) for unit in plan.units for name in unit.modules}
-    orders = [
+    modules = {name: model.get_submodule(name) for unit in plan.units for name in unit.modules}
+    prepared = [
         PreparedShard(
-            [made[name] for name in unit.modules],
-            units=made.values(),
+            [modules[name] for name in unit.modules],
+            units=modules.values(),
             ignored_params=ignored,
             mesh=mesh,
             **{**options, **unit.options},
         )
         for unit in plan.units
     ]
-    for order in orders:
-        order.apply_prepared()
+    # All units have been checked: from here on modules change.
+    for one in prepared:
+        one.apply_prepared()
     return plan
 
 
@@ -250,7 +254,7 @@ def _check_ignored(plan: Plan, model: nn.Module, skipped: Sequence[nn.Module]) -
     for unit in plan.units:
         for name in unit.modules:
             if id(model.get_submodule(name)) in left_out:
-                raise ValueError(f"the plan makes a unit of '{name}', which ignored_modules leaves alone: plan.drop('{name}')")
+                raise ValueError(f"The plan makes a unit of '{name}', which is in ignored_modules. Call plan.drop('{name}').")
 
 
 def _check_options(every: Iterable[Any]) -> None:
@@ -258,35 +262,35 @@ def _check_options(every: Iterable[Any]) -> None:
     for options in every:
         for name in options:
             if name not in known:
-                raise TypeError(f"fully_shard has no option '{name}': there are {sorted(known)}")
+                raise TypeError(f"fully_shard() has no option '{name}'. Expected one of {sorted(known)}.")
 
 
 def warn_about_mixtures(mixtures: Sequence[Mixture], *, strict: bool = False) -> None:
-    """Warn of units that mix trainable and frozen parameters, or with `strict` raise ValueError.
+    """Warn about units that mix trainable and frozen parameters, or with `strict` raise ValueError.
 
-    Units that are alike but for their place are told of once, with the names of the others.
+    Units with equal parameters, such as repeated blocks, get one text, with the names of all these units.
     """
-    alike: dict[tuple[Any, ...], list[Mixture]] = {}
+    equal_mixtures: dict[tuple[Any, ...], list[Mixture]] = {}
     for mixture in mixtures:
         entries = (*mixture.trainable, *mixture.frozen)
         inside = tuple((entry.name.removeprefix(f"{mixture.unit}."), entry.numel) for entry in entries)
-        alike.setdefault((inside, len(mixture.trainable)), []).append(mixture)
-    said = []
-    for first, *others in alike.values():
-        more = f" (and alike: {', '.join(other.unit for other in others)})" if others else ""
-        said.append(f"{first}{more}")
-    if strict and said:
-        raise ValueError("strict=True: " + "; ".join(said))
-    for text in said:
+        equal_mixtures.setdefault((inside, len(mixture.trainable)), []).append(mixture)
+    texts = []
+    for first, *others in equal_mixtures.values():
+        more = f" The same applies to {', '.join(other.unit for other in others)}." if others else ""
+        texts.append(f"{first}{more}")
+    if strict and texts:
+        raise ValueError("strict=True: " + " ".join(texts))
+    for text in texts:
         warnings.warn(text, stacklevel=3)
 
 
-def _keep_precision(
+def _add_full_precision_units(
     plan: Plan, model: nn.Module, options: dict[str, Any], classes: tuple[type[nn.Module], ...], skipped: Sequence[nn.Module]
 ) -> None:
-    """Modules of `classes` become units that compute in the dtype of their own parameters: one in each unit that has any."""
+    """Add units for modules of `classes`, which compute in the dtype of their own parameters: one per unit and dtype."""
     left_out = set(map(id, skipped))
-    said: dict[str, None] = {}
+    class_names: dict[str, None] = {}
     for unit in plan.units:
         mp = resolve_mp(unit.options.get("mp_policy", options.get("mp_policy", MixedPrecisionPolicy())))
         if mp.param_dtype is None or not classes:
@@ -300,15 +304,15 @@ def _keep_precision(
                 dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
                 if dtype != mp.param_dtype:
                     kept.setdefault(dtype, []).append(name)
-                    said[type(module).__name__] = None
+                    class_names[type(module).__name__] = None
         for dtype, names in kept.items():
             own = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=mp.param_dtype)
             if set(names) == set(unit.modules):
                 plan.set(names[0], mp_policy=replace(own, output_dtype=mp.output_dtype or mp.param_dtype))
             else:
                 plan.add(*names, why="full precision", **{**unit.options, "mp_policy": own})
-    if said:
+    if class_names:
         warn_once(
-            f"{', '.join(said)} compute in the dtype of their own parameters, not in mp_policy.param_dtype, as units of their "
-            "own; full_precision=() turns that off"
+            f"{', '.join(class_names)} compute in the dtype of their own parameters, not in mp_policy.param_dtype, as separate "
+            "units. Pass full_precision=() to turn this off."
         )

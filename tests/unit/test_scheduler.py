@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from fullshard.errors import InternalError
 from fullshard.policies import CommPolicy
-from fullshard.schedule.planner import Planner
-from fullshard.schedule.records import ForwardCall
-from fullshard.schedule.residency import (
-    MOVES,
+from fullshard.schedule.scheduler import (
+    TRANSITIONS,
     Action,
+    ForwardCall,
     Reduce,
     Reshard,
     ReshardPolicy,
     Residency,
     SaveSubgroupShard,
+    Scheduler,
     Unshard,
     Wait,
 )
@@ -41,12 +41,12 @@ class SimulatedRun:
     """Executes actions on nothing, and checks that each is legal where it comes."""
 
     def __init__(self, keeps: list[ReshardPolicy]) -> None:
-        self.planner = Planner()
+        self.scheduler = Scheduler()
         self.data = dict.fromkeys(range(len(keeps)), Residency.SHARDED)
         self.log: list[tuple[str, int]] = []
         self.most_full = 0
         for unit, keep in enumerate(keeps):
-            self.planner.register(unit, Options(keep))
+            self.scheduler.register(unit, Options(keep))
 
     def run(self, actions: list[Action]) -> None:
         for action in actions:
@@ -61,7 +61,7 @@ class SimulatedRun:
             if isinstance(action, SaveSubgroupShard):
                 assert now is Residency.FULL
             elif not isinstance(action, Reduce):
-                assert (now, target) in MOVES, f"{action} while {now}"
+                assert (now, target) in TRANSITIONS, f"{action} while {now}"
             self.data[unit] = target
             self.log.append((type(action).__name__, unit))
             self.most_full = max(self.most_full, sum(r is not Residency.SHARDED for r in self.data.values()))
@@ -69,22 +69,22 @@ class SimulatedRun:
     def forward(self, tree: list, calls: list[ForwardCall], grad: bool = True) -> None:
         """`tree` is [unit, [child tree], ...]."""
         unit, *children = tree
-        self.run(self.planner.before_forward(unit))
+        self.run(self.scheduler.before_forward(unit))
         assert self.data[unit] is Residency.FULL
         for child in children:
             self.forward(child, calls, grad)
         assert self.data[unit] is Residency.FULL, "nothing frees a unit while it runs"
-        ended = self.planner.after_forward(unit, grad=grad)
+        ended = self.scheduler.after_forward(unit, grad=grad)
         if grad:
-            self.planner.expect_backward(ended.call)
+            self.scheduler.expect_backward(ended.call)
             calls.append(ended.call)
         self.run(ended.actions)
 
     def backward(self, calls: list[ForwardCall]) -> None:
         for call in sorted(calls, key=lambda c: -c.end):
-            self.run(self.planner.before_backward(call))
+            self.run(self.scheduler.before_backward(call))
             assert self.data[call.unit] is Residency.FULL
-        self.run(self.planner.after_backward())
+        self.run(self.scheduler.after_backward())
 
 
 def trees(units: int) -> st.SearchStrategy[list]:
@@ -141,10 +141,10 @@ def test_every_program_keeps_the_moves_and_ends_sharded(
         elif step == "forget":  # the graph is dropped without a backward
             run.forward(tree, calls)
             for call in calls:
-                run.planner.graph_released(call)
+                run.scheduler.graph_released(call)
         else:
-            run.run(run.planner.before_forward(0))
-            run.run(run.planner.abort())
+            run.run(run.scheduler.before_forward(0))
+            run.run(run.scheduler.abort())
     calls = []
     run.forward(tree, calls)
     run.backward(calls)
@@ -186,11 +186,11 @@ def test_a_unit_is_reduced_before_the_next_but_one_is_gathered() -> None:
     ]
 
 
-def test_an_illegal_move_is_an_internal_error() -> None:
-    planner = Planner()
-    record = planner.register(0, Options(ReshardPolicy.NEVER))
-    with pytest.raises(InternalError, match="cannot go from sharded to full"):
-        record.move(Residency.FULL)
+def test_ending_a_forward_that_never_began_is_an_internal_error() -> None:
+    scheduler = Scheduler()
+    scheduler.register(0, Options(ReshardPolicy.NEVER))
+    with pytest.raises(InternalError, match="ended a forward that it never began"):
+        scheduler.after_forward(0, grad=True)
 
 
 def test_a_wrong_guess_costs_one_unused_gather_and_is_counted() -> None:
@@ -199,5 +199,5 @@ def test_a_wrong_guess_costs_one_unused_gather_and_is_counted() -> None:
     run.forward([0, [1]], [], grad=False)
     run.forward([0, [2]], [], grad=False)  # 1 was expected
     run.forward([0, [2]], [], grad=False)
-    assert run.planner.prefetch.stats.unused == 1
+    assert run.scheduler.stats.unused == 1
     assert run.data[1] is Residency.SHARDED

@@ -1,0 +1,770 @@
+"""The scheduler: decides what to unshard, reshard and reduce, and when. Pure: no tensors, and the same on every rank."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fullshard.errors import InternalError
+from fullshard.policies import CommPolicy
+
+_MAX_PREFETCHED = 64  # units that may be unsharded ahead, whatever the budget in bytes
+_REMEMBERED_RUNS = 64  # outermost forwards after which a backward that has not come is no longer expected
+
+
+# --- values ---
+
+
+class Residency(enum.Enum):
+    """Where the parameters of a unit are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+
+    __hash__ = object.__hash__  # Enum's own hash runs in Python, and each transition needs it
+
+
+# The legal transitions. Each method that makes one checks where the unit is; the tests check them all against this table.
+TRANSITIONS = {
+    (Residency.SHARDED, Residency.GATHERING): "all-gather started",
+    (Residency.GATHERING, Residency.FULL): "all-gather waited on",
+    (Residency.GATHERING, Residency.SHARDED): "prefetched, never used",
+    (Residency.FULL, Residency.SHARDED): "compute is done",
+}
+
+
+class ReshardPolicy(enum.Enum):
+    """When to reshard after a forward with grad. After a forward without grad, a unit is always resharded."""
+
+    NEVER = "never"  # reshard_after_forward=True: no unsharded parameters stay
+    ALWAYS = "always"  # reshard_after_forward=False: all unsharded parameters stay
+    OUTERMOST = "outermost"  # reshard_after_forward=None: those of the outermost unit stay
+    PARTLY = "partly"  # reshard_after_forward=int: each smaller group of ranks keeps one copy
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing for the runtime to do with one unit."""
+
+    unit: int
+
+
+class Unshard(Action):
+    """Start the all-gather of the unit's parameters."""
+
+
+class Wait(Action):
+    """Order the compute stream behind the all-gather."""
+
+
+class SaveSubgroupShard(Action):
+    """Copy this rank's part of the smaller group's shard out of the unsharded parameters, before they are freed."""
+
+
+class Reshard(Action):
+    """Free the unsharded parameters."""
+
+
+class Reduce(Action):
+    """Reduce-scatter the gradients of the unsharded parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """One forward of a unit, as an interval on the scheduler's clock, which ticks when any unit's forward starts or ends."""
+
+    unit: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """The result of `Scheduler.after_forward`."""
+
+    call: ForwardCall
+    closed: list[ForwardCall]  # calls inside it that never ended by themselves
+    actions: list[Action]
+
+
+class ScheduleOptions(Protocol):
+    """The options of a unit that the scheduler reads; `UnitOptions` has them."""
+
+    @property
+    def reshard_policy(self) -> ReshardPolicy:
+        """When to reshard after forward."""
+
+    @property
+    def keep_after_backward(self) -> bool:
+        """True to keep the unsharded parameters when a backward ends."""
+
+    @property
+    def in_backward(self) -> bool:
+        """True if the unit's backward needs the unsharded parameters."""
+
+    @property
+    def comm(self) -> CommPolicy:
+        """`prefetch_bytes` of it: the budget of prefetching while the unit computes. None means one unit."""
+
+
+@dataclass(slots=True, eq=False)
+class UnitRecord:
+    """The scheduler's view of one unit. The unit reads it; only the scheduler moves it."""
+
+    number: int
+    options: ScheduleOptions
+
+    # Bytes of the unsharded parameters.
+    nbytes: int = 0
+
+    # Units to prefetch as the user set them, instead of those that the last run needed next.
+    next_forward: tuple[int, ...] | None = None
+    next_backward: tuple[int, ...] | None = None
+
+    # resident() blocks around the unit. While there are any, it stays unsharded.
+    resident_blocks: int = 0
+
+    residency: Residency = Residency.SHARDED
+
+    # Calls whose backward may still come, by the order of events alone. Equal on every rank, so it may decide about
+    # collectives.
+    pending_backwards: int = 0
+
+    # Calls whose autograd graph is alive on this rank. It differs between ranks, so it decides what is legal, never what is
+    # sent.
+    live_graphs: int = 0
+
+    # The last forward outside of a backward, which a recomputation repeats, and whether it (or its recomputation) had grad.
+    last: ForwardCall | None = None
+    had_grad: bool = False
+
+    unsharded_by_user: bool = False
+
+    # The run of a backward with create_graph=True. Its graph needs the parameters until the next backward ends. -1: none.
+    create_graph_run: int = -1
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if the user unsharded the unit, with unshard() or resident()."""
+        return self.residency is Residency.FULL and (self.unsharded_by_user or self.resident_blocks > 0)
+
+    def configure(self, options: ScheduleOptions, *, nbytes: int) -> None:
+        """Set the options, and the bytes of the unsharded parameters."""
+        self.options, self.nbytes = options, nbytes
+
+    def count_resident_block(self, more: int) -> bool:
+        """Enter (1) or leave (-1) a resident() block. Return True if it is the outermost one."""
+        self.resident_blocks += more
+        return self.resident_blocks == max(more, 0)
+
+    def clear(self) -> None:
+        """Mark the unit sharded after its unsharded parameters were dropped."""
+        self.residency, self.unsharded_by_user, self.create_graph_run = Residency.SHARDED, False, -1
+
+
+@dataclass(slots=True)
+class ExecutionOrder:
+    """Orders in which units were needed in earlier runs, each stored under its first unit, to predict the next units.
+
+    >>> order = ExecutionOrder()
+    >>> [order.expect(unit) for unit in (7, 3, 5)]
+    [[], [], []]
+    >>> order.close()
+    >>> [order.expect(unit, 2) for unit in (7, 3, 5)]
+    [[3, 5], [5], []]
+    """
+
+    runs: dict[int, list[int]] = field(default_factory=dict)
+    now: list[int] = field(default_factory=list)
+    at: int = 0
+
+    def expect(self, unit: int, count: int = 1) -> list[int]:
+        """Record that `unit` is needed now. Return up to `count` units that are expected next, soonest first."""
+        self.now.append(unit)
+        run = self.runs.get(self.now[0])
+        if run is None:
+            return []
+        if self.at >= len(run) or run[self.at] != unit:
+            try:
+                self.at = run.index(unit, self.at)
+            except ValueError:
+                return []
+        self.at += 1
+        return run[self.at : self.at + count]
+
+    @property
+    def at_known_place(self) -> bool:
+        """True if the current unit is not the first of its run, and a run with the same first unit is known."""
+        return len(self.now) > 1 and self.now[0] in self.runs
+
+    def close(self) -> None:
+        """Store the current run, and begin a new one."""
+        if self.now:
+            self.runs[self.now[0]] = self.now
+        self.restart()
+
+    def restart(self) -> None:
+        """Drop the current run."""
+        self.now, self.at = [], 0
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts since the scheduler was created.
+
+    Attributes:
+        gathers: all-gathers of units.
+        prefetched: all-gathers that were started ahead.
+        unused: prefetched all-gathers that nothing used.
+        missed: all-gathers that could have been started ahead, had the units run in the same order as before.
+    """
+
+    gathers: int = 0
+    prefetched: int = 0
+    unused: int = 0
+    missed: int = 0
+
+
+# --- the scheduler ---
+
+
+def _always(unit: int) -> bool:
+    return True
+
+
+class Scheduler:
+    """Turns events of forward and backward into actions. It knows units by their number.
+
+    Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
+    begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
+    alone therefore decides when to reduce, the same way on every rank, whichever parameters a rank used, and all ranks issue
+    reduce-scatters and all-gathers in one order.
+
+        forward   A(1  2) B(3  4) C(5  6)
+        backward  C ...... B: C started at 5 > 4, so reduce C ...... A: reduce B ...... end: reduce A
+
+    Attributes:
+        clock: ticks when a forward starts or ends.
+        running: forwards in progress, outermost first; their `end` is not set yet.
+        stats: counts of all-gathers.
+    """
+
+    def __init__(self, can_prefetch: Callable[[int], bool] = _always) -> None:
+        """`can_prefetch`: returns True if a unit may be prefetched, with the same answer on all ranks."""
+        self.clock = 0
+        self.running: list[ForwardCall] = []
+        self.stats = Stats()
+        self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
+        self._can_prefetch = can_prefetch
+        self._records: dict[int, UnitRecord] = {}
+
+        # Outermost forwards begun and backwards ended so far.
+        self._run = 0
+
+        # Units unsharded ahead and not used yet, oldest first: unit -> the run in which that happened.
+        self._prefetched: dict[int, int] = {}
+
+        # Calls with grad whose backward has not begun, by their end, oldest first. Only the order of events changes it, so it
+        # is equal on all ranks. A call leaves when its backward begins, when a backward ends that reached a later call, or
+        # after `_REMEMBERED_RUNS` outermost forwards.
+        self._pending: dict[int, ForwardCall] = {}
+        self._run_starts: deque[int] = deque(maxlen=_REMEMBERED_RUNS)  # of the last outermost forwards, on the clock
+
+        # The running backward: unit -> start of its earliest call whose backward has begun; and the latest start reached so
+        # far.
+        self._entered: dict[int, int] = {}
+        self._latest = -1
+
+        # Units whose forward runs inside backward, for activation checkpointing.
+        self._recomputing: list[int] = []
+
+        # Graphs of calls that ended until this time were forgotten by `start_over`.
+        self._since = -1
+
+    # --- units ---
+
+    def register(self, unit: int, options: ScheduleOptions) -> UnitRecord:
+        """Add a unit and return its record."""
+        record = self._records[unit] = UnitRecord(unit, options)
+        return record
+
+    def unregister(self, unit: int) -> None:
+        """Remove a unit whose module was deleted.
+
+        Orders keep its number, since other ranks may delete the module later: predictions must stay equal on all ranks.
+        """
+        self._records.pop(unit, None)
+        self._entered.pop(unit, None)
+        self._prefetched.pop(unit, None)
+        self.running[:] = [call for call in self.running if call.unit != unit]
+        self._pending = {end: call for end, call in self._pending.items() if call.unit != unit}
+
+    def knows(self, unit: int) -> bool:
+        """Return True if the unit is registered."""
+        return unit in self._records
+
+    def is_running(self, unit: int) -> bool:
+        """Return True if a forward of the unit is in progress."""
+        for call in self.running:
+            if call.unit == unit:
+                return True
+        return False
+
+    def running_units(self) -> list[int]:
+        """Return the units whose forward is in progress, outermost first."""
+        return [call.unit for call in self.running]
+
+    def outermost(self) -> int | None:
+        """Return the unit of the outermost forward in progress."""
+        return self.running[0].unit if self.running else None
+
+    def in_backward(self, unit: int) -> bool:
+        """Return True if the running backward has entered the unit and not reduced it yet."""
+        return unit in self._entered
+
+    def awaits_backward(self, unit: int) -> bool:
+        """Return True if a graph on this rank may still need the unsharded parameters."""
+        return self._records[unit].live_graphs > 0 or unit in self._entered
+
+    def expects_backward(self, unit: int) -> bool:
+        """Return True if a backward of the unit may come or is running, by the order of events alone."""
+        return self._records[unit].pending_backwards > 0 or unit in self._entered
+
+    # --- forward ---
+
+    def before_forward(self, unit: int, *, stale: bool = False) -> list[Action]:
+        """Unshard the unit, and prefetch the next ones. `stale`: the shards changed since the unit was unsharded."""
+        actions = [] if self.running else self._begin_run(unit)
+        self.clock += 1
+        self.running.append(ForwardCall(unit, self.clock, self.clock))
+        record = self._records[unit]
+        expected = self.forward_order.expect(unit, 1 if record.options.comm.prefetch_bytes is None else _MAX_PREFETCHED)
+        in_backward = len(self._entered) > 0
+        return actions + self._unshard_and_prefetch(record, expected, record.next_forward, stale=stale, in_backward=in_backward)
+
+    def _begin_run(self, unit: int) -> list[Action]:
+        """Begin an outermost forward."""
+        now = self.forward_order.now
+        if now[:1] == [unit] or len(now) > 8 * len(self._records):
+            self.forward_order.close()
+        actions = [] if unit in self._prefetched else self._drop_unused()
+        if len(self._run_starts) == _REMEMBERED_RUNS:
+            self._expire(before=self._run_starts[0])
+        self._run_starts.append(self.clock)
+        self._run += 1
+        return actions
+
+    def after_forward(self, unit: int, *, grad: bool, since: int = -1) -> ForwardResult:
+        """Reshard the unit according to its policy.
+
+        Args:
+            unit: the unit whose innermost call ends.
+            grad: True if an output requires grad.
+            since: start of the module that ends the call. In a list of modules another module may have begun the call; calls
+                that began before `since` stay open.
+
+        Returns:
+            The call; the calls inside it that never ended (they raised, or some modules of a list did not run) and end with it;
+            and the actions.
+        """
+        self.clock += 1
+        *closed, call = self._end_call(unit, since)
+        actions: list[Action] = []
+        for inner in closed:
+            record = self._records[inner.unit]
+            record.last, record.had_grad = inner, grad
+            if not grad or record.options.reshard_policy is not ReshardPolicy.ALWAYS:
+                actions += self._reshard(record)
+        record = self._records[unit]
+        record.last, record.had_grad = call, grad
+        if not self.is_running(unit):  # a unit may call itself
+            actions += self._after_last_forward(record, call, grad)
+        return ForwardResult(call, closed, actions)
+
+    def _end_call(self, unit: int, since: int) -> list[ForwardCall]:
+        """End the innermost call of the unit, and first the unended calls inside it that began after `since`."""
+        ended: list[ForwardCall] = []
+        for index in range(len(self.running) - 1, -1, -1):
+            call = self.running[index]
+            if call.unit == unit:
+                del self.running[index]
+                ended.append(ForwardCall(unit, call.start, self.clock))
+                return ended
+            if call.start > since and index == len(self.running) - 1:
+                del self.running[index]
+                ended.append(ForwardCall(call.unit, call.start, self.clock))
+        raise InternalError(f"Unit {unit} ended a forward that it never began.")
+
+    def _after_last_forward(self, record: UnitRecord, call: ForwardCall, grad: bool) -> list[Action]:
+        """Reshard after the outermost call of the unit."""
+        record.unsharded_by_user = record.unsharded_by_user and not record.resident_blocks
+        outermost = not self.running
+        if outermost and call.end - call.start > 1:  # units ran inside. The next outermost forward is another model,
+            self.forward_order.close()  # which some ranks may have deleted: do not let this run predict it
+        policy = record.options.reshard_policy
+        if not grad:
+            return self._reshard(record)
+        if policy is ReshardPolicy.ALWAYS or (policy is ReshardPolicy.OUTERMOST and outermost):
+            return []
+        if policy is ReshardPolicy.PARTLY and record.residency is Residency.FULL and not record.resident_blocks:
+            return [SaveSubgroupShard(record.number), *self._reshard(record)]
+        return self._reshard(record)
+
+    def partial_end(self, unit: int) -> ForwardCall:
+        """Return the call so far: one module of a unit of several modules ended its forward, others follow."""
+        self.clock += 1
+        start = next(call.start for call in self.running if call.unit == unit)
+        return ForwardCall(unit, start, self.clock)
+
+    def register_copied_use(self, unit: int) -> ForwardCall:
+        """Return a call for a use of the unit's parameters outside of forward, in a copy of their own."""
+        self.clock += 2
+        return ForwardCall(unit, self.clock - 1, self.clock)
+
+    # --- backward ---
+
+    def expect_backward(self, call: ForwardCall) -> None:
+        """Record that an output of `call` requires grad. A recomputation may repeat a call that is pending already."""
+        record = self._records[call.unit]
+        record.live_graphs += 1
+        if call.end not in self._pending:
+            self._pending[call.end] = call
+            record.pending_backwards += 1
+
+    def graph_released(self, call: ForwardCall) -> None:
+        """Record that the graph of `call` was freed, or that its backward has begun.
+
+        That moment differs between ranks, so no decision about collectives may depend on it.
+        """
+        if call.unit in self._records and call.end > self._since:
+            self._records[call.unit].live_graphs -= 1
+
+    def before_backward(
+        self, call: ForwardCall, *, stale: bool = False, copied_use: bool = False, again: bool = False
+    ) -> list[Action]:
+        """Reduce the units whose backward is done, unshard this one, and prefetch the next.
+
+        Args:
+            call: the forward whose backward begins.
+            stale: the shards changed since the unit was unsharded.
+            copied_use: the call is from `register_copied_use`; its backward needs no parameters.
+            again: the backward has create_graph=True, so the unit stays unsharded until the next backward ends.
+        """
+        record = self._records[call.unit]
+        if again and not copied_use:
+            record.create_graph_run = self._run
+        actions = self._reduce_done(beyond=call.end)
+        self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
+        self._latest = max(self._latest, call.start)
+        self._not_pending(call)
+        if copied_use:
+            return actions
+        expected, needed = self._expect_in_backward(call), record.options.in_backward
+        return actions + self._unshard_and_prefetch(
+            record, expected, record.next_backward, stale=stale, in_backward=True, itself=needed
+        )
+
+    def before_recompute(self, unit: int, *, stale: bool = False) -> list[Action]:
+        """Unshard for a forward inside backward (activation checkpointing). The unit stays unsharded until it is reduced.
+
+        If the forward had grad, `before_backward` has run for it or will run by itself, whatever runs now. If it had none
+        (reentrant checkpointing), the unit's backward begins here.
+        """
+        record = self._records[unit]
+        actions: list[Action] = []
+        if record.last is None:
+            record.last, record.had_grad = self.register_copied_use(unit), False
+        elif not record.had_grad:
+            actions = self._reduce_done(beyond=record.last.end)
+        self._recomputing.append(unit)
+        if unit in self._entered and record.had_grad:  # `before_backward` has prefetched the next unit already
+            return actions + self._unshard_and_prefetch(record, (), (), stale=stale, in_backward=True)
+        expected, in_backward = self._expect_in_backward(record.last), len(self._entered) > 0
+        return actions + self._unshard_and_prefetch(
+            record, expected, record.next_backward, stale=stale, in_backward=in_backward
+        )
+
+    def after_recompute(self, unit: int, *, grad: bool) -> ForwardCall:
+        """Return the call that the recomputation repeats, for the backward of its graph."""
+        record = self._records[unit]
+        if unit in self._recomputing:
+            self._recomputing.remove(unit)
+        if record.last is None:
+            raise InternalError(f"Unit {unit} was recomputed before it was computed.")
+        record.had_grad = record.had_grad or grad
+        return record.last
+
+    def after_backward(self) -> list[Action]:
+        """Reduce the remaining units, and reshard those that no later backward needs.
+
+        Calls older than the latest one that this backward reached are no longer pending.
+        """
+        self._recomputing.clear()
+        for record in self._records.values():
+            if record.create_graph_run != self._run:
+                record.create_graph_run = -1
+        self._run += 1
+        actions = self._reduce_done(beyond=-1, even_if_pending=True)
+        self._expire(before=self._latest)
+        self._latest = -1
+        actions += self._drop_unused()
+        for record in list(self._records.values()):
+            wanted = record.unsharded_by_user or record.options.keep_after_backward or self.is_running(record.number)
+            over = record.pending_backwards == 0 or record.options.reshard_policy is ReshardPolicy.NEVER
+            if record.residency is Residency.FULL and over and not wanted:
+                actions += self._reshard(record)
+        self.forward_order.close()
+        self.backward_order.close()
+        return actions
+
+    def _reduce_done(self, *, beyond: int, even_if_pending: bool = False) -> list[Action]:
+        """Reduce and reshard the entered units all of whose calls started after `beyond`."""
+        actions: list[Action] = []
+        for unit, start in list(self._entered.items()):
+            record = self._records[unit]
+            if start > beyond and (even_if_pending or record.pending_backwards == 0) and unit not in self._recomputing:
+                del self._entered[unit]
+                if not record.options.keep_after_backward:
+                    actions += self._reshard(record)
+                actions.append(Reduce(unit))
+        return actions
+
+    # --- pending backwards ---
+
+    def _not_pending(self, call: ForwardCall) -> None:
+        if self._pending.pop(call.end, None) is not None:
+            self._records[call.unit].pending_backwards -= 1
+
+    def _expire(self, *, before: int) -> None:
+        """Stop expecting the backwards of calls that began before this time."""
+        for call in [call for call in self._pending.values() if call.start < before]:
+            self._not_pending(call)
+
+    def pending_units(self) -> list[int]:
+        """Return the units with a pending backward, oldest first."""
+        return list(dict.fromkeys(call.unit for call in self._pending.values()))
+
+    def has_pending_since(self, begin: int) -> bool:
+        """Return True if a pending call began at `begin` or later."""
+        return any(call.start >= begin for call in self._pending.values())
+
+    def run_of(self, call: ForwardCall) -> int:
+        """Return the start of the outermost forward that `call` was part of, -1 if that is too long ago."""
+        for start in reversed(self._run_starts):
+            if start < call.start:
+                return start
+        return -1
+
+    def next_run(self, run: int) -> int | None:
+        """Return the start of the outermost forward after `run`, None if there is none."""
+        return min((start for start in self._run_starts if start > run), default=None)
+
+    def previous_run(self, run: int) -> int | None:
+        """Return the start of the outermost forward before `run`, None if there is none."""
+        return max((start for start in self._run_starts if start < run), default=None)
+
+    # --- prefetching ---
+
+    def is_prefetched_in_this_run(self, unit: int) -> bool:
+        """Return True if the unit was prefetched in the current run, so that its unsharded parameters cannot be stale."""
+        return self._prefetched.get(unit) == self._run
+
+    def _expect_in_backward(self, call: ForwardCall) -> list[int]:
+        """Return the units that the backward needs after `call`, soonest first.
+
+        The first backward follows the forward: it expects the latest pending call before this one, in the same outermost
+        forward, since calls of other outermost forwards may be of models that some ranks deleted.
+        """
+        budget = self._records[call.unit].options.comm.prefetch_bytes
+        expected = self.backward_order.expect(call.unit, 1 if budget is None else _MAX_PREFETCHED)
+        if expected:
+            return expected
+        begin = self.run_of(call)
+        for other in reversed(self._pending.values()):
+            if begin < other.start < call.start:
+                return [other.unit]
+        return []
+
+    def _unshard_and_prefetch(
+        self,
+        record: UnitRecord,
+        expected: Sequence[int],
+        by_user: Sequence[int] | None,
+        *,
+        stale: bool,
+        in_backward: bool,
+        itself: bool = True,
+    ) -> list[Action]:
+        """Unshard the unit that computes next, and start unsharding the units behind it.
+
+        Args:
+            record: the unit that computes next.
+            expected: units that are expected behind it.
+            by_user: units that the user set instead, if any.
+            stale: the shards changed since the unit was unsharded, so it is unsharded again.
+            in_backward: skip units whose backward needs no unsharded parameters.
+            itself: False if only the units behind it are needed.
+        """
+        unit = record.number
+        actions: list[Action] = []
+        if stale:
+            actions += self.finish_unshard(unit)
+            if record.residency is Residency.FULL:
+                unsharded_by_user = record.unsharded_by_user
+                actions += self._reshard(record, even_resident=True)
+                record.unsharded_by_user = unsharded_by_user
+        if itself and record.residency is Residency.SHARDED:
+            order = self.backward_order if in_backward else self.forward_order
+            self.stats.missed += order.at_known_place
+            actions.append(self._start_unshard(record))
+        if record.residency is Residency.GATHERING:
+            actions += self.finish_unshard(unit)
+        chosen = self._choose(record, expected, by_user, in_backward=in_backward) if expected or by_user else []
+        for other in chosen:
+            actions.append(self._start_unshard(self._records[other]))
+        return actions
+
+    def _choose(
+        self, record: UnitRecord, expected: Sequence[int], by_user: Sequence[int] | None, *, in_backward: bool
+    ) -> list[int]:
+        """Choose the units to prefetch while the unit of `record` computes."""
+        chosen: list[int] = []
+        budget = record.options.comm.prefetch_bytes  # None: one unit
+        for unit in expected if by_user is None else by_user:
+            other = self._records.get(unit)
+            if other is None or not self._can_prefetch(unit):
+                continue
+            if by_user is None and (self._prefetched if budget is None else self._prefetched_bytes() + other.nbytes > budget):
+                break
+            if other.residency is Residency.SHARDED and unit not in chosen and (other.options.in_backward or not in_backward):
+                chosen.append(unit)
+                self._prefetched[unit] = self._run
+        self.stats.prefetched += len(chosen)
+        return chosen
+
+    def _prefetched_bytes(self) -> int:
+        return sum(self._records[unit].nbytes for unit in self._prefetched)
+
+    def _drop_unused(self) -> list[Action]:
+        """Reshard the prefetched units that nothing used."""
+        actions: list[Action] = []
+        for unit in self._prefetched:
+            record = self._records[unit]
+            if record.residency is Residency.GATHERING:
+                self.stats.unused += 1
+                record.residency = Residency.SHARDED
+                actions += [Wait(unit), Reshard(unit)]
+        self._prefetched.clear()
+        return actions
+
+    # --- transitions of one unit ---
+
+    def unshard(self, unit: int, *, stale: bool = False) -> list[Action]:
+        """Start to unshard a unit for the user, who waits for it later. `stale`: unshard it again."""
+        record = self._records[unit]
+        actions = self.finish_unshard(unit) + self._reshard(record, even_resident=True) if stale else []
+        if record.residency is Residency.SHARDED:
+            actions.append(self._start_unshard(record))
+        self._prefetched.pop(unit, None)
+        record.unsharded_by_user = True
+        return actions
+
+    def reshard(self, unit: int) -> list[Action]:
+        """Reshard a unit for the user, even inside of resident()."""
+        record = self._records[unit]
+        record.unsharded_by_user = False
+        return self.finish_unshard(unit) + self._reshard(record, even_resident=True)
+
+    def finish_unshard(self, unit: int) -> list[Action]:
+        """Wait for the all-gather of a unit, if one is in flight."""
+        record = self._records[unit]
+        if record.residency is not Residency.GATHERING:
+            return []
+        self._prefetched.pop(unit, None)
+        record.residency = Residency.FULL
+        return [Wait(unit)]
+
+    def _start_unshard(self, record: UnitRecord) -> Action:
+        """Start the all-gather of a sharded unit."""
+        record.residency = Residency.GATHERING
+        self.stats.gathers += 1
+        return Unshard(record.number)
+
+    def _reshard(self, record: UnitRecord, *, even_resident: bool = False) -> list[Action]:
+        """Reshard an unsharded unit, unless it is resident or the graph of a backward needs it."""
+        record.unsharded_by_user = False
+        needed = record.resident_blocks > 0 or record.create_graph_run != -1
+        if record.residency is not Residency.FULL or (needed and not even_resident):
+            return []
+        record.residency = Residency.SHARDED
+        return [Reshard(record.number)]
+
+    # --- recovery ---
+
+    def clear(self, unit: int) -> None:
+        """Mark a unit sharded after an action on it raised and its unsharded parameters were dropped."""
+        self._records[unit].clear()
+        self._prefetched.pop(unit, None)
+
+    def abort(self) -> list[Action]:
+        """End a forward or backward that raised: reshard every unit, and expect no backward."""
+        actions: list[Action] = []
+        self._forget_step()
+        self._expire(before=self.clock + 1)
+        for record in list(self._records.values()):
+            record.create_graph_run = -1
+            if record.residency is Residency.GATHERING:
+                actions += [Wait(record.number)]
+                record.residency = Residency.FULL
+            if record.residency is Residency.FULL and not record.unsharded_by_user:
+                actions += self._reshard(record)
+        return actions
+
+    def start_over(self) -> None:
+        """Reset every unit after an interrupt, whatever state it is in."""
+        self._since = self.clock
+        self._forget_step()
+        self._pending.clear()
+        for record in self._records.values():
+            record.clear()
+            record.pending_backwards = record.live_graphs = 0
+
+    def reset_orders(self) -> None:
+        """Forget earlier runs, after a step that ended at different places on different ranks."""
+        self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
+        self._run_starts.clear()
+        for record in self._records.values():
+            record.last, record.had_grad, record.create_graph_run = None, False, -1
+
+    def _forget_step(self) -> None:
+        self._entered.clear()
+        self.running.clear()
+        self._recomputing.clear()
+        self._latest = -1
+        self._prefetched.clear()
+        self.forward_order.restart()
+        self.backward_order.restart()
+
+
+__all__ = [
+    "TRANSITIONS",
+    "Action",
+    "ExecutionOrder",
+    "ForwardCall",
+    "ForwardResult",
+    "Reduce",
+    "Reshard",
+    "ReshardPolicy",
+    "Residency",
+    "SaveSubgroupShard",
+    "ScheduleOptions",
+    "Scheduler",
+    "Stats",
+    "UnitRecord",
+    "Unshard",
+    "Wait",
+]
