@@ -19,7 +19,7 @@ import fullshard
 from fullshard import CheckPolicy, StateError
 
 OURS = str(fullshard.__path__[0])
-SWALLOWED = {"__del__", "_backward_died", "_deleted"}  # Python calls these for objects that go, and prints what they raise
+SWALLOWED = {"__del__", "mark_raised", "_on_deleted"}  # Python calls these for objects that go, and prints what they raise
 
 
 class Interrupt:

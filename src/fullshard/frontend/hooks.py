@@ -19,7 +19,6 @@ from fullshard.params.shard_values import shard_of
 from fullshard.params.sharded_tensor import restore_subclass
 from fullshard.runtime import lint
 from fullshard.runtime.backward import BackwardHook, NodeHooks
-from fullshard.runtime.interrupts import marks_interrupts
 from fullshard.runtime.late_grads import check_hidden
 from fullshard.runtime.replicas import share_buffers
 from fullshard.runtime.unit import Unit
@@ -92,34 +91,40 @@ class ForwardHooks:
     """Forward hooks of the modules of one unit."""
 
     def __init__(self, unit: Unit) -> None:
-        self._unit, self.recovery = unit, unit.runtime.recovery
+        self._unit, self._recovery = unit, unit.runtime.recovery
         mp = unit.options.mp
         self._input_dtype, self._output_dtype = mp.input_dtype, mp.output_dtype
 
-    @marks_interrupts
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Unshard the parameters and cast the inputs before forward."""
-        if self._unit.checks.lint:
-            lint.check_before_forward(self._unit, module)
-        self._unit.pre_forward(module)
+        try:
+            if self._unit.checks.lint:
+                lint.check_before_forward(self._unit, module)
+            self._unit.pre_forward(module)
+        except BaseException as failure:
+            self._recovery.note_interrupt(failure)
+            raise
         if self._input_dtype is None:
             return None
         return cast_floats(args, self._input_dtype), cast_floats(kwargs, self._input_dtype)
 
-    @marks_interrupts
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard the parameters, hook the graph of the output for backward, and cast the output, also if forward raised."""
         unit = self._unit
-        output = self._clone_own_parameters(module, output)
         # torch calls this hook for a forward that raised, too (`always_call=True`), with None as output.
         failed = output is None and sys.exc_info()[1] is not None
-        call = unit.post_forward(module, failed=failed)
-        if call is not None:
-            has_graph = hook_outputs(unit, call, output)
-            if not failed:
-                unit.progress.output_has_graph = has_graph
-                if not has_graph:
-                    check_hidden(unit, output)
+        try:
+            output = self._clone_own_parameters(module, output)
+            call = unit.post_forward(module, failed=failed)
+            if call is not None:
+                has_graph = hook_outputs(unit, call, output)
+                if not failed:
+                    unit.progress.output_has_graph = has_graph
+                    if not has_graph:
+                        check_hidden(unit, output)
+        except BaseException as failure:
+            self._recovery.note_interrupt(failure)
+            raise
         return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
 
     def sync_buffers(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

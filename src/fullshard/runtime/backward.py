@@ -9,8 +9,6 @@ from typing import Any
 
 from fullshard import _torch
 from fullshard.errors import StateError
-from fullshard.runtime.interrupts import marks_interrupts
-from fullshard.runtime.recovery import Recovery
 from fullshard.runtime.unit import Unit
 from fullshard.schedule.scheduler import ForwardCall
 
@@ -28,19 +26,18 @@ class BackwardHook:
         unit.runtime.scheduler.expect_backward(call)
         unit.progress.live_graphs += 1
 
-    @property
-    def recovery(self) -> Recovery:
-        """The recovery of the runtime, for `marks_interrupts`."""
-        return self._unit.runtime.recovery
-
-    @marks_interrupts
     def __call__(self, *_: object) -> None:
         """Enter the unit's backward, before its first node, once per backward."""
         task = _torch.current_graph_task()
-        if task != self._task:
-            self._task = task
+        if task == self._task:
+            return
+        self._task = task
+        try:
             self._unit.pre_backward(self._call, copied_use=self._copied_use)
             self._forget()
+        except BaseException as failure:
+            self._unit.runtime.recovery.note_interrupt(failure)
+            raise
 
     def __del__(self) -> None:
         self._unit.progress.live_graphs -= 1

@@ -34,6 +34,11 @@ class Recovery:
         """This object, for `recovers_first`."""
         return self
 
+    def note_interrupt(self, failure: BaseException) -> None:
+        """Set the mark if `failure` is an interrupt (KeyboardInterrupt, SystemExit), which can come between any two lines."""
+        if not isinstance(failure, Exception):
+            self.interrupted = True
+
     def recover(self) -> None:
         """Clean up if the last event was interrupted or the last backward raised. Every event begins with this."""
         if self.interrupted:

@@ -22,7 +22,7 @@ class Write:
     """A contiguous CPU tensor to write to a file."""
 
     file: str
-    offset: int  # bytes from the begin of the file
+    offset: int  # bytes from the beginning of the file
     tensor: Tensor
 
 
