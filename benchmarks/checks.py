@@ -31,10 +31,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
 from fullshard import CheckPolicy
-from fullshard.consistency.local_state import WaitState
+from fullshard.checks.local_state import WaitState
+from fullshard.core.communicator import Communicator
 from fullshard.frontend.module import units_of
 from fullshard.frontend.step_entries import StepEntries
-from fullshard.runtime.communicator import Communicator
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

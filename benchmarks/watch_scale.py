@@ -14,9 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fullshard.consistency.board import NOW, StateStore
-from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName
-from fullshard.consistency.watchdog import Watchdog
+from fullshard.checks.board import NOW, StateStore
+from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, UnitName
+from fullshard.checks.watchdog import Watchdog
 
 TICK = 0.1  # seconds
 HEAD = 8  # bytes of overhead per key or value

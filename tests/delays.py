@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import HostStream, Interrupted, Work
+from fullshard.comm.base import StartedWork
+from fullshard.comm.streams import HostStream, Interrupted, Work
 
 
 class Delays:

@@ -16,9 +16,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import fullshard
-from fullshard.collectives.backends import collectives_for
-from fullshard.collectives.base import Collectives
-from fullshard.collectives.gloo import GlooCollectives
+from fullshard.comm.backends import collectives_for
+from fullshard.comm.base import Collectives
+from fullshard.comm.gloo import GlooCollectives
 
 ROWS = 12  # of a global batch: divides by 1, 2, 3 and 4
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import fullshard
+from fullshard.core import reduction
+from fullshard.core.layout import DirectRule, plan_layout
+from fullshard.core.scheduler import TRANSITIONS, Action, Reduce, Reshard, ReshardPolicy, Scheduler, Unshard, Wait
 from fullshard.foresight.picture import figure_of
-from fullshard.params import reduction
 from fullshard.policies import CommPolicy
-from fullshard.schedule.scheduler import TRANSITIONS, Action, Reduce, Reshard, ReshardPolicy, Scheduler, Unshard, Wait
-from fullshard.sharding.layout import DirectRule, plan_layout
 
 HERE = Path(__file__).parent
 UNITS = ["root", "block 1", "block 2"]

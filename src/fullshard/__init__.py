@@ -6,12 +6,9 @@ Each subpackage describes its purpose and its files in its docstring. A subpacka
     foresight              predict the memory, time and collectives of a step, with the scheduler that runs it
     wrap  fsdp1  tools     choose the modules that become units; FSDP1's interface; install(), verify()
     frontend               fully_shard(), FSDPModule, hooks, full parameters, optimizers
-    runtime                units, forward and backward of a unit, gradients, recovery after exceptions
-    params                 sharded and unsharded parameters, parameter groups, reductions
-    schedule               the pure scheduler: when to unshard, reshard and reduce
-    consistency            the collective log, and the watchdog that compares it between ranks
-    sharding               meshes, placements and layouts, as integers
-    collectives            transport: process groups, streams, custom collectives, traffic counters
+    core                   one unit from hook to process group: units, scheduler, groups, parameters, reductions, meshes
+    checks                 the collective log, and the watchdog that compares it between ranks
+    comm                   transport: process groups, streams, custom collectives, traffic counters
 
 compat.py    FSDP1's names
 policies.py  MixedPrecisionPolicy, CommPolicy, CheckPolicy, each resolving to a value without None
@@ -20,10 +17,12 @@ _torch.py    all private names of torch that fullshard uses
 __main__.py  python -m fullshard run script.py, python -m fullshard verify module:factory
 """
 
-from fullshard.collectives.base import Collectives
-from fullshard.collectives.custom import AllGather, Comm, ReduceScatter
-from fullshard.collectives.streams import Lane
-from fullshard.collectives.traffic import Message
+from fullshard.comm.base import Collectives
+from fullshard.comm.custom import AllGather, Comm, ReduceScatter
+from fullshard.comm.streams import Lane
+from fullshard.comm.traffic import Message
+from fullshard.core.mesh import DataParallelMeshDims
+from fullshard.core.param_sharding import ShardPlacementResult
 from fullshard.errors import InternalError, StateError
 from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.explanation import Explanation, explain
@@ -49,8 +48,6 @@ from fullshard.frontend.module import (
     undo,
 )
 from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, LintWarning, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.sharding.mesh import DataParallelMeshDims
-from fullshard.sharding.param_sharding import ShardPlacementResult
 from fullshard.tools.install import install, installed, uninstall
 from fullshard.tools.verify import verify
 from fullshard.weights.ema import EMA

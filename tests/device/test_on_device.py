@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
-from fullshard.collectives.streams import _DeviceWork
+from fullshard.comm.streams import _DeviceWork
+from fullshard.core.heartbeat import Heartbeats
 from fullshard.foresight.calibrate import _Bench
-from fullshard.runtime.heartbeat import Heartbeats
 from fullshard.weights import load_weights, save_weights
 
 pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)

@@ -100,35 +100,35 @@ KINDS = ("stream behind an event", "stream behind a message", "Event.synchronize
 EVENT, MESSAGE, HOST = KINDS[:3]
 
 SHOWN = {  # each order that fullshard makes, by function and kind, and a program that goes wrong without it
-    ("runtime/runtime.py _unshard (run)", EVENT): "plain",
-    ("runtime/runtime.py _wait (wait)", EVENT): "plain",
-    ("runtime/reducer.py reduce (run)", EVENT): "plain",
-    ("runtime/reducer.py reduce (wait)", EVENT): "plain",
-    ("params/reduction.py wait_on_host (wait)", EVENT): "optimizers in hooks",
-    ("params/reduction.py wait_on_host (block)", HOST): "values of the first rank",
-    ("params/group.py synchronize_host (block)", HOST): "offload, written",
-    ("runtime/reducer.py drain (wait)", EVENT): "kept memory",
-    ("runtime/unit.py all_gather_copy (run)", EVENT): "offload, gathered and written",
-    ("runtime/unit.py all_gather_copy (wait)", EVENT): "offload, gathered and written",
+    ("core/runtime.py _unshard (run)", EVENT): "plain",
+    ("core/runtime.py _wait (wait)", EVENT): "plain",
+    ("core/reducer.py reduce (run)", EVENT): "plain",
+    ("core/reducer.py reduce (wait)", EVENT): "plain",
+    ("core/reduction.py wait_on_host (wait)", EVENT): "optimizers in hooks",
+    ("core/reduction.py wait_on_host (block)", HOST): "values of the first rank",
+    ("core/param_group.py synchronize_host (block)", HOST): "offload, written",
+    ("core/reducer.py drain (wait)", EVENT): "kept memory",
+    ("core/unit.py all_gather_copy (run)", EVENT): "offload, gathered and written",
+    ("core/unit.py all_gather_copy (wait)", EVENT): "offload, gathered and written",
     ("_torch.py on_stream", EVENT): "hook on a stream",
     ("_torch.py wait_for_event", EVENT): "optimizer on a stream",
     ("_torch.py then_order", EVENT): "backward on a stream",
 }
 IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those that read something wrong raise, and are of no use then
-    ("runtime/heartbeat.py _send (run)", EVENT),
-    ("runtime/heartbeat.py read (block)", HOST),
-    ("runtime/heartbeat.py read_now (block)", HOST),
-    ("runtime/setup_collectives.py _send (run)", EVENT),
-    ("runtime/setup_collectives.py _send (run)", MESSAGE),
-    ("runtime/setup_collectives.py _send (wait)", EVENT),
-    ("runtime/reducer.py _send_heartbeats (wait)", EVENT),  # as long as pages of heartbeats are new
+    ("core/heartbeat.py _send (run)", EVENT),
+    ("core/heartbeat.py read (block)", HOST),
+    ("core/heartbeat.py read_now (block)", HOST),
+    ("core/setup_collectives.py _send (run)", EVENT),
+    ("core/setup_collectives.py _send (run)", MESSAGE),
+    ("core/setup_collectives.py _send (wait)", EVENT),
+    ("core/reducer.py _send_heartbeats (wait)", EVENT),  # as long as pages of heartbeats are new
 }
 HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the last one the detector finds
-    ("runtime/heartbeat.py read (wait)", EVENT),
-    ("runtime/heartbeat.py read_now (wait)", EVENT),
-    ("params/group.py synchronize_host (wait)", EVENT),
-    ("runtime/reducer.py poll (wait)", EVENT),
-    ("runtime/reducer.py start_heartbeats (wait)", EVENT),
+    ("core/heartbeat.py read (wait)", EVENT),
+    ("core/heartbeat.py read_now (wait)", EVENT),
+    ("core/param_group.py synchronize_host (wait)", EVENT),
+    ("core/reducer.py poll (wait)", EVENT),
+    ("core/reducer.py start_heartbeats (wait)", EVENT),
 }
 
 
@@ -146,7 +146,7 @@ def test_each_order_is_known_by_what_it_is_for(world: World) -> None:
     for program in NAMED.values():
         told(program, on_device(world))
     world.device.on_order(None)
-    polled = {("runtime/reducer.py poll (wait)", EVENT)}  # of reductions that happen to be over
+    polled = {("core/reducer.py poll (wait)", EVENT)}  # of reductions that happen to be over
     assert found | polled == SHOWN.keys() | IN_TABLE | HIDDEN
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fullshard.collectives.traffic import ObservedCollectives, TrafficCounter
+from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
 
 STEPS = 10
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

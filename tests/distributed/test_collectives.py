@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from harness import World, ranks
 
-from fullshard.collectives.backends import collectives_for
-from fullshard.collectives.base import Collectives, SingleRank
-from fullshard.collectives.coalesced import CoalescedCollectives
-from fullshard.collectives.gloo import GlooCollectives
+from fullshard.comm.backends import collectives_for
+from fullshard.comm.base import Collectives, SingleRank
+from fullshard.comm.coalesced import CoalescedCollectives
+from fullshard.comm.gloo import GlooCollectives
 
 
 def finish(pending: object) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, clip_grad_norm_, fully_shard
-from fullshard.collectives.base import SingleRank
+from fullshard.comm.base import SingleRank
 
 
 class Texts(expecttest.TestCase):

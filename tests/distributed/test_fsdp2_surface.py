@@ -137,7 +137,7 @@ def test_every_field_of_the_installed_torchs_policies_is_here() -> None:
 def test_every_hook_of_tensor_subclasses_that_the_installed_torch_asks_for_is_here() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    from fullshard.params import extension
+    from fullshard.core import extension
 
     asked = set(re.findall(r'"(fsdp_\w+)"', inspect.getsource(_fsdp_param)))
     assert asked and asked <= set(re.findall(r'"(fsdp_\w+)"', inspect.getsource(extension)))

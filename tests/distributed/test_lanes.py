@@ -23,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import HostStream, InFlight
+from fullshard.comm.base import StartedWork
+from fullshard.comm.streams import HostStream, InFlight
+from fullshard.core.reduction import MOVES, Stage
+from fullshard.core.scheduler import Wait
 from fullshard.errors import InternalError
-from fullshard.params.reduction import MOVES, Stage
-from fullshard.schedule.scheduler import Wait
 
 
 class Procrastinator:

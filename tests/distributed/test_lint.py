@@ -157,7 +157,7 @@ def test_prefetches_that_are_missed_are_counted_and_said(world: World) -> None:
 
     model = Shuffled()
     policy = fullshard.CommPolicy(
-        lanes=lambda device: fullshard.collectives.streams.stream_for(device)
+        lanes=lambda device: fullshard.comm.streams.stream_for(device)
     )  # counted apart from other models
     for module in (*model.parts, model):
         fully_shard(module, mesh=world.mesh, comm_policy=policy)
@@ -170,7 +170,7 @@ def test_prefetches_that_are_missed_are_counted_and_said(world: World) -> None:
     in_order = shard_stack(
         Stack(),
         world.mesh,
-        comm_policy=fullshard.CommPolicy(lanes=lambda device: fullshard.collectives.streams.stream_for(device)),
+        comm_policy=fullshard.CommPolicy(lanes=lambda device: fullshard.comm.streams.stream_for(device)),
     )
     for step in range(4):
         square(in_order(batch(step))).backward()

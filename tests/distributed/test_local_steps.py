@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
+from fullshard.core.sharded_param import to_local
 from fullshard.frontend import optim as steps
 from fullshard.frontend.local_steps import ELEMENT_WISE, is_element_wise
-from fullshard.params.sharded_param import to_local
 
 OPTIONS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Adadelta": (optim.Adadelta, {}),

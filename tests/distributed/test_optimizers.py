@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # imported 
 from torch.nn.utils import get_total_norm as early_get_total_norm
 
 import fullshard
-from fullshard.params.sharded_param import to_local
+from fullshard.core.sharded_param import to_local
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])

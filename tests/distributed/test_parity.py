@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fullshard.sharding import layout
+from fullshard.core import layout
 
 PACKED, DIRECT = CommPolicy(direct_min_bytes=float("inf")), CommPolicy(direct_min_bytes=0)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import StateError, fully_shard
-from fullshard.runtime.sync import digest
+from fullshard.core.value_sync import digest
 
 
 class Texts(expecttest.TestCase):

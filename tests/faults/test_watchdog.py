@@ -29,9 +29,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
 from fullshard import CheckPolicy, StateError
-from fullshard.consistency.board import NOW, StateStore
-from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName, find_desync, listed
-from fullshard.consistency.watchdog import Watchdog
+from fullshard.checks.board import NOW, StateStore
+from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, UnitName, find_desync, listed
+from fullshard.checks.watchdog import Watchdog
 from fullshard.frontend.module import units_of
 
 PROGRAM = """
@@ -122,7 +122,7 @@ def test_programs_end_quietly(tmp_path: Path) -> None:
 @ranks(2)
 def test_a_timeout_says_for_whom_it_waited(world: World) -> None:
     policy = CheckPolicy(patience=0.2, timeout=3.0)  # on a busy machine an answer takes more than a second
-    lanes = fullshard.CommPolicy(lanes=lambda device: fullshard.collectives.streams.HostStream())  # a waiter of its own
+    lanes = fullshard.CommPolicy(lanes=lambda device: fullshard.comm.streams.HostStream())  # a waiter of its own
     model = shard_stack(Stack(), world.mesh, check_policy=policy, comm_policy=lanes)
     unit = model._fullshard_unit
     square(model(batch(0))).backward()

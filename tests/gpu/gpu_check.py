@@ -58,11 +58,11 @@ except ModuleNotFoundError:  # a checkout that is not installed
     import fullshard
 
 from fullshard import CheckPolicy, CommPolicy, MixedPrecisionPolicy, fully_shard
-from fullshard.collectives.base import SingleRank, StartedWork
-from fullshard.collectives.coalesced import CoalescedCollectives
-from fullshard.collectives.gloo import GlooCollectives
-from fullshard.collectives.streams import stream_for
-from fullshard.runtime import communicator as fullshard_communicator
+from fullshard.comm.base import SingleRank, StartedWork
+from fullshard.comm.coalesced import CoalescedCollectives
+from fullshard.comm.gloo import GlooCollectives
+from fullshard.comm.streams import stream_for
+from fullshard.core import communicator as fullshard_communicator
 from fullshard.wrap import ModuleWrapPolicy
 
 PASS, FAIL, SKIP, NOTE = "PASS", "FAIL", "SKIP", "note"

@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard import _torch
-from fullshard.params.group import ParamGroup
-from fullshard.params.reduction import Reduction
-from fullshard.runtime import communicator
-from fullshard.runtime.unit import Unit
+from fullshard.core import communicator
+from fullshard.core.param_group import ParamGroup
+from fullshard.core.reduction import Reduction
+from fullshard.core.unit import Unit
 
 BACKEND = "races"
 

@@ -10,12 +10,12 @@ from unittest import mock
 import network
 
 from fullshard import _torch
-from fullshard.collectives.streams import DeviceStream, InFlight, _DeviceWork
-from fullshard.params.group import ParamGroup
-from fullshard.params.reduction import Reduction
-from fullshard.runtime.heartbeat import Heartbeats
-from fullshard.runtime.reducer import GradientReducer
-from fullshard.runtime.runtime import Runtime
+from fullshard.comm.streams import DeviceStream, InFlight, _DeviceWork
+from fullshard.core.heartbeat import Heartbeats
+from fullshard.core.param_group import ParamGroup
+from fullshard.core.reducer import GradientReducer
+from fullshard.core.reduction import Reduction
+from fullshard.core.runtime import Runtime
 
 Patch = tuple[Any, str, Any]
 

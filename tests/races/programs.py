@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.collectives.streams import DeviceStream, Lane
-from fullshard.sharding import layout
+from fullshard.comm.streams import DeviceStream, Lane
+from fullshard.core import layout
 
 
 @dataclass(frozen=True)

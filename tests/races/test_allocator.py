@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy
-from fullshard.collectives.streams import DeviceStream
+from fullshard.comm.streams import DeviceStream
+from fullshard.core import layout
+from fullshard.core.unit import unit_of
+from fullshard.core.unsharded_buffer import AllGather, FlatBuffer
 from fullshard.foresight.allocator import MIB, Allocator
-from fullshard.params.unsharded import AllGather, FlatBuffer
-from fullshard.runtime.unit import unit_of
-from fullshard.sharding import layout
 
 
 @pytest.fixture(scope="module", autouse=True)

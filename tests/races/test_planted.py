@@ -14,30 +14,33 @@ from planted import BEHIND_EXCEPTIONS, FAULTS, planted
 from programs import NAMED, Program, first_race, run
 
 import fullshard
-from fullshard.collectives.streams import InFlight
+from fullshard.comm.streams import InFlight
 
 # Orders that others make already. Each is part of a call that does more elsewhere: on the CPU, or together with what is said here.
 COVERED = {
     (
-        "runtime/heartbeat.py _send (run)",
+        "core/heartbeat.py _send (run)",
         "wait_stream",
     ): "the lane waited as the last reduction began; a page is new in the first steps only",
     (
-        "runtime/reducer.py drain (wait)",
+        "core/reducer.py drain (wait)",
         "wait_event",
     ): "each reduction is waited for a moment later, before its gradients are handed out",
     (
-        "runtime/heartbeat.py read_now (wait)",
+        "core/heartbeat.py read_now (wait)",
         "wait_event",
     ): "the host waits as well, and nothing on the device reads the answer",
-    ("runtime/heartbeat.py read (wait)", "wait_event"): "the host waits as well, and nothing on the device reads the answer",
-    ("params/group.py synchronize_host (wait)", "wait_event"): "the host waits as well, and the host alone writes such shards",
-    ("runtime/reducer.py poll (wait)", "wait_event"): "the host was told that the lane is done",
+    ("core/heartbeat.py read (wait)", "wait_event"): "the host waits as well, and nothing on the device reads the answer",
     (
-        "runtime/reducer.py _send_heartbeats (wait)",
+        "core/param_group.py synchronize_host (wait)",
+        "wait_event",
+    ): "the host waits as well, and the host alone writes such shards",
+    ("core/reducer.py poll (wait)", "wait_event"): "the host was told that the lane is done",
+    (
+        "core/reducer.py _send_heartbeats (wait)",
         "wait_event",
     ): "the lanes are drained a moment later; the device shows it, where a new page of heartbeats takes the memory",
-    ("runtime/heartbeat.py clear (wait)", "wait_event"): "found behind exceptions",
+    ("core/heartbeat.py clear (wait)", "wait_event"): "found behind exceptions",
 }
 
 

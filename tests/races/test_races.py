@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from network import watching, world
 from programs import NAMED, PROGRAMS, Program, first_race, run
 
-from fullshard.runtime.heartbeat import Heartbeats
+from fullshard.core.heartbeat import Heartbeats
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,7 +141,7 @@ def test_a_heartbeat_that_nobody_read_keeps_no_gradients() -> None:
     detector.machine.eager = 0.0
     alive: list[str] = []
     run(Program(steps=1, dtypes="high"), detector, at_end=lambda: alive.extend(detector.labels()))
-    assert alive and not [label for label in alive if "params/reduction.py" in label]
+    assert alive and not [label for label in alive if "core/reduction.py" in label]
 
 
 def test_a_heartbeat_that_is_over_as_it_is_sent_is_read_in_its_turn() -> None:
@@ -169,4 +169,4 @@ def test_casts_and_copies_from_the_host_are_on_a_lane_of_their_own() -> None:
     """The copy for the next unit does not wait for the gather of the last."""
     for name, copies in (("offload", True), ("mixed precision", True), ("plain", False)):
         detector = run(NAMED[name], Detector())
-        assert (("runtime/runtime.py _unshard (run)", "wait_event") in detector.machine.orderings) is copies
+        assert (("core/runtime.py _unshard (run)", "wait_event") in detector.machine.orderings) is copies

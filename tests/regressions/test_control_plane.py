@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import CommPolicy, StateError, fully_shard
-from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import HostStream
+from fullshard.comm.base import StartedWork
+from fullshard.comm.streams import HostStream
 
 
 class Dec(nn.Module):

@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
 from fullshard import CheckPolicy, CommPolicy, StateError, _torch, fully_shard
-from fullshard.collectives.base import SingleRank, StartedWork
-from fullshard.collectives.gloo import GlooCollectives
+from fullshard.checks.watchdog import Watchdog
+from fullshard.comm.base import SingleRank, StartedWork
+from fullshard.comm.gloo import GlooCollectives
 from fullshard.compat import FullyShardedDataParallel as FSDP
-from fullshard.consistency.watchdog import Watchdog
-from fullshard.params import reduction, unsharded
-from fullshard.runtime.unit import unit_of
+from fullshard.core import reduction
+from fullshard.core import unsharded_buffer as unsharded
+from fullshard.core.unit import unit_of
 from fullshard.weights import load_weights, save_weights
 
 
@@ -824,7 +825,7 @@ def test_a_backward_that_raised_is_over_for_the_next_forward_though_the_engine_d
             threading.Timer(0.3 * (world.rank == world.size - 1), held.clear).start()
         else:
             with (
-                mock.patch("fullshard.runtime.backward.PATIENCE", 0.2),
+                mock.patch("fullshard.core.backward.PATIENCE", 0.2),
                 pytest.raises(StateError, match=r"while a backward of another thread runs, which has reached .*'blocks\.0'"),
             ):
                 sharded(world.mine(batch(0)))

@@ -15,10 +15,10 @@ from models import Stack, assert_near, assert_same_parameters, batch, rounding, 
 from torch import Tensor, nn
 
 from fullshard import CommPolicy, StateError, _torch, fully_shard
-from fullshard.collectives.base import SingleRank
-from fullshard.collectives.coalesced import CoalescedCollectives
-from fullshard.collectives.streams import HostStream
-from fullshard.runtime.unit import unit_of
+from fullshard.comm.base import SingleRank
+from fullshard.comm.coalesced import CoalescedCollectives
+from fullshard.comm.streams import HostStream
+from fullshard.core.unit import unit_of
 
 
 @ranks(1, 2)
@@ -171,7 +171,7 @@ def test_a_graph_of_the_device_that_is_captured_is_refused(world: World) -> None
 
 def test_a_gather_of_one_rank_leaves_the_version_of_a_full_tensor_alone() -> None:
     """A group of one copies. Full tensors of extensions that are made over what was gathered seemed written, and backward raised."""
-    from fullshard.params.unsharded import tensor_on_storage
+    from fullshard.core.unsharded_buffer import tensor_on_storage
 
     out = torch.zeros(4, dtype=torch.bfloat16)
     full, shard = out.view(2, 2), torch.ones(8, dtype=torch.uint8)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
 
 import fullshard
-from fullshard.collectives.traffic import Message
+from fullshard.comm.traffic import Message
 from fullshard.foresight.clock import message_seconds, play
 from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, gpu_of, write_machine
 from fullshard.foresight.optimizer import OPTIMIZERS, optimizer_step

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fullshard
-from fullshard.sharding.layout import ALIGN_BYTES, MIB, DirectRule, Extent, plan_layout, slices, staging_limit
+from fullshard.core.layout import ALIGN_BYTES, MIB, DirectRule, Extent, plan_layout, slices, staging_limit
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 

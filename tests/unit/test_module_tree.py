@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fullshard.sharding.module_tree import collect, roots_of
+from fullshard.core.module_tree import collect, roots_of
 
 
 class Tree(nn.Module):

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.errors import InternalError
-from fullshard.policies import CommPolicy
-from fullshard.schedule.scheduler import (
+from fullshard.core.scheduler import (
     TRANSITIONS,
     Action,
     ForwardCall,
@@ -23,6 +21,8 @@ from fullshard.schedule.scheduler import (
     Unshard,
     Wait,
 )
+from fullshard.errors import InternalError
+from fullshard.policies import CommPolicy
 
 COMM = CommPolicy()
 

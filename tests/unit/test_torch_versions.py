@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard import _torch
-from fullshard.collectives import backends
-from fullshard.collectives.coalesced import CoalescedCollectives
+from fullshard.comm import backends
+from fullshard.comm.coalesced import CoalescedCollectives
 
 
 def test_flops_of_attention_are_those_of_its_products() -> None:

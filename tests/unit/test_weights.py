@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import load_weights, save_weights
-from fullshard.sharding.layout import Extent
+from fullshard.core.layout import Extent
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import NAMES, BadFile, FileTensor, header_bytes, parse_header, read_checkpoint, read_header
 from fullshard.weights.holdings import ModelTensor, ShardMap

@@ -1,5 +1,5 @@
-"""The tree is the design: wings import each other one way only, files within a wing never in a circle, and private names of torch
-stay in one file.
+"""The tree is the design: packages import those below them, extensions use the door of the core, files import each other in no
+circle, and private names of torch stay in one file.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "fullshard"
 ROOT = {"_torch", "errors", "policies"}  # any file may import these
-ARROWS = {  # a wing, and those that it imports
-    "collectives": set(),
-    "schedule": set(),
-    "sharding": {"collectives"},
-    "consistency": {"collectives"},
-    "params": {"collectives", "consistency", "sharding"},
-    "runtime": {"collectives", "consistency", "params", "schedule", "sharding"},
-    "frontend": {"collectives", "consistency", "params", "runtime", "schedule", "sharding"},
-    "wrap": {"frontend", "runtime", "sharding"},
-    "fsdp1": {"collectives", "consistency", "frontend", "params", "runtime", "sharding", "wrap"},
-    "tools": {"collectives", "frontend", "params", "sharding", "wrap"},
-    "weights": {"collectives", "frontend", "params", "runtime", "sharding", "wrap"},
-    "foresight": {"collectives", "frontend", "runtime", "schedule", "sharding", "wrap"},
+BUILT_ON_CORE = {"wrap", "fsdp1", "tools", "weights", "foresight"}  # they import fullshard.core, and no file behind it
+BELOW = {  # a package, and those that it may import
+    "comm": set(),
+    "checks": {"comm"},
+    "core": {"comm", "checks"},
+    "frontend": {"comm", "checks", "core"},
+    "wrap": {"core", "frontend"},
+    "fsdp1": {"core", "frontend", "wrap"},
+    "tools": {"core", "frontend", "wrap"},
+    "weights": {"core", "frontend", "wrap"},
+    "foresight": {"core", "frontend", "wrap"},
 }
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.stem != "__init__")
 
@@ -55,13 +53,13 @@ def imported(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parent != SOURCE], ids=name_of)
-def test_wings_import_each_other_one_way(path: Path) -> None:
-    wing = path.parent.name
+def test_packages_import_those_below_them_and_the_core_through_its_door(path: Path) -> None:
+    package = path.parent.name
     for name in imported(path):
-        other = name.split(".")[0]
-        assert other == wing or other in ARROWS[wing] | ROOT, (
-            f"{name_of(path)} imports {name}: no arrow leads from {wing} to {other}"
-        )
+        other, *behind = name.split(".")
+        assert other == package or other in BELOW[package] | ROOT, f"{name_of(path)} imports {name}, which is not below it"
+        if package in BUILT_ON_CORE and other == "core":
+            assert not behind, f"{name_of(path)} imports {name}: import from fullshard.core, whose page has the names"
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
@@ -70,13 +68,13 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     assert not [name for name, next_ in itertools.pairwise(names) if name == next_]
 
 
-def test_arrows_make_no_circle_and_every_wing_has_some() -> None:
-    assert set(ARROWS) == {path.parent.name for path in FILES if path.parent != SOURCE}
-    left = dict(ARROWS)
+def test_packages_import_each_other_in_no_circle() -> None:
+    assert set(BELOW) == {path.parent.name for path in FILES if path.parent != SOURCE}
+    left = dict(BELOW)
     while left:
-        free = {wing for wing, others in left.items() if not others & set(left)}
+        free = {package for package, others in left.items() if not others & set(left)}
         assert free, f"a circle among {sorted(left)}"
-        left = {wing: others for wing, others in left.items() if wing not in free}
+        left = {package: others for package, others in left.items() if package not in free}
 
 
 def test_files_import_each_other_in_no_circle() -> None:
@@ -94,7 +92,7 @@ def test_every_file_opens_with_one_sentence(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_paragraph_of_a_wing_names_every_file(path: Path) -> None:
+def test_the_paragraph_of_a_package_names_every_file(path: Path) -> None:
     doc = ast.get_docstring(ast.parse((path.parent / "__init__.py").read_text())) or ""
     assert any(line.startswith(f"{path.name} ") for line in doc.splitlines())
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from fullshard import _torch
-from fullshard.collectives.backends import collectives_for
-from fullshard.collectives.base import StartedWork
+from fullshard.core import StartedWork, collectives_for
 from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, Gpu, Network, write_machine
 
 SIZES = ((512, 256, 256), (1024, 256, 768), (1024, 512, 512), (512, 1024, 1024))

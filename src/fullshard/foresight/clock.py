@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from fullshard.collectives.traffic import Message
+from fullshard.core import Message
 from fullshard.foresight.hardware import Gpu, Network
 from fullshard.foresight.program import ON_HOST, Await, Launch, Mesh, Place, Program
 from fullshard.foresight.rates import attention_fraction, matmul_fraction

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fullshard.collectives.traffic import Message
+from fullshard.core import Message
 from fullshard.foresight.clock import message_seconds
 from fullshard.foresight.facts import StepEstimate
 from fullshard.foresight.program import Place

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
+from fullshard.core import PlacementFn
 from fullshard.errors import check_positive_int
 from fullshard.foresight.comparison import Comparison, compare
 from fullshard.foresight.facts import StepEstimate
@@ -23,7 +24,6 @@ from fullshard.foresight.simulate import Engine, simulate
 from fullshard.foresight.trace import Footprint
 from fullshard.frontend.api import gc_paused
 from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.sharding.param_sharding import PlacementFn
 from fullshard.wrap.tables import bytes_text
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from fullshard.collectives.traffic import Message
+from fullshard.core import Message
 from fullshard.foresight.allocator import reserved_for
 from fullshard.foresight.clock import Band, Timeline, play, spread
 from fullshard.foresight.hardware import Gpu, Network

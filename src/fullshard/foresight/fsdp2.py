@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from math import prod
 
-from fullshard.collectives.base import StartedWork
-from fullshard.collectives.traffic import Message
+from fullshard.core import Message, StartedWork
 from fullshard.foresight.group import Merged, SimulatedGroup, SimulatedReduction
 
 

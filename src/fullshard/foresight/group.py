@@ -1,4 +1,4 @@
-"""Allocations and collectives of a parameter group: the counterpart of `fullshard.params` in bytes, on the same layouts."""
+"""Allocations and collectives of a parameter group: the counterpart of `core/param_group.py` in bytes, on the same layouts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from math import prod
 
 import torch
 
-from fullshard.collectives.base import StartedWork, together
-from fullshard.collectives.traffic import Message
+from fullshard.core import Bucket, GroupLayout, Message, ReductionLayout, Slice, StartedWork, together
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.program import Program
 from fullshard.policies import Dtypes
-from fullshard.sharding.layout import Bucket, GroupLayout, ReductionLayout, Slice
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import HostStream, Work
-from fullshard.collectives.traffic import Message
+from fullshard.core import HostStream, Message, StartedWork, Work
 from fullshard.foresight.trace import Op
 
 ON_HOST = "on the host"

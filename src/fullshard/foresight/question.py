@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.core import PlacementFn
 from fullshard.foresight.hardware import Gpu, Network, gpu_of
 from fullshard.foresight.optimizer import Factory
 from fullshard.foresight.simulate import Engine
 from fullshard.foresight.trace import Footprint
 from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, resolve_mp
-from fullshard.sharding.param_sharding import PlacementFn
 
 Loss = Callable[[Any], Tensor]
 Build = Callable[[], nn.Module]

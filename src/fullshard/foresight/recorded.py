@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from fullshard.collectives.traffic import Message
+from fullshard.core import Message
 from fullshard.errors import StateError
 from fullshard.foresight.clock import Span
 

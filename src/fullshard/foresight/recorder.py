@@ -15,15 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import Lane, Work
-from fullshard.collectives.traffic import Message
+from fullshard.core import Action, Lane, Message, StartedWork, Unit, Wait, Work
 from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.foresight.clock import Span
 from fullshard.foresight.recorded import RankSummary, Record, Recorded, RecordedCollective, RecordedStep
 from fullshard.frontend.module import any_unit
-from fullshard.runtime.unit import Unit
-from fullshard.schedule.scheduler import Action, Wait
 
 Mark = Any
 """Point in time: seconds of the host's clock, or an event of the accelerator."""

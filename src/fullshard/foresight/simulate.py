@@ -10,9 +10,25 @@ from typing import Any, Literal
 
 import torch
 
-from fullshard.collectives.base import StartedWork
-from fullshard.collectives.streams import InFlight
-from fullshard.collectives.traffic import Message
+from fullshard.core import (
+    Action,
+    DirectRule,
+    ForwardCall,
+    ForwardProgress,
+    InFlight,
+    Message,
+    Reduce,
+    Reshard,
+    SaveSubgroupShard,
+    Scheduler,
+    StartedWork,
+    UnitOptions,
+    UnitRecord,
+    Unshard,
+    Wait,
+    message_length,
+    plan_layout,
+)
 from fullshard.errors import check_positive_int
 from fullshard.foresight.fsdp2 import Fsdp2Group, Fsdp2Reduction
 from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduction
@@ -43,21 +59,6 @@ from fullshard.policies import (
     resolve_mp,
     resolve_offload,
 )
-from fullshard.runtime.heartbeat import message_length
-from fullshard.runtime.options import UnitOptions
-from fullshard.runtime.unit_modules import ForwardProgress
-from fullshard.schedule.scheduler import (
-    Action,
-    ForwardCall,
-    Reduce,
-    Reshard,
-    SaveSubgroupShard,
-    Scheduler,
-    UnitRecord,
-    Unshard,
-    Wait,
-)
-from fullshard.sharding.layout import DirectRule, plan_layout
 from fullshard.wrap.plan import Plan, PlannedUnit
 from fullshard.wrap.plan_messages import EntryGroup, PlanEntry, group_entries
 

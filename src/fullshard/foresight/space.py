@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.collectives.traffic import Message
+from fullshard.core import Message
 from fullshard.foresight.clock import message_seconds, op_seconds
 from fullshard.foresight.explanation import Explanation, explain_with
 from fullshard.foresight.group import GroupPlan

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.collectives.traffic import Message
+from fullshard.core import Message, NodeHooks
 from fullshard.foresight.kernels import fused_kernels, host_kernels
 from fullshard.foresight.precision import NO_CASTS, Precision
 from fullshard.foresight.values import Answers, Untraceable, UntraceablePlace, decide
 from fullshard.frontend.api import gc_paused
 from fullshard.frontend.hooks import cast_floats, tensors_in
 from fullshard.frontend.known_values import ConstantsMode, KnownValue, KnownValues
-from fullshard.runtime.backward import NodeHooks
 from fullshard.wrap.tables import bytes_text
 
 

@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
-from fullshard.collectives.backends import collectives_for
-from fullshard.collectives.base import Collectives
-from fullshard.collectives.gloo import MessageTag, channels
-from fullshard.collectives.process_groups import held, on_release
-from fullshard.consistency.collective_log import CollectiveLog, GroupFingerprints, UnitName, headline
-from fullshard.consistency.local_state import ANY_FAILED_PREFIX, WaitState
-from fullshard.consistency.process import watchdog_of
-from fullshard.consistency.watchdog import Watchdog
+from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, UnitName, headline
+from fullshard.checks.local_state import ANY_FAILED_PREFIX, WaitState
+from fullshard.checks.process import watchdog_of
+from fullshard.checks.watchdog import Watchdog
+from fullshard.comm.backends import collectives_for
+from fullshard.comm.base import Collectives
+from fullshard.comm.gloo import MessageTag, channels
+from fullshard.comm.process_groups import held, on_release
+from fullshard.core.mesh import resolve_mesh
+from fullshard.core.runtime import Runtime
 from fullshard.errors import StateError
-from fullshard.runtime.runtime import Runtime
-from fullshard.sharding.mesh import resolve_mesh
 
 
 class FailureVote:

@@ -14,16 +14,32 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
-from fullshard.consistency.collective_log import UnitName
+from fullshard.checks.collective_log import UnitName
+from fullshard.core.extension import is_plain, missing_extension_method, needs_own_group, own_shard
+from fullshard.core.lint import mark_ignored
+from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh
+from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, roots_of
+from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
+from fullshard.core.parameter_alias import replacement_of
+from fullshard.core.runtime import Runtime, make_unit
+from fullshard.core.setup_collectives import SetupCollectives
+from fullshard.core.shard_values import move_data, replace_with_sharded
+from fullshard.core.sharded_param import ShardedParameter, to_local
+from fullshard.core.unit import name_units_in, unit_of
+from fullshard.core.unit_options import UnitOptions
+from fullshard.core.value_sync import (
+    BUFFERS,
+    SYNCS,
+    broadcast,
+    find_partly_on_meta,
+    find_unequal_parameters,
+    find_unequal_values,
+)
 from fullshard.errors import warn_once
 from fullshard.frontend import class_swap, patches
 from fullshard.frontend.fsdp2_state import view_of
 from fullshard.frontend.module import parse_reshard_after_forward, plain_class, sharded_class
 from fullshard.frontend.ties import Ties, find_ties
-from fullshard.params.extension import is_plain, missing_extension_method, needs_own_group, own_shard
-from fullshard.params.shard_values import move_data, replace_with_sharded
-from fullshard.params.sharded_param import ShardedParameter, to_local
-from fullshard.params.stale_params import replacement_of
 from fullshard.policies import (
     CheckPolicy,
     CommPolicy,
@@ -33,15 +49,6 @@ from fullshard.policies import (
     resolve_mp,
     resolve_offload,
 )
-from fullshard.runtime.lint import mark_ignored
-from fullshard.runtime.options import UnitOptions
-from fullshard.runtime.runtime import Runtime, make_unit
-from fullshard.runtime.setup_collectives import SetupCollectives
-from fullshard.runtime.sync import BUFFERS, SYNCS, broadcast, find_partly_on_meta, find_unequal_parameters, find_unequal_values
-from fullshard.runtime.unit import name_units_in, unit_of
-from fullshard.sharding.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh
-from fullshard.sharding.module_tree import ManagedTensors, ParamRef, collect, roots_of
-from fullshard.sharding.param_sharding import ParamSharding, PlacementFn, plan_sharding
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.core.sharded_param import logical_parameters
 from fullshard.errors import StateError
-from fullshard.params.sharded_param import logical_parameters
 
 
 def grad(

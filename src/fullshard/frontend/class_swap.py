@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from fullshard import _torch
+from fullshard.core import lint
+from fullshard.core.mesh import ShardAxis
+from fullshard.core.module_tree import ParamRef, Slot
+from fullshard.core.param_sharding import ParamSharding
+from fullshard.core.runtime import make_unit
+from fullshard.core.shard_values import clone_shard, unshard_permanently
+from fullshard.core.sharded_param import ShardedParameter, is_internal_attribute
+from fullshard.core.unit import Unit, attach, detach, unit_of
+from fullshard.core.unit_options import UnitOptions
 from fullshard.errors import StateError
 from fullshard.frontend import hooks
 from fullshard.frontend.fsdp2_state import UnitView
-from fullshard.params.shard_values import clone_shard, unshard_permanently
-from fullshard.params.sharded_param import ShardedParameter, is_internal_attribute
 from fullshard.policies import GradDtype
-from fullshard.runtime import lint
-from fullshard.runtime.options import UnitOptions
-from fullshard.runtime.runtime import make_unit
-from fullshard.runtime.unit import Unit, attach, detach, unit_of
-from fullshard.sharding.mesh import ShardAxis
-from fullshard.sharding.module_tree import ParamRef, Slot
-from fullshard.sharding.param_sharding import ParamSharding
 
 ClassMap = Callable[[type[nn.Module]], "type[nn.Module]"]  # maps the class of a module to its sharded class, or back
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.consistency.collective_log import GroupFingerprints, UnitName
+from fullshard.checks.collective_log import GroupFingerprints, UnitName
+from fullshard.core.grad_commit import flat_gradient
+from fullshard.core.param_group import ParamGroup
+from fullshard.core.parameter_alias import replacement_of
+from fullshard.core.sharded_param import ShardedParameter, logical_parameters, to_local
+from fullshard.core.unit import StepCheck, Unit
 from fullshard.errors import StateError
-from fullshard.params.grad_commit import flat_gradient
-from fullshard.params.group import ParamGroup
-from fullshard.params.sharded_param import ShardedParameter, logical_parameters, to_local
-from fullshard.params.stale_params import replacement_of
-from fullshard.runtime.unit import StepCheck, Unit
 
 
 def _by_dtype_and_device(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fullshard.core.param_group import ParamGroup
+from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.unit import Unit, unit_of
 from fullshard.errors import StateError
-from fullshard.params.group import ParamGroup
-from fullshard.params.sharded_param import ShardedParameter
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.runtime.unit import Unit, unit_of
 
 
 class _View:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard.core.backward import BackwardHook
+from fullshard.core.param_group import ParamGroup
+from fullshard.core.shard_values import write_unsharded
+from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.unit import Unit
 from fullshard.errors import StateError
 from fullshard.frontend.module import units_of
-from fullshard.params.group import ParamGroup
-from fullshard.params.shard_values import write_unsharded
-from fullshard.params.sharded_param import ShardedParameter
-from fullshard.runtime.backward import BackwardHook
-from fullshard.runtime.unit import Unit
 
 
 @contextmanager

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.core import lint
+from fullshard.core.backward import BackwardHook, NodeHooks
+from fullshard.core.late_grads import check_hidden
+from fullshard.core.meta_init import warn_if_unwritten
+from fullshard.core.replicas import share_buffers
+from fullshard.core.scheduler import ForwardCall, Residency
+from fullshard.core.shard_values import shard_of
+from fullshard.core.sharded_tensor import restore_subclass
+from fullshard.core.unit import Unit
 from fullshard.errors import StateError
-from fullshard.params.shard_values import shard_of
-from fullshard.params.sharded_tensor import restore_subclass
-from fullshard.runtime import lint
-from fullshard.runtime.backward import BackwardHook, NodeHooks
-from fullshard.runtime.late_grads import check_hidden
-from fullshard.runtime.replicas import share_buffers
-from fullshard.runtime.unit import Unit
-from fullshard.runtime.unwritten import warn_if_unwritten
-from fullshard.schedule.scheduler import ForwardCall, Residency
 
 _DEPTH = 16  # maximum depth of the search in nested outputs
 _OPAQUE = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
+from fullshard.core.setup_collectives import SetupCollectives
+from fullshard.core.shard_values import replace_rows
+from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.uninitialized import is_marked, mark
 from fullshard.errors import StateError
 from fullshard.frontend.module import units_of
-from fullshard.params.shard_values import replace_rows
-from fullshard.params.sharded_param import ShardedParameter
-from fullshard.params.uninitialized import is_marked, mark
-from fullshard.runtime.setup_collectives import SetupCollectives
 
 Init = Callable[[nn.Module], object]
 

@@ -13,20 +13,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.collectives.custom import AllGather, ReduceScatter
-from fullshard.collectives.traffic import Message
+from fullshard.comm.custom import AllGather, ReduceScatter
+from fullshard.comm.traffic import Message
+from fullshard.core import lint
+from fullshard.core.finalization import Finalization, PendingReduction
+from fullshard.core.join import join
+from fullshard.core.meta_init import mark_unwritten, tensors_on_meta
+from fullshard.core.runtime import Runtime
+from fullshard.core.scheduler import ReshardPolicy, Stats
+from fullshard.core.shard_values import discard_gradient
+from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.unit import Unit, unit_of
 from fullshard.errors import StateError, warn_once
 from fullshard.frontend import class_swap, forward_methods
 from fullshard.frontend.fsdp2_state import UnitView
-from fullshard.params.shard_values import discard_gradient
-from fullshard.params.sharded_param import ShardedParameter
-from fullshard.runtime import lint
-from fullshard.runtime.finalization import Finalization, PendingReduction
-from fullshard.runtime.join import join
-from fullshard.runtime.runtime import Runtime
-from fullshard.runtime.unit import Unit, unit_of
-from fullshard.runtime.unwritten import mark_unwritten, tensors_on_meta
-from fullshard.schedule.scheduler import ReshardPolicy, Stats
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.core.lint import is_ignored, remark_on_gradients, remark_on_optimizer
+from fullshard.core.parameter_alias import _Aliases, replacement_of
+from fullshard.core.shard_values import shard_of
+from fullshard.core.sharded_param import ShardedParameter, logical_parameters
+from fullshard.core.sharded_tensor import LOGICAL, restore_subclass, use_plain_dtensor
+from fullshard.core.unit import Unit, owner_of
 from fullshard.frontend.empty_shards import StepOrder, is_foreign
 from fullshard.frontend.local_steps import LocalStep, is_element_wise
 from fullshard.frontend.local_view import is_viewed
 from fullshard.frontend.step_entries import StepEntries
-from fullshard.params.shard_values import shard_of
-from fullshard.params.sharded_param import ShardedParameter, logical_parameters
-from fullshard.params.sharded_tensor import LOGICAL, restore_subclass, use_plain_dtensor
-from fullshard.params.stale_params import _Aliases, replacement_of
-from fullshard.runtime.lint import is_ignored, remark_on_gradients, remark_on_optimizer
-from fullshard.runtime.unit import Unit, owner_of
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:

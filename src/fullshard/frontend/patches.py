@@ -5,10 +5,9 @@ from __future__ import annotations
 from threading import Lock
 
 from fullshard import _torch
+from fullshard.core import lint, sharded_tensor
+from fullshard.core.unit import Unit
 from fullshard.frontend import autograd, clipping, optim
-from fullshard.params import sharded_tensor
-from fullshard.runtime import lint
-from fullshard.runtime.unit import Unit
 
 _INSTALLERS = {
     "torch.nn.modules.module: hooks on registration": lint.install,

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from fullshard.core.module_tree import ManagedTensors, ParamRef
+from fullshard.core.parameter_alias import replacement_of
+from fullshard.core.sharded_param import ShardedParameter, logical_parameters
+from fullshard.core.unit import Unit, owner_of
+from fullshard.core.unit_options import UnitOptions
 from fullshard.errors import warn_once
 from fullshard.frontend import class_swap
-from fullshard.params.sharded_param import ShardedParameter, logical_parameters
-from fullshard.params.stale_params import replacement_of
-from fullshard.runtime.options import UnitOptions
-from fullshard.runtime.unit import Unit, owner_of
-from fullshard.sharding.module_tree import ManagedTensors, ParamRef
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard.consistency.collective_log import listed
+from fullshard.core import listed
 
 T = TypeVar("T")
 ComparedValues = Mapping[str, Mapping[str, str]]  # parameter name -> property -> text that must be equal on all ranks

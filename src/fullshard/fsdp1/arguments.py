@@ -16,16 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fullshard import _torch
-from fullshard.collectives.process_groups import on_release
-from fullshard.consistency.collective_log import UnitName
+from fullshard.core import (
+    ManagedTensors,
+    ParamRef,
+    Runtime,
+    SetupCollectives,
+    UnitName,
+    check_names,
+    clean_name,
+    collect,
+    on_release,
+    resolve_mesh,
+    subgroup_of,
+    unit_of,
+)
 from fullshard.frontend.init import common_seed, seeded
 from fullshard.fsdp1.agreement import ComparedValues, Ranks
 from fullshard.policies import CommPolicy
-from fullshard.runtime.runtime import Runtime
-from fullshard.runtime.setup_collectives import SetupCollectives
-from fullshard.runtime.unit import unit_of
-from fullshard.sharding.mesh import check_names, resolve_mesh, subgroup_of
-from fullshard.sharding.module_tree import ManagedTensors, ParamRef, clean_name, collect
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, _torch.HYBRID_ZERO2)
 Groups = Any  # a ProcessGroup, or a pair of them: (to shard over, to replicate over)

@@ -13,11 +13,9 @@ from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.core import ShardedParameter, clean_name, full_tensor, logical_parameters, shard_of
 from fullshard.frontend.optim import rebind
 from fullshard.fsdp1.agreement import ComparedValues, Ranks
-from fullshard.params.shard_values import full_tensor, shard_of
-from fullshard.params.sharded_param import ShardedParameter, logical_parameters
-from fullshard.sharding.module_tree import clean_name
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,

@@ -34,9 +34,20 @@ from torch.distributed.fsdp import (
 )
 
 from fullshard import _torch
-from fullshard.collectives.backends import collectives_for
-from fullshard.collectives.base import Collectives, StartedWork
-from fullshard.collectives.custom import ReduceScatter
+from fullshard.core import (
+    Collectives,
+    ManagedTensors,
+    ReduceScatter,
+    ShardAxis,
+    StartedWork,
+    Unit,
+    clean_name,
+    collect,
+    collectives_for,
+    logical_parameters,
+    shard_of,
+    unit_of,
+)
 from fullshard.errors import StateError, warn_once
 from fullshard.frontend import class_swap
 from fullshard.frontend.api import PreparedShard, fully_shard
@@ -57,12 +68,7 @@ from fullshard.fsdp1 import state_dicts
 from fullshard.fsdp1.agreement import Ranks
 from fullshard.fsdp1.arguments import HYBRID, FSDP1Arguments, cast_buffers, device_type_of, materialize, mesh_of
 from fullshard.fsdp1.state_dicts import StateDictFormat
-from fullshard.params.shard_values import shard_of
-from fullshard.params.sharded_param import logical_parameters
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.runtime.unit import Unit, unit_of
-from fullshard.sharding.mesh import ShardAxis
-from fullshard.sharding.module_tree import ManagedTensors, clean_name, collect
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import check_policy, plan_model, warn_about_mixtures
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fullshard.collectives.custom import AllGather, Comm, ReduceScatter
+from fullshard.core import AllGather, Comm, DataParallelMeshDims, ReduceScatter
 from fullshard.errors import StateError
 from fullshard.frontend import patches
 from fullshard.frontend.api import fully_shard
@@ -20,7 +20,6 @@ from fullshard.frontend.module import (
     share_comm_ctx,
 )
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.sharding.mesh import DataParallelMeshDims
 
 _REPLACEMENTS: dict[str, Any] = {
     "AllGather": AllGather,

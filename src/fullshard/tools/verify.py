@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullshard.core import full_tensor
 from fullshard.frontend.any_failed import any_failed
-from fullshard.params.shard_values import full_tensor
 from fullshard.wrap.whole_model import shard_model
 
 

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.params.sharded_param import logical_parameters
-from fullshard.params.uninitialized import UninitializedTensors
+from fullshard.core import UninitializedTensors, Unit, logical_parameters, mark_unwritten, own_modules, tensors_on_meta
 from fullshard.policies import CPUOffloadPolicy
-from fullshard.runtime.unit import Unit, own_modules
-from fullshard.runtime.unwritten import mark_unwritten, tensors_on_meta
 from fullshard.weights.targets import ModelTensors
 
 

@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fullshard.runtime.setup_collectives import SetupCollectives
-from fullshard.sharding.mesh import group_of, resolve_mesh
+from fullshard.core import SetupCollectives, group_of, resolve_mesh
 from fullshard.weights.reading import memoryview_of
 from fullshard.weights.targets import ModelTensors
 from fullshard.weights.texts import printable

@@ -14,15 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.collectives.base import StartedWork
+from fullshard.core import (
+    CollectiveCall,
+    Extent,
+    ParamGroup,
+    ParamSharding,
+    ShardedParameter,
+    StartedWork,
+    Unit,
+    needs_own_group,
+)
 from fullshard.errors import StateError
-from fullshard.params.extension import needs_own_group
-from fullshard.params.group import ParamGroup
-from fullshard.params.sharded_param import ShardedParameter
-from fullshard.runtime.communicator import CollectiveCall
-from fullshard.runtime.unit import Unit
-from fullshard.sharding.layout import Extent
-from fullshard.sharding.param_sharding import ParamSharding
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.ema import EMA
 from fullshard.weights.holdings import ModelTensor

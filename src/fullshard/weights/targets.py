@@ -12,11 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.core import ParamSharding, ShardedParameter, Unit, logical_parameters
 from fullshard.errors import StateError
 from fullshard.frontend.module import units_of
-from fullshard.params.sharded_param import ShardedParameter, logical_parameters
-from fullshard.runtime.unit import Unit
-from fullshard.sharding.param_sharding import ParamSharding
 from fullshard.weights.boxes import Box
 from fullshard.weights.holdings import ModelTensor, ShardMap
 

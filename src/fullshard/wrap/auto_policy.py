@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.sharding.module_tree import children_first
+from fullshard.core import children_first
 from fullshard.wrap.plan import PlannedUnit
 
 _LIST_CLASSES = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from fullshard import _torch
+from fullshard.core import children_first
 from fullshard.policies import CommPolicy, GradDtype, MixedPrecisionPolicy
-from fullshard.sharding.module_tree import children_first
 from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, messages_of, thresholds
 from fullshard.wrap.tables import aligned, bytes_text, span
 

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.policies import (
-    DIRECT_MIN_BYTES,
-    UNSET_GRAD_DTYPE,
-    CommPolicy,
-    Dtypes,
-    GradDtype,
-    MixedPrecisionPolicy,
-)
-from fullshard.sharding.layout import (
+from fullshard.core import (
     LARGE_MESSAGE,
     MIN_CHUNK,
     MIN_MESSAGE,
@@ -24,6 +16,14 @@ from fullshard.sharding.layout import (
     GroupLayout,
     plan_layout,
     staging_limit,
+)
+from fullshard.policies import (
+    DIRECT_MIN_BYTES,
+    UNSET_GRAD_DTYPE,
+    CommPolicy,
+    Dtypes,
+    GradDtype,
+    MixedPrecisionPolicy,
 )
 from fullshard.wrap.tables import aligned, bytes_text, span
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.sharding.module_tree import children_first
+from fullshard.core import children_first
 
 Classes = Iterable[type[nn.Module]]
 

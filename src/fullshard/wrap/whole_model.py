@@ -13,12 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
+from fullshard.core import children_first, clean_name, resolve_mesh, unit_of
 from fullshard.errors import warn_once
 from fullshard.frontend.api import PreparedShard, fully_shard
 from fullshard.policies import MixedPrecisionPolicy, resolve_mp
-from fullshard.runtime.unit import unit_of
-from fullshard.sharding.mesh import resolve_mesh
-from fullshard.sharding.module_tree import children_first, clean_name
 from fullshard.wrap.auto_policy import AutoPolicy
 from fullshard.wrap.plan import Mixture, ModelSummary, Plan, PlannedUnit
 from fullshard.wrap.policies import Classes, Policy, _classes

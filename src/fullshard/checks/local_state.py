@@ -1,0 +1,115 @@
+"""State of this rank: its logs, and the waits of its threads."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from fullshard.checks.collective_log import CollectiveLog, LoggedCall
+from fullshard.checks.status import ENDED, IN_ANY_FAILED, RAISED, WAITING, Position, RankStatus
+
+ANY_FAILED_PREFIX = "any_failed "  # prefix of the names of logs of any_failed()
+
+
+class WaitState:
+    """Wait of one thread.
+
+    Attributes:
+        call: call that the thread waits for; None if it does not wait.
+        patience: seconds until the watchdog requests the positions of the other ranks.
+        timeout: seconds until the wait fails; None for never.
+    """
+
+    __slots__ = ("__weakref__", "_seen", "_since", "call", "patience", "timeout")
+
+    def __init__(self) -> None:
+        self.patience = 1.0
+        self.timeout: float | None = None
+        self.call: LoggedCall | None = None
+        self._seen: tuple[CollectiveLog, int, int] | None = None  # not the call, which would keep its tensors alive
+        self._since = 0.0
+
+    def configure(self, patience: float, timeout: float | None) -> None:
+        """Set patience and timeout, in seconds."""
+        self.patience, self.timeout = patience, timeout
+
+    def enter(self, call: LoggedCall) -> LoggedCall | None:
+        """Begin to wait for `call`, and return the call that the thread waited for before."""
+        before, self.call = self.call, call
+        return before
+
+    def leave(self, before: LoggedCall | None = None) -> None:
+        """End the wait, and restore the previous one if there was one."""
+        self.call = before
+
+    def seconds_waiting(self, now: float) -> float:
+        """Return the seconds since this method first saw the current call; 0 if the thread does not wait."""
+        call = self.call
+        seen = None if call is None else (call.log, call.log.epoch, call.number)
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        return 0.0 if seen is None else now - self._since
+
+    def waits_in(self, log: CollectiveLog) -> LoggedCall | None:
+        """Return the call of `log` that the thread waits for; None if there is none."""
+        call = self.call
+        return call if call is not None and call.log is log else None
+
+
+class LocalState:
+    """Logs and waits of this process, referenced weakly.
+
+    Attributes:
+        rank: global rank of this process.
+        logs: logs by key.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.logs: weakref.WeakValueDictionary[str, CollectiveLog] = weakref.WeakValueDictionary()
+        self._waits: weakref.WeakSet[WaitState] = weakref.WeakSet()
+
+    def new_wait_state(self) -> WaitState:
+        """Create the wait state of one thread."""
+        state = WaitState()
+        self._waits.add(state)
+        return state
+
+    def all_logs(self) -> list[CollectiveLog]:
+        """Return the logs that are alive."""
+        return list(self.logs.values())
+
+    def waits(self) -> list[WaitState]:
+        """Return the wait states that are alive."""
+        return list(self._waits)
+
+    def waiting_in(self, log: CollectiveLog) -> LoggedCall | None:
+        """Return a call of `log` that a thread waits for; None if no thread waits in it."""
+        return next((call for state in self._waits if (call := state.waits_in(log)) is not None), None)
+
+    def any_failed_call(self) -> LoggedCall | None:
+        """Return the call of any_failed() that this rank waits in; None if it waits in none."""
+        calls = [state.call for state in self._waits]
+        return next((call for call in calls if call is not None and call.log.name.startswith(ANY_FAILED_PREFIX)), None)
+
+    def position(self, log: CollectiveLog, *, notices_read: int, ended: bool = False) -> Position:
+        """Return the position to publish. `notices_read` is the number of notices that this rank has read."""
+        count, digest = log.snapshot()
+        flags = WAITING if self.waiting_in(log) is not None else 0
+        flags |= RAISED if log.exception_note is not None else 0
+        flags |= ENDED if ended else 0
+        flags |= IN_ANY_FAILED if self.any_failed_call() is not None else 0
+        return Position(count, digest, log.epoch, notices_read, flags)
+
+    def status(self, log: CollectiveLog) -> RankStatus:
+        """Return the status to publish."""
+        calls = log.recent_calls()
+        texts = {number: text for number, _, text in calls}
+        waiting, voting = self.waiting_in(log), self.any_failed_call()
+        last = (calls[-1][0], calls[-1][2]) if calls else None
+        waits = None if waiting is None else (waiting.number, texts.get(waiting.number, last[1] if last else ""))
+        any_failed: Any = None if voting is None else (voting.log.key, voting.number, voting.log.ranks)
+        return RankStatus(last, waits, log.exception_note, any_failed)
+
+
+__all__ = ["ANY_FAILED_PREFIX", "LocalState", "WaitState"]

@@ -1,0 +1,83 @@
+"""torch.distributed's collectives, several tensors per call: nccl and every backend that coalesces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm.base import StartedWork
+from fullshard.comm.process_groups import held
+from fullshard.policies import DIRECT_MIN_BYTES
+
+_CARRIED = {  # dtypes that every backend supports; tensors of other dtypes are all-gathered as bytes
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+
+
+class _Queued:
+    """Work of a collective whose kernel is already queued on the current stream. torch returns None for it."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_QUEUED = _Queued()
+
+
+class CoalescedCollectives:
+    """The collectives of nccl and similar backends: one coalesced call for all buckets of a group."""
+
+    direct_min_bytes: float = DIRECT_MIN_BYTES
+
+    def __init__(self, group: dist.ProcessGroup, *, averages: bool = False, stages: bool = False) -> None:
+        """Create the collectives of `group`.
+
+        Args:
+            group: a process group of at least two ranks.
+            averages: True if the backend has ReduceOp.AVG, which saves a pass over the sums.
+            stages: True if the backend copies device memory through host memory, as gloo does. Waits then block the host, and
+                each tensor takes a call of its own: gloo's coalesced all-gather reads device memory from the host, which kills
+                the process (seen with torch 2.11), and some versions of torch lack its coalesced reduce-scatter.
+        """
+        self._held, self._averages, self._stages = held(group), averages, stages
+        self.ranks, self.rank, self.in_order = group.size(), group.rank(), not stages
+
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """Prepare an all-gather in one call, or in one call per tensor if the backend cannot coalesce."""
+        held = self._held  # the lambdas hold the handle, not the group, so that a destroyed group is freed
+        if outs[0].dtype not in _CARRIED:
+            outs, shards = [out.view(torch.uint8) for out in outs], [shard.view(torch.uint8) for shard in shards]
+        if len(outs) == 1:
+            out, shard = outs[0], shards[0]
+            return lambda: StartedWork((_torch.all_gather_base(held.group, out, shard) or _QUEUED,))
+        if self._stages:
+            return lambda: StartedWork([_torch.all_gather_base(held.group, *pair) or _QUEUED for pair in zip(outs, shards)])
+        return lambda: StartedWork((_torch.all_gather_coalesced(held.group, outs, shards) or _QUEUED,))
+
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """Start a reduce-scatter; scale the sums afterwards unless the backend averages."""
+        average = self._averages and scale == 1.0 / self.ranks  # ReduceOp.AVG has exactly this factor
+        group = self._held.group
+        if len(outs) == 1 or self._stages:
+            works = [_torch.reduce_scatter_base(group, *pair, average=average) or _QUEUED for pair in zip(outs, fulls)]
+        else:
+            works = [_torch.reduce_scatter_coalesced(group, outs, fulls, average=average) or _QUEUED]
+        then = None if average or scale == 1.0 else partial(_torch.scale, outs, scale)
+        return StartedWork(works, then)
+
+    def all_reduce(self, tensor: Tensor) -> StartedWork:
+        """Start an all-reduce (sum), in place."""
+        return StartedWork((_torch.all_reduce_sum(self._held.group, tensor) or _QUEUED,))
+
+    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+        """Start an all-reduce (maximum), in place."""
+        return StartedWork((_torch.all_reduce_max(self._held.group, tensor) or _QUEUED,))

@@ -1,0 +1,122 @@
+"""Counts collectives while a caller is counting, and shows them to torch's profiler and CommDebugMode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from fullshard import _torch
+from fullshard.comm.base import Allocate, Collectives, StartedWork
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One collective of one parameter group, recorded by `counting`.
+
+    Args:
+        kind: all_gather, reduce_scatter, all_reduce, heartbeat; talk (set-up, full_params); to_device, to_host (CPU offload).
+        dtype: element dtype.
+        nbytes: bytes of all ranks' chunks together.
+        buckets: number of tensors in the call.
+        ranks: number of participating ranks.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    nbytes: int
+    buckets: int
+    ranks: int = 1
+
+
+@dataclass(slots=True)
+class TrafficCounter:
+    """Appends each message to the lists of the open `counting` blocks (`listeners`)."""
+
+    listeners: list[list[Message]] = field(default_factory=list)
+
+    @contextmanager
+    def counting(self) -> Iterator[list[Message]]:
+        """Yield a list that receives every message until the block ends."""
+        messages: list[Message] = []
+        self.listeners.append(messages)
+        try:
+            yield messages
+        finally:
+            # By identity: `remove` could drop another block's list with equal messages.
+            self.listeners = [other for other in self.listeners if other is not messages]
+
+    def record(self, kind: str, fulls: Sequence[Tensor], ranks: int = 1) -> None:
+        """Record one message. `fulls`: the buffers with all ranks' chunks."""
+        if self.listeners:
+            message = Message(kind, fulls[0].dtype, sum(full.numel() * full.itemsize for full in fulls), len(fulls), ranks)
+            for messages in self.listeners:
+                messages.append(message)
+
+
+class ObservedCollectives:
+    """Collectives that report each message to a counter, torch's profiler and CommDebugMode, while one of them is active.
+
+    CommDebugMode sees only torch's own collectives, so point-to-point ones (which have a `tag`) are shown to it as torch's.
+    Heartbeats are hidden from it: FSDP2 has none, and programs compare counts.
+    """
+
+    def __init__(self, inner: Collectives, counter: TrafficCounter, *, keeps: object = None) -> None:
+        # `keeps` only has to live as long as these collectives: its id is part of the key under which they are cached.
+        self.inner, self._counter, self._keeps = inner, counter, keeps
+        self.ranks, self.rank, self.direct_min_bytes = inner.ranks, inner.rank, inner.direct_min_bytes
+        self.in_order: bool = getattr(inner, "in_order", False)
+        self.in_place: bool = getattr(inner, "in_place", False)
+        self.gather_memory: Allocate | None = getattr(inner, "gather_memory", None)
+        self.reduce_memory: Allocate | None = getattr(inner, "reduce_memory", None)
+
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """Prepare an all-gather that is reported each time it starts."""
+        gather, counter = self.inner.gatherer(outs, shards), self._counter
+
+        def counted() -> StartedWork:
+            if counter.listeners or _torch.dispatch_modes() or _torch.profiling():
+                return self._observed("all_gather", gather, outs, shards, outs)
+            return gather()
+
+        return counted
+
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """Start a reduce-scatter, and report it."""
+        if self._counter.listeners or _torch.dispatch_modes() or _torch.profiling():
+            return self._observed("reduce_scatter", partial(self.inner.reduce_scatter, outs, fulls, scale), outs, fulls, fulls)
+        return self.inner.reduce_scatter(outs, fulls, scale)
+
+    def all_reduce(self, tensor: Tensor) -> StartedWork:
+        """Start an all-reduce (sum), and report it."""
+        return self._observed("all_reduce", partial(self.inner.all_reduce, tensor), [tensor], [tensor], [tensor])
+
+    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+        """Start an all-reduce (maximum), and count it as a heartbeat."""
+        self._counter.record("heartbeat", [tensor], self.ranks)
+        if not _torch.dispatch_modes():
+            return self.inner.all_reduce_max(tensor)
+        with _torch.uncounted():
+            return self.inner.all_reduce_max(tensor)
+
+    def _observed(
+        self,
+        kind: str,
+        begin: Callable[[], StartedWork],
+        outs: Sequence[Tensor],
+        given: Sequence[Tensor],
+        fulls: Sequence[Tensor],
+    ) -> StartedWork:
+        self._counter.record(kind, fulls, self.ranks)
+        if not (_torch.dispatch_modes() or _torch.profiling()):
+            return begin()
+        # CommDebugMode does not count point-to-point collectives (which have a `tag`), so run torch's collective without peers.
+        if hasattr(self.inner, "tag") and _torch.counts_collectives():
+            _torch.show_collective(kind, self.rank, self.ranks, outs[0], given[0])
+        with record_function(f"fullshard::{kind}"):
+            return begin()

@@ -1,0 +1,153 @@
+"""Hooks on autograd graphs, by which a unit learns that its backward begins, and the backward in progress."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from fullshard import _torch
+from fullshard.core.scheduler import ForwardCall
+from fullshard.core.unit import Unit
+from fullshard.errors import StateError
+
+_CHAIN = "fullshard"  # key in the metadata of a node
+PATIENCE = 10.0  # seconds that a thread of the autograd engine may take to drop a backward that raised
+
+
+class BackwardHook:
+    """Hook on the graph of one call. It runs when the call's backward begins; its deletion means that no backward will come."""
+
+    __slots__ = ("__weakref__", "_call", "_copied_use", "_reached", "_task", "_unit")
+
+    def __init__(self, unit: Unit, call: ForwardCall, *, copied_use: bool = False) -> None:
+        self._unit, self._call, self._task, self._reached, self._copied_use = unit, call, -1, False, copied_use
+        unit.runtime.scheduler.expect_backward(call)
+        unit.progress.live_graphs += 1
+
+    def __call__(self, *_: object) -> None:
+        """Enter the unit's backward, before its first node, once per backward."""
+        task = _torch.current_graph_task()
+        if task == self._task:
+            return
+        self._task = task
+        try:
+            self._unit.pre_backward(self._call, copied_use=self._copied_use)
+            self._forget()
+        except BaseException as failure:
+            self._unit.runtime.recovery.note_interrupt(failure)
+            raise
+
+    def __del__(self) -> None:
+        self._unit.progress.live_graphs -= 1
+        self._forget()
+
+    def _forget(self) -> None:
+        """Record that the graph no longer needs the unit."""
+        if not self._reached:
+            self._reached = True
+            self._unit.runtime.scheduler.graph_released(self._call)
+
+
+class NodeHooks:
+    """The hooks on one node of a graph, outermost call first. Nested units may return the same tensor."""
+
+    __slots__ = ("__weakref__", "_hooks")
+
+    def __init__(self) -> None:
+        self._hooks: list[BackwardHook] = []
+
+    @staticmethod
+    def on(node: Any) -> NodeHooks:
+        """Return the hooks of a node, creating them if needed."""
+        found: NodeHooks | None = node.metadata.get(_CHAIN)
+        if found is None:
+            found = node.metadata[_CHAIN] = NodeHooks()
+            node.register_prehook(found)
+        return found
+
+    def add(self, hook: BackwardHook) -> None:
+        """Add the hook of a call that ended after the calls of the other hooks."""
+        if hook not in self._hooks:
+            self._hooks.append(hook)
+
+    def __call__(self, *grads: object) -> None:
+        """Run the hooks before the node, latest call first."""
+        for hook in reversed(self._hooks):
+            hook(*grads)
+
+
+class RunningBackward:
+    """The outermost backward that entered a unit.
+
+    autograd's engine holds the only reference to its `FinalCallback`. If that is deleted without having run, the backward
+    raised.
+
+    On an accelerator the engine runs nodes on its own threads. One of them may hold that reference for a moment after the
+    caller has caught the exception, so `has_raised` waits for it.
+
+    Attributes:
+        underway: True while a backward has begun and not ended, even if it raised.
+        raised: True if the backward raised, so that it will never end.
+        units: the units that it entered, by number.
+    """
+
+    def __init__(self, on_raised: Callable[[], None]) -> None:
+        """`on_raised`: called as soon as the backward raises; it must not start collectives."""
+        self._on_raised = on_raised
+        self._end: weakref.ref[FinalCallback] | None = None
+        self.underway = self.raised = False
+        self.units: dict[int, Unit] = {}
+
+    def begin(self, leave: Callable[[], None]) -> None:
+        """Begin a backward. The engine calls `leave` when it ends."""
+        end = FinalCallback(leave)
+        self._end = weakref.ref(end, self.mark_raised)
+        self.underway, self.raised = True, False
+        _torch.on_backward_end(end)
+
+    def has_raised(self) -> bool:
+        """Return True if the backward raised, after the engine has dropped it.
+
+        Raises StateError if it still runs on another thread after `PATIENCE` seconds.
+        """
+        if self.underway and not self.raised and _torch.current_graph_task() == -1:
+            limit = time.monotonic() + PATIENCE
+            while not self.raised:
+                if time.monotonic() > limit:
+                    names = ", ".join(f"'{unit.name}'" for unit in self.units.values())
+                    raise StateError(
+                        f"A unit was used while a backward of another thread runs, which has reached {names}. Use the units of "
+                        "a device from one thread at a time, and begin a forward after backward() has returned."
+                    )
+                time.sleep(1e-4)  # let the thread run that holds the callback
+        return self.raised
+
+    def mark_raised(self, _: object = None) -> None:
+        """Record that the backward, or its end, raised."""
+        self._end = None  # an exception keeps the caller's frame alive, and with it the callback
+        try:
+            self._on_raised()
+        finally:
+            self.raised = True  # last, since another thread may be waiting for it
+
+    def stop(self) -> None:
+        """End the backward, but keep the units that it entered."""
+        self._end = None  # without the reference its callback is not called
+        self.underway = self.raised = False
+
+
+class FinalCallback:
+    """Callback at the end of a backward. The engine holds its only reference, and drops it when the backward ends or raises."""
+
+    __slots__ = ("__weakref__", "_leave")
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+
+    def __call__(self) -> None:
+        self._leave()
+
+
+__all__ = ["BackwardHook", "NodeHooks", "RunningBackward"]

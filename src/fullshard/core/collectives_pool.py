@@ -1,0 +1,115 @@
+"""The pool of collectives: one object per process group and role, kept as long as it is used."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.backends import collectives_for
+from fullshard.comm.base import Collectives
+from fullshard.comm.custom import CustomCollectives
+from fullshard.comm.gloo import MessageTag
+from fullshard.comm.process_groups import ProcessGroupHandle, held
+from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
+from fullshard.core.mesh import ShardAxis, subgroup_of
+from fullshard.core.unit_options import UnitOptions
+from fullshard.core.unsharded_buffer import GroupCollectives
+from fullshard.policies import CommPolicy
+
+
+class CollectivesPool:
+    """Creates the collectives of axes, as the options of units require.
+
+    They are those of the backend, or custom ones of the user, or those of the backend in memory that the user allocates.
+
+    Attributes:
+        traffic: counts the messages.
+        message_tag: the tag of the next messages, on backends whose messages carry tags.
+    """
+
+    def __init__(self, device: torch.device, traffic: TrafficCounter, message_tag: MessageTag) -> None:
+        self._device, self.traffic, self.message_tag = device, traffic, message_tag
+        # Weak, so that collectives are freed when no parameter group uses them.
+        self._collectives: weakref.WeakValueDictionary[tuple[int, str], ObservedCollectives] = weakref.WeakValueDictionary()
+        self._bare: weakref.WeakKeyDictionary[ProcessGroupHandle, Collectives] = weakref.WeakKeyDictionary()
+
+    def of_process_group(self, group: dist.ProcessGroup) -> Collectives:
+        """Return the collectives of one process group, without a counter: the caller counts its messages."""
+        found = self._bare.get(held(group))
+        if found is None:
+            found = self._bare[held(group)] = collectives_for(group, self._device, self.message_tag)
+        return found
+
+    def of_axis(self, axis: ShardAxis, options: UnitOptions) -> GroupCollectives:
+        """Return the collectives of parameter groups on an axis. Collective, since it may create process groups.
+
+        Raises ValueError for custom collectives that do not fit the mesh.
+        """
+        gather = reduce = self._main_collectives(axis, options.comm)
+        if options.separate_reduce and axis.group is not None and axis.ranks > 1:
+            reduce = self._known(axis, "reduce", dist.get_process_group_ranks(axis.group), options.comm)
+        if axis.group is not None:
+            asynchronous = self._device.type == "cpu"  # on an accelerator async_op=False blocks the stream, not the host
+            if options.all_gather is not None or options.memory is not None:
+                custom = CustomCollectives(
+                    gather.inner, axis.group, options.memory, all_gather=options.all_gather, asynchronous=asynchronous
+                )
+                gather = ObservedCollectives(custom, self.traffic, keeps=gather)
+            if options.reduce_scatter is not None or options.memory is not None:
+                custom = CustomCollectives(
+                    reduce.inner, axis.group, options.memory, reduce_scatter=options.reduce_scatter, asynchronous=asynchronous
+                )
+                reduce = ObservedCollectives(custom, self.traffic, keeps=reduce)
+        replicate = retain = None
+        if axis.replicas is not None:
+            replicate = self._known(axis, "replicate", axis.replicas.group, options.comm)
+        if options.subgroup_size is not None and axis.group is not None and axis.ranks % options.subgroup_size == 0:
+            first = axis.rank - axis.rank % options.subgroup_size
+            ranks = dist.get_process_group_ranks(axis.group)[first : first + options.subgroup_size]
+            if len(ranks) < axis.ranks:
+                retain = self._known(axis, f"retain {options.subgroup_size}", ranks, options.comm)
+        return GroupCollectives(gather, reduce, replicate, retain, self.traffic)
+
+    def _main_collectives(self, axis: ShardAxis, comm: CommPolicy) -> ObservedCollectives:
+        found = self._known(axis, "shard" if axis.group is not None else "alone", axis.group, comm)
+        if (found.ranks, found.rank) != (axis.ranks, axis.rank):
+            raise ValueError(
+                f"Expected CommPolicy.collectives to return the collectives of rank {axis.rank} of {axis.ranks}, as in the "
+                f"mesh, got rank {found.rank} of {found.ranks}."
+            )
+        return found
+
+    def _known(
+        self, axis: ShardAxis, role: str, group: dist.ProcessGroup | list[int] | None, comm: CommPolicy
+    ) -> ObservedCollectives:
+        """Return the collectives of a process group of `axis` for a role; one object as long as it is used.
+
+        Args:
+            axis: the axis.
+            role: purpose of the collectives.
+            group: the process group, or the ranks of a new one; None without communication.
+            comm: the policy, which may have custom collectives.
+        """
+        owner = axis.held if axis.held is not None or axis.replicas is None else axis.replicas.held
+        made: dist.ProcessGroup | None
+        if isinstance(group, list):
+            assert axis.group is not None
+            made = subgroup_of(axis.group, role, group)
+        else:
+            made = group
+        if comm.collectives is not None and made is not None:
+            given = comm.collectives(made)
+            if isinstance(getattr(given, "tag", None), MessageTag):
+                given.tag = self.message_tag
+            return ObservedCollectives(given, self.traffic)
+        key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.held)}")
+        found = self._collectives.get(key)
+        if found is None:
+            found = ObservedCollectives(collectives_for(made, axis.device, self.message_tag), self.traffic, keeps=owner)
+            self._collectives[key] = found
+        return found
+
+
+__all__ = ["CollectivesPool"]

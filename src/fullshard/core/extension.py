@@ -1,0 +1,263 @@
+"""Tensor subclasses with their own all-gather hooks: `fsdp_pre_all_gather` and `fsdp_post_all_gather`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm.base import Collectives
+from fullshard.core.param_sharding import ParamSharding
+from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.unsharded_buffer import AllGather, Storage, tensor_on_storage
+from fullshard.errors import StateError
+from fullshard.policies import Dtypes
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+
+def has_extension(tensor: Tensor) -> bool:
+    """Return True if `tensor` has both all-gather hooks."""
+    return hasattr(tensor, _PRE) and hasattr(tensor, _POST)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return True if `tensor` is an ordinary strided tensor."""
+    return type(tensor) is Tensor and tensor.layout == torch.strided
+
+
+def missing_extension_method(tensor: Tensor) -> str | None:
+    """Return the name of the missing all-gather hook if `tensor` has only one of the two, else None."""
+    found = [name for name in (_PRE, _POST) if hasattr(tensor, name)]
+    return None if len(found) != 1 else ({_PRE, _POST} - set(found)).pop()
+
+
+def needs_own_group(tensor: Tensor) -> bool:
+    """Return True if a shard cannot be part of a flat shard: it has all-gather hooks, or is not a plain tensor.
+
+    A subclass without hooks counts, because the user may add them before the first all-gather.
+    """
+    return has_extension(tensor) or not is_plain(tensor)
+
+
+def check_extension(parameter: ShardedParameter) -> None:
+    """Raise StateError if a parameter can be all-gathered neither as a plain tensor nor with its hooks."""
+    shard, unit = parameter.local, parameter.unit_name.name
+    missing = missing_extension_method(shard)
+    if missing is not None:
+        raise StateError(
+            f"Expected both all-gather hooks on the shard of parameter '{parameter.name}' of unit '{unit}', got one. "
+            f"Define {missing} as well."
+        )
+    if not needs_own_group(shard):
+        return
+    if not has_extension(shard):
+        raise StateError(
+            f"Parameter '{parameter.name}' of unit '{unit}' cannot be all-gathered: it is a {type(shard).__name__} without "
+            f"all-gather hooks. Define {_PRE} and {_POST}, on the class or on parameter._local_tensor, before the first "
+            "forward, or make it a plain torch.Tensor, after fullshard.undo()."
+        )
+    if parameter.sharding.dim != 0:
+        raise StateError(
+            f"Parameter '{parameter.name}' of unit '{unit}' cannot be sharded along dim {parameter.sharding.dim}: it has its "
+            f"own all-gather hooks ({_PRE}), which work on dim 0. Shard it along dim 0."
+        )
+
+
+def own_shard(value: Tensor, sharding: ParamSharding) -> Tensor:
+    """Return the shard in separate memory, so that it does not keep the unsharded tensor alive.
+
+    A plain tensor stays the same object, since the caller may have set hooks on it.
+    """
+    if is_plain(value):
+        return value.set_(value.clone())  # type: ignore[call-overload]
+    # Not `clone`: in some subclasses it quantizes again, which changes the values. Every subclass that can be sharded has
+    # `new_zeros` and `copy_`.
+    shard = value.new_zeros(sharding.shard_shape)
+    if value.numel():
+        shard.copy_(value)
+    _take_attributes(value, shard)
+    return shard
+
+
+def _take_attributes(source: Tensor, target: Tensor) -> None:
+    """Copy instance attributes from `source` to `target`: a precomputed scale, for example, or methods set on the instance."""
+    for key, kept in vars(source).items():
+        if vars(target).get(key) is None:
+            # A method bound to `source` would read the data of `source`.
+            bound = isinstance(kept, MethodType) and kept.__self__ is source
+            setattr(target, key, MethodType(kept.__func__, target) if bound else kept)
+
+
+def _releases_outputs(parameter: ShardedParameter) -> bool:
+    """Return True if the subclass wants its all-gather outputs freed after fsdp_post_all_gather, which has copied them.
+
+    Raises StateError if the hook returns something else than True or False.
+    """
+    hook: Callable[[], Any] | None = getattr(parameter.local, _RELEASE, None)
+    if hook is None:
+        return False
+    answer = hook()
+    if not isinstance(answer, bool):
+        raise StateError(
+            f"Expected True or False from {_RELEASE} of parameter '{parameter.name}' of unit '{parameter.unit_name.name}', got "
+            f"{answer!r}. Return a bool."
+        )
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """The result of fsdp_pre_all_gather."""
+
+    tensors: list[Tensor]  # all-gather inputs, contiguous
+    metadata: Any  # passed to fsdp_post_all_gather
+
+
+class ExtensionBuffer:
+    """The unsharded buffer of one parameter with its own all-gather hooks.
+
+        shard --fsdp_pre_all_gather--> inputs --all-gather of each, as bytes--> outputs --fsdp_post_all_gather--> unsharded
+
+    The outputs, and the inner tensors that the first `fsdp_post_all_gather` returns, have memory between `allocate` and `free`.
+    A shard with fewer rows than others is padded before the hook is called, so that all ranks send the same sizes.
+
+    Attributes:
+        versions: versions of the shard that was all-gathered last; empty before the first all-gather.
+        keep: whether the memory is kept when it is freed.
+    """
+
+    def __init__(self, parameter: ShardedParameter, collectives: Collectives, dtypes: Dtypes, storage: Storage) -> None:
+        self._parameter, self._collectives, self._storage = parameter, collectives, storage
+        self._dtypes, self._dtype = dtypes, dtypes.compute
+        # Whether to free the all-gather outputs after fsdp_post_all_gather, and not only when resharding.
+        self._releases_outs = _releases_outputs(parameter)
+        self.versions: list[int] = []
+        self.keep = False
+        # The unsharded tensor from the first fsdp_post_all_gather, including padding rows. Later calls write to it (`out=`).
+        self._unsharded: Tensor | None = None
+        # The shard with padding rows; None if this rank needs no padding.
+        self._padded: Tensor | None = None
+        # Inputs of the all-gather in flight, until fsdp_post_all_gather gets their metadata.
+        self._inputs: _Inputs | None = None
+        # All-gather outputs, (ranks * numel,) each. The objects stay, since the unsharded tensor may use their storage.
+        self._outs: list[Tensor] = []
+        # Inner tensors from fsdp_post_all_gather with separate memory, and their bytes.
+        self._inner: list[tuple[Tensor, int]] = []
+
+    def allocate(self, versions: list[int]) -> AllGather:
+        """Call fsdp_pre_all_gather, allocate the outputs on the compute stream, and return their all-gather."""
+        self.versions = versions
+        shard = self._padded_shard()
+        if shard.device != self._storage.device:  # CPU offload
+            home, shard = shard, shard.to(self._storage.device, non_blocking=True)
+            _take_attributes(home, shard)
+        tensors, metadata = self._pre_all_gather(shard)
+        self._inputs = _Inputs([tensor.contiguous() for tensor in tensors], metadata)
+        ranks, tensors = self._collectives.ranks, self._inputs.tensors
+        if not self._outs:
+            self._outs = [torch.empty(ranks * t.numel(), dtype=t.dtype, device=t.device) for t in tensors]
+        if [out.numel() for out in self._outs] != [ranks * t.numel() for t in tensors]:
+            shapes = [tuple(t.shape) for t in tensors]
+            raise StateError(
+                f"Expected the sizes of the first call from {_PRE} of parameter '{self._parameter.name}', got tensors of "
+                f"shapes {shapes}. Return tensors of the same sizes in every call."
+            )
+        for tensor, nbytes in (*((out, out.numel() * out.itemsize) for out in self._outs), *self._inner):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() != nbytes:  # on the CPU, resize_ moves the memory even if the size is equal
+                storage.resize_(nbytes)
+        # as_strided, because `view(-1)` of one element may keep a stride that `view(dtype)` rejects.
+        flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
+        # Not views of the outputs: with one rank the all-gather is a copy, which would increase the version counter that a view
+        # shares with the unsharded tensor.
+        return AllGather(
+            self._collectives.gatherer([tensor_on_storage(out.view(torch.uint8), 0, (out.nbytes,)) for out in self._outs], flat)
+        )
+
+    def release_staging(self) -> None:
+        """Call fsdp_post_all_gather with the outputs. Call this after the compute stream waited for the all-gather."""
+        # On the compute stream, as in FSDP2: tensors that the hook allocates then belong to that stream.
+        inputs, self._inputs = self._inputs, None
+        if inputs is None:
+            return
+        outputs = tuple(out.view(-1, *given.shape[1:]) for out, given in zip(self._outs, inputs.tensors))
+        after: Callable[..., Any] = getattr(self._parameter.local, _POST)
+        rows = self._parameter.sharding.local_shape[0]
+        with torch.no_grad():
+            if self._unsharded is None:
+                self._unsharded, inner = after(outputs, inputs.metadata, self._dtype)
+                outs = {out.untyped_storage().data_ptr() for out in self._outs}
+                self._inner = [(t, t.untyped_storage().size()) for t in inner if t.untyped_storage().data_ptr() not in outs]
+                even = self._unsharded.shape[0] == rows
+                view = self._unsharded if even else self._unsharded.narrow(0, 0, rows)
+                self._parameter.make_unsharded(view, any_grad_dtype=self._dtypes.casts_gradients)
+            else:
+                even = self._unsharded.shape[0] == rows
+                after(outputs, inputs.metadata, self._dtype, out=self._parameter.unsharded if even else self._unsharded)
+        if self._releases_outs and not self.keep:
+            for out in self._outs:
+                out.untyped_storage().resize_(0)
+
+    def free(self) -> None:
+        """Free the memory, unless it is kept. The tensors stay."""
+        if self.keep:
+            return
+        for tensor in (*self._outs, *(inner for inner, _ in self._inner)):
+            tensor.untyped_storage().resize_(0)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Return True if `tensor` uses memory of this buffer."""
+        return any(out.numel() and _torch.same_memory(tensor, out) for out in (*self._outs, *(i for i, _ in self._inner)))
+
+    def _padded_shard(self) -> Tensor:
+        """Return this rank's shard with as many rows as the other ranks have."""
+        local, extent = self._parameter.local, self._parameter.sharding.extent
+        if not extent.padding:
+            return local
+        with torch.no_grad():
+            if self._padded is None:
+                self._padded = local.new_zeros((extent.chunk, *local.shape[1:]))
+            if extent.rows:
+                self._padded.narrow(0, 0, extent.rows).copy_(local)
+        _take_attributes(local, self._padded)
+        return self._padded
+
+    def _pre_all_gather(self, shard: Tensor) -> tuple[Sequence[Tensor], Any]:
+        """Call fsdp_pre_all_gather of `shard` in the signature that it has, and return its result."""
+        before: Callable[..., Any] = getattr(shard, _PRE)
+        sharding = self._parameter.sharding
+        axis = sharding.axis
+        mesh = axis.mesh if axis.replicas is None else _torch.axis_of(axis.mesh, axis.mesh.ndim - 1)
+        arguments = len(inspect.signature(before).parameters)
+        with torch.no_grad():
+            if arguments == 1:
+                return before(mesh)
+            if arguments == 5:
+                strides = _torch.contiguous_strides(sharding.local_shape)
+                policy = self._storage.mp
+                if self._parameter.keeps_dtype:  # the policy of this parameter
+                    policy = replace(policy, param_dtype=self._dtype)
+                return before(mesh, sharding.local_shape, strides, self._parameter.module, policy)
+        raise StateError(
+            f"Expected {_PRE}(mesh) or {_PRE}(mesh, outer_size, outer_stride, module, mp_policy) on parameter "
+            f"'{self._parameter.name}', got {arguments} arguments. Change its signature."
+        )
+
+
+__all__ = [
+    "ExtensionBuffer",
+    "check_extension",
+    "has_extension",
+    "is_plain",
+    "missing_extension_method",
+    "needs_own_group",
+    "own_shard",
+]

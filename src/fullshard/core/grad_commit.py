@@ -1,0 +1,213 @@
+"""Gradient commit: set `.grad` of all parameters or none, exactly once, even if an interrupt (Ctrl-C) comes in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.core.sharded_param import ShardedParameter
+from fullshard.errors import StateError
+
+if TYPE_CHECKING:
+    from fullshard.core.param_group import ParamGroup
+
+
+class GradCommit:
+    """Commit of one group: sets `.grad` of its parameters to parts of the flat gradient, or adds to existing gradients.
+
+    Python may be interrupted between any two calls, so `commit` can be repeated after an interrupt. Two records make it
+    idempotent:
+
+    - The mark of a gradient that this commit has set, (layout, flat gradient), is an attribute of that gradient. The attribute
+      has a name per parameter, so a gradient that the caller moved from one parameter to another does not count.
+    - The version counter of a tensor that this commit adds to shows whether the addition has run.
+
+    Attributes:
+        gradients: the gradients as the hooks returned them, None for a parameter without one. None instead of a list if all
+            gradients are unchanged parts of the flat gradient.
+    """
+
+    __slots__ = ("_flat", "_group", "_mark", "_versions", "gradients")
+
+    def __init__(self, group: ParamGroup, flat: Tensor, used: Sequence[bool], *, has_hooks: bool) -> None:
+        """Run the gradient hooks of the parameters (`register_hook`) and check what `commit` would set or add to.
+
+        All errors are raised here, before the first commit changes a `.grad`, so that all parameters get a gradient or none.
+
+        Args:
+            group: the parameter group.
+            flat: the flat gradient, (shard_numel,) in the dtype of `.grad`.
+            used: for each parameter, whether it gets a gradient.
+            has_hooks: whether a parameter has hooks.
+
+        Raises:
+            StateError: naming the parameter, if a hook returned, or the caller assigned, something that is no gradient of it.
+        """
+        self._group, self._flat = group, flat
+        plan = group.reduction
+        self._mark = (plan.views, flat)
+        self.gradients: list[Any] | None = None
+        # Version counters of the tensors that are added to, before the addition; -1 is the key of the whole flat gradient.
+        self._versions: dict[int, int] = {}
+        if has_hooks or not all(used):
+            self.gradients = [
+                _hooked(parameter, flat.as_strided(*view)) if is_used else None
+                for parameter, view, is_used in zip(group.parameters, plan.views, used)
+            ]
+            for parameter, gradient in zip(group.parameters, self.gradients):
+                if gradient is not None:
+                    _check(parameter, gradient, "was returned by a hook on its gradient", group.dtypes.grad)
+        dtype = flat.dtype
+        for parameter, key, is_used in zip(group.parameters, plan.keys, used):
+            if not is_used:
+                continue
+            sharded = parameter.sharded
+            grad = sharded.grad
+            if grad is None:
+                taken = sharded.grad_dtype
+                if taken is not dtype and taken is not None:
+                    raise StateError(
+                        f"Expected gradients of {taken}, the grad_dtype of parameter '{parameter.name}' of unit "
+                        f"'{parameter.unit_name.name}', got gradients reduced to {dtype}. Set grad_dtype before the first "
+                        "forward, or call model.to() after it."
+                    )
+            else:
+                mark = grad.__dict__.get(key)
+                if mark is None or mark[0] is not plan.views:
+                    _check(parameter, grad, "was assigned to its `.grad`, to which the next gradient is added")
+
+    def commit(self) -> None:
+        """Set `.grad` of the parameters, or add to the existing gradients. Calling this again after an interrupt is safe."""
+        if self.gradients is not None:
+            return self._commit_each(self.gradients)
+        mark = _common_mark(self._group)
+        if mark is not None and mark[0] is self._mark[0]:
+            # All gradients are parts of one flat gradient with this layout, so a single addition does for the whole group. If
+            # the mark is ours, an earlier call has set the gradients already.
+            if mark is not self._mark:
+                self._add(-1, mark[1], self._flat)
+            return
+        group, flat, plan = self._group, self._flat, self._group.reduction
+        new: list[Any] = []  # arguments of set_gradients, for parameters without a gradient
+        same_dtype = flat.dtype == group.dtypes.storage
+        for index, (parameter, key, view) in enumerate(zip(group.parameters, plan.keys, plan.views)):
+            sharded = parameter.sharded
+            grad = sharded.grad
+            if grad is None:
+                local = flat.as_strided(*view)
+                if same_dtype:
+                    new.append((sharded, parameter.local, local, parameter.spec, key))
+                else:
+                    new.append((sharded, local, local, parameter.sharding.spec(flat.dtype), key))
+            elif grad.__dict__.get(key) is not self._mark:
+                self._add(index, grad, parameter.dtensor_like_shard(flat.as_strided(*view)))
+        _torch.set_gradients(new, self._mark)
+
+    def _commit_each(self, gradients: Sequence[Any]) -> None:
+        for index, (parameter, gradient) in enumerate(zip(self._group.parameters, gradients)):
+            grad = parameter.sharded.grad
+            if gradient is None or grad is gradient:
+                continue
+            if grad is None:
+                parameter.sharded.grad = gradient
+            else:
+                self._add(index, grad, gradient)
+
+    def run_post_grad_hooks(self) -> None:
+        """Call the post-accumulate-grad hooks of the parameters."""
+        for parameter, gradient in zip(self._group.parameters, self.gradients or ()):
+            if gradient is not None:
+                for hook in _torch.parameter_hooks(parameter.sharded)[1]:
+                    hook(parameter.sharded)
+
+    def _add(self, index: int, total: Tensor, more: Tensor) -> None:
+        """Add `more` to `total` once, even if this is called again for the same index."""
+        total, more = _torch.insides(total, more)
+        if index not in self._versions:
+            self._versions[index] = total._version
+        if total._version == self._versions[index]:
+            total.add_(more)
+
+
+def _common_mark(group: ParamGroup) -> Any:
+    """Return the mark that all gradients of the group share, or None if they share none."""
+    before: Any = None
+    for parameter, key in zip(group.parameters, group.reduction.keys):
+        grad = parameter.sharded.grad
+        mark = None if grad is None else grad.__dict__.get(key)
+        if mark is None or (before is not None and mark is not before):
+            return None
+        before = mark
+    return before
+
+
+def flat_gradient(group: ParamGroup) -> Tensor | None:
+    """Return the flat gradient, (shard_numel,), if `.grad` of every parameter is a part of it; else None.
+
+    Padding between the parameters is zero.
+    """
+    mark = _common_mark(group)
+    return mark[1] if mark is not None and mark[0] is group.reduction.views else None
+
+
+def _hooked(parameter: ShardedParameter, local: Tensor) -> Any:
+    """Return the reduced gradient `local`, (sharding.shard_shape), after the hooks on the sharded parameter."""
+    gradient: Any = parameter.dtensor_like_shard(local)
+    hook: Callable[..., Any]
+    for hook in _torch.parameter_hooks(parameter.sharded)[0]:
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def _check(parameter: ShardedParameter, gradient: Any, origin: str, dtype: torch.dtype | None = None) -> None:
+    """Raise StateError unless `gradient` is a DTensor like the sharded parameter, of `dtype` if it is not None."""
+    spec = parameter.spec
+    fits = (
+        isinstance(gradient, DTensor)
+        and gradient.device_mesh == spec.mesh
+        and gradient.placements == spec.placements
+        and gradient.shape == spec.shape
+        and gradient.dtype == (dtype or gradient.dtype)
+    )
+    if not fits:
+        what = type(gradient).__name__
+        if isinstance(gradient, Tensor):
+            what += f" {tuple(gradient.shape)} of {gradient.dtype}"
+        if isinstance(gradient, DTensor):
+            what += f" with {gradient.placements} on {gradient.device_mesh}"
+        raise StateError(
+            f"Expected as gradient of parameter '{parameter.name}' of unit '{parameter.unit_name.name}' a DTensor "
+            f"{tuple(spec.shape)} of {dtype or parameter.local.dtype} with {spec.placements} on {spec.mesh}, got {what}, which "
+            f"{origin}. Convert it with distribute_tensor(full, parameter.device_mesh, parameter.placements)."
+        )
+
+
+def commit_all(commits: Sequence[GradCommit]) -> None:
+    """Commit all groups, then run the post-accumulate-grad hooks. Raise an interrupt only after all commits."""
+    interrupt: BaseException | None = None
+    done = False
+    while not done:
+        try:
+            for one in commits:
+                one.commit()
+            done = True
+        except Exception:
+            raise
+        except BaseException as caught:
+            # Ctrl-C in the middle of the loop: run it again, since each commit continues where it was interrupted. Raising here
+            # would leave some parameters with a gradient and some without.
+            interrupt = interrupt or caught
+    if interrupt is not None:
+        raise interrupt
+    for one in commits:
+        if one.gradients is not None:
+            one.run_post_grad_hooks()
+
+
+__all__ = ["GradCommit", "commit_all", "flat_gradient"]

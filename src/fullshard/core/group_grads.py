@@ -1,0 +1,198 @@
+"""Gradients of a group before they become `.grad`: their layout in reductions, and gradients kept between backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.checks.collective_log import CollectiveLog
+from fullshard.core.layout import GroupLayout, Segment, Slice
+from fullshard.core.sharded_param import ShardedParameter
+from fullshard.policies import Dtypes
+
+
+@dataclass(frozen=True, eq=False)
+class ReductionPlan:
+    """Layout of a group's gradients in the reduce-scatter inputs and in the flat gradient; fixed when the group is created.
+
+    packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
+    direct   p3, p4                        one input each: the tensor that autograd computed
+    slices   p5, p6                        cast or sharded unevenly: slice by slice through one buffer
+    sums     p7                            few rows: all-reduced whole, slice by slice
+    """
+
+    numel: int  # elements per rank of the packed input
+    packed: list[Segment]  # segments of the packed input
+    direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
+    slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
+    sums: tuple[tuple[Slice, ...], ...]  # slices of each all-reduce
+    zeros: dict[int, Tensor]  # input of a gap by its size: (ranks, size) zeros in the compute dtype
+    # (shape, strides, offset) of each parameter's gradient in the flat gradient. The list object also identifies the layout: a
+    # gradient is marked with it and with the flat gradient, so two gradients with one mark are parts of one flat gradient.
+    views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
+    keys: list[str]  # attribute of each parameter's gradient that stores this mark
+    has_slices: bool  # whether there are slices or sums
+    dtype: torch.dtype  # dtype of `.grad`
+
+    @classmethod
+    def of(
+        cls, layout: GroupLayout, shapes: Sequence[tuple[int, ...]], *, dtypes: Dtypes, in_order: bool, device: torch.device
+    ) -> ReductionPlan:
+        """Return the plan.
+
+        Args:
+            layout: layout of the group.
+            shapes: shape of each parameter's shard.
+            dtypes: dtypes of the group.
+            in_order: whether collectives run in order on a stream, so that gradients may be reduced in slices.
+            device: device of the gradients.
+        """
+        as_is = dtypes.compute == dtypes.reduce
+        found = layout.reduction(as_is=as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize)
+        segments = [segment for segment in found.packed.segments if segment.size] if found.packed is not None else []
+        gaps = {segment.size for segment in segments if segment.parameter < 0}
+        return cls(
+            numel=0 if found.packed is None else found.packed.size,
+            packed=segments,
+            direct=found.direct,
+            slices=found.slices,
+            sums=found.sums,
+            zeros={size: torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in gaps},
+            views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, layout.offsets)],
+            keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
+            has_slices=bool(found.slices or found.sums),
+            dtype=dtypes.reduced,
+        )
+
+
+class DeferredSum(Protocol):
+    """A reduction whose all-reduce over replicas is deferred to a later reduction."""
+
+    used: list[bool]  # for each parameter, whether this rank has a gradient
+
+    @property
+    def total(self) -> Tensor:
+        """The reduce-scatter output, (shard_numel,)."""
+        ...
+
+    def add_to(self, total: Tensor) -> None:
+        """Add this sum to `total`, the reduce-scatter output of the later reduction."""
+        ...
+
+
+class GroupGradients:
+    """Gradients of one group that are kept between backwards, and the state of `.grad` that ranks compare.
+
+        backward without gradient sync --accumulate--> local_grad of each parameter --merge--> the next reduction
+        backward that defers the all-reduce over replicas --> `deferred` --> added by the next reduction
+
+    Attributes:
+        has_local: whether a backward without gradient sync ended after the last reduction, with or without gradients here.
+        exposed: whether kept gradients are visible as `.grad` of the unsharded parameters.
+        deferred: the last reduction, if its all-reduce over replicas is deferred.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, log: CollectiveLog) -> None:
+        """Start without kept gradients, except for those that `parameters` have from an earlier group.
+
+        Args:
+            parameters: the parameters of the group.
+            dtype: the reduce dtype.
+            log: the collective log of the group.
+        """
+        self._parameters, self._dtype, self._log = parameters, dtype, log
+        self.has_local = any(parameter.local_grad is not None for parameter in parameters)
+        self.exposed = False
+        self.deferred: DeferredSum | None = None
+        # Epoch of the log at the last commit. All ranks start a new epoch together after a failed step. Gradients of that step
+        # may differ between ranks, so comparing them would raise for no reason.
+        self._epoch = -1
+        # Version counter of the first parameter's `.grad` at the last reduction.
+        self._version = 0
+
+    def accumulate(self, grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients of a backward without gradient sync to the kept ones, in the reduce dtype."""
+        self.has_local = True
+        for parameter, grad in zip(self._parameters, grads):
+            if grad is not None:
+                kept = parameter.local_grad
+                parameter.local_grad = grad.to(self._dtype) if kept is None else kept.add_(grad)
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Change the dtype of kept gradients to `dtype`, the new reduce dtype."""
+        self._dtype = dtype
+        for parameter in self._parameters:
+            if parameter.local_grad is not None:
+                parameter.local_grad = parameter.local_grad.to(dtype)
+
+    def merge(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Return the sum of `grads` and the kept gradients, and discard the kept ones."""
+        if not self.has_local:
+            return grads
+        if any(parameter.local_grad is not None for parameter in self._parameters):
+            self.accumulate(grads)
+            grads = [parameter.local_grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.local_grad = None
+        self.has_local = False
+        return grads
+
+    def expose(self) -> None:
+        """Set `.grad` of the unsharded parameters to the kept gradients, for a caller that unsharded them by hand.
+
+        `withdraw` must be called before the next backward: autograd would add to the kept gradients in place, and a backward
+        that raises must not change them.
+        """
+        if not self.has_local:
+            return
+        for parameter in self._parameters:
+            kept, unsharded = parameter.local_grad, parameter.unsharded
+            if kept is not None and unsharded is not None and unsharded.grad is None:
+                parameter.exposed_grad = unsharded.grad = parameter.sharding.to_module(kept)
+                self.exposed = True
+
+    def withdraw(self) -> None:
+        """Remove the exposed gradients. If the caller replaced or removed one, keep the replacement, or none."""
+        self.exposed = False
+        for parameter in self._parameters:
+            exposed, unsharded = parameter.exposed_grad, parameter.unsharded
+            parameter.exposed_grad = None
+            if exposed is None or unsharded is None:
+                continue
+            found, unsharded.grad = unsharded.grad, None
+            if found is None:
+                parameter.local_grad = None
+            elif found is not exposed:
+                parameter.local_grad = parameter.sharding.grad_to_local(found, name=parameter.name).to(self._dtype)
+
+    def discard(self) -> None:
+        """Discard kept gradients, a deferred reduction, and `.grad` of the unsharded parameters."""
+        self.has_local, self.deferred, self.exposed = False, None, False
+        for parameter in self._parameters:
+            parameter.local_grad = parameter.exposed_grad = None
+            if parameter.unsharded is not None:
+                parameter.unsharded.grad = None
+
+    def accumulates(self) -> bool:
+        """Return True if the next commit adds to gradients that ranks can compare. Call this once per reduction.
+
+        After a failed step the gradients may differ between ranks, so this is False until the next commit.
+        """
+        grad = self._parameters[0].sharded.grad
+        self._version = 0 if grad is None else grad._version
+        return grad is not None and self._epoch == self._log.epoch
+
+    def note_committed(self) -> None:
+        """Record that gradients were committed in this epoch of the log."""
+        self._epoch = self._log.epoch
+
+    @property
+    def rewritten(self) -> bool:
+        """True if the first parameter's `.grad` was written after the last reduction, in a way that ranks can compare."""
+        grad = self._parameters[0].sharded.grad
+        return grad is not None and grad._version != self._version and self._epoch == self._log.epoch

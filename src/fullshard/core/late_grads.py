@@ -1,0 +1,69 @@
+"""Gradients that arrive without a hook on an output: second backwards, and outputs that hide their graph."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.core.scheduler import ReshardPolicy
+from fullshard.core.unit import Unit
+from fullshard.errors import warn_once
+from fullshard.policies import LintWarning
+
+_LATE = "_fullshard_late"  # attribute of an unsharded parameter: the handle of its LateGradHook
+
+
+class LateGradHook:
+    """Hook on an unsharded parameter in the graph of a backward. It runs when a second-order gradient arrives."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, _: Tensor) -> None:
+        """Enter the unit's backward, after the gradient was accumulated."""
+        unit = self._unit()
+        if unit is not None:
+            unit.late_backward()
+
+
+def hook_late_grads(unit: Unit) -> None:
+    """Hook the unsharded parameters, for gradients of a second backward through the graph of the first one."""
+    for parameter in unit.parameters:
+        full = parameter.unsharded
+        if full is not None and full.requires_grad and _LATE not in full.__dict__:
+            full.__dict__[_LATE] = full.register_post_accumulate_grad_hook(LateGradHook(unit))
+
+
+def check_hidden(unit: Unit, output: Any) -> None:
+    """Warn if `output` shows no tensor with a graph, but a graph leads to the parameters.
+
+    That depends on the objects that are alive on this rank, so no collective may depend on it.
+    """
+    if not torch.is_grad_enabled() or unit.progress.live_graphs or _torch.current_graph_task() != -1:
+        return  # the graph may be an older one, whose backward has hooks
+    for parameter in unit.parameters:
+        full = parameter.unsharded
+        if full is not None and full.requires_grad and _torch.is_in_graph(full):
+            hook_late_grads(unit)
+            if "hidden" not in unit.options.checks.silence:
+                if unit.options.reshard_policy is ReshardPolicy.ALWAYS:
+                    why, otherwise = "is right only if no other backward comes first, which frees the parameters", ""
+                else:
+                    why = "cannot be gathered for"
+                    otherwise = ", or keep the parameters with reshard_after_forward=False"
+                warn_once(
+                    f"the forward of unit '{unit.name}' returned a {type(output).__name__} in which no tensor with a graph "
+                    f"is found, but a graph leads to its parameter '{parameter.name}' all the same: a backward through it "
+                    f"{why}. Return the tensor itself, or in a list, dict, dataclass or attribute{otherwise}",
+                    LintWarning,
+                )
+            return
+
+
+__all__ = ["LateGradHook", "check_hidden", "hook_late_grads"]

@@ -1,0 +1,345 @@
+"""Axes that parameters are sharded and replicated over: their meshes, process groups, and the position of this rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard import _torch
+from fullshard.comm.process_groups import ProcessGroupHandle, held, on_release
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Names of the data-parallel axes of a full mesh. Each option is one name, several names, or None.
+
+    Args:
+        shard: axes to shard parameters over; several are flattened into one axis, in mesh order.
+        replicate: axes to also average gradients over (hybrid sharding, or plain data parallelism without `shard`).
+
+    Raises:
+        ValueError: if both options are None or empty.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("rep", "dp", "tp"))    # doctest: +SKIP
+        >>> fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp", "rep"))     # doctest: +SKIP
+
+    Source: `torch.distributed.fsdp.DataParallelMeshDims` (torch 2.13).
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.shard_names or self.replicate_names):
+            given = "None for both" if self.shard is self.replicate is None else f"{self.shard!r} and {self.replicate!r}"
+            raise ValueError(f"Expected at least one axis in shard= or replicate= of DataParallelMeshDims, got {given}.")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Names of the axes to shard over."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Names of the axes to replicate over."""
+        return _names(self.replicate)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicateAxis:
+    """Axis over which shards are replicated."""
+
+    held: ProcessGroupHandle
+    ranks: int  # size of the axis
+    rank: int  # coordinate of this rank on the axis
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the ranks with equal shards."""
+        return self.held.group
+
+
+@dataclass(frozen=True, eq=False)
+class ShardAxis:
+    """Axis that parameters are sharded over. mesh 1 - 1 shard axis, shard axis 1 - 0..1 replicate axis.
+
+    Attributes:
+        mesh: mesh of the DTensors of plain parameters: (shard), (replicate, shard) or (replicate).
+        held: handle of the process group; None if parameters are only replicated. `ranks` is 1 then.
+        ranks: number of shards.
+        rank: coordinate of this rank on the axis.
+        device: device of this rank.
+        replicas: axis that shards are replicated over; None if there is none.
+        full_mesh: mesh of all parallelisms, given with `dims`; parameters are already DTensors on it.
+        dims: the data-parallel axes of `full_mesh`.
+    """
+
+    mesh: DeviceMesh
+    held: ProcessGroupHandle | None
+    ranks: int
+    rank: int
+    device: torch.device
+    replicas: ReplicateAxis | None = None
+    full_mesh: DeviceMesh | None = None
+    dims: DataParallelMeshDims | None = field(default=None, compare=False)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that parameters are sharded over; None if parameters are only replicated."""
+        return None if self.held is None else self.held.group
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Global ranks of the mesh."""
+        return tuple(self.mesh.mesh.flatten().tolist())
+
+    @property
+    def replica_count(self) -> int:
+        """Number of ranks with a copy of each shard."""
+        return 1 if self.replicas is None else self.replicas.ranks
+
+    @property
+    def is_first_rank(self) -> bool:
+        """True on the first of all ranks over which parameters are sharded and replicated."""
+        return self.rank == 0 and (self.replicas is None or self.replicas.rank == 0)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Key of the process groups; equal for axes that communicate over the same groups."""
+        return id(self.held), id(self.replicas.held if self.replicas else None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle_axis, (self.mesh if self.full_mesh is None else self.full_mesh, self.dims, self.is_replicated)
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if every rank has all parameters in full, so that no all-gather is needed."""
+        return self.held is None and (self.dims is None or bool(self.dims.shard_names))
+
+
+def _unpickle_axis(mesh: DeviceMesh, dims: DataParallelMeshDims | None, is_replicated: bool) -> ShardAxis:
+    axis = resolve_mesh(mesh, dims)  # process groups cannot be pickled
+    return replicated_axis(axis) if is_replicated else axis
+
+
+# (id of the owner, role) -> (owner, subgroup). Keeping the owner keeps its id from being reused.
+_SUBGROUPS: _torch.PerRank[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = _torch.PerRank()
+
+
+@on_release
+def _forget_dead_subgroups() -> None:
+    for key, groups in list(_SUBGROUPS.items()):
+        if not all(map(_torch.is_alive, groups)):
+            del _SUBGROUPS[key]
+
+
+def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
+    """Return the process group of `ranks` for a role beside `owner`. The first call creates it, as a collective of `ranks`.
+
+    Args:
+        owner: process group that the new one is used beside.
+        role: purpose of the group; one group is kept per owner and role.
+        ranks: global ranks of the group.
+        name: text that is equal on all `ranks` and unique among their groups; None for the name of `owner`, if all of them
+            share it.
+    """
+    # The group is kept until the process group is destroyed. Creating it is a collective, so the decision to create it must
+    # not depend on objects that are alive on one rank only.
+    _forget_dead_subgroups()
+    key = (id(owner), role)
+    if key not in _SUBGROUPS:
+        unique = _torch.group_name(owner) if name is None else name
+        _SUBGROUPS[key] = owner, _torch.new_group(f"fullshard {unique} {role} {ranks}", ranks)
+    return _SUBGROUPS[key][1]
+
+
+def group_of(ranks: tuple[int, ...], owner: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a process group of exactly these global ranks, in order. Creating one, if none exists, is a collective of them."""
+    for group in (dist.group.WORLD, owner):
+        if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
+            return group
+    _forget_dead_subgroups()
+    for _, subgroup in _SUBGROUPS.values():
+        if tuple(dist.get_process_group_ranks(subgroup)) == ranks:
+            return subgroup
+    return subgroup_of(owner, "all", list(ranks), name="all")
+
+
+def replicated_axis(axis: ShardAxis) -> ShardAxis:
+    """Return an axis of the same ranks that only replicates, for scalars. Collective: it may create a process group."""
+    if axis.group is None:
+        return axis
+    over = axis.group, axis.ranks, axis.rank
+    if axis.replicas is not None:
+        ranks = axis.mesh.mesh.flatten().tolist()
+        _forget_dead_subgroups()
+        # several meshes may have the same ranks: number their groups, so that names are unique and equal on all ranks
+        before = sum(
+            role == "everywhere" and dist.get_process_group_ranks(made) == ranks for (_, role), (_, made) in _SUBGROUPS.items()
+        )
+        group = subgroup_of(axis.group, "everywhere", ranks, name=f"mesh {before}")
+        over = group, group.size(), group.rank()
+    replicas = ReplicateAxis(held(over[0]), *over[1:])
+    return ShardAxis(axis.mesh, None, 1, 0, axis.device, replicas, axis.full_mesh, axis.dims)
+
+
+def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardAxis:
+    """Return the shard axis, and the replicate axis, of `mesh`.
+
+    Without a mesh, build a 1-D mesh over the default process group, which is initialized if necessary. A mesh of one axis is
+    (shard), of two axes (replicate, shard). With `dims`, use the named axes of a mesh of any number of axes.
+
+    Raises:
+        ValueError: if `mesh` is not such a DeviceMesh, is on the meta device, or does not contain this rank, or if the names
+            of its two axes show the order (shard, replicate).
+    """
+    if mesh is None:
+        if dims is not None:
+            raise ValueError("dp_mesh_dims names axes of a mesh, but mesh is None. Pass the full mesh as mesh=.")
+        mesh = _default_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"Expected a DeviceMesh or None as mesh, got {type(mesh).__name__}. Build a mesh with init_device_mesh()."
+        )
+    if mesh.device_type == "meta":
+        raise ValueError(
+            "Expected a mesh of real devices, got 'meta'. Parameters may be on meta, but the mesh gives the device that they "
+            "will be on."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"Rank {dist.get_rank()} is not on the mesh of ranks {mesh.mesh.tolist()}. "
+            "Call fully_shard only on the ranks of the mesh."
+        )
+    if dims is not None:
+        return _named_axes(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"Expected a mesh of one axis (shard) or two axes (replicate, shard), got {mesh.ndim} axes of sizes "
+            f"{tuple(mesh.mesh.shape)}. Select axes with mesh['name'], or name them with dp_mesh_dims=."
+        )
+    check_names(mesh)
+    return _axes(mesh, shard=mesh.ndim - 1, replicate=0 if mesh.ndim == 2 else None)
+
+
+_SHARDS = re.compile(r".*(shard|fsdp).*|(cp|sp|context|seq|sequence|ulysses)(parallel)?")
+_REPLICATES = re.compile(r".*replic.*|ddp")
+_NEITHER = re.compile(r".*(no|non|un)shard.*")
+
+
+def check_names(mesh: DeviceMesh, *, extra: str = "") -> None:
+    """Check that the axis names of a (replicate, shard) mesh do not contradict that order.
+
+    The name of a shard axis contains "shard" or "fsdp", or is a name of context or sequence parallelism, whose ranks share
+    their parameters with data-parallel ranks in most programs. Neutral names ("dp", "outer", "data") pass. So does "cp" after
+    a neutral name: sharding over context-parallel ranks and replicating over the others is legal, and may be intended.
+
+    Args:
+        mesh: the mesh to check.
+        extra: what sharding over both axes needs besides a flattened mesh, for the error text.
+
+    Raises:
+        ValueError: if the second axis is named as a replicate axis, or the first one as a shard axis.
+    """
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None or mesh.size() == 1:
+        return
+    first, second = mesh.mesh_dim_names
+    roles = [_role_of(first), _role_of(second)]
+    got = f"Expected a mesh with the axes (replicate, shard), got {(first, second)} of sizes {tuple(mesh.mesh.shape)}"
+    both = f"pass mesh._flatten('{first}_{second}'){extra}"
+    if roles[1] == "replicate":
+        raise ValueError(
+            f"{got}. Parameters would be sharded over the second axis, but '{second}' is the name of a replicate axis. Put it "
+            f"first: init_device_mesh(..., mesh_dim_names={(second, first)}). To shard over both axes, {both}."
+        )
+    if roles[0] == "shard" and mesh.size(0) > 1:  # over an axis of one rank, replicating and sharding are the same
+        raise ValueError(
+            f"{got}. Shards would be replicated over the first axis, but '{first}' is the name of a shard axis; "
+            f"parameters would be sharded over '{second}' alone. To shard over both axes, {both}. To replicate over '{first}', "
+            f"give it the name of a replicate axis: init_device_mesh(..., mesh_dim_names={('replicate', second)})."
+        )
+
+
+def _role_of(name: str) -> str | None:
+    """Return the role that the name of an axis implies: "shard", "replicate", or None."""
+    bare = re.sub(r"[^a-z0-9]", "", name.lower())
+    if _REPLICATES.fullmatch(bare):
+        return "replicate"
+    return "shard" if _SHARDS.fullmatch(bare) and not _NEITHER.fullmatch(bare) else None
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"The default process group is not initialized, and the environment does not configure one "
+                f"({', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set). Start the program with "
+                "`torchrun --nproc-per-node N program.py`, or call torch.distributed.init_process_group() first."
+            )
+        dist.init_process_group()
+    accelerator = _torch.accelerator()
+    return init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
+
+
+# meshes in use, whose process groups are dropped when the process group is destroyed
+_MESHES: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+@on_release
+def _drop_groups() -> None:
+    for mesh in list(_MESHES.values()):
+        _torch.drop_groups(mesh)
+
+
+def _axes(mesh: DeviceMesh, *, shard: int | None, replicate: int | None, **full: Any) -> ShardAxis:
+    _MESHES[id(mesh)] = mesh
+    device = _torch.device_of(mesh.device_type)
+    replicas = None
+    if replicate is not None:
+        replicas = ReplicateAxis(held(mesh.get_group(replicate)), mesh.size(replicate), mesh.get_local_rank(replicate))
+    if shard is None:
+        return ShardAxis(mesh, None, 1, 0, device, replicas, **full)
+    group = held(mesh.get_group(shard))
+    return ShardAxis(mesh, group, mesh.size(shard), mesh.get_local_rank(shard), device, replicas, **full)
+
+
+def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardAxis:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError("dp_mesh_dims names axes, but the mesh has no axis names. Pass mesh_dim_names= to init_device_mesh().")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in names:
+            raise ValueError(f"dp_mesh_dims names the axis '{name}', but the mesh has the axes {names}.")
+    both = set(dims.shard_names) & set(dims.replicate_names)
+    if both:
+        raise ValueError(f"dp_mesh_dims names {sorted(both)} both as shard and as replicate. Name each axis only once.")
+    indices = sorted(names.index(name) for name in dims.shard_names)
+    if indices and indices != list(range(indices[0], indices[0] + len(indices))):
+        raise ValueError(
+            f"dp_mesh_dims shards over {dims.shard_names}, which are not adjacent in the mesh axes {names}. "
+            "Shard axes are flattened into one axis, so build the mesh with adjacent shard axes."
+        )
+    full = {"full_mesh": mesh, "dims": dims}
+    shard = _torch.flat_axis(mesh, tuple(names[i] for i in indices)) if indices else None
+    replicate = _torch.flat_axis(mesh, dims.replicate_names) if dims.replicate_names else None
+    if shard is None:
+        assert replicate is not None
+        return _axes(replicate, shard=None, replicate=0, **full)
+    if replicate is None:
+        return _axes(shard, shard=0, replicate=None, **full)
+    return _axes(_torch.join_meshes([replicate, shard]), shard=1, replicate=0, **full)

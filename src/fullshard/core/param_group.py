@@ -1,0 +1,425 @@
+"""Parameters that are all-gathered and reduced together: their flat shard, unsharded buffer and reduction plan."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.checks.collective_log import GroupFingerprints
+from fullshard.comm.streams import Work
+from fullshard.core.extension import ExtensionBuffer, needs_own_group, own_shard
+from fullshard.core.group_grads import GroupGradients, ReductionPlan
+from fullshard.core.layout import GroupLayout, plan_layout
+from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.unsharded_buffer import AllGather, FlatBuffer, GroupCollectives, Storage
+from fullshard.errors import StateError
+from fullshard.policies import Dtypes
+
+
+class ParamGroup:
+    """Parameters of a unit that share shard axis, dtypes, device and trainability at the time the group is created.
+
+    group 1 - n buckets, group 1 - n parameters, group 1 - 1 unsharded buffer, which the first all-gather creates.
+
+    Attributes:
+        extension: whether the parameter is a tensor subclass with its own all-gather hooks.
+        parameters: the sharded parameters, in the order of `layout.offsets`.
+        fingerprints: hashes of the group's collectives for the collective log.
+        dtypes: storage, compute, reduce and `.grad` dtype.
+        collectives: the process groups' collectives for all-gather, reduce-scatter and all-reduce.
+        storage: devices and memory options of the shards and the unsharded buffer.
+        layout: offsets of each parameter in the flat shard and in the unsharded buffer; fixed.
+        shard: the flat shard, (shard_numel,).
+        reduction: layout of the gradients in the reduce-scatter inputs; fixed unless the reduce dtype is widened.
+        grads: gradients kept between backwards.
+        installed: whether the unsharded parameters are registered on the modules.
+    """
+
+    extension = False
+
+    def __init__(
+        self,
+        parameters: list[ShardedParameter],
+        values: Sequence[Tensor],
+        *,
+        dtypes: Dtypes,
+        collectives: GroupCollectives,
+        storage: Storage,
+        fingerprints: GroupFingerprints,
+        unwritten: Container[int] = (),
+    ) -> None:
+        """Copy the shards into a new flat shard and plan the collectives.
+
+        Args:
+            parameters: the parameters of the group.
+            values: this rank's shard of each parameter.
+            dtypes: dtypes of the group.
+            collectives: collectives of the group's process groups.
+            storage: devices and memory options.
+            fingerprints: hashes for the collective log.
+            unwritten: ids of parameters whose shards are uninitialized memory, which is not copied.
+        """
+        self.parameters, self.fingerprints = parameters, fingerprints
+        self.dtypes, self.collectives, self.storage = dtypes, collectives, storage
+        self.layout: GroupLayout = plan_layout(
+            [tuple(p.sharding.local_shape) for p in parameters],
+            [p.sharding.dim for p in parameters],
+            ranks=collectives.gather.ranks,
+            itemsize=min(dtypes.storage.itemsize, dtypes.compute.itemsize),
+            direct=storage.direct,
+        )
+        self.shard = self._bind(values, unwritten)
+        self.reduction = self._plan_reduction()
+        self.grads = GroupGradients(parameters, dtypes.reduce, fingerprints.log)
+        self.installed = False
+        # None until the first all-gather, so that a model that only loads or saves never allocates it.
+        self._buffer: FlatBuffer | ExtensionBuffer | None = None
+        # set_keep_unsharded_storage(True): buffers keep their memory, so every step uses the same addresses.
+        self._keeps_memory = False
+        # Reduce-scatter outputs that are reused in every step if memory is kept; at most two per dtype.
+        self._reduced_shards: list[Tensor] = []
+        # The last copy to the device that reads the flat shard in host memory; the host waits for it before it writes.
+        self._shard_copy: Work | None = None
+
+    def _plan_reduction(self) -> ReductionPlan:
+        return ReductionPlan.of(
+            self.layout,
+            [p.sharding.shard_shape for p in self.parameters],
+            dtypes=self.dtypes,
+            in_order=self.collectives.reduce.in_order,
+            device=self.storage.device,
+        )
+
+    def widen_reduce_dtype(self, grads: Sequence[Tensor | None]) -> None:
+        """Widen the reduce dtype to the dtype of these gradients, if the policy sets no reduce dtype (`grad_dtype=None`).
+
+        A rank without a gradient keeps the narrower dtype. The dtype is part of the reduction's fingerprint, so ranks that
+        disagree raise an error.
+        """
+        widest = self.dtypes.reduce
+        for grad in grads:
+            widest = widest if grad is None else torch.promote_types(widest, grad.dtype)
+        if widest != self.dtypes.reduce:
+            self.dtypes = replace(self.dtypes, reduce=widest)
+            self.reduction = self._plan_reduction()
+            self.grads.widen(widest)
+
+    def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
+        """Copy `values` into a new flat shard, and make the sharded parameters views of it. Gaps between them are zeros."""
+        device = values[0].device
+        fresh = any(id(parameter) in unwritten for parameter in self.parameters)
+        # Untouched pages of torch.empty take no memory until the values are loaded.
+        allocate = torch.empty if fresh else torch.zeros
+        pinned = self.storage.pinned and device.type == "cpu"
+        flat = allocate(self.layout.shard_numel, dtype=self.dtypes.storage, device=device, pin_memory=pinned)
+        if fresh:
+            _zero_gaps(flat, [(place.offset, value.numel()) for place, value in zip(self.layout.offsets, values)])
+        for parameter, place, value in zip(self.parameters, self.layout.offsets, values):
+            rows = flat[place.offset : place.offset + value.numel()].view(parameter.sharding.shard_shape)
+            local = _torch.as_own_storage(rows)  # torch.save of one parameter must not write the whole flat shard
+            if id(parameter) not in unwritten:
+                local.copy_(value)
+            parameter.bind_to_flat_shard(local)
+        return flat
+
+    # --- properties ---
+
+    @property
+    def trainable(self) -> bool:
+        """True if any parameter requires grad."""
+        for parameter in self.parameters:
+            if parameter.sharded.requires_grad:
+                return True
+        return False
+
+    @property
+    def has_hooks(self) -> bool:
+        """True if a parameter has user hooks, which run as soon as its gradient is reduced."""
+        return _torch.have_reduction_hooks([parameter.sharded for parameter in self.parameters])
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the unsharded buffer, in the compute dtype."""
+        return self.layout.unsharded_numel * self.dtypes.compute.itemsize
+
+    @property
+    def stale(self) -> bool:
+        """True if a shard was written after the last all-gather."""
+        return self._buffer is not None and self._buffer.versions != self._versions()
+
+    def _versions(self) -> list[int]:
+        """Return a number per parameter that increases with every write to its shard."""
+        # Three counters, because each misses some writes: DTensor and local tensor have separate version counters, and
+        # DTensor's foreach and fused operations (optimizers) increase neither of them.
+        return [p.write_count + p.sharded._version + p.local._version for p in self.parameters]
+
+    def owns_memory_of(self, tensor: Tensor) -> bool:
+        """Return True if `tensor` uses memory of the unsharded buffer."""
+        return self._buffer is not None and self._buffer.owns(tensor)
+
+    # --- slots ---
+    # Every forward and backward runs this code, so it repeats the logic of `ParamSlot` inline instead of calling it.
+
+    def is_current(self, *, trainability: bool = True) -> bool:
+        """Return True if nobody replaced a sharded parameter on a module or its local tensor.
+
+        Args:
+            trainability: whether `requires_grad` must also equal that of the unsharded parameter.
+        """
+        for parameter in self.parameters:
+            sharded, unsharded = parameter.sharded, parameter.unsharded
+            for slot in parameter.slots:
+                if slot.parameters.get(slot.name) is not sharded:
+                    return False
+            if _torch.local_tensor(sharded) is not parameter.local:  # type: ignore[arg-type]
+                return False
+            if trainability and unsharded is not None and unsharded.requires_grad is not sharded.requires_grad:
+                return False
+        return True
+
+    def install(self) -> None:
+        """Register the unsharded parameters on the modules."""
+        if self.installed:
+            return
+        self.installed = True  # first, so that `uninstall` undoes a loop that an exception interrupts
+        for parameter in self.parameters:
+            unsharded = parameter.unsharded
+            assert unsharded is not None
+            if unsharded.requires_grad is not parameter.sharded.requires_grad:
+                unsharded.requires_grad_(parameter.sharded.requires_grad)
+            for slot in parameter.slots:
+                if slot.uses_setattr:
+                    slot.put(unsharded)
+                else:
+                    slot.parameters[slot.name] = unsharded
+
+    def uninstall(self) -> None:
+        """Register the sharded parameters on the modules.
+
+        A Parameter that the user assigned in the meantime stays; the next all-gather takes over its values.
+        """
+        if not self.installed:
+            return
+        if self.grads.exposed:
+            self.grads.withdraw()
+        for parameter in self.parameters:
+            unsharded, sharded = parameter.unsharded, parameter.sharded
+            for slot in parameter.slots if unsharded is not None else ():
+                if slot.parameters.get(slot.name) is unsharded:
+                    if slot.uses_setattr:
+                        slot.put(sharded)
+                    else:
+                        slot.parameters[slot.name] = sharded
+                    # the user may have called requires_grad_() on the unsharded parameter
+                    if unsharded.requires_grad is not sharded.requires_grad:  # type: ignore[union-attr]
+                        sharded.requires_grad_(unsharded.requires_grad)  # type: ignore[union-attr]
+        self.installed = False
+
+    def adopt_values(self, values: Sequence[Tensor]) -> None:
+        """Copy `values` (one local shard per parameter) into the flat shard, and point the sharded parameters at it again."""
+        for parameter, value in zip(self.parameters, values):
+            parameter.match_trainability()
+            if value is not parameter.local:
+                if self.extension or value.data_ptr() != parameter.local.data_ptr():
+                    parameter.local.copy_(value)
+                parameter.bind_to_flat_shard(parameter.local)
+
+    # --- all-gather ---
+
+    def allocate_unsharded(self) -> AllGather:
+        """Allocate the memory of the unsharded parameters on the compute stream, and return the all-gather that fills it.
+
+        Raises StateError if the shards are on the wrong device.
+        """
+        buffer = self._buffer
+        if buffer is None:
+            self._check_device()
+            # Inference tensors have no version counter, and a later training step needs it on the unsharded parameters.
+            with torch.inference_mode(False), torch.no_grad():
+                buffer = self._buffer = self._make_unsharded()
+            buffer.keep = self._keeps_memory
+        versions = self._versions()
+        # The all-gather writes below autograd. If it brings other weights, increment the version counters, so that a backward
+        # through a graph that saved the old weights raises. If it brings the same weights (backward), it must not raise.
+        if buffer.versions and versions != buffer.versions:
+            changed = [p.unsharded for p, old, new in zip(self.parameters, buffer.versions, versions) if old != new]
+            torch.autograd.graph.increment_version(changed)  # type: ignore[arg-type]
+        return buffer.allocate(versions)
+
+    def _make_unsharded(self) -> FlatBuffer | ExtensionBuffer:
+        """Create the unsharded buffer and the unsharded parameters in it."""
+        buffer = FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
+        for parameter, view in zip(self.parameters, buffer.views):
+            parameter.make_unsharded(view, any_grad_dtype=self.dtypes.casts_gradients)
+        return buffer
+
+    def all_gather_copy(self) -> tuple[FlatBuffer, AllGather]:
+        """Return a second, separate buffer and the all-gather that fills it. `values_in` then returns its tensors."""
+        self._check_device()
+        with torch.no_grad():
+            copy = FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
+            return copy, copy.allocate([])
+
+    def values_in(self, buffer: FlatBuffer) -> list[Tensor]:
+        """Return the unsharded tensor of each parameter in `buffer`, in the form that modules compute with."""
+        return [parameter.sharding.to_module(view) for parameter, view in zip(self.parameters, buffer.views)]
+
+    def _check_device(self) -> None:
+        device, home = self.parameters[0].local.device, self.storage.home
+        if device.type == "meta":
+            names = ", ".join(f"'{p.name}'" for p in self.parameters[:3]) + (", ..." if len(self.parameters) > 3 else "")
+            raise StateError(
+                f"Parameters {names} are still on the meta device. Before the first forward, call "
+                f"model.to_empty(device='{home.type}') and then reset_parameters() of every module or "
+                "model.load_state_dict(...), or call fullshard.materialize(model)."
+            )
+        if device != home:
+            why = "its CPUOffloadPolicy keeps shards there" if self.storage.host else "the device of its mesh"
+            raise StateError(
+                f"Expected parameter '{self.parameters[0].name}' on {home} ({why}), got {device}. Move the model with "
+                f".to('{home}')."
+            )
+
+    def finish_all_gather(self, work: Work) -> None:
+        """Release the staging memory of the all-gather. Call this after the compute stream waited for `work`."""
+        # Freed before that wait, the memory could be reused on the compute stream while the all-gather stream still reads it.
+        if self._buffer is not None:
+            self._buffer.release_staging()
+        if self.storage.host:
+            self._shard_copy = work
+
+    def note_copy_to_device(self, work: Work) -> None:
+        """Record that `work` reads the shard in host memory, so that `synchronize_host` waits for it."""
+        if self.storage.host:
+            self._shard_copy = work  # one entry is enough: a stream runs in order, so this wait covers all earlier copies
+
+    def synchronize_host(self) -> None:
+        """Block the host until no copy to the device reads the shard in host memory, so that the host may write it."""
+        copy, self._shard_copy = self._shard_copy, None
+        if copy is not None:
+            copy.block()
+
+    def save_subgroup_shard(self) -> None:
+        """Copy this rank's part of the unsharded buffer for the smaller reshard group, before the buffer is freed."""
+        if isinstance(self._buffer, FlatBuffer):
+            self._buffer.save_subgroup_shard()
+
+    def drop_subgroup_shard(self) -> None:
+        """Discard the part kept for the smaller reshard group; the next all-gather uses all ranks."""
+        if isinstance(self._buffer, FlatBuffer):
+            self._buffer.drop_subgroup_shard()
+
+    def invalidate_autograd(self) -> None:
+        """Make every backward raise that still needs the unsharded parameters, before they are freed for good."""
+        if self._buffer is not None:
+            torch.autograd.graph.increment_version([p.unsharded for p in self.parameters if p.unsharded is not None])
+
+    def keep_memory(self, keep: bool) -> None:
+        """Set whether buffers of all-gathers and reductions keep their memory when they are freed."""
+        self._keeps_memory = keep
+        if self._buffer is not None:
+            self._buffer.keep = keep
+        if not keep:
+            self._reduced_shards.clear()
+
+    def reduced_shard_memory(self, dtype: torch.dtype, taken: Tensor | None) -> Tensor:
+        """Return kept memory for a reduce-scatter output, (shard_numel,).
+
+        Args:
+            dtype: dtype of the output.
+            taken: the output of an earlier reduction whose all-reduce is deferred. The result is other memory.
+        """
+        for memory in self._reduced_shards:
+            if memory is not taken and memory.dtype == dtype:
+                return memory
+        self._reduced_shards.append(torch.empty(self.layout.shard_numel, dtype=dtype, device=self.storage.device))
+        return self._reduced_shards[-1]
+
+    def free_unsharded(self) -> None:
+        """Free the memory of the unsharded parameters, unless it is kept. The Parameter objects stay."""
+        if self._buffer is not None:
+            self._buffer.free()
+
+    def drop_unsharded(self) -> None:
+        """Discard the unsharded buffer after an all-gather failed."""
+        self.uninstall()
+        # Pending receives may still write to this memory, so it is not resized to 0. Each receive holds a reference, and the
+        # storage is freed with the last one. The next all-gather creates a new buffer.
+        self._buffer = None
+
+    def take_gradients(self) -> list[Tensor | None] | None:
+        """Remove the gradients of the unsharded parameters and return them, or None if there are none."""
+        grads: list[Tensor | None] = []
+        found = False
+        if self.grads.exposed:
+            self.grads.withdraw()
+        for parameter in self.parameters:
+            unsharded = parameter.unsharded
+            grad = None if unsharded is None else unsharded.grad
+            if grad is not None:
+                unsharded.grad = None  # type: ignore[union-attr]
+                found = True
+                if not parameter.sharding.is_plain:
+                    grad = parameter.sharding.grad_to_local(grad, name=parameter.name)
+            grads.append(grad)
+        return grads if found else None
+
+
+class ExtensionGroup(ParamGroup):
+    """Group of one parameter, a tensor subclass with its own all-gather hooks. It has no flat shard.
+
+    Every all-gather runs over the whole shard axis; a smaller group by `reshard_after_forward=k` is not used.
+    """
+
+    extension = True
+
+    def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
+        parameter = self.parameters[0]
+        parameter.bind_to_flat_shard(own_shard(values[0], parameter.sharding))
+        return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device)
+
+    def _make_unsharded(self) -> ExtensionBuffer:
+        return ExtensionBuffer(self.parameters[0], self.collectives.gather, self.dtypes, self.storage)
+
+    def all_gather_copy(self) -> tuple[FlatBuffer, AllGather]:
+        """Raise StateError: the subclass has one output buffer, so a copy is impossible."""
+        self._check_device()
+        raise StateError(
+            f"Parameter '{self.parameters[0].name}' cannot be copied unsharded: its fsdp_post_all_gather has one output only. "
+            "Read the parameter in a forward, or between unshard() and reshard()."
+        )
+
+
+def _zero_gaps(flat: Tensor, taken: Sequence[tuple[int, int]]) -> None:
+    """Write zeros between the ranges in `taken`, (start, number of elements) each, and after the last one."""
+    end = 0
+    for start, size in [*sorted(taken), (flat.numel(), 0)]:
+        if end < start:
+            flat[end:start].zero_()
+        end = start + size
+
+
+def group_class(value: Tensor) -> type[ParamGroup]:
+    """Return the group class for a parameter whose shard is `value`."""
+    return ExtensionGroup if needs_own_group(value) else ParamGroup
+
+
+def group_parameters(
+    parameters: Sequence[ShardedParameter], values: Sequence[Tensor], dtypes_of: Sequence[Dtypes]
+) -> list[tuple[Dtypes, list[int]]]:
+    """Group parameters by shard axis, dtypes, device and trainability.
+
+    Returns:
+        (dtypes, indices of the parameters) of each group, in order of first appearance.
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
+        alone = index if needs_own_group(value) else -1
+        key = (dtypes, value.device, parameter.requires_grad, parameter.sharding.axis.key, alone)
+        groups.setdefault(key, []).append(index)
+    return [(key[0], members) for key, members in groups.items()]

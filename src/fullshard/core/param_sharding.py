@@ -1,0 +1,349 @@
+"""Plan of how one parameter is sharded: its dim, shapes, mesh and placements, with tensor parallelism and hybrid meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from fullshard import _torch
+from fullshard.core.layout import Extent
+from fullshard.core.mesh import ShardAxis, replicated_axis, resolve_mesh
+from fullshard.errors import StateError
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """Result of `shard_placement_fn`: the dim along which to shard a parameter, and the mesh to shard it over.
+
+    Args:
+        placement: `Shard(dim)`, or None for `Shard(0)`.
+        mesh_info: a DeviceMesh as `fully_shard` accepts it, an object with such a `.mesh` (torch's FSDPMeshInfo), or None for
+            the mesh of the unit.
+
+    Example:
+        Shard the experts of a mixture over the ranks with the same experts:
+
+        >>> ShardPlacementResult(Shard(0), expert_data_mesh)                                  # doctest: +SKIP
+
+    Source: `ShardPlacementResult` of torch 2.13's FSDP2.
+    """
+
+    placement: Shard | None
+    mesh_info: Any = None
+
+
+PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorParallelSpec:
+    """Mesh and placements of the DTensor that modules compute with under tensor parallelism."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    data_parallel: tuple[int, ...]  # axes of `mesh` over which the reduce-scatter reduces gradients, not DTensor
+
+
+@dataclass(frozen=True, eq=False)
+class ParamSharding:
+    """Sharding of one parameter. parameter 1 - 1 sharding, sharding n - 1 shard axis.
+
+    global shape  --tensor parallelism-->  local shape (unsharded)  --axis, dim-->  shard shape (sharded)
+    """
+
+    axis: ShardAxis
+    dim: int  # the dim that is sharded over `axis`; 0 for a scalar
+    shape: torch.Size  # global
+    local_shape: torch.Size  # of the unsharded parameter on this rank, i.e. after tensor parallelism; (1,) for a scalar
+    mesh: DeviceMesh  # of the sharded DTensor
+    placements: tuple[Placement, ...]  # of the sharded DTensor
+    tensor_parallel: TensorParallelSpec | None = None  # None if modules compute with a plain tensor
+    extent: Extent = field(init=False)  # rows of `local_shape` along `dim` that this rank owns
+    is_plain: bool = field(init=False)  # True if modules compute with a plain tensor of `local_shape` that is not a scalar
+
+    def __post_init__(self) -> None:
+        extent = Extent.of_rank(self.local_shape[self.dim], ranks=self.axis.ranks, rank=self.axis.rank)
+        object.__setattr__(self, "extent", extent)
+        object.__setattr__(self, "is_plain", self.tensor_parallel is None and len(self.shape) > 0)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard, without padding."""
+        if not self.shape:
+            return ()
+        return (*self.local_shape[: self.dim], self.extent.rows, *self.local_shape[self.dim + 1 :])
+
+    @property
+    def shard_mesh_axis(self) -> int | None:
+        """Index of the axis of `mesh` that the parameter is sharded over; None if it is only replicated."""
+        if self.axis.group is None or not self.shape:
+            return None
+        full, dims = self.axis.full_mesh, self.axis.dims
+        if full is None or dims is None:
+            return self.axis.mesh.ndim - 1
+        return min((full.mesh_dim_names or ()).index(name) for name in dims.shard_names)
+
+    @property
+    def tensor_parallel_axes(self) -> tuple[int, ...]:
+        """Indices of the axes of `mesh` that are not data parallel."""
+        full, dims = self.axis.full_mesh, self.axis.dims
+        if self.tensor_parallel is None:
+            return ()
+        if full is None or dims is None:
+            return tuple(range(self.axis.mesh.ndim, self.mesh.ndim))
+        data = {*dims.shard_names, *dims.replicate_names}
+        names = self.mesh.mesh_dim_names or ()
+        return tuple(axis for axis, name in enumerate(names) if name in set(full.mesh_dim_names or ()) - data)
+
+    def ranges_at(self, coordinate: Sequence[int]) -> list[range]:
+        """Return the range of each dim that the rank at `coordinate` of `mesh` owns."""
+        found = [range(length) for length in self.shape]
+        # the shard axis comes last: FSDP shards the local tensor that tensor parallelism leaves
+        axes = [axis for axis in range(self.mesh.ndim) if axis != self.shard_mesh_axis]
+        for axis in (*axes, *(() if self.shard_mesh_axis is None else (self.shard_mesh_axis,))):
+            placement: Any = self.placements[axis]
+            if _torch.is_cut(placement):
+                part = Extent.of_rank(len(found[placement.dim]), ranks=self.mesh.size(axis), rank=coordinate[axis])
+                found[placement.dim] = found[placement.dim][part.start : part.stop]
+        return found
+
+    def slice(self, whole: Tensor) -> Tensor:
+        """Return this rank's rows of `whole`, as a view."""
+        if not self.shape:
+            return whole
+        if type(whole) in (Tensor, nn.Parameter):
+            return whole.narrow(self.dim, self.extent.start, self.extent.rows)
+        parts = whole.chunk(self.axis.ranks, self.dim)  # subclasses of Tensor implement chunk, not narrow
+        return parts[self.axis.rank] if self.axis.rank < len(parts) else parts[0].new_zeros(self.shard_shape)
+
+    def rows_of(self, value: Tensor, *, name: str, doing: str) -> Tensor:
+        """Return this rank's rows of `value`.
+
+        Args:
+            value: an unsharded tensor, a DTensor sharded like this parameter, or a DTensor as modules compute with.
+            name: name of the parameter, for the error text.
+            doing: what happened to the parameter, for the error text, such as "was assigned".
+
+        Raises:
+            StateError: if `value` has another shape or other placements.
+        """
+        if value.shape != self.shape:
+            raise StateError(
+                f"parameter '{name}' of shape {tuple(self.shape)} {doing} a tensor of shape {tuple(value.shape)}. "
+                "Expected the same shape."
+            )
+        if not isinstance(value, DTensor):
+            return self.slice(self.local_of(value))
+        if value.device_mesh == self.mesh and value.placements == self.placements:
+            return _torch.local_tensor(value)
+        parallel = self.tensor_parallel
+        if parallel is not None and (value.device_mesh, value.placements) == (parallel.mesh, parallel.placements):
+            return self.slice(_torch.local_tensor(value))
+        raise StateError(
+            f"parameter '{name}' {doing} a DTensor on {value.device_mesh} with {value.placements}. Expected "
+            f"{self.mesh} with {self.placements}. redistribute() it first, or pass the full tensor."
+        )
+
+    def spec(self, dtype: torch.dtype) -> _torch.DTensorSpec:
+        """Return the spec of the sharded DTensor."""
+        return _torch.spec(self.mesh, self.placements, self.shape, dtype)
+
+    def to_module(self, whole: Tensor) -> Tensor:
+        """Return the tensor that modules compute with: `whole` itself, or a DTensor whose local tensor is `whole`."""
+        if not self.shape:
+            whole = whole.view(())
+        parallel = self.tensor_parallel
+        if parallel is None:
+            return whole
+        return _torch.dtensor(whole, _torch.spec(parallel.mesh, parallel.placements, self.shape, whole.dtype))
+
+    def grad_to_local(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Redistribute a gradient like its parameter and return its local tensor. This is the inverse of `to_module`.
+
+        Raises:
+            ValueError: if the gradient is a DTensor on another mesh.
+        """
+        if self.tensor_parallel is None:
+            return tensor if self.shape else tensor.reshape(1)
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if tensor.device_mesh != self.tensor_parallel.mesh:
+            raise ValueError(
+                f"Expected the gradient of parameter '{name}' to be a DTensor on {self.tensor_parallel.mesh}, got one on "
+                f"{tensor.device_mesh}."
+            )
+        # over data-parallel axes the gradient stays partial: the reduce-scatter sums it
+        target = tuple(
+            mine if axis in self.tensor_parallel.data_parallel else wanted
+            for axis, (mine, wanted) in enumerate(zip(tensor.placements, self.tensor_parallel.placements))
+        )
+        if tensor.placements != target:
+            tensor = tensor.redistribute(self.tensor_parallel.mesh, target)
+        local = _torch.waited(_torch.local_tensor(tensor))
+        return local if self.shape else local.reshape(1)
+
+    def local_of(self, full: Tensor) -> Tensor:
+        """Return the local tensor of a plain tensor of the global shape under tensor parallelism, without communication."""
+        if self.tensor_parallel is None:
+            return full
+        part = distribute_tensor(full, self.tensor_parallel.mesh, self.tensor_parallel.placements, src_data_rank=None)
+        return _torch.local_tensor(part)
+
+
+def plan_sharding(parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, *, name: str) -> ParamSharding:
+    """Return how to shard `parameter`.
+
+    Args:
+        parameter: the parameter, a plain tensor or a DTensor.
+        axis: axis of the unit.
+        placement_fn: the caller's `shard_placement_fn`, or None to shard along dim 0.
+        name: name of the parameter, for error texts.
+
+    Raises:
+        ValueError: if `parameter` cannot be sharded that way.
+    """
+    dim, axis = _requested_placement(parameter, axis, placement_fn, name=name)
+    if parameter.ndim == 0:
+        return _replicate_scalar(parameter, replicated_axis(axis), name=name)
+    if not -parameter.ndim <= dim < parameter.ndim:
+        raise ValueError(
+            f"Expected shard_placement_fn to return a dim of parameter '{name}' of shape {tuple(parameter.shape)}, "
+            f"0 to {parameter.ndim - 1}, got dim {dim}."
+        )
+    dim %= parameter.ndim
+    if axis.full_mesh is not None:
+        return _plan_on_full_mesh(parameter, axis, dim, name=name)
+    own: tuple[Placement, ...] = (Replicate(),) if axis.replicas is not None else ()
+    if not isinstance(parameter, DTensor):
+        placements = (*own, Shard(dim)) if axis.group is not None else own
+        return ParamSharding(axis, dim, parameter.shape, parameter.shape, axis.mesh, placements)
+    mesh = parameter.device_mesh
+    if mesh.device_type != axis.mesh.device_type:
+        raise ValueError(f"Expected parameter '{name}' on a mesh of {axis.mesh.device_type} devices, got a DTensor on {mesh}.")
+    joined = _join_meshes(axis, parameter, name=name)
+    _refuse_partial(parameter, name=name)
+    placements = (*own, _shard_placement(dim, parameter.placements, mesh), *parameter.placements)
+    parallel = TensorParallelSpec(mesh, tuple(parameter.placements), ())
+    return ParamSharding(axis, dim, parameter.shape, _torch.local_tensor(parameter).shape, joined, placements, parallel)
+
+
+def _join_meshes(axis: ShardAxis, parameter: DTensor, *, name: str) -> DeviceMesh:
+    """Return one mesh with the axes of `axis`, followed by the axes of the parameter's mesh."""
+    mesh = parameter.device_mesh
+    try:
+        return _torch.join_meshes([axis.mesh, mesh])
+    except (RuntimeError, ValueError, AssertionError, TypeError) as error:
+        raise ValueError(
+            f"parameter '{name}' is a DTensor on {mesh}, which cannot be combined with {axis.mesh} ({error}). Take both from "
+            "one mesh with names, init_device_mesh(type, sizes, mesh_dim_names=...), as mesh['dp'] and mesh['tp']."
+        ) from None
+
+
+def _replicate_scalar(parameter: nn.Parameter, axis: ShardAxis, *, name: str) -> ParamSharding:
+    """Return a sharding that replicates a scalar on all ranks. Its gradients are averaged as usual."""
+    parallel = None
+    mesh, placements = axis.mesh, [Replicate()] * axis.mesh.ndim
+    if isinstance(parameter, DTensor):
+        _refuse_partial(parameter, name=name)
+        mesh = parameter.device_mesh if axis.full_mesh is not None else _join_meshes(axis, parameter, name=name)
+        placements = [Replicate()] * mesh.ndim
+        parallel = TensorParallelSpec(parameter.device_mesh, tuple(parameter.placements), _data_parallel_axes(axis))
+    return ParamSharding(axis, 0, parameter.shape, torch.Size((1,)), mesh, tuple(placements), parallel)
+
+
+def _data_parallel_axes(axis: ShardAxis) -> tuple[int, ...]:
+    """Return the indices of the data-parallel axes of the full mesh; empty without a full mesh."""
+    if axis.full_mesh is None or axis.dims is None:
+        return ()
+    names = axis.full_mesh.mesh_dim_names or ()
+    return tuple(names.index(n) for n in (*axis.dims.shard_names, *axis.dims.replicate_names))
+
+
+def _requested_placement(
+    parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, *, name: str
+) -> tuple[int, ShardAxis]:
+    """Return the dim and the axis that `placement_fn` requests."""
+    chosen = placement_fn(parameter) if placement_fn is not None else None
+    if isinstance(chosen, (Shard, type(None))):
+        return (0 if chosen is None else chosen.dim), axis
+    if not hasattr(chosen, "placement") or not hasattr(chosen, "mesh_info"):
+        raise ValueError(
+            f"shard_placement_fn must return None, Shard(dim) or a ShardPlacementResult, got {chosen!r} for parameter '{name}'."
+        )
+    if not isinstance(chosen.placement, (Shard, type(None))):
+        raise ValueError(f"ShardPlacementResult.placement must be Shard(dim), got {chosen.placement!r} for parameter '{name}'.")
+    info = chosen.mesh_info
+    if info is not None:
+        mesh = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None)
+        if not isinstance(mesh, DeviceMesh):
+            raise ValueError(
+                f"ShardPlacementResult.mesh_info of parameter '{name}' must be or have a DeviceMesh, got {info!r}."
+            )
+        axis = axis if mesh is axis.mesh else resolve_mesh(mesh)
+    return (0 if chosen.placement is None else chosen.placement.dim), axis
+
+
+def _refuse_partial(parameter: DTensor, *, name: str) -> None:
+    partial = [placement for placement in parameter.placements if placement.is_partial()]
+    if partial:
+        raise ValueError(
+            f"parameter '{name}' is a DTensor with placements {parameter.placements} and cannot be sharded with {partial}. "
+            "redistribute() it to Shard or Replicate first."
+        )
+
+
+def _shard_placement(dim: int, others: tuple[Placement, ...], mesh: DeviceMesh, first: int = 0) -> Placement:
+    """Return the placement of the FSDP shard: `_StridedShard` if tensor parallelism already shards `dim`, else `Shard`.
+
+    Args:
+        dim: the dim that FSDP shards.
+        others: placements of tensor parallelism on the axes of `mesh`.
+        mesh: the mesh of `others`.
+        first: index of the first axis after the shard axis.
+    """
+    # DTensor applies placements from left to right, but FSDP shards last, on an axis left of these: hence the split factor
+    factor = 1
+    for axis in range(first, len(others)):
+        if _torch.is_cut(others[axis], dim):
+            factor *= mesh.size(axis)
+    return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
+
+
+def _plan_on_full_mesh(parameter: nn.Parameter, axis: ShardAxis, dim: int, *, name: str) -> ParamSharding:
+    """Return the sharding of a DTensor that is already on the full mesh of the unit."""
+    mesh, dims = axis.full_mesh, axis.dims
+    assert mesh is not None and dims is not None and mesh.mesh_dim_names is not None
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
+        where = parameter.device_mesh if isinstance(parameter, DTensor) else "no mesh (a plain tensor)"
+        raise ValueError(
+            f"With dp_mesh_dims, every parameter must be a DTensor on the full mesh {mesh}, got parameter '{name}' on {where}. "
+            "distribute_tensor() it there, with Replicate() on the data-parallel axes."
+        )
+    _refuse_partial(parameter, name=name)
+    names, data = mesh.mesh_dim_names, _data_parallel_axes(axis)
+    for index in data:
+        if not parameter.placements[index].is_replicate():
+            raise ValueError(
+                f"Expected Replicate() for parameter '{name}' on the data-parallel axis '{names[index]}' before fully_shard, "
+                f"got {parameter.placements[index]}."
+            )
+    shards = sorted(names.index(n) for n in dims.shard_names)
+    ours = _shard_placement(dim, parameter.placements, mesh, first=shards[-1] + 1) if shards else None
+    placements: list[Placement] = list(parameter.placements)
+    sharded_mesh = mesh
+    if len(shards) == 1:
+        placements[shards[0]] = ours  # type: ignore[assignment]
+    elif shards:  # the sharded DTensor has several shard axes as one flattened axis
+        flat = _torch.flat_axis(mesh, tuple(names[i] for i in shards))
+        parts = [mesh[names[i]] for i in range(shards[0])] + [flat] + [mesh[n] for n in names[shards[-1] + 1 :]]
+        sharded_mesh = _torch.join_meshes(parts)
+        placements[shards[0] : shards[-1] + 1] = [ours]  # type: ignore[list-item]
+    parallel = TensorParallelSpec(mesh, tuple(parameter.placements), data)
+    local_shape = _torch.local_tensor(parameter).shape
+    return ParamSharding(axis, dim, parameter.shape, local_shape, sharded_mesh, tuple(placements), parallel)

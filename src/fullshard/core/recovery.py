@@ -1,0 +1,158 @@
+"""Recovery: cleans up after an exception or an interrupt, before the next event begins."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from fullshard import _torch
+from fullshard.core.interrupts import recovers_first
+from fullshard.core.sharded_tensor import restore_subclass
+from fullshard.core.unit import Unit, unit_of
+
+if TYPE_CHECKING:
+    from fullshard.core.runtime import Runtime
+
+
+class Recovery:
+    """Cleans up after a failed step, so that the next forward is right.
+
+    Three things can go wrong. A backward raises, or a forward ends without running its hooks: the next event finds that and
+    aborts the step (`abort_in_progress`). Or an interrupt (Ctrl-C) comes between any two lines: all unsharded state is
+    discarded (`start_over`).
+
+    Attributes:
+        interrupted: True if an interrupt cut an event short.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.interrupted = False
+
+    @property
+    def recovery(self) -> Recovery:
+        """This object, for `recovers_first`."""
+        return self
+
+    def note_interrupt(self, failure: BaseException) -> None:
+        """Set the mark if `failure` is an interrupt (KeyboardInterrupt, SystemExit), which can come between any two lines."""
+        if not isinstance(failure, Exception):
+            self.interrupted = True
+
+    def recover(self) -> None:
+        """Clean up if the last event was interrupted or the last backward raised. Every event begins with this."""
+        if self.interrupted:
+            self.start_over()
+        runtime = self._runtime
+        if not runtime.backward.has_raised():
+            return
+        gone = self._warn_of_backward()
+        self.abort_in_progress()
+        for unit in gone:
+            runtime.reducer.discard(unit)
+
+    def abort_if_left(self, unit: Unit) -> None:
+        """Abort the step if a recorded forward of the unit is not on the stack: it ended without running its hooks."""
+        if self._runtime.scheduler.is_running(unit.number) and not any(_torch.is_in_forward(module) for module in unit.modules):
+            self.abort_in_progress()
+
+    @recovers_first
+    def forget_step(self, unit: Unit) -> None:
+        """Abort an interrupted step as the next forward of the unit would, and discard its gradients."""
+        self.recover()
+        self.abort_if_left(unit)
+        self._runtime.reducer.discard(unit)
+
+    @recovers_first
+    def abort_step(self) -> None:
+        """Abort the running step on all ranks, and discard the gradients that are not in `.grad` yet."""
+        restore_subclass()
+        self.abort_in_progress()
+        self._runtime.scheduler.reset_orders()
+        for unit in self._runtime.all_units():
+            self._runtime.reducer.discard(unit)
+            unit.progress.forget_calls()
+
+    def abort_in_progress(self) -> None:
+        """Abort a forward or backward that failed half way, and free its memory."""
+        runtime, scheduler = self._runtime, self._runtime.scheduler
+        for unit in runtime.all_units():
+            unit.exposure.writable = False
+        runtime.backward.stop()
+        self._runtime.joined.clear()
+        runtime.reducer.abort()
+        runtime.abort_gathers()
+        for number in scheduler.running_units():
+            broken = runtime.unit(number)
+            if broken is not None:
+                broken.uninstall()
+                broken.progress.clear()
+        runtime.run(scheduler.abort())
+        for unit in runtime.backward.units.values():
+            for group in unit.groups:
+                group.take_gradients()
+        runtime.reducer.forget(runtime.backward.units)
+        runtime.backward.units.clear()
+
+    def start_over(self) -> None:
+        """Discard all unsharded state after an interrupt, since no record of it can be trusted."""
+        runtime = self._runtime
+        if runtime.reducer.decided is not None:
+            runtime.commit_gradients()
+        gone = [unit for unit in runtime.all_units() if runtime.reducer.is_undelivered(unit)]
+        if runtime.backward.underway:
+            gone += self._warn_of_backward()
+        elif gone:
+            names = ", ".join(f"'{unit.name}'" for unit in gone)
+            warnings.warn(
+                f"An interrupt came while gradients of {names} were being reduced. These gradients are discarded.", stacklevel=3
+            )
+        runtime.backward.stop()
+        self._runtime.joined.clear()
+        runtime.reducer.abort()
+        runtime.communicator.wait_for_all_streams()
+        runtime.drop_everything()
+        for unit in gone:
+            runtime.reducer.discard(unit)
+        runtime.scheduler.start_over()
+        runtime.backward.units.clear()
+        self.interrupted = False
+
+    def _warn_of_backward(self) -> list[Unit]:
+        """Warn that a backward raised.
+
+        Returns:
+            The units whose gradients from earlier backwards of the step must be discarded as well.
+        """
+        runtime = self._runtime
+        names = ", ".join(f"'{unit.name}'" for unit in runtime.backward.units.values()) or "no unit"
+        step = self._units_of_step()
+        kept = (
+            runtime.reducer.merged
+            or any(group.grads.deferred is not None for unit in step for group in unit.groups)
+            or any(parameter.local_grad is not None for unit in step for parameter in unit.parameters)
+        )
+        also = ", together with the gradients that earlier backwards of the step kept without communication" if kept else ""
+        warnings.warn(
+            f"The last backward raised after it had reached {names}. The gradients of that backward are discarded{also}.",
+            stacklevel=3,
+        )
+        return step if kept else []  # gradients of a step are all or nothing
+
+    def _units_of_step(self) -> list[Unit]:
+        """Return the units that the backward reached, the units below them, and the units with a pending backward."""
+        runtime = self._runtime
+        found = dict(runtime.backward.units)
+        for unit in runtime.backward.units.values():
+            for module in (inner for root in unit.modules for inner in root.modules()):
+                below = unit_of(module)
+                if below is not None:
+                    found[below.number] = below
+        for number in runtime.scheduler.pending_units():
+            waiting = runtime.unit(number)
+            if waiting is not None:
+                found[number] = waiting
+        return list(found.values())
+
+
+__all__ = ["Recovery"]

@@ -1,0 +1,392 @@
+"""The gradient reducer: reductions in flight, the heartbeat at the end of a backward, and the moment when `.grad` is set."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+
+from torch import Tensor
+
+from fullshard.checks.collective_log import CollectiveLog
+from fullshard.comm.streams import InFlight, Work
+from fullshard.core.communicator import Communicator
+from fullshard.core.grad_commit import GradCommit, commit_all
+from fullshard.core.heartbeat import UNIT_FLAGS, Heartbeats, Sent
+from fullshard.core.kept_grads import Kept, KeptGradients
+from fullshard.core.param_group import ParamGroup
+from fullshard.core.reduction import Reduction
+from fullshard.core.reduction_arena import ReductionArena
+from fullshard.core.unit import PendingReduction, Unit
+from fullshard.errors import StateError
+
+
+class GradientReducer:
+    """Reduces the gradients of one runtime, and sets `.grad` at the end of a step.
+
+    The gradients of a step are set together, after its heartbeat: if the step raises, all of them are set or none.
+
+    Attributes:
+        merged: True if reductions in flight contain gradients that earlier backwards kept.
+        decided: the commits that set `.grad`, once nothing may stop them any more; None before and after.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._in_flight = InFlight()  # reduce-scatters, and the all-gathers of deleted units
+        self._replicating = InFlight()  # all-reduces over replicas
+        self._heartbeats = Heartbeats(communicator)
+        self._kept = KeptGradients()
+        self._arena = ReductionArena()
+        self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
+        # Reductions of parameters with gradient hooks, in `_reduced` as well. They are committed early, but never when polling
+        # finds them complete: a hook may start collectives, and polling differs between ranks.
+        self._hooked: deque[Reduction] = deque()
+        self._replicates = False  # True once an all-reduce over replicas was started
+        self.merged = False
+        self.decided: list[GradCommit] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of collectives in flight."""
+        return len(self._in_flight) + len(self._replicating)
+
+    @property
+    def keeps(self) -> bool:
+        """True if backwards kept gradients of some unit on this rank."""
+        return len(self._kept) > 0
+
+    def track(self, work: Work, on_done: Callable[[], None]) -> None:
+        """Keep the memory of `work` alive until it has been waited for, then call `on_done`, which frees the memory."""
+        self._in_flight.push(work, on_done, polled=False)
+
+    def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None]) -> None:
+        """Start to reduce the gradients of a group or, without gradient sync, keep them on this rank.
+
+        Args:
+            unit: the unit of the group.
+            group: the group.
+            grads: one per parameter, None for a parameter without gradient. The list is cleared if the reduction starts.
+        """
+        if group.dtypes.grad is None and unit.options.mp.reduce_dtype is None:
+            group.widen_reduce_dtype(grads)
+        if not unit.options.sync_gradients:
+            group.grads.accumulate(grads)
+            self._kept.add(unit)
+            return
+        arena, limit = None, unit.options.comm.reductions_in_flight
+        if unit.options.keep_memory:  # the arena has memory for one reduction at a time, so the previous one must be over
+            self.drain()
+            arena = self._arena.begin(group.storage.device)
+        self._in_flight.make_room(limit)
+        while len(self._hooked) >= limit:
+            self._commit_early(self._hooked.popleft())
+        merged = group.grads.merge(grads)
+        self.merged = self.merged or merged is not grads
+        reduction = Reduction(group, merged, unit.options.reduce, arena)
+        grads.clear()
+        frozen = [p.name for p in group.parameters if not p.sharded.requires_grad]
+        # The text is hashed into the log, so it may only contain facts that must be equal on all ranks. For parameters with
+        # hooks this excludes the presence of a gradient: hooks that step and clear `.grad` may run in different orders.
+        action = (
+            "reduction, added to the gradients that are there"
+            if group.grads.accumulates() and not reduction.has_hooks
+            else "reduction"
+        )
+        if frozen:
+            action = f"{action}, without {', '.join(frozen)}"
+        if group.dtypes.grad is None:
+            action = f"{action}, in {group.dtypes.reduce}"
+        communicator = self._communicator
+        work = communicator.send(
+            communicator.reduce_scatter_stream, group.fingerprints, action, reduction.start, reduction.finish
+        )
+        # Polling differs between ranks. Do not poll a reduce-scatter that an all-reduce over replicas follows: on the CPU the
+        # all-reduce starts when the reduce-scatter is waited for. Do not poll memory whose allocation is a collective either
+        # (symmetric memory).
+        own_memory = group.collectives.reduce.reduce_memory is None
+        self._in_flight.push(work, reduction.release_inputs, polled=own_memory and not reduction.factors.replicated)
+        if reduction.factors.replicated:
+            work = communicator.send(
+                communicator.all_reduce_stream,
+                group.fingerprints,
+                "all_reduce over replicas",
+                reduction.replicate,
+                reduction.finish_replicated,
+                after=work.work,
+            )
+            self._replicating.push(work, reduction.release_reduced_shard, polled=own_memory and reduction.factors.hook is None)
+            self._replicates = True
+        reduction.note_started(work)
+        if reduction.factors.deferred:
+            self._kept.add(unit)
+            return
+        self._reduced.append((unit, reduction))
+        if reduction.has_hooks:
+            self._hooked.append(reduction)
+
+    def release_arena(self) -> None:
+        """Free the memory for the messages of units with `set_keep_unsharded_storage(True)`."""
+        self.drain()
+        self._arena = ReductionArena()
+
+    def poll(self) -> None:
+        """Free the memory of collectives that have completed."""
+        self._in_flight.poll()
+        if self._replicates:
+            self._replicating.poll()
+
+    def drain(self) -> None:
+        """Wait for all collectives in flight."""
+        self._in_flight.drain()
+        self._replicating.drain()
+
+    def is_undelivered(self, unit: Unit) -> bool:
+        """Return True if gradients of the unit are reduced, or being reduced, and not in `.grad` yet."""
+        return any(group.grads.deferred is not None for group in unit.groups) or any(
+            owner is unit and not reduction.committed for owner, reduction in self._reduced
+        )
+
+    def check_delivered(self, unit: Unit, *, doing: str) -> None:
+        """Raise StateError if gradients of the unit are not in `.grad` yet and its groups are about to be built again."""
+        if self.is_undelivered(unit):
+            raise StateError(
+                f"{doing} came while gradients of unit '{unit.name}' are reduced, but not in .grad yet. Run the last backward "
+                "of the step first, or call zero_grad()."
+            )
+
+    def discard(self, unit: Unit) -> None:
+        """Discard the gradients of the unit that are not in `.grad` yet: kept on this rank, deferred, or being reduced."""
+        if unit.pending is not None:
+            self._drop(unit.pending, "zero_grad(), reset_iter_state() or an error, before they were waited for")
+        if any(owner is unit for owner, _ in self._reduced) or any(group.grads.deferred is not None for group in unit.groups):
+            self._in_flight.drain_quietly()
+            self._replicating.drain_quietly()
+            dropped = [reduction for owner, reduction in self._reduced if owner is unit]
+            self._reduced = [entry for entry in self._reduced if entry[0] is not unit]
+            self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)
+        for group in unit.groups:
+            group.grads.discard()
+        self._kept.discard(unit)
+
+    def _drop(self, pending: PendingReduction, why: str) -> None:
+        """Drop the reductions of a `finalize_backward` for all of its units, since gradients are set for all or none."""
+        units = pending.units
+        pending.drop(why)
+        for unit in units:
+            self.discard(unit)
+
+    def abort(self) -> None:
+        """Wait for everything in flight, ignore its errors, and drop the unread heartbeats."""
+        self._in_flight.drain_quietly()
+        self._replicating.drain_quietly()
+        self._heartbeats.clear()
+        self._hooked.clear()
+        self.merged = False
+
+    def forget(self, units: Container[int]) -> None:
+        """Drop the reductions of these units (by number), so that their gradients are never set."""
+        for unit, _ in self._reduced:
+            if unit.number in units and unit.pending is not None:
+                self._drop(unit.pending, "a backward that raised, before they were waited for")
+        self._reduced = [entry for entry in self._reduced if entry[0].number not in units]
+
+    def check_arrived(self, unit: Unit, group: ParamGroup) -> None:
+        """Raise StateError if gradients of a group are not in `.grad` yet, where an optimizer reads them."""
+        for parameter in group.parameters:
+            if parameter.local_grad is not None:
+                raise StateError(
+                    f"optimizer.step() was called while the gradient of '{parameter.name}' in unit '{unit.name}' is only kept "
+                    "on each rank. Run the last backward of the step outside of accumulate(), or after "
+                    f"set_requires_gradient_sync(True){', and call finalize_backward()' if unit.options.manual else ''}."
+                )
+        if group.grads.deferred is not None:
+            raise StateError(
+                f"optimizer.step() was called while gradients of unit '{unit.name}' are reduced over shards, but not over "
+                "replicas. Call set_requires_all_reduce(True) before the last backward of the step."
+            )
+        if any(reduction.group is group and not reduction.committed for _, reduction in self._reduced):
+            remedy = (
+                "Call finalize_backward(), and wait() of its handle."
+                if unit.options.manual
+                else "Call set_is_last_backward(True) before the last backward of the step."
+            )
+            raise StateError(f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived. {remedy}")
+
+    def _commit_early(self, reduction: Reduction) -> None:
+        """Set the gradients of a reduction and run their hooks, before the end of the backward."""
+        reduction.wait_on_host(on_host=self._communicator.async_device is None)
+        commit = reduction.grad_commit()
+        assert commit is not None
+        commit_all([commit])
+
+    def _commit_unfinished_steps(self) -> None:
+        """Commit early the reductions with hooks whose step goes on after this backward.
+
+        Their hooks may write to shards, which the next backward may be all-gathering if they ran later.
+        """
+        unfinished = [reduction for _, reduction in self._reduced]
+        for reduction in [one for one in self._hooked if one in unfinished]:
+            self._hooked.remove(reduction)
+            self._commit_early(reduction)
+
+    # --- the end of a backward ---
+
+    def collect(self, touched: Sequence[Unit], units: Callable[[], Sequence[Unit]]) -> None:
+        """Wait for the reductions in flight, and decide which gradients to set: those of units whose step this backward ends.
+
+        Args:
+            touched: the units that the backward entered.
+            units: returns all living units, oldest first.
+        """
+        kept = self._kept.due_here(touched)
+        reduced = self._take_due()
+        self._commit_unfinished_steps()
+        if not reduced and not kept:
+            return
+        at_once = self._communicator.async_device is None or self._kept.since_last_step or len(self._kept) > 0
+        sent = self._send_heartbeats(reduced, kept, None)
+        more = self._kept.due_anywhere(sent, kept, touched, units, read=at_once)
+        if more:
+            for unit, group in more:
+                self.reduce(unit, group, [None] * len(group.parameters))
+            # A second heartbeat shows which of these parameters any rank used. Logs whose first heartbeat was not due in this
+            # backward (`CheckPolicy.every`) get no second one either.
+            late = self._take_due()
+            sent_logs = {beat.log for beat, _ in sent}
+            not_due = {reduction.group.fingerprints.log for _, reduction in reduced} - sent_logs
+            sent += self._send_heartbeats(late, [], {reduction.group.fingerprints.log for _, reduction in late} - not_due)
+            reduced += late
+        self._kept.end_step()
+        self._decide([reduction for _, reduction in reduced], sent)
+
+    def _take_due(self) -> list[tuple[Unit, Reduction]]:
+        """Remove from `_reduced`, and return, the reductions of units whose step this backward ends."""
+        due: list[tuple[Unit, Reduction]] = []
+        left: list[tuple[Unit, Reduction]] = []
+        for entry in self._reduced:
+            options = entry[0].options
+            (due if options.last_backward and not options.manual else left).append(entry)
+        self._reduced = left
+        return due
+
+    def _send_heartbeats(
+        self, reduced: Sequence[tuple[Unit, Reduction]], kept: Sequence[Kept], again: Container[CollectiveLog] | None
+    ) -> list[Sent]:
+        """Send heartbeats after these reductions, and wait for the reductions.
+
+        On an accelerator, a heartbeat is read in a later step, when the device has completed it. Only a rank on which a
+        backward kept gradients since the last step reads it at once, since other ranks may have kept gradients of other units.
+        This assumes that in each step some backward keeps gradients on every rank or on none, as in a loop with the same number
+        of microbatches on all ranks. Otherwise this rank misses reductions that others start, and the next heartbeat finds that
+        the ranks diverged, as after every missed call.
+
+        Args:
+            reduced: reductions that the heartbeats end.
+            kept: groups that are reduced next, because this rank kept their gradients.
+            again: logs that get a second heartbeat in this backward; None for the first heartbeats of a backward.
+
+        Returns:
+            The heartbeats, with the calls that send them.
+
+        Raises:
+            StateError: if the ranks diverged.
+        """
+        # On the CPU an all-reduce over replicas starts when its reduce-scatter is waited for. Wait now, so that the all-reduces
+        # start before the heartbeat on every rank.
+        if len(self._replicating):
+            self._in_flight.drain()
+        checked = [(unit.options.checks.every, reduction) for unit, reduction in reduced if unit.options.checks.heartbeat]
+        flags = [(unit.global_id % UNIT_FLAGS, group.fingerprints.log) for unit, group in kept]
+        sent = self._heartbeats.send(checked, flags, again)
+        self.drain()
+        self._hooked.clear()
+        self._read(sent)
+        return sent
+
+    def _read(self, sent: Sequence[Sent]) -> None:
+        """Read heartbeats before any gradient is set or, on an accelerator, in a later step.
+
+        Raises StateError if the ranks diverged.
+        """
+        if self._communicator.async_device is None or self._kept.since_last_step or len(self._kept):
+            self._heartbeats.read_now(sent)
+        else:
+            self._heartbeats.read_later(sent)
+
+    def _decide(self, reductions: Sequence[Reduction], sent: Sequence[Sent]) -> None:
+        """Decide to set the gradients of all parameters that any rank used. Nothing may stop that afterwards."""
+        used: dict[int, list[bool]] = {}  # by id of the reduction: whether any rank used each parameter, where that is known
+        for beat, work in sent:
+            if beat.must_be_read:
+                work.block()
+                used |= zip(map(id, beat.reductions), beat.used_anywhere())
+            elif not beat.all_used:
+                used |= ((id(reduction), reduction.used) for reduction in beat.reductions)
+        commits: list[GradCommit] = []
+        on_host = self._communicator.async_device is None
+        for reduction in reductions:
+            reduction.wait_on_host(on_host=on_host)
+            anywhere = used.get(id(reduction), [True] * len(reduction.used))
+            if anywhere[0] or reduction.used[0]:
+                reduction.group.grads.note_committed()
+            commit = reduction.grad_commit(anywhere)
+            if commit is not None:
+                commits.append(commit)
+        self._heartbeats.release_buffers(sent)
+        self.decided, self.merged = commits, False
+
+    # --- the end of a backward that the user ends (`finalize_backward`) ---
+
+    def is_unreduced(self, group: ParamGroup) -> bool:
+        """Return True if no reduction since `.grad` was last set has the gradients of the group, kept ones included."""
+        kept = group.grads.has_local or group.grads.deferred is not None
+        return kept or not any(reduction.group is group for _, reduction in self._reduced)
+
+    def start_heartbeats(self, units: Sequence[Unit]) -> tuple[list[Reduction], list[Sent]]:
+        """Send the heartbeats of these units' reductions. Return both, for `end`."""
+        mine = set(map(id, units))
+        due = [(unit, reduction) for unit, reduction in self._reduced if id(unit) in mine]
+        if len(self._replicating):  # see `_send_heartbeats`: all-reduces start before the heartbeat on every rank
+            self._in_flight.drain()
+        checked = [(unit.options.checks.every, reduction) for unit, reduction in due if unit.options.checks.heartbeat]
+        sent = self._heartbeats.send(checked, (), None)
+        # `end` must start no collective, since ranks may finish several models in different orders.
+        if self._communicator.async_device is None and any(_has_stages(reduction) for _, reduction in due):
+            self.drain()
+            for _, work in sent:
+                work.block()
+        return [reduction for _, reduction in due], sent
+
+    def end(self, reductions: Sequence[Reduction], sent: Sequence[Sent]) -> None:
+        """Wait for these reductions and their heartbeats, and set `.grad`. Starts no collective."""
+        gone = set(map(id, reductions))
+        self._reduced = [entry for entry in self._reduced if id(entry[1]) not in gone]
+        self._hooked = deque(reduction for reduction in self._hooked if id(reduction) not in gone)
+        self._read(sent)
+        self._kept.end_step()
+        self._decide(reductions, sent)
+        self.assign_grads()
+        self.poll()
+
+    # --- `.grad` ---
+
+    def assign_grads(self) -> None:
+        """Set the gradients that `collect` or `end` decided on. An interrupt is raised only after all of them are set."""
+        decided = self.decided
+        if decided is not None:
+            try:
+                commit_all(decided)
+            finally:
+                self.decided = None
+
+    def read_heartbeats(self) -> None:
+        """Read the heartbeats that have completed, on an accelerator. Raises StateError if the ranks diverged."""
+        self._heartbeats.read()
+
+
+def _has_stages(reduction: Reduction) -> bool:
+    """Return True if a wait on the CPU starts more messages: an all-reduce over replicas, or the next round of many ranks."""
+    group = reduction.group
+    return reduction.factors.replicated or group.layout.ranks > 2
+
+
+__all__ = ["GradientReducer"]

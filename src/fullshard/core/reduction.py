@@ -1,0 +1,491 @@
+"""Reduction of the gradients of one group: copy-in, reduce-scatter over shards, all-reduce over replicas, gradient dtype."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, log2, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm.base import Allocate, Collectives, StartedWork, together
+from fullshard.comm.streams import Work
+from fullshard.core.grad_commit import GradCommit
+from fullshard.core.layout import ParamOffsets, Slice
+from fullshard.core.param_group import ParamGroup
+from fullshard.core.reduction_arena import ReductionArena
+from fullshard.core.unsharded_buffer import dim_permutation
+from fullshard.errors import InternalError
+
+ReduceHook = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOptions:
+    """The caller's options for reductions."""
+
+    divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
+    all_reduce: bool = True  # False: defer the all-reduce over replicas to a later backward
+    hook: ReduceHook | None = None  # all-reduce hook, called with the sum after the all-reduce
+    hook_stream: Any = None  # stream that the hook runs on
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionFactors:
+    """Factors by which one reduction scales the gradients, and the steps after the reduce-scatter."""
+
+    first: float  # applied to the reduce-scatter input
+    scale: float  # applied by the reduce-scatter
+    last: float  # applied to the result of all collectives
+    replicas: Collectives | None  # all-reduce over replicas; None if this reduction has none
+    deferred: bool  # whether the all-reduce over replicas is left to a later reduction
+    replicated: bool  # whether a second step follows on the all-reduce stream: the all-reduce over replicas, or the hook
+    hook: Callable[[Tensor], None] | None  # the caller's all-reduce hook
+
+    @classmethod
+    def of(cls, group: ParamGroup, options: ReduceOptions) -> ReductionFactors:
+        """Return the factors for gradients of `group`.
+
+        float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
+        divided in two steps, by about the square root each, as in FSDP2. The first divisor is a power of two, which is exact.
+        """
+        replicas = group.collectives.replicate
+        divide = options.divide or float(group.layout.ranks * (replicas.ranks if replicas else 1))
+        half = group.dtypes.reduce is torch.float16
+        before = 2.0 ** ceil(log2(divide) / 2) if half and divide > 1 else 1.0
+        deferred = replicas is not None and not options.all_reduce
+        hook = options.hook
+        if hook is not None and options.hook_stream is not None:
+            hook = partial(_torch.on_stream, options.hook_stream, hook)
+        return cls(
+            first=1.0 / before,
+            scale=1.0 if half else 1.0 / divide,
+            last=before / divide if half else 1.0,
+            replicas=None if deferred else replicas,
+            deferred=deferred,
+            replicated=not deferred and (replicas is not None or hook is not None),
+            hook=hook,
+        )
+
+
+class Stage(str, enum.Enum):
+    """Stage of a reduction. On an accelerator the stage is that of the queued work, which the device may not have run yet."""
+
+    PACKED = "packed"
+    SUMMED = "summed over shards"
+    ABSORBED = "part of a later sum"
+    REDUCED = "reduced"
+    COMMITTED = "committed"
+
+
+MOVES = {
+    (Stage.PACKED, Stage.SUMMED): "the reduce-scatter has completed",
+    (Stage.SUMMED, Stage.REDUCED): "the all-reduce over replicas and the caller's hook have completed, if there are any",
+    (Stage.SUMMED, Stage.ABSORBED): "the all-reduce over replicas was deferred, and a later reduction adds this sum to its own",
+    (Stage.REDUCED, Stage.COMMITTED): "the backward ends, or hooks on parameters need the gradients now",
+    (
+        Stage.COMMITTED,
+        Stage.COMMITTED,
+    ): "another rank used a parameter that this rank did not use",
+}
+
+
+class Reduction:
+    """One reduction of the gradients of a group. Copy-in and casts run on the compute stream, collectives on other streams.
+
+        direct: large, even           ---------------------------------> reduce-scatter input of its own, no copy
+        sliced: large, uneven or cast --(slice by slice)---------------> reduce-scatters through one buffer
+        summed: few rows              --(slice by slice)---------------> all-reduces; each rank keeps its rows
+        packed: all others            --(chunk_cat: chunk, pad, cast)--> one reduce-scatter input (ranks, numel)
+
+        PACKED ------reduce-scatter------> SUMMED ---all-reduce over replicas, the caller's hook---> REDUCED ---> COMMITTED
+                                              |       (then cast to the grad dtype, copy to host memory)   in `.grad`
+                                              +--> ABSORBED by a later reduction (all_reduce=False)
+
+    The collectives are fixed when the group is created. Every parameter takes part, with zeros if this rank has no gradient.
+
+    Attributes:
+        group: the parameter group.
+        factors: scale factors, and the steps after the reduce-scatter.
+        stage: the stage; only the moves in MOVES are legal.
+        has_hooks: whether parameters had user hooks when the reduction started. They run when the gradients are committed.
+        used: for each parameter, whether this rank has a gradient.
+    """
+
+    def __init__(
+        self,
+        group: ParamGroup,
+        grads: Sequence[Tensor | None],
+        options: ReduceOptions,
+        arena: ReductionArena | None = None,
+    ) -> None:
+        """Allocate the output, and copy the gradients into the reduce-scatter inputs, on the compute stream.
+
+        Args:
+            group: the parameter group.
+            grads: unsharded gradient of each parameter, (sharding.local_shape); None if this rank did not use the parameter.
+            options: the caller's options.
+            arena: allocates the buffers if their addresses must be the same in each step.
+        """
+        self.group, self.factors = group, ReductionFactors.of(group, options)
+        self.stage = Stage.PACKED
+        self.has_hooks = group.has_hooks
+        self.used: list[bool] = []
+        # For each parameter, whether `grad_commit` has returned its gradient; None before the first commit.
+        self._committed: list[bool] | None = None
+        # The last work of this reduction: the all-reduce over replicas, else the reduce-scatter.
+        self._work: Work | None = None
+        dtypes, layout, device = group.dtypes, group.layout, group.storage.device
+        for grad in grads:
+            self.used.append(grad is not None)
+        # An earlier reduction whose all-reduce over replicas was deferred; its sum is added to this one.
+        self._earlier = group.grads.deferred
+        if self._earlier is not None:
+            self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
+        fresh: Allocate = torch.empty if arena is None else arena.allocate
+        memory = group.collectives.reduce.reduce_memory or fresh
+        self._allocate = fresh
+        # The reduce-scatter output, (shard_numel,).
+        if arena is not None and memory is fresh:
+            # Not from the arena, which the next reduction overwrites: with a deferred all-reduce the sum must survive it.
+            self._reduced_shard = group.reduced_shard_memory(
+                dtypes.reduce, None if self._earlier is None else self._earlier.total
+            )
+        else:
+            self._reduced_shard = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
+        kept = None if arena is None else memory
+        # (reduce-scatter input, output) pairs; the inputs of slices are filled later, in `start`.
+        self._inputs = _pack(group, grads, self._reduced_shard, memory, kept)
+        # Gradients that are reduced in slices, by index of the parameter.
+        self._sliced = _flat_gradients(group, grads) if group.reduction.has_slices else {}
+        if self.factors.first != 1.0 and self._inputs:
+            torch._foreach_mul_([full for full, _ in self._inputs], self.factors.first)
+        # The flat gradient, (shard_numel,) in the grad dtype: the memory of `.grad`. The output itself if nothing forbids it.
+        self._flat = self._reduced_shard
+        grad_dtype = group.reduction.dtype
+        if (grad_dtype != dtypes.reduce or memory is not torch.empty) and not self.factors.deferred:
+            # `.grad` must not use kept memory or memory of a custom reduce-scatter, which the next reduction overwrites.
+            # With CPU offload this tensor is only the source of a copy to the host, so the arena is fine.
+            allocate = fresh if group.storage.host else torch.empty
+            self._flat = allocate((layout.shard_numel,), dtype=grad_dtype, device=device)
+        # With CPU offload, the flat gradient in host memory. Pinned, so that the copy does not block the host.
+        self._host: Tensor | None = None
+        if group.storage.host and not self.factors.deferred:
+            self._host = torch.empty(layout.shard_numel, dtype=grad_dtype, device="cpu", pin_memory=group.storage.pinned)
+
+    def _move(self, to: Stage) -> None:
+        if (self.stage, to) not in MOVES:
+            name = self.group.parameters[0].unit_name.name
+            raise InternalError(f"A reduction of unit '{name}' cannot become {to.value}: it is {self.stage.value}.")
+        self.stage = to
+
+    @property
+    def committed(self) -> bool:
+        """True after the first `grad_commit`."""
+        return self.stage is Stage.COMMITTED
+
+    # --- on the streams of the collectives ---
+
+    def start(self) -> StartedWork:
+        """Start the reduce-scatter over shards."""
+        if self._sliced:
+            return self._start_slices()
+        if not self._inputs:
+            return StartedWork()
+        inputs, outputs = zip(*self._inputs)
+        return self.group.collectives.reduce.reduce_scatter(outputs, inputs, self.factors.scale)
+
+    def _start_slices(self) -> StartedWork:
+        """Start one reduce-scatter after the other for the slices. The first one includes the packed and direct gradients."""
+        group, plan, messages = self.group, self.group.reduction, self._inputs
+        ranks, collectives = group.layout.ranks, group.collectives.reduce
+        most = max((ranks * sum(part.size for part in parts) for parts in plan.slices), default=0)
+        buffer = self._allocate((most,), dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
+        started = StartedWork()
+        for parts in plan.slices or ((),):
+            _complete(started)  # the previous collective reads the buffer that the next copy writes
+            at = 0
+            for part in parts:
+                place = group.layout.offsets[part.parameter]
+                full = buffer[at : at + ranks * part.size]
+                _copy_slice(self._sliced[part.parameter], place.size, part, full.view(ranks, part.size))
+                if self.factors.first != 1.0:
+                    full.mul_(self.factors.first)
+                messages = [*messages, (full, self._reduced_shard[place.offset + part.start :][: part.size])]
+                at += full.numel()
+            if messages:
+                inputs, outputs = zip(*messages)
+                started, messages = collectives.reduce_scatter(outputs, inputs, self.factors.scale), []
+        return together(started, self._start_sums()) if plan.sums else started
+
+    def _start_sums(self) -> StartedWork:
+        """Start the all-reduces of the summed parameters."""
+        plan = self.group.reduction
+        most = max(sum(part.size for part in parts) for parts in plan.sums)
+        buffer = self._allocate((most,), dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
+        # `_take_rows` writes only rows that this rank owns. The rest is padding; zeros keep norms of the flat gradient right.
+        self._reduced_shard[self.group.layout.summed_offset :].zero_()
+        started = StartedWork()
+        for parts in plan.sums:
+            _complete(started)
+            at = 0
+            for part in parts:
+                flat, into = self._sliced[part.parameter], buffer[at : at + part.size]
+                into.zero_() if flat is None else into.copy_(flat[part.start :][: part.size])
+                at += part.size
+            if self.factors.first != 1.0:
+                buffer[:at].mul_(self.factors.first)
+            all_reduce = self.group.collectives.reduce.all_reduce(buffer[:at])
+            started = together(all_reduce, StartedWork(then=partial(self._take_rows, parts, buffer)))
+        return started
+
+    def _take_rows(self, parts: Sequence[Slice], sums: Tensor) -> None:
+        """Copy this rank's rows of the all-reduced gradients to the output, and scale them."""
+        layout, at = self.group.layout, 0
+        for part in parts:
+            mine, place = layout.rows_of(part.parameter, self.group.collectives.reduce.rank), layout.offsets[part.parameter]
+            start, stop = max(mine.start, part.start), min(mine.stop, part.start + part.size)
+            if start < stop:
+                out = self._reduced_shard[place.offset + start - mine.start :][: stop - start]
+                torch.mul(sums[at + start - part.start :][: stop - start], self.factors.scale, out=out)
+            at += part.size
+
+    def finish(self) -> None:
+        """Finish the reduction over shards, on its stream: add a deferred sum, and cast if no further step follows."""
+        self._move(Stage.SUMMED)
+        if self._earlier is not None:
+            self._earlier.add_to(self._reduced_shard)
+        if not (self.factors.replicated or self.factors.deferred):
+            self._cast_and_offload()
+
+    @property
+    def total(self) -> Tensor:
+        """The reduce-scatter output, (shard_numel,)."""
+        return self._reduced_shard
+
+    def add_to(self, total: Tensor) -> None:
+        """Add this sum to the output of a later reduction."""
+        # Both run on the reduce-scatter stream, in order, so this sum is complete.
+        self._move(Stage.ABSORBED)
+        total.add_(self._reduced_shard)
+
+    def replicate(self) -> StartedWork:
+        """Start the all-reduce over replicas."""
+        if self.factors.replicas is None or not self._reduced_shard.numel():
+            return StartedWork()
+        return self.factors.replicas.all_reduce(self._reduced_shard)
+
+    def finish_replicated(self) -> None:
+        """Run the caller's hook after the all-reduce over replicas, then scale and cast."""
+        if self.factors.hook is not None:
+            self.factors.hook(self._reduced_shard)
+        self._cast_and_offload()
+
+    def _cast_and_offload(self) -> None:
+        """Scale the sum, cast it to the grad dtype, and with CPU offload copy it to host memory."""
+        self._move(Stage.REDUCED)
+        if self.factors.last != 1.0:
+            self._reduced_shard.mul_(self.factors.last)
+        if self._flat is not self._reduced_shard:
+            self._flat.copy_(self._reduced_shard)
+        if self._host is not None:
+            if self._host.numel():
+                self.group.collectives.traffic.record("to_host", [self._flat])
+            self._host.copy_(self._flat, non_blocking=True)
+
+    # --- on the compute stream ---
+
+    def note_started(self, work: Work) -> None:
+        """Record `work`, the last work of this reduction, and defer the all-reduce over replicas if it is to be deferred."""
+        self._work = work
+        self.group.grads.deferred = self if self.factors.deferred else None
+
+    def release_inputs(self) -> None:
+        """Release the reduce-scatter inputs. Call this after the compute stream waited for the reduce-scatter."""
+        # Released before that wait, their memory could be reused on the compute stream while the collective still reads it.
+        self._inputs, self._sliced, self._earlier = [], {}, None
+        if not self.factors.replicated:
+            self._reduced_shard = self._flat
+
+    def release_reduced_shard(self) -> None:
+        """Release the reduce-scatter output, if `.grad` does not use it. Call this after the compute stream waited for all."""
+        self._reduced_shard = self._flat
+
+    def wait_on_host(self, *, on_host: bool) -> None:
+        """Wait until the flat gradient is on the device of the shards.
+
+        Args:
+            on_host: whether collectives run on the host. Then one wait is enough; on an accelerator the current stream may be
+                another one than in an earlier wait, so it must wait as well.
+        """
+        assert self._work is not None
+        if not on_host or self.stage in (Stage.PACKED, Stage.SUMMED):
+            self._work.wait()
+        if self._host is not None:
+            self._work.block()  # an event orders streams only; the optimizer on the CPU reads the memory from the host
+            self._flat = self._host
+
+    # --- commit ---
+
+    def grad_commit(self, used_somewhere: Sequence[bool] | None = None) -> GradCommit | None:
+        """Return the commit of the gradients that were not committed before; None if all were.
+
+        Args:
+            used_somewhere: for each parameter, whether any rank used it; None if this is unknown. Parameters that only other
+                ranks used get a gradient, too, so that all ranks agree on which parameters have one.
+        """
+        given, due = self._committed, self.used
+        if used_somewhere is not None and not all(due):
+            parameters = self.group.parameters
+            due = [here or (there and p.requires_grad) for here, there, p in zip(due, used_somewhere, parameters)]
+        wanted = due if given is None else [now and not then for now, then in zip(due, given)]
+        if given is not None and not any(wanted):
+            return None
+        self._move(Stage.COMMITTED)
+        self._committed = due
+        return GradCommit(self.group, self._flat, wanted, has_hooks=self.has_hooks)
+
+    @property
+    def has_unused_trainable(self) -> bool:
+        """True if this rank did not use some trainable parameter, so it needs to know whether other ranks used it."""
+        return any(not used and p.requires_grad for used, p in zip(self.used, self.group.parameters))
+
+
+def _flat_gradients(group: ParamGroup, grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+    """Return the flattened gradients of the sliced and summed parameters, by index; None for a missing gradient."""
+    plan = group.reduction
+    indices = {part.parameter for message in (*plan.slices, *plan.sums) for part in message}
+    found = ((index, grads[index]) for index in sorted(indices))
+    return {index: None if grad is None else grad.contiguous().view(-1) for index, grad in found}
+
+
+def _complete(started: StartedWork) -> None:
+    """Order the current stream after a collective, and complete it."""
+    for work in started.works:
+        work.wait()
+    if started.then is not None:
+        started.then()
+
+
+def _copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None:
+    """Copy and cast the same slice of all ranks' chunks of a gradient to `out`. Padding and a missing gradient become zeros.
+
+    Args:
+        flat: the flattened gradient, or None.
+        size: elements of a chunk.
+        part: the slice of each chunk.
+        out: (ranks, part.size).
+    """
+    if flat is None:
+        out.zero_()
+        return
+    whole = flat.numel() // size  # ranks whose chunk has no padding
+    if whole:
+        out[:whole].copy_(flat[: whole * size].view(whole, size)[:, part.start : part.start + part.size])
+    if whole < len(out):
+        out[whole:].zero_()
+        rest = flat[whole * size + part.start : (whole + 1) * size][: part.size]
+        out[whole, : rest.numel()].copy_(rest)
+
+
+def _packed_dtype(group: ParamGroup, grads: Sequence[Tensor | None]) -> torch.dtype | None:
+    """Return the dtype of the packed gradients, or None if they have several dtypes."""
+    packed = [grads[segment.parameter] for segment in group.reduction.packed if segment.parameter >= 0]
+    found = {grad.dtype for grad in packed if grad is not None}
+    if len(found) > 1:
+        return None
+    return found.pop() if found else group.dtypes.compute
+
+
+def _pack_one_by_one(group: ParamGroup, grads: Sequence[Tensor | None], message: Tensor) -> None:
+    """Copy and cast gradients of several dtypes into the packed input (ranks, numel), one after the other."""
+    column = 0
+    for segment in group.reduction.packed:
+        out = message[:, column : column + segment.size]
+        column += segment.size
+        grad = grads[segment.parameter] if segment.parameter >= 0 else None
+        place = group.layout.offsets[segment.parameter]
+        if grad is None or place.dim == 0:
+            flat = None if grad is None else grad.contiguous().view(-1)
+            _copy_slice(flat, segment.size, Slice(segment.parameter, 0, segment.size), out)
+        else:
+            out.zero_()
+            grad_parts, block_parts = dim_permutation(grad, out, place)
+            torch._foreach_copy_(block_parts, grad_parts)
+
+
+def _zeros_or_permuted(
+    grad: Tensor | None, place: ParamOffsets, ranks: int, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the packed input of a missing gradient (zeros), or of a parameter that is sharded along another dim than 0."""
+    if place.dim == 0:
+        return torch.zeros(place.shape, dtype=dtype, device=device)
+    blocks = torch.zeros((ranks, place.size), dtype=dtype, device=device)
+    if grad is not None:
+        grad_parts, block_parts = dim_permutation(grad, blocks, place)
+        torch._foreach_copy_(block_parts, grad_parts)
+    return blocks
+
+
+def _pack(
+    group: ParamGroup,
+    grads: Sequence[Tensor | None],
+    total: Tensor,
+    memory: Allocate,
+    kept: Allocate | None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Copy and cast the gradients that are not sliced into reduce-scatter inputs.
+
+    Args:
+        group: the parameter group.
+        grads: unsharded gradient of each parameter, or None.
+        total: the reduce-scatter output, (shard_numel,).
+        memory: allocates the packed input.
+        kept: allocates inputs that direct gradients are copied to, if addresses must not change; None to reduce them uncopied.
+
+    Returns:
+        (input (ranks * size,), its output (size,), a part of `total`) of each tensor that is reduced.
+    """
+    layout, plan, device = group.layout, group.reduction, group.storage.device
+    messages: list[tuple[Tensor, Tensor]] = []
+    if plan.numel:
+        if group.collectives.reduce.in_place:  # a group of one rank: the packed gradients are the sum already
+            message = total[: plan.numel]
+        else:
+            message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
+        found = {grad.dtype for grad in grads if grad is not None}
+        dtype = found.pop() if len(found) == 1 else _packed_dtype(group, grads)
+        # chunk_cat needs one dtype. Some kernels return the gradients of norms in float32; a cast of all gradients before would
+        # need a second copy of them.
+        if dtype is None:
+            _pack_one_by_one(group, grads, message.view(layout.ranks, -1))
+        parts: list[Tensor] = []
+        for segment in plan.packed if dtype is not None else ():
+            if segment.parameter < 0:
+                parts.append(plan.zeros[segment.size].to(dtype))
+                continue
+            grad, place = grads[segment.parameter], layout.offsets[segment.parameter]
+            if grad is not None and place.dim == 0:
+                parts.append(grad.contiguous())
+                continue
+            assert dtype is not None  # the loop has no segments otherwise
+            parts.append(_zeros_or_permuted(grad, place, layout.ranks, dtype=dtype, device=device))
+        if parts:
+            _torch.chunk_cat(parts, message.view(layout.ranks, -1))
+        messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))
+    for index in plan.direct:
+        place, grad = layout.offsets[index], grads[index]
+        if kept is not None:
+            full = kept((prod(place.shape),), dtype=total.dtype, device=device).view(place.shape)
+            full.zero_() if grad is None else full.copy_(grad)
+        elif grad is None:
+            full = torch.zeros(place.shape, dtype=total.dtype, device=device)
+        else:
+            full = grad.contiguous() if grad.dtype == total.dtype else grad.to(total.dtype).contiguous()
+        messages.append((full.view(-1), total[place.offset : place.offset + place.size]))
+    return messages

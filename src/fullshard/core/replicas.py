@@ -1,0 +1,86 @@
+"""Replicas: the comparison of equal shards at the first forward, and buffers that are kept equal on all ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fullshard import _torch
+from fullshard.checks.collective_log import GroupFingerprints
+from fullshard.core.communicator import Communicator
+from fullshard.core.mesh import ShardAxis
+from fullshard.core.unit import Unit, own_modules
+from fullshard.core.value_sync import broadcast, find_unequal_values
+from fullshard.errors import StateError
+
+
+def check_replicas(unit: Unit) -> None:
+    """Compare the shards of ranks with the same rows, or broadcast them, for parameters initialized after sharding. Collective.
+
+    Raises StateError, naming a parameter, if the values differ.
+    """
+    if unit.options.sync == "off":
+        return
+    wrong: str | None = None
+    axes: dict[int, tuple[ShardAxis, list[tuple[str, Tensor]]]] = {}
+    for p in unit.parameters:
+        name = f"Parameter '{p.name}' of unit '{unit.name}'"
+        axes.setdefault(id(p.sharding.axis), (p.sharding.axis, []))[1].append((name, p.local))
+    for axis, shards in axes.values():
+        setup = unit.setup_collectives("comparison of replicas", shards=False).on_axis(axis)
+        if unit.options.sync == "broadcast":
+            broadcast([shard for _, shard in shards], setup)
+        else:
+            wrong = wrong or find_unequal_values(shards, setup)
+    if wrong is not None:
+        raise StateError(
+            f"{wrong}, which hold the same rows. Initialize it from one seed on all replicas, as fullshard.materialize() "
+            "does, load it, or pass sync='broadcast' to fully_shard()."
+        )
+
+
+def share_buffers(unit: Unit, root: nn.Module, communicator: Communicator) -> None:
+    """Set buffers to their mean over all ranks, or to the first rank's, after a forward in training mode. Collective.
+
+    Buffers become new tensors, since a graph may have saved the old ones.
+    """
+    if not root.training or _torch.current_graph_task() != -1:
+        return
+    axis, mean = unit.axis, unit.options.buffers == "mean"
+    ranks = axis.ranks * axis.replica_count
+    first = axis.is_first_rank
+    by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}  # dtype -> id -> buffer; shared buffers are sent once
+    slots: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+    for module in own_modules(root):
+        for name, buffer in module.named_buffers(recurse=False):
+            by_dtype.setdefault(buffer.dtype, {})[id(buffer)] = buffer
+            slots.append((_torch.buffers_of(module), name, buffer))
+    shared: dict[int, Tensor] = {}
+    collectives = communicator.collectives.of_axis(axis, unit.options)
+    fingerprints = GroupFingerprints(communicator.log_of(axis), unit.unit_name, f"{unit.global_id} buffers")
+    with torch.no_grad():
+        for dtype, found in by_dtype.items():
+            buffers = list(found.values())
+            message = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            message = message.to(torch.uint8) if dtype is torch.bool else message
+            fingerprints.log.allow_message_size(message.nbytes)
+            averaged = mean and dtype.is_floating_point
+            if not (averaged or first):  # a broadcast is a sum with the zeros of all other ranks
+                message.zero_()
+            communicator.send(
+                communicator.reduce_scatter_stream, fingerprints, "buffers", partial(collectives.reduce.all_reduce, message)
+            ).wait()
+            if collectives.replicate is not None:
+                start = partial(collectives.replicate.all_reduce, message)
+                communicator.send(communicator.all_reduce_stream, fingerprints, "buffers", start).wait()
+            if averaged:
+                message.div_(ranks)
+            for buffer, part in zip(buffers, message.split([buffer.numel() for buffer in buffers])):
+                shared[id(buffer)] = part.view(buffer.shape).to(dtype, copy=True)
+    for buffers_of_module, name, buffer in slots:
+        buffers_of_module[name] = shared[id(buffer)]
+
+
+__all__ = ["check_replicas", "share_buffers"]

@@ -1,0 +1,435 @@
+"""The runtime of one device and thread: runs what the scheduler decides, and ends a backward."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident, local
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+
+from fullshard import _torch
+from fullshard.checks.collective_log import CollectiveLog, Fingerprint
+from fullshard.comm.streams import Lane, Work, nothing, stream_for
+from fullshard.core.backward import RunningBackward
+from fullshard.core.communicator import Communicator
+from fullshard.core.interrupts import recovers_first
+from fullshard.core.joined_calls import JoinedCalls
+from fullshard.core.late_grads import hook_late_grads
+from fullshard.core.mesh import ShardAxis
+from fullshard.core.meta_init import check_written
+from fullshard.core.param_group import ParamGroup
+from fullshard.core.recovery import Recovery
+from fullshard.core.reducer import GradientReducer
+from fullshard.core.replicas import check_replicas
+from fullshard.core.scheduler import (
+    Action,
+    Reduce,
+    Reshard,
+    Residency,
+    SaveSubgroupShard,
+    Scheduler,
+    UnitRecord,
+    Unshard,
+    Wait,
+)
+from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.sharded_tensor import restore_subclass
+from fullshard.core.unit import Unit, name_units_in
+from fullshard.core.unit_options import UnitOptions
+from fullshard.errors import StateError
+from fullshard.policies import CheckPolicy, CommPolicy
+
+
+class Runtime:
+    """Runs the units of one device and one thread. runtime 1 - n units, held weakly.
+
+        hooks ──> unit ──> scheduler: events in, actions out (pure)
+                    └────> runtime ──> group ──> communicator ──> process group
+                              └──────> reducer: gradients on their way to .grad
+
+    Attributes:
+        scheduler: decides what to unshard, reshard and reduce.
+        communicator: streams, logs and process groups.
+        reducer: gradients between backward and `.grad`.
+        backward: the backward in progress, and the units that it entered.
+        joined: forward calls that this rank joined without computing.
+        recovery: cleans up after exceptions and interrupts.
+        trace: units that the outermost forward entered (True) and left so far, for `join()`.
+        outermost_forwards: number of outermost forwards so far.
+        raised_in: the innermost forward that an exception left, and the text of the exception.
+    """
+
+    _of_thread = local()
+
+    @classmethod
+    def of(cls, device: torch.device, comm: CommPolicy) -> Runtime:
+        """Return the runtime for this thread and device. A policy with streams of its own gets a separate one."""
+        known: dict[tuple[torch.device, object], Runtime] = cls._of_thread.__dict__.setdefault("runtimes", {})
+        key = (device, comm.lanes)
+        if key not in known:
+            known[key] = cls(device, comm.lanes or stream_for)
+        return known[key]
+
+    @classmethod
+    def all_of_thread(cls) -> list[Runtime]:
+        """Return the runtimes of this thread."""
+        return list(cls._of_thread.__dict__.get("runtimes", {}).values())
+
+    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
+        self.communicator = Communicator(device, lanes)
+        self.scheduler = Scheduler(self._can_prefetch)
+        self.reducer = GradientReducer(self.communicator)
+        self.backward = RunningBackward(self._backward_raised)
+        self.joined = JoinedCalls(self.scheduler)
+        self.recovery = Recovery(self)
+        self.trace: list[tuple[int, bool]] = []
+        self.outermost_forwards = 0
+        self.raised_in: tuple[str, str] | None = None
+
+        # Units by number. Another thread may delete a unit in the middle of an event, so its number waits in
+        # `_deleted_elsewhere`.
+        self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+        self.unit: Callable[[int], Unit | None] = self._units.get  # None if the unit is deleted
+        self._numbers = itertools.count()
+        self._thread = get_ident()
+        self._deleted_elsewhere: deque[int] = deque()
+
+        # All-gathers in flight: number of the unit -> its groups and their work.
+        self._gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}
+        self._actions: dict[type[Action], Callable[[Unit], None]] = {
+            Unshard: self._unshard,
+            Wait: self._wait,
+            SaveSubgroupShard: self._save_subgroup_shard,
+            Reshard: Unit.free_unsharded,
+            Reduce: self._reduce,
+        }
+
+    # --- units ---
+
+    def register(self, unit: Unit) -> UnitRecord:
+        """Add a new unit and return its record."""
+        self.forget_deleted()
+        number = next(self._numbers)
+        self._units[number] = unit
+        weakref.finalize(unit, self._on_deleted, number)
+        return self.scheduler.register(number, unit.options)
+
+    def unregister(self, unit: Unit) -> None:
+        """Remove a unit that was taken off its modules."""
+        self.reducer.discard(unit)
+        if self._units.pop(unit.number, None) is not None:
+            self._forget(unit.number)
+
+    def has_unit(self, number: int) -> bool:
+        """Return True if the unit with this number is alive."""
+        return number in self._units
+
+    def all_units(self) -> list[Unit]:
+        """Return the living units, oldest first."""
+        return [unit for _, unit in sorted(self._units.items())]
+
+    def is_own_thread(self) -> bool:
+        """Return True on the thread that the runtime belongs to."""
+        return get_ident() == self._thread
+
+    def forget_deleted(self) -> None:
+        """Unregister the units that other threads deleted."""
+        while self._deleted_elsewhere:
+            self._forget(self._deleted_elsewhere.popleft())
+
+    def _on_deleted(self, number: int) -> None:
+        if self.is_own_thread():
+            self._forget(number)
+        else:
+            self._deleted_elsewhere.append(number)
+
+    def _forget(self, number: int) -> None:
+        if not self.scheduler.knows(number):
+            return
+        self.scheduler.unregister(number)
+        self.update_timeouts()
+        for group, work in self._gathering.pop(number, ()):  # messages still arrive in this memory
+            self.reducer.track(work, group.free_unsharded)
+
+    def _can_prefetch(self, number: int) -> bool:
+        unit = self._units.get(number)
+        return unit is not None and unit.place.are_attached(unit)
+
+    def update_timeouts(self, *more: CheckPolicy) -> None:
+        """Take patience and timeout from the check policies of all units. `more`: of a unit that is about to be created."""
+        self.communicator.update_timeouts([*more, *(unit.options.checks for unit in self.all_units())])
+
+    def is_gathering(self, number: int) -> bool:
+        """Return True if an all-gather of the unit is in flight."""
+        return number in self._gathering
+
+    # --- forward ---
+
+    def begin_outermost_forward(self, unit: Unit, module: nn.Module) -> None:
+        """Prepare a step at the beginning of an outermost forward."""
+        self.outermost_forwards += 1
+        self.raised_in = None
+        restore_subclass()  # parameters that an optimizer whose step raised left as plain DTensors
+        self.forget_deleted()
+        if unit.checks.names:
+            unit.checks.names = False
+            name_units_in(module, place=True)
+        self.trace.clear()
+        self.reducer.read_heartbeats()
+        self.communicator.roll_blocks()
+        device = self.communicator.async_device
+        if device is not None and _torch.is_capturing(device):
+            raise StateError(
+                f"The forward of unit '{unit.name}' was called while a graph of the device is captured, which cannot hold "
+                "all-gathers: the host decides in each step what to all-gather, free and reduce. To capture a step, "
+                "addresses can be kept (set_keep_unsharded_storage) and the end of backward can be called "
+                "(finalize_backward), but a fixed plan of a step is missing. Capture modules inside of units, or use "
+                "torch.compile without mode='reduce-overhead'."
+            )
+        self.communicator.wait_for_next_event()
+
+    def check_initialized(self, unit: Unit) -> None:
+        """Raise StateError if the unit's memory was never written, or differs between replicas."""
+        check_written(unit)
+        check_replicas(unit)
+
+    # --- actions ---
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Run actions in order. If one raises, its unit and those of the actions behind it are resharded."""
+        shown = _torch.profiling()
+        for index, action in enumerate(actions):
+            unit = self.unit(action.unit)
+            if unit is None:
+                continue  # deleted since the scheduler decided
+            try:
+                if shown:
+                    with record_function(f"fullshard::{type(action).__name__.lower()} {unit.name}"):
+                        self._actions[type(action)](unit)
+                else:
+                    self._actions[type(action)](unit)
+            except BaseException:
+                self._roll_back(actions[index:])
+                raise
+
+    @contextmanager
+    def watched(self, around: Callable[[type[Action], Callable[[Unit], None], Unit], None]) -> Iterator[None]:
+        """Call `around(kind, run, unit)` for each action within the block, instead of `run(unit)`."""
+        plain = self._actions
+        self._actions = {kind: partial(around, kind, run) for kind, run in plain.items()}
+        try:
+            yield
+        finally:
+            self._actions = plain
+
+    def _roll_back(self, actions: Sequence[Action]) -> None:
+        """Reshard the units of an action that raised, and of those behind it."""
+        for number in dict.fromkeys(action.unit for action in actions):
+            unit = self.unit(number)
+            if unit is not None:
+                self._wait_or_drop(self._gathering.pop(number, []))
+                unit.exposure.writable = False  # nothing may raise here
+                unit.free_unsharded()
+                self.scheduler.clear(number)
+
+    def _unshard(self, unit: Unit) -> None:
+        """Start the all-gathers of a unit."""
+        if not unit.is_current():
+            unit.refresh_groups()
+        if unit.checks.gathers:
+            unit.decide_gathers()
+        action = "backward gather" if self.backward.underway else "forward gather"
+        works: list[tuple[ParamGroup, Work]] = []
+        self._gathering[unit.record.number] = works
+        communicator = self.communicator
+        for group in unit.groups:
+            gather = group.allocate_unsharded()
+            start, copied = gather.start, None
+            try:
+                # Casts and copies from host memory have a stream of their own, so that those of the next unit do not wait for
+                # the all-gather of this one.
+                if communicator.copy_in_stream is not None and gather.copies_in:
+                    start, copied = gather.begin, communicator.copy_in_stream.run(gather.copy_in, nothing)
+                stream = communicator.all_gather_stream
+                work = communicator.send(stream, group.fingerprints, action, start, gather.finish, copied)
+            except BaseException:
+                group.drop_unsharded()
+                raise
+            works.append((group, work))
+
+    def _wait(self, unit: Unit) -> None:
+        """Order the compute stream behind the all-gathers of a unit."""
+        number = unit.record.number
+        for group, work in self._gathering[number]:
+            work.wait()
+            group.finish_all_gather(work)
+        del self._gathering[number]
+        if unit.record.is_pinned:
+            unit.expose()
+
+    def _save_subgroup_shard(self, unit: Unit) -> None:
+        for group in unit.groups:
+            group.save_subgroup_shard()
+
+    def _reduce(self, unit: Unit) -> None:
+        """Reduce the gradients of a unit whose backward is done."""
+        record = unit.record
+        if record.residency is not Residency.SHARDED and not record.is_pinned:
+            unit.uninstall()
+        for group in unit.groups:
+            if group.trainable:
+                self.reducer.reduce(unit, group, group.take_gradients() or [None] * len(group.parameters))
+        self.reducer.poll()
+
+    # --- backward ---
+
+    def begin_backward(self) -> bool:
+        """Have autograd call `end_backward` when the running backward ends. Return True at the first event of a backward."""
+        if self.backward.underway:
+            return False
+        end: Callable[[], None] = self.end_backward
+        device = self.communicator.async_device
+        if device is not None:
+            # Messages lie in memory of the stream that forward ran on, which is current here. The end of backward runs on the
+            # stream of its caller, reads them and frees them, so this stream must be ordered behind it.
+            end = partial(_torch.then_order, _torch.current_stream(device), end)
+        self.backward.begin(end)
+        return True
+
+    def hook_late_grads(self, unit: Unit) -> None:
+        """Watch for gradients of a second backward, through the graph of the first one (create_graph=True)."""
+        hook_late_grads(unit)
+
+    def join_backward(self, *, beyond: int) -> None:
+        """Take part in the backward of joined calls that ended after `beyond`."""
+        for joined in self.joined.due(beyond=beyond, lives=self.has_unit):
+            unit = self.unit(joined.unit)
+            if unit is not None:
+                self.backward.units[unit.number] = unit
+                stale = unit.stale_in_backward(first=False)
+                with torch.no_grad():
+                    self.run(self.scheduler.before_backward(joined.call, stale=stale))
+
+    @recovers_first
+    def end_backward(self) -> None:
+        """End the outermost backward that entered a unit: set `.grad` of all parameters, or of none."""
+        with torch.no_grad():
+            try:
+                self._reduce_rest()
+            except BaseException:
+                if self.reducer.decided is None:
+                    self.backward.mark_raised()
+                    raise
+                self.commit_gradients()
+                raise
+            self.commit_gradients()
+
+    def _reduce_rest(self) -> None:
+        """Reduce what no unit has reduced yet, and decide which gradients to set."""
+        if self.joined.waiting:
+            self.join_backward(beyond=-1)
+        self.joined.end_backward()
+        self.run(self.scheduler.after_backward())
+        units = self.backward.units
+        for _, unit in sorted(units.items()):
+            if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
+                unit.uninstall()
+            unit.reduce_late()
+        self.reducer.collect(list(units.values()), self.all_units)
+
+    def commit_gradients(self) -> None:
+        """Set `.grad`. Nothing can undo the backward any more."""
+        self.backward.stop()
+        if self.reducer.keeps:
+            for unit in self.backward.units.values():
+                unit.show_kept_gradients()
+        self.backward.units.clear()
+        self.reducer.assign_grads()
+
+    def _backward_raised(self) -> None:
+        """Put the sharded parameters back on the modules at once, without collectives, and tell the watchdog."""
+        reached = list(self.backward.units.values())
+        for unit in reached:
+            unit.uninstall()
+        if reached:
+            self.communicator.report_exception(f"'{reached[-1].name}' backward")
+
+    def log_write(self, log: CollectiveLog, fingerprint: Fingerprint) -> None:
+        """Record in the log that the user wrote to shards.
+
+        Writes in gradient hooks are not recorded, since their order, and whether they run, may differ between ranks; nor are
+        those of other threads. The next collective reports a divergence, which is early enough for what has happened already.
+        """
+        if (
+            log.desync_error is None
+            and self.reducer.decided is None
+            and _torch.current_graph_task() == -1
+            and self.is_own_thread()
+        ):
+            log.append(fingerprint)
+
+    # --- after an exception ---
+
+    def abort_gathers(self) -> None:
+        """Wait for the all-gathers in flight, and reshard their units."""
+        for number in list(self._gathering):
+            unit = self.unit(number)
+            try:
+                self._wait_or_drop(self._gathering.pop(number))
+            finally:
+                if unit is not None:
+                    unit.free_unsharded()
+                    self.scheduler.clear(number)
+
+    def drop_everything(self) -> None:
+        """Reset all units after an interrupt, whatever state they are in."""
+        while self._gathering:
+            self._wait_or_drop(self._gathering.popitem()[1])
+        for unit in self.all_units():
+            unit.exposure.writable = False
+            unit.progress.clear()
+            for group in unit.groups:
+                group.drop_unsharded()
+                group.take_gradients()
+
+    def _wait_or_drop(self, gathering: Sequence[tuple[ParamGroup, Work]]) -> None:
+        """Wait for all-gathers, since memory that messages still arrive in must not be freed.
+
+        On an accelerator, wait for all of them: that only orders the compute stream, and takes no time. On the CPU, do not wait
+        for anything behind a failure: its messages may never come, and they keep their memory alive themselves.
+        """
+        left = deque(gathering)
+        try:
+            while left:
+                try:
+                    left[0][1].wait()
+                except Exception:
+                    if self.communicator.async_device is None:
+                        break
+                    left[0][0].drop_unsharded()
+                left.popleft()
+        finally:
+            for group, _ in left:
+                group.drop_unsharded()
+
+
+def make_unit(
+    modules: Sequence[nn.Module],
+    parameters: list[ShardedParameter],
+    axis: ShardAxis,
+    options: UnitOptions,
+    *,
+    global_id: int | None = None,
+) -> Unit:
+    """Create a unit, and its runtime if there is none yet. `global_id`: of the unit that it is a copy of."""
+    return Unit(modules, parameters, axis, options, Runtime.of(axis.device, options.comm), global_id=global_id)
+
+
+__all__ = ["Runtime", "make_unit"]

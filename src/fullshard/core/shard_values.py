@@ -1,0 +1,191 @@
+"""Copies into and out of shards: sharding and unsharding for good, assigned parameters, loading, unsharded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.core.param_sharding import ParamSharding
+from fullshard.core.parameter_alias import replace, set_replacement
+from fullshard.core.sharded_param import ShardedParameter, is_internal_attribute
+from fullshard.core.sharded_tensor import LOGICAL, as_parameter
+from fullshard.errors import StateError
+
+# --- before and after sharding ---
+
+
+def move_data(tensor: Tensor, device: torch.device) -> None:
+    """Move a buffer, or an unsharded parameter and its gradient, to `device` in place. Meta tensors stay on meta."""
+    if tensor.device.type in ("meta", device.type):
+        return
+    if isinstance(tensor, DTensor):
+        for one in (tensor, tensor.grad):
+            if isinstance(one, DTensor):
+                _torch.point_at(one, _torch.local_tensor(one).to(device))
+        return
+    moved = tensor.detach().to(device)
+    if type(tensor.data) is Tensor and _torch.can_assign_data(tensor, moved):
+        tensor.data = moved
+        if tensor.grad is not None:
+            tensor.grad = tensor.grad.to(device)
+    else:  # `.data` cannot be assigned for a wrapper subclass, or from another type of device
+        _exchange(tensor, moved)
+
+
+def _exchange(tensor: Tensor, moved: Tensor) -> None:
+    """Swap the contents of `moved` into `tensor`, which keeps its identity, attributes, hooks and gradient."""
+    kind, grad, plain = type(tensor), tensor.grad, type(tensor.data) is Tensor
+    is_set, grad_dtype = _torch.grad_dtype_of(tensor)
+    other = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    torch.utils.swap_tensors(tensor, other)
+    tensor.__dict__.update(other.__dict__)
+    _torch.carry_hooks(other, tensor)
+    if plain:
+        tensor.__class__ = kind  # the caller's subclass of Parameter, which the swap replaced
+    if is_set:
+        _torch.set_grad_dtype(tensor, grad_dtype)
+    if grad is not None:
+        tensor.grad = grad.to(moved.device)
+
+
+def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) -> None:
+    """Register the sharded parameter in place of `original`, with its attributes, hooks and gradient.
+
+    `original` becomes an alias of the sharded parameter.
+    """
+    sharded, sharding = parameter.sharded, parameter.sharding
+    for key, value in original.__dict__.items():
+        sharded.__dict__.setdefault(key, value)
+    _torch.carry_hooks(original, sharded)
+    if parameter.grad_dtype.explicit:
+        _torch.set_grad_dtype(sharded, parameter.grad_dtype.dtype)
+    if original.grad is not None:
+        # A clone, because a view would keep the memory of the whole gradient.
+        rows = sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name))
+        sharded.grad = parameter.dtensor_like_shard(rows.contiguous().clone())
+    replace(original, sharded)
+    parameter.put(sharded)
+
+
+def unshard_permanently(parameter: ShardedParameter, gather: Callable[[ParamSharding, Any], Tensor]) -> None:
+    """Register an ordinary, unsharded Parameter in all slots, with gradient, attributes and hooks. Collective.
+
+    Args:
+        parameter: the sharded parameter.
+        gather: all-gathers a DTensor with the given sharding, and returns the tensor that this rank computes with.
+    """
+    sharded, sharding = parameter.sharded, parameter.sharding
+    plain = nn.Parameter(sharding.to_module(gather(sharding, sharded)), requires_grad=sharded.requires_grad)
+    plain.__dict__.update({key: value for key, value in sharded.__dict__.items() if not is_internal_attribute(key)})
+    _torch.carry_hooks(sharded, plain)
+    if parameter.grad_dtype.explicit:
+        _torch.set_grad_dtype(plain, parameter.grad_dtype.dtype)
+    if sharded.grad is not None:
+        plain.grad = sharding.to_module(gather(sharding, sharded.grad))
+    set_replacement(sharded, plain)
+    sharded.__dict__.pop(LOGICAL, None)
+    parameter.put(plain)
+
+
+def clone_shard(parameter: ShardedParameter) -> nn.Parameter:
+    """Return a copy of the sharded parameter with separate memory, for a copy of the model."""
+    return as_parameter(_torch.dtensor(parameter.local.detach().clone(), parameter.spec), parameter.requires_grad)
+
+
+# --- values of callers ---
+
+
+def read_slots(parameter: ShardedParameter) -> Tensor:
+    """Return this rank's shard, (sharding.shard_shape), including values that the user assigned to the module since.
+
+    A Parameter that was assigned may be an unsharded tensor or a DTensor with the placements of the sharded parameter. This
+    function changes nothing: the caller copies the result, and `restore_sharded` takes over `requires_grad`, so the sharded
+    parameter stays the same object. Raises StateError if a slot is empty, or holds something that cannot be taken over.
+    """
+    found: list[nn.Parameter] = []
+    kept = False
+    for slot in parameter.slots:
+        current = slot.content
+        if current is None:
+            raise StateError(
+                f"Parameter '{parameter.name}' cannot be all-gathered: it was removed from its module after fully_shard. "
+                "Remove it before sharding, or set requires_grad_(False) on it."
+            )
+        if current is parameter.sharded or current is parameter.unsharded:
+            kept = True
+        elif not isinstance(current, nn.Parameter) or _torch.in_functional_call():
+            raise StateError(
+                f"Parameter '{parameter.name}' cannot be replaced by a {type(current).__name__} for the length of a call, as "
+                "torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the "
+                "model, or compute with the tensors of fullshard.gathered()."
+            )
+        elif all(current is not other for other in found):
+            found.append(current)
+    ours = _torch.local_tensor(parameter.sharded)  # type: ignore[arg-type]
+    if not found:
+        return ours
+    values = [parameter.sharding.rows_of(one.detach(), name=parameter.name, doing="was assigned") for one in found]
+    others = [*values[1:], ours] if kept else values[1:]
+    if not all(value.device.type == "meta" or torch.equal(value, values[0]) for value in others):
+        raise StateError(
+            f"Expected equal values in the {len(parameter.slots)} places where parameter '{parameter.name}' is registered (it "
+            "is tied), got different ones. Assign the same Parameter to all of them, or untie them before fully_shard."
+        )
+    return values[0]
+
+
+def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -> DTensor:
+    """Return a DTensor like the sharded parameter with this rank's rows of `full`.
+
+    Its device is that of the shard, or that of `full` if the shard is on meta.
+    """
+    device = full.device if parameter.local.device.type == "meta" else parameter.local.device
+    rows = parameter.slice(full).to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    return _torch.dtensor(rows, parameter.sharding.spec(dtype))
+
+
+def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
+    """Copy `rows` into the shard. A shard on meta gets memory on the device of `rows`."""
+    if parameter.local.device.type == "meta":
+        local = parameter.dtensor_like_shard(rows.to(parameter.local.dtype, copy=True).contiguous())
+        parameter.put(nn.Parameter(local, requires_grad=parameter.requires_grad))
+    else:
+        parameter.local.copy_(rows)
+        parameter.note_write()
+
+
+def write_unsharded(parameter: ShardedParameter, full: Tensor, *, grad: bool) -> None:
+    """Copy this rank's rows of an unsharded plain tensor into the shard, and with `grad` those of its gradient into `.grad`."""
+    replace_rows(parameter, parameter.slice(full.detach()))
+    if grad and full.grad is None:
+        parameter.sharded.grad = None
+    elif grad:
+        rows = parameter.slice(full.grad).to(parameter.local.device, parameter.local.dtype, copy=True)  # type: ignore[arg-type]
+        parameter.sharded.grad = parameter.dtensor_like_shard(rows.contiguous())
+
+
+def full_tensor(sharded: DTensor) -> Tensor:
+    """Return the unsharded tensor of a DTensor, on the device of its local tensor. Collective.
+
+    With CPU offload the local tensor is copied to the device of the mesh, because its backend cannot all-gather host memory.
+    """
+    local = _torch.local_tensor(sharded).detach()
+    kind = sharded.device_mesh.device_type
+    if local.device.type in (kind, "meta"):
+        return sharded.detach().full_tensor()  # type: ignore[attr-defined]
+    moved = local.to(_torch.device_of(kind))
+    return _torch.dtensor(moved, _torch.spec_of(sharded)).full_tensor().to(local.device)
+
+
+def discard_gradient(parameter: ShardedParameter, *, set_to_none: bool) -> None:
+    """Clear `.grad` of the sharded parameter as `zero_grad` does, while the unsharded one is registered."""
+    grad = parameter.sharded.grad
+    if grad is not None and set_to_none:
+        parameter.sharded.grad = None
+    elif grad is not None:
+        grad.detach_().zero_()

@@ -1,0 +1,382 @@
+"""One sharded parameter: its DTensor (sharded), the tensor that modules compute with (unsharded), and its module slots."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.checks.collective_log import UnitName
+from fullshard.core.module_tree import ParamRef, Slot
+from fullshard.core.param_sharding import ParamSharding
+from fullshard.core.parameter_alias import set_replacement
+from fullshard.core.sharded_tensor import LOGICAL, as_parameter
+from fullshard.errors import StateError
+from fullshard.policies import GradDtype
+
+
+class WeakBackReference:
+    """Weak back-reference, for example from a DTensor to its ShardedParameter. Copies and pickles of it are empty."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, target: Any = None) -> None:
+        self._ref = None if target is None else weakref.ref(target)
+
+    def __call__(self) -> Any:
+        """Return the target, or None if it was deleted."""
+        return None if self._ref is None else self._ref()
+
+    def __reduce__(self) -> Any:
+        return WeakBackReference, ()
+
+    def __deepcopy__(self, memo: Any) -> WeakBackReference:
+        return WeakBackReference()
+
+
+def is_internal_attribute(key: str) -> bool:
+    """Return True if `key` is an attribute that fullshard sets on parameters."""
+    return key.startswith("_fullshard")
+
+
+def logical_parameters(tensors: Iterable[Tensor]) -> list[ShardedParameter]:
+    """Return the ShardedParameter of each tensor in `tensors` that has one."""
+    references = [tensor.__dict__.get(LOGICAL) for tensor in tensors]
+    return [found for reference in references if reference is not None and (found := reference()) is not None]
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, or `tensor` itself if it is not a DTensor. Not differentiable."""
+    return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+class ParamSlot:
+    """A place where a parameter is registered: a module and a name.
+
+    Attributes:
+        parameters: `_parameters` of the module. A strong reference to the module would be a cycle.
+        name: the name in `parameters`.
+        uses_setattr: whether registering must call the module's own `__setattr__`.
+    """
+
+    __slots__ = ("_module", "name", "parameters", "uses_setattr")
+
+    def __init__(self, slot: Slot) -> None:
+        self.parameters = _torch.parameters_of(slot.module)
+        self.name = slot.name
+        # Some modules store parameters a second time and update that in __setattr__; torch's RNNs have `_flat_weights`.
+        self.uses_setattr = type(slot.module).__setattr__ is not nn.Module.__setattr__
+        self._module = weakref.ref(slot.module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None if it was deleted."""
+        return self._module()
+
+    @property
+    def content(self) -> nn.Parameter | None:
+        """The parameter that is registered now; None if it was removed."""
+        return self.parameters.get(self.name)
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Register `parameter` on the module."""
+        module = self._module() if self.uses_setattr else None
+        if module is None:
+            self.parameters[self.name] = parameter
+        else:
+            setattr(module, self.name, parameter)
+
+
+class WriteGuard(Protocol):
+    """Check of the unit before its shards are written."""
+
+    def __call__(self) -> None:
+        """Raise StateError if an optimizer must not write the shards now."""
+        ...
+
+    def wait_for_readers(self) -> None:
+        """Block the host until no copy to the device reads the shards in host memory."""
+        ...
+
+    def note_write(self, parameter: ShardedParameter, action: str) -> None:
+        """Record `action`, a write of the caller to the shard, so that ranks can compare their writes."""
+        ...
+
+
+class ShardedParameter:
+    """One parameter of a unit: sharded parameter, unsharded parameter, and the slots where one of them is registered.
+
+    sharded parameter 1 - n slots; tied parameters have several. FSDP2 calls this class FSDPParam.
+
+    Attributes:
+        name: qualified name within the unit.
+        sharding: shapes and placements, and the rows of this rank.
+        slots: the places where the parameter is registered.
+        spec: DTensorSpec of the sharded parameter.
+        local: this rank's shard (sharding.shard_shape), a part of the group's flat shard.
+        sharded: the sharded parameter, a DTensor over `local` that callers see outside of forward and backward.
+        unsharded: the unsharded parameter that modules compute with, in the group's unsharded buffer; None before the first
+            all-gather.
+        write_count: number of writes to the shard that no version counter shows.
+        write_guard: the unit's check before writes to the shard; None before the unit is complete.
+        unit_name: name of the unit.
+        local_grad: unsharded gradient of backwards without gradient sync, in the reduce dtype (sharding.local_shape).
+        exposed_grad: `local_grad` as `.grad` of the unsharded parameter, while the caller has unsharded it by hand.
+        grad_dtype: dtype of `.grad`, if the caller set one.
+        keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_exposed",
+        "exposed_grad",
+        "grad_dtype",
+        "keeps_dtype",
+        "local",
+        "local_grad",
+        "name",
+        "sharded",
+        "sharding",
+        "slots",
+        "spec",
+        "unit_name",
+        "unsharded",
+        "write_count",
+        "write_guard",
+    )
+
+    def __init__(
+        self,
+        reference: ParamRef,
+        sharding: ParamSharding,
+        sharded: nn.Parameter | None = None,
+        *,
+        keeps_dtype: bool = False,
+        grad_dtype: GradDtype | None = None,
+    ) -> None:
+        """Shard the parameter of `reference`, unless `sharded` is given.
+
+        Args:
+            reference: the original parameter and its slots.
+            sharding: shapes and placements.
+            sharded: the sharded parameter, if it exists already (a copy of a unit).
+            keeps_dtype: whether the all-gather keeps the parameter's dtype.
+            grad_dtype: dtype of `.grad`; None to take it from the original parameter.
+        """
+        original = reference.parameter
+        self.keeps_dtype = keeps_dtype
+        self.grad_dtype = GradDtype(*_torch.grad_dtype_of(original)) if grad_dtype is None else grad_dtype
+        self.name, self.sharding = reference.name, sharding
+        self.slots = [ParamSlot(slot) for slot in reference.slots]
+        self.spec = sharding.spec(original.dtype)
+        self.unsharded: nn.Parameter | None = None
+        self.local_grad: Tensor | None = None
+        self.exposed_grad: Tensor | None = None
+        self.write_count = 0
+        self.write_guard: WriteGuard | None = None
+        self.unit_name = UnitName("")
+        # Version and address of the unsharded parameter when the caller got access to it; a change of either is a write.
+        self._exposed: tuple[int, int] | None = None
+        if sharded is None:
+            self.local: Tensor = sharding.slice(to_local(original.detach()))
+            sharded = as_parameter(_torch.dtensor(_torch.as_own_storage(self.local), self.spec), original.requires_grad)
+        else:
+            self.local = to_local(sharded)
+        self.sharded = sharded
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module of the first slot; None if it was deleted."""
+        return self.slots[0].module
+
+    @property
+    def current(self) -> nn.Parameter:
+        """The parameter that is registered now: unsharded or sharded."""
+        unsharded = self.unsharded
+        return unsharded if unsharded is not None and self.slots[0].content is unsharded else self.sharded
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter, not of a shard."""
+        return self.sharding.shape
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the sharded parameter is trainable."""
+        return self.sharded.requires_grad
+
+    # --- the sharded parameter ---
+
+    def bind_to_flat_shard(self, local: Tensor) -> None:
+        """Make `local`, a part of a flat shard that already has the values, the local tensor of the sharded parameter."""
+        if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
+            self.spec = self.sharding.spec(local.dtype)
+        self.local = local
+        if self.sharded.dtype != local.dtype or self.sharded.device != local.device:
+            # Dtype and device of a DTensor wrapper cannot be changed. Swap contents with a new one, so that the object that
+            # optimizers reference stays the same.
+            fresh = as_parameter(_torch.dtensor(local, self.spec), self.sharded.requires_grad)
+            extras = {k: v for k, v in self.sharded.__dict__.items() if k not in fresh.__dict__}
+            _torch.carry_hooks(self.sharded, fresh)
+            torch.utils.swap_tensors(self.sharded, fresh)
+            self.sharded.__dict__.update(extras)
+        _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
+        if self.grad_dtype.explicit:  # the swap discarded it
+            _torch.set_grad_dtype(self.sharded, self.grad_dtype.dtype)
+        self.sharded.__dict__[LOGICAL] = WeakBackReference(self)
+
+    def has_new_grad_dtype(self, source: Tensor) -> bool:
+        """Return True if the caller set another `grad_dtype` on the sharded parameter, or on one that replaces it."""
+        found = GradDtype(*_torch.grad_dtype_of(source))
+        return found.explicit and found != self.grad_dtype
+
+    def adopt_grad_dtype(self, source: Tensor) -> None:
+        """Take over the `grad_dtype` that the caller set on `source`. The unit must create its groups anew."""
+        self.grad_dtype = GradDtype(*_torch.grad_dtype_of(source))
+
+    def wait_for_readers(self) -> None:
+        """Block the host until no copy to the device reads the shard in host memory. Call this before a write."""
+        if self.write_guard is not None:
+            self.write_guard.wait_for_readers()
+
+    def note_write(self, action: str = "") -> None:
+        """Record a write to the shard, so that the next all-gather is not skipped.
+
+        Args:
+            action: description of a write of the caller, which ranks compare; empty for writes that need no comparison.
+        """
+        # DTensor's foreach and fused operations increase no version counter.
+        self.write_count += 1
+        if action and self.write_guard is not None:
+            self.write_guard.note_write(self, action)
+
+    def assign(self, value: Tensor) -> None:
+        """Copy `value` into the shard, for `.data = value`. Raise StateError if its dtype or shape does not fit."""
+        if value.dtype != self.local.dtype:
+            raise StateError(
+                f"Expected .data of {self.local.dtype} for parameter '{self.name}', got {value.dtype}. Cast the model with "
+                ".to(dtype) first."
+            )
+        rows = self.sharding.rows_of(value.detach(), name=self.name, doing="was assigned .data")
+        self.wait_for_readers()
+        with torch.no_grad():
+            self.local.copy_(rows)
+        self.note_write("assignment to .data")
+
+    def slice(self, full: Tensor) -> Tensor:
+        """Return this rank's rows of a plain tensor with the parameter's shape."""
+        return self.sharding.slice(self.sharding.local_of(full))
+
+    def dtensor_like_shard(self, local: Tensor) -> DTensor:
+        """Return a DTensor with the placements of the sharded parameter and the local tensor `local`."""
+        if local.dtype != self.local.dtype or local.device != self.local.device or not self.sharding.is_plain:
+            return _torch.dtensor(local, self.sharding.spec(local.dtype))
+        return _torch.dtensor_like(self.local, local, self.spec)
+
+    # --- the unsharded parameter ---
+
+    def make_unsharded(self, view: Tensor, *, any_grad_dtype: bool) -> None:
+        """Create the unsharded parameter in `view` (sharding.local_shape), a part of the unsharded buffer.
+
+        Args:
+            view: a tensor on the storage of the unsharded buffer.
+            any_grad_dtype: whether autograd keeps gradients in the dtype in which they were computed. Reductions cast them.
+        """
+        self.unsharded = nn.Parameter(self.sharding.to_module(view), requires_grad=self.sharded.requires_grad)
+        if any_grad_dtype:
+            _torch.set_grad_dtype(self.unsharded, None)
+        set_replacement(self.unsharded, self.sharded)
+
+    def match_trainability(self) -> None:
+        """Set `requires_grad` of the unsharded parameter to that of the sharded parameter."""
+        if self.unsharded is not None and self.unsharded.requires_grad is not self.sharded.requires_grad:
+            self.unsharded.requires_grad_(self.sharded.requires_grad)
+
+    def note_version(self) -> None:
+        """Record version and address of the unsharded parameter, before the caller gets access to it."""
+        self._exposed = None if self.unsharded is None else (self.unsharded._version, self.unsharded.data_ptr())
+
+    def _is_written(self) -> bool:
+        """Return True if the unsharded parameter was written after `note_version`, and discard that record."""
+        exposed, self._exposed = self._exposed, None
+        now = self.unsharded
+        return exposed is not None and now is not None and exposed != (now._version, now.data_ptr())
+
+    def adopt_writes(self) -> None:
+        """Copy writes to the unsharded parameter after `note_version` into the shard. Raise StateError if dtypes differ."""
+        unsharded = self.unsharded
+        if not self._is_written() or unsharded is None:
+            return
+        if unsharded.dtype != self.local.dtype:
+            raise StateError(
+                f"Parameter '{self.name}' of unit '{self.unit_name.name}' cannot be written in a registered method: it is "
+                f"unsharded as {unsharded.dtype}, but stored as {self.local.dtype}. Write to it in "
+                "`with fullshard.full_params(module):`."
+            )
+        with torch.no_grad():
+            self.local.copy_(self.sharding.slice(to_local(unsharded.detach())))
+        self.note_write()
+
+    def check_unwritten(self) -> None:
+        """Raise StateError if the unsharded parameter was written after `note_version`. Call this before it is freed."""
+        if self._is_written():
+            raise StateError(
+                f"Parameter '{self.name}' of unit '{self.unit_name.name}' cannot be resharded: it was written while it was "
+                "unsharded by hand, and reshard() would lose the write. Write to it in `with fullshard.full_params(module):`, "
+                "or to its shard while it is sharded."
+            )
+
+    # --- slots ---
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Register `parameter` in all slots."""
+        for slot in self.slots:
+            slot.put(parameter)
+
+    def install_in(self, slots: Iterable[Slot]) -> None:
+        """Register the sharded parameter in further slots, where it is not registered yet."""
+        known = {(id(slot.parameters), slot.name) for slot in self.slots}
+        for slot in slots:
+            if (id(_torch.parameters_of(slot.module)), slot.name) not in known:
+                self.slots.append(ParamSlot(slot))
+                self.slots[-1].put(self.sharded)
+
+    def install_plain(self, plain: nn.Parameter) -> None:
+        """Register `plain`, an ordinary Parameter, in all slots until `restore`."""
+        set_replacement(plain, self.sharded)
+        self.put(plain)
+
+    def restore(self, plain: nn.Parameter) -> bool:
+        """Register the sharded parameter again after `install_plain`.
+
+        Returns:
+            False if another Parameter was assigned to a slot in the meantime. It stays, and the next all-gather takes over its
+            values.
+        """
+        self.sharded.requires_grad_(plain.requires_grad)
+        found = True
+        for slot in self.slots:
+            if slot.content is plain:
+                slot.put(self.sharded)
+            else:
+                found = False
+        return found
+
+    def restore_sharded(self, *, forget: bool = False) -> None:
+        """Register the sharded parameter in all slots, whatever is registered there now.
+
+        Args:
+            forget: whether to ignore `requires_grad` of a Parameter that the caller assigned, instead of taking it over.
+        """
+        for slot in self.slots:
+            current = slot.content
+            if current is not self.sharded:
+                if current is not None and current is not self.unsharded and not forget:
+                    self.sharded.requires_grad_(current.requires_grad)
+                    set_replacement(current, self.sharded)
+                slot.put(self.sharded)

@@ -1,0 +1,837 @@
+"""One fully_shard call: the life of a unit, from pre_forward to the end of backward, and what users do to it in between."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fullshard import _torch
+from fullshard.checks.collective_log import Fingerprint, GroupFingerprints, UnitName, described
+from fullshard.core.extension import check_extension, needs_own_group
+from fullshard.core.interrupts import recovers_first
+from fullshard.core.layout import DirectRule
+from fullshard.core.mesh import ShardAxis
+from fullshard.core.module_tree import clean_name
+from fullshard.core.param_group import ParamGroup, group_class, group_parameters
+from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
+from fullshard.core.setup_collectives import SetupCollectives
+from fullshard.core.shard_values import read_slots
+from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.uninitialized import UninitializedTensors
+from fullshard.core.unit_modules import UNIT, ForwardProgress, UnitModules
+from fullshard.core.unit_options import UnitOptions
+from fullshard.core.unsharded_buffer import Storage
+from fullshard.errors import StateError, warn_once
+from fullshard.policies import CPUOffloadPolicy
+
+if TYPE_CHECKING:
+    from fullshard.core.recovery import Recovery
+    from fullshard.core.runtime import Runtime
+
+_MAX_ITEMSIZE = 16  # bytes of the widest dtype in which an element may travel
+
+
+class PendingReduction(Protocol):
+    """Reductions that the user waits for later (`finalize_backward(async_op=True)`)."""
+
+    units: list[Unit]
+
+    def drop(self, why: str) -> None:
+        """Drop the reductions, so that waiting for them raises and gives `why` as the reason."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingChecks:
+    """Checks that run before the next forward, or the next all-gather, of one unit."""
+
+    lint: bool = True  # parameters that no unit reduces
+    remarks: bool = True  # waste in the model, if the unit is the outermost one
+    names: bool = True  # names and paths of the units below, if the unit is the outermost one
+    gathers: bool = True  # how each parameter is all-gathered
+    uninitialized: UninitializedTensors | None = None  # memory that nothing has written yet
+
+
+@dataclass(slots=True, eq=False)
+class Exposure:
+    """What users see of the unsharded parameters of one unit."""
+
+    plain: bool = False  # full_params() shows plain Parameters on the modules
+    writable: bool = False  # users hold the unsharded parameters, and may write to them
+
+
+class Unit:
+    """One fully_shard call. unit 1 - n modules, unit 1 - n groups, group 1 - n parameters.
+
+    The life of a unit in one step, in the order of the methods below:
+
+        pre_forward     unshard the parameters, prefetch the next unit's       post_forward    reshard them
+        pre_backward    unshard them again, prefetch; reduce the units whose backward is done
+        end of backward reduce the rest, and set .grad of all parameters or none (runtime.py)
+
+    Strong references point down only: module -> unit -> group -> parameter. The runtime refers to units weakly, so a model is
+    freed when its last reference goes.
+    """
+
+    # All units of the process. While there are any, the changes in torch (frontend/patches.py) stay.
+    living: ClassVar[weakref.WeakSet[Unit]] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: list[ShardedParameter],
+        axis: ShardAxis,
+        options: UnitOptions,
+        runtime: Runtime,
+        *,
+        global_id: int | None = None,
+    ) -> None:
+        """Create a unit. `global_id`: that of the unit that this one is a copy of, None for a new unit."""
+        self.runtime = runtime
+        self.unit_name = UnitName(type(modules[0]).__name__)
+        self.global_id = runtime.communicator.log_of(axis).next_unit_id() if global_id is None else global_id
+        self.axis = axis
+        self.options = options
+        self.parameters = parameters
+        self.groups: list[ParamGroup] = []
+        self.place = UnitModules(modules)
+        self.progress = ForwardProgress()
+        self.exposure = Exposure()
+        self.checks = PendingChecks()
+        self.pending: PendingReduction | None = None  # from `finalize_backward(async_op=True)` to `wait()`
+        self.record: UnitRecord = runtime.register(self)
+        self.rebuild_groups([parameter.local for parameter in parameters])
+        Unit.living.add(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            f"Unit '{self.name}' cannot be copied or pickled by itself. Copy or pickle the whole module that fully_shard() was "
+            "called on, or the FullyShardedDataParallel around it."
+        )
+
+    @property
+    def recovery(self) -> Recovery:
+        """The recovery of the runtime, for `recovers_first`."""
+        return self.runtime.recovery
+
+    @property
+    def number(self) -> int:
+        """Its number in this rank's runtime."""
+        return self.record.number
+
+    @property
+    def name(self) -> str:
+        """Its qualified name in the outermost module that it ran below; before that, the class of its first module."""
+        return self.unit_name.name
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The living modules that `fully_shard` was called on."""
+        return list(self.place)
+
+    @property
+    def residency(self) -> Residency:
+        """Where its parameters are."""
+        return self.record.residency
+
+    # --- forward ---
+
+    def pre_forward(self, module: nn.Module) -> None:
+        """Unshard the parameters, prefetch the next unit, and put the unsharded parameters on the modules."""
+        runtime = self.runtime
+        if runtime.recovery.interrupted or runtime.backward.underway:
+            runtime.recovery.recover()
+        self._refuse_illegal_forward(module)
+        if _torch.current_graph_task() != -1:
+            self._begin_recomputation()
+        elif not (self.place.is_list and runtime.scheduler.is_running(self.record.number)):
+            self.begin_forward(module)
+            if self.place.is_list:
+                self.progress.begin_list(self.place)
+        self.progress.begin(module, runtime.scheduler.clock, len(runtime.trace) - 1)
+        for group in self.groups:
+            group.install()
+
+    def _refuse_illegal_forward(self, module: nn.Module) -> None:
+        """Raise StateError where a forward cannot all-gather."""
+        if _torch.in_transform():
+            raise StateError(
+                f"Unit '{self.name}' was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev), which cannot "
+                "all-gather. Use torch.autograd.grad or fullshard.grad, or compute with the tensors of fullshard.gathered()."
+            )
+        if self.pending is not None:
+            raise StateError(
+                f"The forward of unit '{self.name}' was called while its gradients are being reduced. Call wait() of the "
+                "handle of finalize_backward(async_op=True) first."
+            )
+        if self.exposure.plain:
+            raise StateError(
+                f"The forward of unit '{self.name}' was called inside full_params(), which shows its parameters to read and "
+                "write. Call it outside, or keep the model unsharded with resident()."
+            )
+        if (
+            self.runtime.scheduler.outermost() == self.record.number
+            and not self.place.is_list
+            and not self.progress.methods
+            and not _torch.is_in_forward(module, outer=True)
+        ):
+            self.recovery.abort_in_progress()  # the previous forward was cut short in a way that runs no hooks
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """Unshard for a forward in which this rank computes, or which it only joins."""
+        runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
+        first = not scheduler.running
+        if first:
+            runtime.begin_outermost_forward(self, module)
+        if self.checks.uninitialized is not None:
+            self.refresh_groups()
+            runtime.check_initialized(self)
+        # A unit that was prefetched within this forward or backward cannot be stale, so the shards are not looked at again.
+        prefetched = (
+            record.residency is Residency.GATHERING and not first and scheduler.is_prefetched_in_this_run(record.number)
+        )
+        stale = False
+        if record.residency is not Residency.SHARDED and not prefetched:
+            self.drop_if_replaced()
+            stale = self.stale_now
+        runtime.trace.append((record.number, True))
+        runtime.run(scheduler.before_forward(record.number, stale=stale))
+
+    def _begin_recomputation(self) -> None:
+        """Unshard for a forward inside of backward (activation checkpointing)."""
+        runtime, number = self.runtime, self.record.number
+        stale = self.stale_in_backward(first=runtime.begin_backward())
+        runtime.backward.units[number] = self
+        runtime.run(runtime.scheduler.before_recompute(number, stale=stale))
+
+    def post_forward(self, module: nn.Module, *, failed: bool = False) -> ForwardCall | None:
+        """Reshard the parameters. Return the call that ended, for a `BackwardHook`, or None if it cannot have a backward."""
+        runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
+        if failed:
+            self._report_exception()
+        # A forward that raised has no backward. Reshard it, or the next forward would compute with these parameters.
+        number, grad = record.number, torch.is_grad_enabled() and not failed
+        if _torch.current_graph_task() != -1:  # a recomputation: the unit stays unsharded until its gradients are reduced
+            self.progress.end(module)
+            call = scheduler.after_recompute(number, grad=grad)
+            return call if grad else None
+        if not scheduler.is_running(number):
+            return None  # it raised before it began
+        if self.place.is_list and not self._ends_list(module):
+            self.progress.end(module)
+            return scheduler.partial_end(number)
+        began = self.progress.end(module)
+        ended = scheduler.after_forward(number, grad=grad, since=began.clock)
+        runtime.trace.append((number, False))
+        if not failed and not ended.closed and not self.place.is_list:
+            self.progress.last_order = runtime.trace[began.traced :]
+        for closed in ended.closed:
+            inner = runtime.unit(closed.unit)
+            if inner is not None:
+                inner.uninstall()
+        if record.residency is Residency.FULL and not record.is_pinned and not scheduler.is_running(number):
+            self.uninstall()
+        runtime.run(ended.actions)
+        if grad and not self.options.in_backward and record.residency is Residency.SHARDED:
+            for group in self.groups:
+                group.invalidate_autograd()
+        runtime.reducer.poll()
+        return ended.call if grad else None
+
+    def _ends_list(self, module: nn.Module) -> bool:
+        """Return True if this module's forward is the last one of a unit of several modules."""
+        done = self.progress.is_list_done(module, self.runtime.outermost_forwards) and not self.progress.runs_around(module)
+        return done or self.runtime.scheduler.outermost() == self.record.number
+
+    def _report_exception(self) -> None:
+        """Record the exception that leaves this forward. Other ranks learn of it when it leaves the outermost forward."""
+        runtime, failure = self.runtime, sys.exc_info()[1]
+        text = "an exception" if failure is None else described(failure)
+        if runtime.raised_in is None or runtime.raised_in[1] != text:
+            runtime.raised_in = f"'{self.name}' forward", text
+        if runtime.scheduler.outermost() in (self.number, None):
+            runtime.communicator.report_exception(*runtime.raised_in)
+            runtime.raised_in = None
+
+    # --- backward ---
+
+    def pre_backward(self, call: ForwardCall, *, copied_use: bool = False) -> None:
+        """Reduce the units whose backward is done, unshard this one again, and prefetch the next.
+
+        Args:
+            call: the forward whose backward begins.
+            copied_use: the call used a copy of the parameters (`register_copied_use`), and its backward needs none.
+        """
+        runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
+        if not scheduler.knows(record.number):
+            raise StateError(
+                f"Unit '{self.name}' was undone, or became part of another unit, between its forward and this backward. Run "
+                "the backward before undo() or fully_shard(), or run the forward again."
+            )
+        if runtime.recovery.interrupted or runtime.backward.raised:
+            runtime.recovery.recover()
+        first = runtime.begin_backward()
+        runtime.backward.units[record.number] = self
+        for group in self.groups:
+            if group.grads.exposed:
+                group.grads.withdraw()
+        if runtime.joined.waiting:
+            runtime.joined.backward_reached(call)
+            runtime.join_backward(beyond=call.end)
+        stale = not copied_use and self.stale_in_backward(first=first)
+        if torch.is_grad_enabled():  # create_graph=True: the graph of this backward needs the parameters as well
+            with torch.no_grad():
+                runtime.run(scheduler.before_backward(call, stale=stale, copied_use=copied_use, again=True))
+            if not copied_use:
+                runtime.hook_late_grads(self)
+        else:
+            runtime.run(scheduler.before_backward(call, stale=stale, copied_use=copied_use))
+        if record.residency is Residency.FULL:
+            for group in self.groups:  # a recomputation inside of the unit runs without the unit's hooks
+                group.install()
+
+    @recovers_first
+    def late_backward(self) -> None:
+        """Enter a backward in which a gradient arrived that no output of the unit announced."""
+        units = self.runtime.backward.units
+        if self.runtime.scheduler.knows(self.number) and self.number not in units:
+            self.runtime.begin_backward()
+            units[self.number] = self
+
+    def reduce_late(self) -> None:
+        """Reduce gradients that arrived after the unit was reduced, from a second graph for example."""
+        for group in self.groups:
+            grads = group.take_gradients()
+            if grads is not None:
+                self.runtime.reducer.reduce(self, group, grads)
+
+    # --- the parameters on its modules ---
+
+    def uninstall(self) -> None:
+        """Register the sharded parameters on the modules."""
+        for group in self.groups:
+            if group.installed:
+                group.uninstall()
+
+    def free_unsharded(self) -> None:
+        """Free the unsharded parameters. Raise StateError, naming the parameter, if the user wrote to one."""
+        if self.exposure.writable:
+            self.check_unmodified()
+        for group in self.groups:
+            if group.installed:
+                group.uninstall()
+            group.free_unsharded()
+
+    def show_kept_gradients(self) -> None:
+        """Show unreduced gradients as `.grad` of unsharded parameters that are on the modules."""
+        for group in self.groups:
+            if group.installed:
+                group.grads.expose()
+
+    def expose(self) -> None:
+        """Let the user write to the unsharded parameters from now on."""
+        self.exposure.writable = True
+        for parameter in self.parameters:
+            parameter.note_version()
+
+    def check_unmodified(self) -> None:
+        """Raise StateError, naming the parameter, if the user wrote to an unsharded parameter that is about to be freed."""
+        if self.exposure.writable:
+            self.exposure.writable = False
+            for parameter in self.parameters:
+                parameter.check_unwritten()
+
+    @property
+    def shows_full(self) -> bool:
+        """True if the modules hold unsharded parameters, so that walking the modules does not find the sharded ones."""
+        return self.exposure.plain or any(group.installed for group in self.groups)
+
+    # --- parameters that the user replaced ---
+
+    @property
+    def stale(self) -> bool:
+        """True if the shards were written since they were all-gathered."""
+        return any(group.stale for group in self.groups)
+
+    @property
+    def stale_now(self) -> bool:
+        """True if there are unsharded parameters, and they are stale."""
+        return self.record.residency is not Residency.SHARDED and self.stale
+
+    def stale_in_backward(self, *, first: bool) -> bool:
+        """Return True if the unsharded parameters are stale. Those prefetched within this backward cannot be.
+
+        first: True at the first event of a backward.
+        """
+        record = self.record
+        if record.residency is not Residency.GATHERING or first:
+            return self.stale_now
+        return not self.runtime.scheduler.is_prefetched_in_this_run(record.number) and self.stale_now
+
+    def is_current(self) -> bool:
+        """Return True if the modules still hold the parameters that the unit put there."""
+        for group in self.groups:
+            if not group.is_current():
+                return False
+        return True
+
+    def drop_if_replaced(self) -> None:
+        """Reshard if the user replaced parameters on the modules since the unit was unsharded."""
+        if self.residency is not Residency.SHARDED and not self.runtime.scheduler.is_running(self.number):
+            self.uninstall()
+            if not self.is_current():
+                self.runtime.run(self.runtime.scheduler.reshard(self.number))
+                self.refresh_groups()
+
+    def invalidate_unsharded(self) -> None:
+        """Drop the unsharded parameters, before the groups are built again."""
+        if self.runtime.is_gathering(self.number) or self.residency is Residency.FULL:
+            self.uninstall()
+            self.runtime.run(self.runtime.scheduler.reshard(self.number))
+        for group in self.groups:
+            group.drop_subgroup_shard()
+
+    def refresh_groups(self, unwritten: Container[int] = ()) -> None:
+        """Adopt changes that the user made on the modules: assigned Parameters, moved or cast tensors, requires_grad.
+
+        Args:
+            unwritten: ids of parameters whose memory has no values yet.
+
+        Raises:
+            StateError: naming the parameter, if the change cannot be adopted; nothing has changed then.
+        """
+        if self.is_current():
+            return
+        values = [read_slots(parameter) for parameter in self.parameters]
+        fits = all(
+            value.dtype == parameter.local.dtype and value.device == parameter.local.device
+            for parameter, value in zip(self.parameters, values)
+        )
+        assigned = [(parameter, slot.content) for parameter in self.parameters for slot in parameter.slots]
+        changed = [
+            (parameter, value)
+            for parameter, value in assigned
+            if value is not None and value is not parameter.unsharded and parameter.has_new_grad_dtype(value)
+        ]
+        fits = fits and not changed
+        if not fits and (_torch.current_graph_task() != -1 or self.runtime.scheduler.awaits_backward(self.number)):
+            raise StateError(
+                f"The parameters of unit '{self.name}' changed dtype or device between its forward and its backward. Finish "
+                "the step first."
+            )
+        if not fits:
+            self.check_delivered(doing="a change of dtype or device")
+        for parameter in self.parameters:
+            parameter.restore_sharded()
+        for parameter, value in changed:
+            parameter.adopt_grad_dtype(value)
+        if not fits:
+            self.invalidate_unsharded()
+            return self.rebuild_groups(values, unwritten)
+        # Groups do not change with requires_grad: what is communicated must not depend on the state of one rank.
+        found = dict(zip(map(id, self.parameters), values))
+        with torch.no_grad():
+            for group in self.groups:
+                group.adopt_values([found[id(parameter)] for parameter in group.parameters])
+
+    # --- requests of the user: each one checks first that it is legal, and changes nothing if it is not ---
+
+    @recovers_first
+    def unshard(self) -> None:
+        """Start the all-gather for the user. Raise StateError inside of full_params()."""
+        refuse_inside_full_params(self, doing="unshard()")
+        self.runtime.communicator.wait_for_next_event()
+        self.drop_if_replaced()
+        self.runtime.run(self.runtime.scheduler.unshard(self.number, stale=self.stale))
+
+    @recovers_first
+    def ensure_unsharded(self) -> None:
+        """Put the unsharded parameters on the modules for the user; all-gather again if they were freed or are stale."""
+        self.unshard()
+        self.runtime.run(self.runtime.scheduler.finish_unshard(self.number))
+        for group in self.groups:
+            group.install()
+        self.expose()
+        self.show_kept_gradients()
+
+    @recovers_first
+    def set_resident(self, resident: bool) -> None:
+        """Keep the unit unsharded, whatever forwards and backwards end, until called with False."""
+        if not self.record.count_resident_block(1 if resident else -1):
+            return
+        if not resident:
+            self.reshard(doing="the end of resident()")
+            return
+        try:
+            self.check_idle(doing="resident()")
+            self.ensure_unsharded()
+        except BaseException:
+            self.record.count_resident_block(-1)
+            raise
+
+    @recovers_first
+    def refresh_for_read(self) -> None:
+        """Adopt the user's changes before the shards are read, also those of a unit that the user unsharded."""
+        unsharded_by_user = self.record.unsharded_by_user and self.record.is_pinned
+        self.drop_if_replaced()
+        self.refresh_groups()
+        if unsharded_by_user:
+            self.ensure_unsharded()
+
+    @recovers_first
+    def refresh(self, unwritten: Container[int] = ()) -> None:
+        """Adopt the user's changes on the modules. See `refresh_groups`."""
+        self.refresh_groups(unwritten)
+
+    @recovers_first
+    def all_gather_copy(self, group: ParamGroup) -> list[Tensor]:
+        """All-gather a group into memory of its own, and return one tensor per parameter. Collective."""
+        communicator = self.runtime.communicator
+        with torch.no_grad():
+            copy, gather = group.all_gather_copy()
+            sent = communicator.send(
+                communicator.all_gather_stream, group.fingerprints, "gather by hand", gather.start, gather.finish
+            )
+            sent.wait()
+            copy.release_staging()
+            group.note_copy_to_device(sent.work)
+        return group.values_in(copy)
+
+    @recovers_first
+    def reshard(self, *, doing: str = "reshard()") -> None:
+        """Free the unsharded parameters. Raise StateError while the unit's forward or backward needs them."""
+        self.check_idle(doing=doing)
+        self.check_unmodified()
+        self.uninstall()
+        self.runtime.run(self.runtime.scheduler.reshard(self.number))
+        for group in self.groups:
+            group.drop_subgroup_shard()
+            group.synchronize_host()
+
+    @recovers_first
+    def ensure_sharded(self, *, doing: str) -> None:
+        """Register the sharded parameters on the modules, to be written.
+
+        The unsharded ones are freed unless a backward needs them.
+        """
+        self.check_idle(doing=doing)
+        self.uninstall()
+        for group in self.groups:
+            group.synchronize_host()
+        if not self.runtime.scheduler.expects_backward(self.number):
+            self.runtime.run(self.runtime.scheduler.reshard(self.number))
+
+    @recovers_first
+    def allocate(self, device: torch.device) -> None:
+        """Allocate memory, which the user writes, for parameters that are on the meta device."""
+        unwritten = {id(parameter) for parameter in self.parameters if parameter.local.device.type == "meta"}
+        if unwritten:
+            self.invalidate_unsharded()
+            shards = [parameter.local for parameter in self.parameters]
+            values = [shard if shard.device.type != "meta" else torch.empty_like(shard, device=device) for shard in shards]
+            self.rebuild_groups(values, unwritten)
+
+    @recovers_first
+    def reduce_now(self, group: ParamGroup) -> None:
+        """Reduce the gradients of one group, for a caller that runs backward piece by piece."""
+        self.check_idle(doing="post_backward()")
+        if group.trainable:
+            with torch.no_grad():
+                grads = group.take_gradients() or [None] * len(group.parameters)
+                self.runtime.reducer.reduce(self, group, grads)
+        if not self.options.keep_after_backward:
+            self.reshard()
+
+    @recovers_first
+    def finish_reductions(self) -> None:
+        """Wait for the reductions in flight and set `.grad`, for a caller that runs backward piece by piece."""
+        with torch.no_grad():
+            self.runtime.reducer.collect([self], self.runtime.all_units)
+            self.runtime.reducer.assign_grads()
+
+    # --- what is legal now ---
+
+    @recovers_first
+    def check_idle(self, *, doing: str) -> None:
+        """Raise StateError while the unit's forward or backward is running, or inside of full_params()."""
+        self.recovery.recover()
+        refuse_inside_full_params(self, doing=doing)
+        self.recovery.abort_if_left(self)
+        if self.runtime.scheduler.is_running(self.number):
+            raise StateError(f"{doing} was called inside the forward of unit '{self.name}'. Call it before or after.")
+        if self.runtime.scheduler.in_backward(self.number):
+            raise StateError(f"{doing} was called inside the backward of unit '{self.name}'. Call it before or after.")
+
+    def check_delivered(self, *, doing: str) -> None:
+        """Raise StateError if gradients are in flight to groups that are about to be built again."""
+        self.runtime.reducer.check_delivered(self, doing=doing)
+
+    @recovers_first
+    def check_step(self, group: ParamGroup) -> None:
+        """Raise StateError if an optimizer may not write the shards of a group now."""
+        self.recovery.recover()
+        self.runtime.reducer.read_heartbeats()
+        if self.runtime.scheduler.is_running(self.number) and any(_torch.is_in_forward(module) for module in self.modules):
+            raise StateError(f"optimizer.step() was called inside the forward of unit '{self.name}'. Call it after backward.")
+        group.synchronize_host()
+        self.runtime.reducer.check_arrived(self, group)
+
+    @recovers_first
+    def barrier(self, *, doing: str) -> None:
+        """Wait until all ranks are about to begin what follows, before this rank changes anything."""
+        self.setup_collectives(doing).barrier()
+
+    def setup_collectives(self, doing: str, *, shards: bool = True) -> SetupCollectives:
+        """Return the collectives of a call about the unit that is neither forward nor backward."""
+        return SetupCollectives(
+            self.runtime.communicator, self.axis, self.unit_name, doing, f"{self.global_id} {doing}", shards=shards
+        )
+
+    def log_write(self, action: str) -> None:
+        """Record in the logs that the user did `action` to the unit's shards, as all ranks must."""
+        logs = {group.fingerprints.log: group.fingerprints for group in reversed(self.groups)}
+        for log, fingerprints in logs.items():
+            self.runtime.log_write(log, fingerprints[action])
+
+    # --- options and groups ---
+
+    def configure(self, **changes: object) -> None:
+        """Change options from now on."""
+        self.options = replace(self.options, **changes)  # type: ignore[arg-type]
+        self._update_record()
+
+    def _update_record(self) -> None:
+        self.record.configure(self.options, nbytes=sum(group.unsharded_nbytes for group in self.groups))
+
+    @recovers_first
+    def reconfigure(self, *, doing: str, **changes: object) -> None:
+        """Change options that the groups depend on, and build the groups again.
+
+        Raises StateError during forward or backward.
+        """
+        self.ensure_sharded(doing=doing)
+        self.check_delivered(doing=doing)
+        self.runtime.communicator.collectives.of_axis(self.axis, replace(self.options, **changes))  # type: ignore[arg-type]
+        self.configure(**changes)
+        self.invalidate_unsharded()
+        self.rebuild_groups([parameter.local for parameter in self.parameters])
+
+    @recovers_first
+    def transfer_params(self, gone: Sequence[ShardedParameter]) -> None:
+        """Remove parameters from the unit that another unit takes over."""
+        self.check_delivered(doing="fully_shard() of a module that shares a parameter with it")
+        self.invalidate_unsharded()
+        self.drop(gone)
+
+    def drop(self, gone: Sequence[ShardedParameter]) -> None:
+        """Remove `gone` from the unit."""
+        ids = {id(parameter) for parameter in gone}
+        self.parameters = [parameter for parameter in self.parameters if id(parameter) not in ids]
+        self.rebuild_groups([parameter.local for parameter in self.parameters])
+
+    def rebuild_groups(self, values: Sequence[Tensor], unwritten: Container[int] = ()) -> None:
+        """Put the parameters into groups.
+
+        Args:
+            values: one local shard per parameter.
+            unwritten: ids of parameters whose memory has no values yet.
+        """
+        dtypes = [
+            self.options.mp.resolve(value.dtype, parameter.grad_dtype, keeps_dtype=parameter.keeps_dtype)
+            for parameter, value in zip(self.parameters, values)
+        ]
+        groups: list[ParamGroup] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for shared, members in group_parameters(self.parameters, values, dtypes):
+                parameters = [self.parameters[i] for i in members]
+                subject = f"{self.global_id}.{len(groups)} {[(p.name, tuple(p.shape)) for p in parameters]} {shared}"
+                axis = parameters[0].sharding.axis
+                collectives = self.runtime.communicator.collectives.of_axis(axis, self.options)
+                # Custom collectives work in memory of their own, so all parameters are packed there.
+                packed = max(collectives.gather.direct_min_bytes, collectives.reduce.direct_min_bytes)
+                log = self.runtime.communicator.log_of(axis)
+                log.allow_message_size(_MAX_ITEMSIZE * sum(parameter.shape.numel() for parameter in parameters))
+                groups.append(
+                    group_class(values[members[0]])(
+                        parameters,
+                        [values[i] for i in members],
+                        dtypes=shared,
+                        collectives=collectives,
+                        storage=self._storage(packed),
+                        fingerprints=GroupFingerprints(log, self.unit_name, subject),
+                        unwritten=unwritten,
+                    )
+                )
+        for group in groups:
+            group.keep_memory(self.options.keep_memory)
+        self.groups, self.checks.gathers = groups, True
+        self.runtime.update_timeouts()
+        for group in groups:
+            check = StepCheck(self, group)
+            for parameter in group.parameters:
+                parameter.write_guard, parameter.unit_name = check, self.unit_name
+        self._update_record()
+
+    def keep_memory(self, keep: bool) -> None:
+        """Keep the memory of unsharded parameters and messages when they are freed, or free it from now on."""
+        self.configure(keep_memory=keep)
+        for group in self.groups:
+            group.keep_memory(keep)
+            if not keep and self.residency is Residency.SHARDED:
+                group.free_unsharded()
+
+    def _storage(self, packed: float) -> Storage:
+        """Return where a group's memory is. `packed`: the size in bytes below which its collectives want parameters packed."""
+        options, offload = self.options, self.options.offload
+        host = isinstance(offload, CPUOffloadPolicy)
+        pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
+        if pinned and self.axis.device.type == "cpu":
+            warn_once("CPUOffloadPolicy(pin_memory=True): host memory is not pinned, since the mesh computes on the CPU")
+            pinned = False
+        by_user = options.comm.direct_min_bytes
+        return Storage(
+            device=self.axis.device,
+            host=host,
+            pinned=pinned,
+            direct=DirectRule.default(packed) if by_user is None or packed == float("inf") else DirectRule(by_user),
+            poison=options.checks.poison,
+            mp=options.mp,
+        )
+
+    def decide_gathers(self) -> None:
+        """Decide before the first all-gather which parameters have an extension, since users may add one until then.
+
+        Raises StateError for a parameter that cannot be all-gathered.
+        """
+        for parameter in self.parameters:
+            check_extension(parameter)
+        changed = [parameter for parameter in self.parameters if parameter.has_new_grad_dtype(parameter.sharded)]
+        for parameter in changed:
+            parameter.adopt_grad_dtype(parameter.sharded)
+        if changed or any(
+            needs_own_group(parameter.local) is not group.extension for group in self.groups for parameter in group.parameters
+        ):
+            self.rebuild_groups([parameter.local for parameter in self.parameters])
+        self.checks.gathers = False
+
+    def owns_memory_of(self, tensor: Tensor) -> bool:
+        """Return True if `tensor` lies in the memory of the unsharded parameters."""
+        for group in self.groups:
+            if group.owns_memory_of(tensor):
+                return True
+        return False
+
+    def changes(self, fn: Callable[[Tensor], Tensor]) -> bool:
+        """Return True if `fn`, as passed to `Module._apply`, changes the dtype or device of the shards."""
+        samples = [group.shard[:0] for group in self.groups]
+        changed = [fn(sample) for sample in samples]
+        return any((new.dtype, new.device) != (old.dtype, old.device) for new, old in zip(changed, samples))
+
+
+def refuse_inside_full_params(unit: Unit, *, doing: str) -> None:
+    """Raise StateError inside of full_params() of the unit."""
+    if unit.exposure.plain:
+        raise StateError(f"{doing} was called inside full_params() of unit '{unit.name}'. Call it before or after the block.")
+
+
+def name_units_in(module: nn.Module, *, place: bool = False) -> None:
+    """Name the units below `module` by their path in it; a module around it renames them later.
+
+    place: store their paths as well.
+    """
+    for name, inner in module.named_modules():
+        unit = unit_of(inner)
+        if unit is not None and name:
+            unit.unit_name.name = clean_name(name) or unit.name
+            if place:
+                unit.place.record_path(module, name)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit whose root (or one of whose roots) `module` is."""
+    return module.__dict__.get(UNIT)
+
+
+def owner_of(parameter: ShardedParameter) -> Unit | None:
+    """Return the unit that a parameter belongs to."""
+    check = parameter.write_guard
+    return check.unit if isinstance(check, StepCheck) else None
+
+
+def attach(unit: Unit) -> None:
+    """Store the unit on its modules, which hold the strong reference to it."""
+    for module in unit.modules:
+        module.__dict__[UNIT] = unit
+
+
+def detach(module: nn.Module) -> None:
+    """Remove the unit from a module."""
+    module.__dict__.pop(UNIT, None)
+
+
+def own_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield `root` and the modules below it, without those of other units."""
+    yield root
+    for child in root.children():
+        if unit_of(child) is None:
+            yield from own_modules(child)
+
+
+class StepCheck:
+    """The check that optimizers run before they write a group's parameters. It refers to the unit weakly."""
+
+    __slots__ = ("_group", "_unit")
+
+    def __init__(self, unit: Unit, group: ParamGroup) -> None:
+        self._unit, self._group = weakref.ref(unit), weakref.ref(group)
+
+    @property
+    def unit(self) -> Unit | None:
+        """The unit, None once it is deleted."""
+        return self._unit()
+
+    @property
+    def group(self) -> ParamGroup | None:
+        """The group, None once it is deleted."""
+        return self._group()
+
+    def __call__(self) -> None:
+        """Raise StateError if the shards may not be written now."""
+        unit, group = self._unit(), self._group()
+        if unit is not None and group is not None:
+            unit.check_step(group)
+
+    def wait_for_readers(self) -> None:
+        """Block the host until no copy to the device reads the shards in host memory."""
+        group = self._group()
+        if group is not None:
+            group.synchronize_host()
+
+    def note_write(self, parameter: ShardedParameter, action: str) -> None:
+        """Record in the log that the user did `action` to a parameter's shard, as all ranks must."""
+        unit = self._unit()
+        if unit is not None:
+            subject = f"{unit.global_id} {parameter.name} {action}"
+            fingerprint = Fingerprint(unit.unit_name, f"{action} of '{parameter.name}'", subject)
+            unit.runtime.log_write(unit.runtime.communicator.log_of(parameter.sharding.axis), fingerprint)
+
+
+__all__ = [
+    "Exposure",
+    "PendingChecks",
+    "PendingReduction",
+    "StepCheck",
+    "Unit",
+    "attach",
+    "detach",
+    "name_units_in",
+    "own_modules",
+    "owner_of",
+    "refuse_inside_full_params",
+    "unit_of",
+]

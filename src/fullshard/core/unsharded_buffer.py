@@ -1,0 +1,358 @@
+"""The unsharded buffer of a group (all-gather output) and the all-gathers that fill it: copy-in, collective, copy-out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm.base import StartedWork, together
+from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
+from fullshard.core.layout import DirectRule, Extent, GroupLayout, ParamOffsets
+from fullshard.policies import Dtypes, MixedPrecisionPolicy
+
+
+@dataclass(frozen=True, eq=False)
+class GroupCollectives:
+    """Collectives of the process groups that a parameter group communicates over. group n - 1 GroupCollectives."""
+
+    gather: ObservedCollectives  # all-gather, over the shard axis
+    reduce: ObservedCollectives  # reduce-scatter, over the shard axis
+    replicate: ObservedCollectives | None  # all-reduce over the replicas, which have the same shards; None without replicas
+    subgroup: ObservedCollectives | None  # all-gather among the k ranks of `reshard_after_forward=k`; None without it
+    traffic: TrafficCounter  # records copies between host and device, too
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Devices of a group's shards and unsharded parameters, and options of its buffers."""
+
+    device: torch.device  # device of the unsharded parameters
+    host: bool  # CPU offload: shards are in host memory and are copied to `device` for each all-gather
+    pinned: bool  # shards in host memory are pinned, so that copies to the device do not block the host
+    direct: DirectRule  # chooses the parameters with a collective of their own
+    poison: bool  # `CheckPolicy(poison=True)`: fill buffers with NaN before an all-gather and when they are freed
+    mp: MixedPrecisionPolicy  # passed to fsdp_pre_all_gather of tensor subclasses
+
+    @property
+    def home(self) -> torch.device:
+        """Device of the shards."""
+        return torch.device("cpu") if self.host else self.device
+
+
+def dim_permutation(full: Tensor, blocks: Tensor, place: ParamOffsets) -> tuple[list[Tensor], list[Tensor]]:
+    """Return matching views for the copy-in or copy-out of a parameter that is sharded along another dim than 0.
+
+    Args:
+        full: the unsharded parameter or its gradient.
+        blocks: the parameter's columns of a packed buffer, (ranks, size).
+        place: offsets of the parameter.
+
+    Returns:
+        Views of `full`, one for each rank with rows, and views of `blocks` with the same shapes.
+    """
+    ranks, length = blocks.shape[0], place.shape[place.dim]
+    full_parts: list[Tensor] = []
+    block_parts: list[Tensor] = []
+    for rank in range(ranks):
+        extent = Extent.of_rank(length, ranks=ranks, rank=rank)
+        if extent.rows:
+            part = full.narrow(place.dim, extent.start, extent.rows)
+            full_parts.append(part)
+            block_parts.append(blocks[rank, : part.numel()].view(part.shape))
+    return full_parts, block_parts
+
+
+def tensor_on_storage(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+    """Return a tensor that uses the storage of `flat` but is not a view, so that it has its own version counter."""
+    # Views share one version counter, so an all-gather that changes one parameter would invalidate the graphs of all others.
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(flat.untyped_storage(), offset, tuple(shape))  # type: ignore[call-overload]
+
+
+Step = Callable[[], object]
+
+
+def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[Step]:
+    """Return the copy-out: steps that copy the packed all-gather output to the parameters' regions of the buffer.
+
+    Dim-0 parameters need one call, parameters sharded along other dims a second one.
+
+    Args:
+        layout: layout of the group.
+        flat: the unsharded buffer, (unsharded_numel,).
+        staging: the packed all-gather output, (ranks * size,).
+    """
+    sizes: list[int] = []
+    regions: list[Tensor] = []
+    permuted: list[Tensor] = []
+    blocks: list[Tensor] = []
+    if layout.packed is None or not staging.numel():
+        return []
+    packed, column = staging.view(layout.ranks, -1), 0
+    for segment in layout.packed.segments:
+        place = layout.offsets[segment.parameter] if segment.parameter >= 0 else None
+        if segment.size and place is not None and place.permuted:
+            full = flat[segment.unsharded_offset :][: prod(place.shape)].view(place.shape)
+            full_parts, block_parts = dim_permutation(full, packed[:, column : column + segment.size], place)
+            permuted += full_parts
+            blocks += block_parts
+        elif segment.size and not permuted:  # the layout puts permuted parameters last; a gap behind one needs no copy
+            sizes.append(segment.size)
+            regions.append(flat[segment.unsharded_offset :][: layout.ranks * segment.size].view(layout.ranks, -1))
+        column += segment.size
+    steps: list[Step] = []
+    if sizes:
+        steps.append(partial(_torch.split_copy, packed[:, : sum(sizes)], sizes, regions))
+    if permuted:
+        steps.append(partial(torch._foreach_copy_, permuted, blocks))
+    return steps
+
+
+def _with_all_reduce(
+    layout: GroupLayout,
+    gather: ObservedCollectives,
+    flat: Tensor,
+    shard: Tensor,
+    before: list[Step],
+    begin: Callable[[], StartedWork] | None,
+) -> Callable[[], StartedWork]:
+    """Combine `begin` with the all-reduce that unshards the summed parameters, and append its copy-in steps to `before`.
+
+    Each rank writes its rows into zeros, and an all-reduce sums the bits as integers. At most one summand is not zero, so the
+    bits arrive unchanged; a float sum would turn -0.0 into 0.0 and might change NaNs.
+    """
+    offset, numel = layout.summed_region
+    region = flat[offset : offset + numel]
+    before.append(region.zero_)
+    own: list[Tensor] = []
+    rows: list[Tensor] = []
+    for index in layout.summed:
+        mine, place = layout.rows_of(index, gather.rank), layout.offsets[index]
+        if mine.start < mine.stop:
+            own.append(flat[place.unsharded_offset :][mine])
+            rows.append(shard[place.offset :][: mine.stop - mine.start])
+    if own:
+        before.append(partial(torch._foreach_copy_, own, rows))
+    bits = region.view(torch.int32)
+    if begin is None:
+        return partial(gather.all_reduce, bits)
+    return lambda: together(begin(), gather.all_reduce(bits))
+
+
+class AllGather:
+    """A planned all-gather: copy-in steps, the collective, copy-out steps.
+
+    `start` and then `finish` run on the all-gather stream. Alternatively `copy_in` runs on the copy-in stream, and then `begin`
+    and `finish` on the all-gather stream, so that the copy-in overlaps with the previous all-gather.
+    """
+
+    __slots__ = ("_begin", "_copy_in_steps", "_copy_out_steps")
+
+    def __init__(self, begin: Callable[[], StartedWork], before: Sequence[Step] = (), after: Sequence[Step] = ()) -> None:
+        self._begin, self._copy_in_steps, self._copy_out_steps = begin, before, after
+
+    @property
+    def copies_in(self) -> bool:
+        """True if there are copy-in steps."""
+        return bool(self._copy_in_steps)
+
+    def copy_in(self) -> StartedWork:
+        """Cast the shard into the all-gather input, or copy it from host memory."""
+        for step in self._copy_in_steps:
+            step()
+        return StartedWork()
+
+    def begin(self) -> StartedWork:
+        """Start the collective."""
+        return self._begin()
+
+    def start(self) -> StartedWork:
+        """Copy in and start the collective."""
+        for step in self._copy_in_steps:
+            step()
+        return self._begin()
+
+    def finish(self) -> None:
+        """Copy the all-gather outputs to the unsharded parameters, after the collective has completed."""
+        for step in self._copy_out_steps:
+            step()
+
+
+class CustomMemoryAllGather(AllGather):
+    """An all-gather of all parameters as one packed message, into memory that a custom all-gather allocates."""
+
+    __slots__ = ("_collectives", "_flat", "_layout", "_shard", "_staging")
+
+    def __init__(
+        self, layout: GroupLayout, collectives: ObservedCollectives, flat: Tensor, shard: Tensor, before: Sequence[Step]
+    ) -> None:
+        super().__init__(StartedWork, before)
+        self._layout, self._collectives, self._flat, self._shard = layout, collectives, flat, shard
+        # The all-gather output. The custom all-gather allocates it when the collective starts, once for this object.
+        self._staging: Tensor | None = None
+
+    def start(self) -> StartedWork:
+        """Copy in and start the collective."""
+        self.copy_in()
+        return self.begin()
+
+    def begin(self) -> StartedWork:
+        """Allocate the all-gather output, copy the shard into this rank's chunk of it, and start the collective."""
+        allocate, size = self._collectives.gather_memory, self._shard.numel()
+        assert allocate is not None
+        staging = self._staging
+        if staging is None:
+            staging = allocate((self._layout.ranks * size,), dtype=self._flat.dtype, device=self._flat.device)
+            self._staging = staging
+        chunk = staging[self._collectives.rank * size :][:size]
+        chunk.copy_(self._shard)
+        self._copy_out_steps = copy_out_steps(self._layout, self._flat, staging)
+        return self._collectives.gatherer([staging], [chunk])()
+
+
+class FlatBuffer:
+    """The unsharded buffer of a group with a flat shard: the all-gather output.
+
+        direct   shard view  --(cast into own chunk, or nothing)--all-gather--> region of a large parameter, no copy-out
+        packed   shard range --(cast into own chunk of staging)---all-gather--> staging (ranks, packed) --split_copy--> regions
+
+    The storage has memory between `allocate` and `free`. Its size is changed by `resize_`, so the tensors in it (`views`), and
+    with them the unsharded Parameters, are the same objects for the whole training, as autograd requires.
+
+    Attributes:
+        keep: whether the memory is kept when it is freed, so that its address never changes.
+        views: the unsharded parameters, one tensor each, with separate version counters.
+        versions: versions of the shards that were all-gathered last; empty before the first all-gather.
+    """
+
+    def __init__(
+        self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
+    ) -> None:
+        self._flat = torch.empty(layout.unsharded_numel, dtype=dtypes.compute, device=storage.device)
+        self.keep = False
+        # Buffers that only the all-gather needs: the packed output and, with CPU offload, the copy of the shard.
+        self._staging: list[Tensor] = []
+        self._poison = storage.poison
+        self.views = [tensor_on_storage(self._flat, place.unsharded_offset, place.shape) for place in layout.offsets]
+        self.versions: list[int] = []
+        # A custom all-gather allocates its own output, so its all-gathers are planned when they start; else None.
+        self._plan_custom: Callable[[], AllGather] | None = None
+        # The custom all-gather in use, which owns that output. Reused only if memory is kept.
+        self._custom_gather: AllGather | None = None
+        # The all-gather over all ranks.
+        self._gather = self._plan(layout, dtypes, collectives, storage, shard)
+        self._subgroup = collectives.subgroup
+        # The all-gather among the k ranks of `reshard_after_forward=k`, valid once: for the shards that forward computed with.
+        self._subgroup_gather: AllGather | None = None
+        # This rank's part of the buffer, (unsharded_numel / k,): the input of that all-gather.
+        self._subgroup_shard: Tensor | None = None
+        # Each storage with its full size, to allocate and free it by resize_. The first one is that of `_flat`.
+        self._storages = [
+            (tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in (self._flat, *self._staging)
+        ]
+        self.free()
+
+    def _plan(
+        self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
+    ) -> AllGather:
+        """Plan the all-gather over all ranks, and allocate its staging buffers."""
+        gather, flat = collectives.gather, self._flat
+        before: list[Step] = []
+        if storage.host:
+            # The copy from host memory is a copy-in step: it runs on a stream, and `synchronize_host` guards its source.
+            home, shard = shard, torch.empty_like(shard, device=storage.device, pin_memory=False)
+            self._staging.append(shard)
+            if home.numel():
+                before.append(partial(collectives.traffic.record, "to_device", [home]))
+                before.append(partial(shard.copy_, home, non_blocking=True))
+        if not layout.unsharded_numel:
+            return AllGather(StartedWork, before)
+        if gather.gather_memory is not None and layout.packed is not None:
+            self._plan_custom = partial(CustomMemoryAllGather, layout, gather, flat, shard, before)
+            return AllGather(StartedWork)
+        staging = flat.new_empty(layout.ranks * layout.packed.size if layout.packed else 0)
+        if staging.numel():
+            self._staging.append(staging)
+        outs = [
+            flat[bucket.segments[0].unsharded_offset :][: layout.ranks * bucket.size] if bucket.direct else staging
+            for bucket in layout.buckets
+        ]
+        shards = [shard[bucket.offset : bucket.offset + bucket.size] for bucket in layout.buckets]
+        if dtypes.storage != dtypes.compute:
+            # Cast into this rank's chunk of the output, so that the all-gather input needs no memory of its own.
+            own = [out[gather.rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
+            if own:
+                before.append(partial(torch._foreach_copy_, own, shards))
+            shards = own
+        begin = gather.gatherer(outs, shards) if layout.buckets else None
+        if layout.summed:
+            begin = _with_all_reduce(layout, gather, flat, shard, before, begin)
+        assert begin is not None
+        return AllGather(begin, before, copy_out_steps(layout, flat, staging))
+
+    def allocate(self, versions: list[int]) -> AllGather:
+        """Allocate memory on the compute stream, and return the all-gather for shards of these versions."""
+        if versions != self.versions:
+            # The shards were written after forward, so the subgroup's copy has the old weights.
+            self.versions, self._subgroup_gather = versions, None
+        # The subgroup's all-gather writes straight into the buffer, so it needs no staging memory.
+        for storage, nbytes in self._storages if self._subgroup_gather is None else self._storages[:1]:
+            if not self.keep or storage.nbytes() != nbytes:  # on the CPU, resize_ moves the memory even if the size is equal
+                storage.resize_(nbytes)
+        if self._poison:
+            self._fill_with_nan()
+        if self._subgroup_gather is not None or self._plan_custom is None:
+            return self._subgroup_gather or self._gather
+        if self._custom_gather is None:
+            self._custom_gather = self._plan_custom()
+        return self._custom_gather
+
+    def release_staging(self) -> None:
+        """Free the memory that only the all-gather needed. Call this after the compute stream waited for the all-gather."""
+        # The memory belongs to the pool of the compute stream. It may be reused there at once, so this must be ordered after
+        # the copy-out, which reads it on the all-gather stream.
+        self._subgroup_gather = None
+        if self.keep:
+            return
+        self._custom_gather = self._subgroup_shard = None
+        for storage, _ in self._storages[1:]:
+            storage.resize_(0)
+
+    def free(self) -> None:
+        """Free the memory, unless it is kept. The tensors and their storages stay."""
+        if self._poison:
+            self._fill_with_nan()  # so that a read after this point, or before the next all-gather has finished, gives NaN
+        if not self.keep:
+            for storage, _ in self._storages:
+                storage.resize_(0)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Return True if `tensor` uses memory of this buffer."""
+        return self._flat.numel() > 0 and _torch.is_over(tensor, self._flat.untyped_storage())
+
+    def save_subgroup_shard(self) -> None:
+        """Copy this rank's part of the buffer, before it is freed, and plan the all-gather of the parts."""
+        subgroup = self._subgroup
+        if subgroup is not None and self._flat.untyped_storage().size():
+            # The buffer is divided by elements and not by parameters, so this works for every layout, dtype and shard dim.
+            part = self._flat.view(subgroup.ranks, -1)[subgroup.rank]
+            if self._subgroup_shard is None or not self.keep:
+                self._subgroup_shard = torch.empty_like(part)
+            self._subgroup_shard.copy_(part)
+            self._subgroup_gather = AllGather(subgroup.gatherer([self._flat], [self._subgroup_shard]))
+
+    def drop_subgroup_shard(self) -> None:
+        """Discard the all-gather among the subgroup, so that the next one runs over all ranks."""
+        self._subgroup_gather = None
+
+    def _fill_with_nan(self) -> None:
+        """Fill the allocated memory with NaN (`CheckPolicy(poison=True)`)."""
+        for tensor in (self._flat, *self._staging):
+            if tensor.untyped_storage().size() and tensor.numel():
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
