@@ -91,19 +91,33 @@ class Unit:
         *,
         global_id: int | None = None,
     ) -> None:
-        """Create a unit. `global_id`: that of the unit that this one is a copy of, None for a new unit."""
+        """Create a unit, and put its parameters into groups.
+
+        Args:
+            modules: the modules that `fully_shard` was called on.
+            parameters: the parameters that the unit owns.
+            axis: the mesh axes over which they are sharded and replicated.
+            options: the resolved options.
+            runtime: runs the unit.
+            global_id: that of the unit that this one is a copy of, None for a new unit.
+        """
         self.runtime = runtime
+        # Shared with the parameters and the log, so that a new name reaches their texts.
         self.unit_name = UnitName(type(modules[0]).__name__)
+        # Equal on all ranks, unlike `number`: ranks may have created other units before.
         self.global_id = runtime.communicator.log_of(axis).next_unit_id() if global_id is None else global_id
         self.axis = axis
         self.options = options
         self.parameters = parameters
+        # The parameters again, grouped by dtypes, axis, device and requires_grad.
         self.groups: list[ParamGroup] = []
         self.place = UnitModules(modules)
         self.progress = ForwardProgress()
         self.exposure = Exposure()
         self.checks = PendingChecks()
-        self.pending: PendingReduction | None = None  # from `finalize_backward(async_op=True)` to `wait()`
+        # From `finalize_backward(async_op=True)` to `wait()`.
+        self.pending: PendingReduction | None = None
+        # Where the parameters are, and what the scheduler expects of the unit.
         self.record: UnitRecord = runtime.register(self)
         self.rebuild_groups([parameter.local for parameter in parameters])
         Unit.living.add(self)
