@@ -45,15 +45,16 @@ def unchecked() -> Iterator[None]:
 
     def send(
         self: Communicator,
-        lane: Any,
-        line: Any,
+        stream: Any,
+        fingerprints: Any,
         action: str,
         start: Callable[..., Any],
         finish: Callable[..., Any],
         after: Any = None,
+        *,
+        part: bool = False,
     ) -> Any:
-        ticket = lane.run(start, finish) if after is None else lane.run(start, finish, after=after)
-        return ticket
+        return stream.run(start, finish) if after is None else stream.run(start, finish, after=after)
 
     checked, Communicator.send = Communicator.send, send  # type: ignore[method-assign]
     try:

@@ -64,7 +64,6 @@ __all__ = [
     "all_gather_coalesced",
     "all_reduce_max",
     "all_reduce_sum",
-    "all_to_all",
     "allocates",
     "are_dtensors",
     "argument",
@@ -165,6 +164,7 @@ __all__ = [
     "references",
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
+    "remove_all",
     "replace_parameters",
     "returns_tensors",
     "run_wrap_policy",
@@ -1261,7 +1261,6 @@ _ALL_GATHER = _method("all_gather_single", "_allgather_base")
 _ALL_GATHER_COALESCED = _method("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 _REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
 _REDUCE_SCATTER_COALESCED = _method("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-_ALL_TO_ALL = _method("all_to_all_single", "alltoall_base")
 
 # asyncOp=False: nccl runs its kernel on the current stream, which is one of fullshard's communication streams and has its
 # priority. With asyncOp=True, nccl uses a stream of the process group: two more events per collective, and with
@@ -1400,10 +1399,6 @@ def reduce_scatter_coalesced(
 ) -> Started:
     how = _AVERAGE if average else _SUM
     return getattr(group, _REDUCE_SCATTER_COALESCED)([_real(out) for out in outs], [_real(full) for full in fulls], how)
-
-
-def all_to_all(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work:
-    return getattr(group, _ALL_TO_ALL)(_real(out), _real(full), [], [])
 
 
 def all_reduce_sum(group: dist.ProcessGroup, tensor: Tensor) -> Started:

@@ -154,7 +154,9 @@ def test_removing_a_parameter_after_sharding_is_refused_by_name(world: World) ->
 def test_a_parameter_of_another_shape_is_refused_by_name(world: World) -> None:
     model = shard_stack(Stack(), world.mesh)
     model.head.bias = nn.Parameter(torch.zeros(5))
-    with pytest.raises(StateError, match=r"parameter 'head.bias' of shape \(3,\) was assigned a tensor of shape \(5,\)"):
+    with pytest.raises(
+        StateError, match=r"Expected the new value of parameter 'head.bias' to have its shape \(3,\), got shape \(5,\)"
+    ):
         model(batch(0))
 
 

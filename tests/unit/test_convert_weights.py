@@ -182,7 +182,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "map.json", "map.py", "model.safetensors"]
     assert run("convert", str(source), str(out), "--map", f"{source}/map.json", "--only-weights")[0] == 0
     assert "gain" in read(out)
-    assert run("check", str(out))[:2] == (0, f"{out}: 1 files, 13 tensors, {_size(out)}: whole\n")
+    assert run("check", str(out))[:2] == (0, f"{out}: 1 file, 13 tensors, {_size(out)}: whole\n")
     os.truncate(out / "model.safetensors", 1000)
     code, told, _ = run("check", str(out))
     assert code == 1 and "truncated by" in told and told.endswith("BAD\n")

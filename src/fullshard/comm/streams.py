@@ -181,14 +181,14 @@ class DeviceStream:
         If this raises, some kernels may be queued already, and the caller frees their memory. The compute stream then waits for
         this stream, so that no later kernel writes to that memory before they have run.
         """
-        compute, lane = _torch.current_stream(self._device), self._stream
+        compute, stream = _torch.current_stream(self._device), self._stream
         if after is None:
-            lane.wait_stream(compute)
+            stream.wait_stream(compute)
         else:
-            lane.wait_event(after.event)
+            stream.wait_event(after.event)
         works: Sequence[Any] = ()
         try:
-            with lane:
+            with stream:
                 pending = start()
                 works = pending.works
                 for work in works:
@@ -196,13 +196,13 @@ class DeviceStream:
                 if pending.then is not None:
                     pending.then()
                 finish()
-                return _DeviceWork(lane.record_event(), self._device)
+                return _DeviceWork(stream.record_event(), self._device)
         except BaseException:
-            with lane:  # this stream waits for the works that have started, and the compute stream for this stream
+            with stream:  # this stream waits for the works that have started, and the compute stream for this stream
                 for work in works:
                     with suppress(Exception):
                         work.wait()
-            compute.wait_stream(lane)
+            compute.wait_stream(stream)
             raise
 
 

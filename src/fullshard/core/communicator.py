@@ -234,7 +234,7 @@ class Communicator:
 
     def send(
         self,
-        lane: Lane,
+        stream: Lane,
         fingerprints: GroupFingerprints,
         action: str,
         start: Callable[[], StartedWork],
@@ -274,7 +274,7 @@ class Communicator:
             sent.start, begin = start, sent.begin
             sent.hash = log.hash if log.tagged else sent.number  # without tags the hash is not read, so it is not computed
         try:
-            sent.work = lane.run(begin, finish) if after is None else lane.run(begin, finish, after=after)
+            sent.work = stream.run(begin, finish) if after is None else stream.run(begin, finish, after=after)
         except (StateError, torch.OutOfMemoryError):
             raise
         except RuntimeError as failure:
@@ -305,9 +305,9 @@ class Communicator:
         """Leave the current wait, and order the compute stream behind the work of all other streams, after an interrupt."""
         if self.wait_state is not None:
             self.wait_state.leave()
-        for lane in (self.copy_in_stream, self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream):
-            if lane is not None:
-                lane.run(StartedWork, nothing).wait()
+        for stream in (self.copy_in_stream, self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream):
+            if stream is not None:
+                stream.run(StartedWork, nothing).wait()
         # The interrupt may have come before a stream was ordered behind the backend's own stream, so events are not enough.
         if self.async_device is not None:
             torch.accelerator.synchronize(self.device.index)

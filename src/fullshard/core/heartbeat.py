@@ -222,8 +222,8 @@ class Heartbeats:
         finish = nothing if over_replicas else beat.finish
         work = communicator.send(communicator.reduce_scatter_stream, fingerprints, "heartbeat", beat.start, finish)
         if over_replicas:
-            lane, start = communicator.all_reduce_stream, beat.start_over_replicas
-            work = communicator.send(lane, fingerprints, "heartbeat", start, beat.finish, work.work, part=True)
+            stream, start = communicator.all_reduce_stream, beat.start_over_replicas
+            work = communicator.send(stream, fingerprints, "heartbeat", start, beat.finish, work.work, part=True)
         return beat, work
 
     def _take_buffer(self, parameters: int) -> HeartbeatBuffer | None:

@@ -147,7 +147,7 @@ class ParamOffsets:
 
     @property
     def permuted(self) -> bool:
-        """Whether the shards in rank order must be permuted to give the parameter."""
+        """True if the shards in rank order must be permuted to give the parameter."""
         return self.dim != 0
 
     def shard_shape(self, rows: int) -> tuple[int, ...]:

@@ -122,21 +122,20 @@ class ParamSharding:
         parts = whole.chunk(self.axis.ranks, self.dim)  # subclasses of Tensor implement chunk, not narrow
         return parts[self.axis.rank] if self.axis.rank < len(parts) else parts[0].new_zeros(self.shard_shape)
 
-    def rows_of(self, value: Tensor, *, name: str, doing: str) -> Tensor:
+    def rows_of(self, value: Tensor, *, name: str, what: str) -> Tensor:
         """Return this rank's rows of `value`.
 
         Args:
             value: an unsharded tensor, a DTensor sharded like this parameter, or a DTensor as modules compute with.
             name: name of the parameter, for the error text.
-            doing: what happened to the parameter, for the error text, such as "was assigned".
+            what: `value` in words, for the error text: "the new value", for example.
 
         Raises:
             StateError: if `value` has another shape or other placements.
         """
         if value.shape != self.shape:
             raise StateError(
-                f"parameter '{name}' of shape {tuple(self.shape)} {doing} a tensor of shape {tuple(value.shape)}. "
-                "Expected the same shape."
+                f"Expected {what} of parameter '{name}' to have its shape {tuple(self.shape)}, got shape {tuple(value.shape)}."
             )
         if not isinstance(value, DTensor):
             return self.slice(self.local_of(value))
@@ -146,8 +145,8 @@ class ParamSharding:
         if parallel is not None and (value.device_mesh, value.placements) == (parallel.mesh, parallel.placements):
             return self.slice(_torch.local_tensor(value))
         raise StateError(
-            f"parameter '{name}' {doing} a DTensor on {value.device_mesh} with {value.placements}. Expected "
-            f"{self.mesh} with {self.placements}. redistribute() it first, or pass the full tensor."
+            f"Expected {what} of parameter '{name}' on {self.mesh} with {self.placements}, got a DTensor on "
+            f"{value.device_mesh} with {value.placements}. redistribute() it first, or pass the full tensor."
         )
 
     def spec(self, dtype: torch.dtype) -> _torch.DTensorSpec:

@@ -291,7 +291,7 @@ class Runtime:
     # --- backward ---
 
     def begin_backward(self) -> bool:
-        """Have autograd call `end_backward` when the running backward ends. Return True at the first event of a backward."""
+        """Register `end_backward` for the end of the running backward. Return True at the first event of a backward."""
         if self.backward.underway:
             return False
         end: Callable[[], None] = self.end_backward

@@ -129,7 +129,7 @@ def read_slots(parameter: ShardedParameter) -> Tensor:
     ours = _torch.local_tensor(parameter.sharded)  # type: ignore[arg-type]
     if not found:
         return ours
-    values = [parameter.sharding.rows_of(one.detach(), name=parameter.name, doing="was assigned") for one in found]
+    values = [parameter.sharding.rows_of(one.detach(), name=parameter.name, what="the new value") for one in found]
     others = [*values[1:], ours] if kept else values[1:]
     if not all(value.device.type == "meta" or torch.equal(value, values[0]) for value in others):
         raise StateError(

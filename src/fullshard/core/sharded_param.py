@@ -207,7 +207,7 @@ class ShardedParameter:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the sharded parameter is trainable."""
+        """True if the sharded parameter is trainable."""
         return self.sharded.requires_grad
 
     # --- the sharded parameter ---
@@ -262,7 +262,7 @@ class ShardedParameter:
                 f"Expected .data of {self.local.dtype} for parameter '{self.name}', got {value.dtype}. Cast the model with "
                 ".to(dtype) first."
             )
-        rows = self.sharding.rows_of(value.detach(), name=self.name, doing="was assigned .data")
+        rows = self.sharding.rows_of(value.detach(), name=self.name, what="the new .data")
         self.wait_for_readers()
         with torch.no_grad():
             self.local.copy_(rows)

@@ -59,7 +59,7 @@ class PendingChecks:
 
 @dataclass(slots=True, eq=False)
 class Exposure:
-    """What users see of the unsharded parameters of one unit."""
+    """How users see the unsharded parameters of one unit."""
 
     plain: bool = False  # full_params() shows plain Parameters on the modules
     writable: bool = False  # users hold the unsharded parameters, and may write to them

@@ -29,7 +29,7 @@ Mark = Any
 class _Collective:
     """One collective."""
 
-    lane: str
+    stream: str
     unit: str
     begun: Mark = None
     ended: Mark = None
@@ -93,9 +93,9 @@ class _Recorder:
         finally:
             self._unit = before
 
-    def add_collective(self, lane: str) -> _Collective:
+    def add_collective(self, stream: str) -> _Collective:
         """Add a collective of the unit whose action is running."""
-        sent = _Collective(lane, self._unit)
+        sent = _Collective(stream, self._unit)
         self._current.sent.append(sent)
         return sent
 
@@ -118,7 +118,7 @@ class _Recorder:
         sent.end_unknown = done and self._async_device is None
         began = self._mark()
         wait()
-        self._current.waits.append((sent.lane, sent.unit, began, self._mark()))
+        self._current.waits.append((sent.stream, sent.unit, began, self._mark()))
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Record the end of an optimizer step. A step ends with the last optimizer step before the next forward."""
@@ -173,17 +173,17 @@ class _Recorder:
         return Record(steps, tuple(found), self._peaks, self._steps[-1].levels if self._steps else {})
 
     def _in_seconds(self, step: _Step) -> RecordedStep:
-        def span(lane: str, begin: Mark, end: Mark, unit: str, name: str) -> Span:
-            return Span(lane, self._seconds(step.began, begin), self._seconds(step.began, end), unit, name)
+        def span(stream: str, begin: Mark, end: Mark, unit: str, name: str) -> Span:
+            return Span(stream, self._seconds(step.began, begin), self._seconds(step.began, end), unit, name)
 
         sent = tuple(
             RecordedCollective(
-                span(one.lane, one.begun, one.ended, one.unit, _kinds(one.messages)), tuple(one.messages), not one.end_unknown
+                span(one.stream, one.begun, one.ended, one.unit, _kinds(one.messages)), tuple(one.messages), not one.end_unknown
             )
             for one in step.sent
             if one.messages and one.ended is not None
         )
-        waits = tuple(span("wait", began, ended, unit, f"waits for {lane}") for lane, unit, began, ended in step.waits)
+        waits = tuple(span("wait", began, ended, unit, f"waits for {stream}") for stream, unit, began, ended in step.waits)
         return RecordedStep(self._seconds(step.began, step.ended), sent, waits)
 
     def _seconds(self, begin: Mark, end: Mark) -> float:
@@ -229,11 +229,11 @@ class _TimedWork:
         self._recorder.wait(self._sent, self.inner.block, done=self.inner.done())
 
 
-class _TimedLane:
+class _TimedStream:
     """Lane that records when its work begins and ends."""
 
-    def __init__(self, recorder: _Recorder, name: str, lane: Lane) -> None:
-        self._recorder, self._name, self._lane = recorder, name, lane
+    def __init__(self, recorder: _Recorder, name: str, stream: Lane) -> None:
+        self._recorder, self._name, self._lane = recorder, name, stream
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Work:
         recorder = self._recorder
@@ -275,7 +275,7 @@ def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
         recorder = _Recorder(model, runtime.communicator.device, messages, memory=memory)
         handle = _torch.register_optimizer_step_post_hook(recorder.optimizer_stepped)
         try:
-            with runtime.watched(recorder.around), runtime.communicator.with_streams(partial(_TimedLane, recorder)):
+            with runtime.watched(recorder.around), runtime.communicator.with_streams(partial(_TimedStream, recorder)):
                 yield run
         finally:
             handle.remove()

@@ -56,7 +56,7 @@ def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
         return logical.dtensor_like_shard(
-            logical.sharding.rows_of(value, name=logical.name, doing="has in its optimizer").clone()
+            logical.sharding.rows_of(value, name=logical.name, what="the optimizer state").clone()
         )
     return shard_of(logical, value, dtype=value.dtype)
 

@@ -388,7 +388,7 @@ def _fit(value: Any, parameter: Tensor, name: str, key: Any, *, local: bool) -> 
         return value.clone()
     if isinstance(value, DTensor):
         return logical.dtensor_like_shard(
-            logical.sharding.rows_of(value, name=logical.name, doing="has in the saved optimizer").to(
+            logical.sharding.rows_of(value, name=logical.name, what="the saved optimizer state").to(
                 logical.local.device, copy=True
             )
         )

@@ -70,7 +70,8 @@ def run_weights(options: argparse.Namespace, load: Callable[[str], Any]) -> int:
         print(line)
     tensors = sum(len(header.tensors) for header in headers)
     total = bytes_text(sum(header.file_nbytes for header in headers))
-    print(f"{options.source}: {len(headers)} files, {tensors:,} tensors, {total}: {'BAD' if wrong else 'whole'}")
+    files = f"{len(headers)} file{'s' * (len(headers) != 1)}"
+    print(f"{options.source}: {files}, {tensors:,} tensors, {total}: {'BAD' if wrong else 'whole'}")
     return 1 if wrong else 0
 
 

@@ -298,7 +298,7 @@ class EMA:
             if name in values:
                 value = averages[name]
                 if entry.parameter is not None:
-                    value = entry.parameter.sharding.rows_of(value, name=name, doing="got as its average")
+                    value = entry.parameter.sharding.rows_of(value, name=name, what="the average")
                 elif value.shape != values[name].shape:
                     raise StateError(
                         f"The average of '{name}' has shape {tuple(value.shape)}, its parameter {entry.target.shape}."
