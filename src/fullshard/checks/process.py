@@ -29,6 +29,9 @@ def watchdog_of(backend: str) -> Watchdog | None:
     before: Watchdog | None = None
     with _LOCK:
         if PROCESS.watchdog is None or PROCESS.store is not store:
+            if not _GENERATIONS[0]:  # here and not at import, which changes nothing in the process
+                os.register_at_fork(after_in_child=PROCESS.forget)
+                atexit.register(_end)
             before = PROCESS.watchdog
             own = _torch.own_store(store, f"fullshard/{_GENERATIONS[0]}")
             _GENERATIONS[0] += 1
@@ -59,11 +62,9 @@ def _on_destroyed(watchdog: Watchdog) -> None:
 
 PROCESS.on_destroyed = _on_destroyed
 
-os.register_at_fork(after_in_child=PROCESS.forget)
 
-
-@atexit.register
 def _end() -> None:
+    """End the watchdog at the exit of Python."""
     PROCESS.signals.end()
     watchdog = PROCESS.watchdog  # read once: its thread may set it to None at any time
     if watchdog is not None:

@@ -56,13 +56,9 @@ def join(unit: Unit) -> Tensor:
     return zero
 
 
+@recovers_first
 def _begin_joined_backward(runtime: Runtime, joined: Joined, *_: object) -> None:
     """Begin a backward in which this rank computes nothing, or nothing yet."""
-    _enter_joined(runtime, joined)
-
-
-@recovers_first
-def _enter_joined(runtime: Runtime, joined: Joined) -> None:
     runtime.recovery.recover()
     runtime.begin_backward()
     runtime.joined.backward_reached(joined.call)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fullshard import _torch
 from fullshard.core.scheduler import ReshardPolicy
-from fullshard.core.unit import Unit
 from fullshard.errors import warn_once
 from fullshard.policies import LintWarning
+
+if TYPE_CHECKING:
+    from fullshard.core.unit import Unit
 
 _LATE = "_fullshard_late"  # attribute of an unsharded parameter: the handle of its LateGradHook
 

@@ -21,7 +21,6 @@ from fullshard.core.backward import RunningBackward
 from fullshard.core.communicator import Communicator
 from fullshard.core.interrupts import recovers_first
 from fullshard.core.joined_calls import JoinedCalls
-from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.mesh import ShardAxis
 from fullshard.core.meta_init import check_written
 from fullshard.core.param_group import ParamGroup
@@ -302,10 +301,6 @@ class Runtime:
             end = partial(_torch.then_order, _torch.current_stream(device), end)
         self.backward.begin(end)
         return True
-
-    def hook_late_grads(self, unit: Unit) -> None:
-        """Watch for gradients of a second backward, through the graph of the first one (create_graph=True)."""
-        hook_late_grads(unit)
 
     def join_backward(self, *, beyond: int) -> None:
         """Take part in the backward of joined calls that ended after `beyond`."""

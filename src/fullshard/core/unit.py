@@ -15,6 +15,7 @@ from fullshard import _torch
 from fullshard.checks.collective_log import Fingerprint, GroupFingerprints, UnitName, described
 from fullshard.core.extension import check_extension, needs_own_group
 from fullshard.core.interrupts import recovers_first
+from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.layout import DirectRule
 from fullshard.core.mesh import ShardAxis
 from fullshard.core.module_tree import clean_name
@@ -302,7 +303,7 @@ class Unit:
             with torch.no_grad():
                 runtime.run(scheduler.before_backward(call, stale=stale, copied_use=copied_use, again=True))
             if not copied_use:
-                runtime.hook_late_grads(self)
+                hook_late_grads(self)
         else:
             runtime.run(scheduler.before_backward(call, stale=stale, copied_use=copied_use))
         if record.residency is Residency.FULL:

@@ -36,11 +36,16 @@ def are_installed() -> bool:
     return bool(_undo)
 
 
+def are_needed() -> bool:
+    """Return True if sharded models are alive, which need the changes."""
+    return len(Unit.living) > 0
+
+
 def uninstall() -> None:
-    """Undo the changes, in reverse order, unless sharded models are alive. The next `fully_shard()` makes them again."""
+    """Undo the changes, in reverse order, unless they are needed. The next `fully_shard()` makes them again."""
     with _lock:
-        while _undo and not Unit.living:
+        while _undo and not are_needed():
             _undo.pop()()
 
 
-__all__ = ["are_installed", "install", "uninstall"]
+__all__ = ["are_installed", "are_needed", "install", "uninstall"]

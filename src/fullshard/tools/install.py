@@ -116,10 +116,15 @@ def uninstall() -> None:
     Modules that imported names after `install()` keep fullshard's objects.
 
     Raises:
-        StateError: if there is nothing to undo.
+        StateError: if there is nothing to undo, or nothing but changes that sharded models need.
     """
     if not _installed and not patches.are_installed():
         raise StateError("fullshard.uninstall() cannot undo anything: neither install() nor fully_shard() was called.")
+    if not _installed and patches.are_needed():
+        raise StateError(
+            "fullshard.uninstall() cannot undo the changes that fully_shard() made in torch, since sharded models are alive. "
+            "Call undo() on these models, or delete them, first."
+        )
     if _installed:
         _installed.pop().restore()
     patches.uninstall()
