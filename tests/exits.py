@@ -84,7 +84,7 @@ class Rank:
     def raised(self, failure: BaseException) -> None:
         self.say("raised", text=f"{type(failure).__name__}: {failure}")
 
-    def begin(self, seconds: float = 60.0, port: int | None = None) -> None:
+    def begin(self, seconds: float = 60.0, port: int | None = None, backend: str = "gloo") -> None:
         """Make the default process group. seconds: until whatever waits in torch gives up."""
         from datetime import timedelta
 
@@ -98,12 +98,12 @@ class Rank:
         elif self.store == "tcp":
             where = f"tcp://127.0.0.1:{port}"
         limit = timedelta(seconds=seconds)
-        dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=self.size, timeout=limit)
+        dist.init_process_group(backend, init_method=where, rank=self.rank, world_size=self.size, timeout=limit)
 
-    def mesh(self) -> Any:
+    def mesh(self, device: str = "cpu") -> Any:
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh("cpu", (self.size,))
+        return init_device_mesh(device, (self.size,))
 
 
 def host(rank: Rank) -> None:

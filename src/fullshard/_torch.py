@@ -7,6 +7,7 @@ names, else at the first call.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import operator
@@ -59,6 +60,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchFSDPModule",
     "Undo",
+    "abort_group",
     "accelerator",
     "all_gather_base",
     "all_gather_coalesced",
@@ -164,6 +166,7 @@ __all__ = [
     "references",
     "register_optimizer_step_post_hook",
     "register_optimizer_step_pre_hook",
+    "relax_capture_mode",
     "remove_all",
     "replace_parameters",
     "returns_tensors",
@@ -1506,6 +1509,26 @@ StoreError: type[Exception] = dist.DistStoreError
 
 NetworkError: type[Exception] = dist.DistNetworkError
 """Error of a request to a store whose server is gone."""
+
+
+def relax_capture_mode() -> None:
+    """Let the current thread query events while another thread captures a CUDA graph. Without CUDA this does nothing.
+
+    A capture forbids such queries to all threads of the process by default, and a query would end the capture with an error.
+    """
+    # Private: `torch._C`, whose library is linked with the CUDA runtime that torch uses. Without the symbol, the mode stays.
+    name = "hipThreadExchangeStreamCaptureMode" if torch.version.hip else "cudaThreadExchangeStreamCaptureMode"
+    if torch.version.cuda or torch.version.hip:
+        exchange = getattr(ctypes.CDLL(torch._C.__file__), name, None)
+        if exchange is not None:
+            exchange(ctypes.byref(ctypes.c_int(2)))  # cudaStreamCaptureModeRelaxed
+
+
+def abort_group(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Abort the collectives of a process group on `device`. Waits for them return, and later collectives raise."""
+    # Private: `_get_backend`. The group's own `abort` is the fallback, because it aborts its backends of other devices as well.
+    abort = getattr(group._get_backend(device), "abort", group.abort)
+    abort()
 
 
 def has_extended_api(store: Any) -> bool:

@@ -1017,11 +1017,43 @@ struct Xfer {
 
 using Tensors = std::vector<at::Tensor>;
 
-struct SimBackend final : c10d::Backend {
-  SimBackend(c10::intrusive_ptr<c10d::Backend> carrier, int rank, int size, std::string name)
-      : c10d::Backend(rank, size), carrier(std::move(carrier)), name(std::move(name)), p2p_to(size, 0), p2p_from(size, 0) {}
+// Messages of a group, and those that a stream waits for right now.
+struct Carrier {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  std::mutex lock;
+  std::vector<c10::intrusive_ptr<c10d::Work>> waited;
+  std::atomic<bool> aborted{false};
+  const bool hangs = std::getenv("SIM_HANG") != nullptr;  // as nccl, which does not learn that a process is gone
 
-  c10::intrusive_ptr<c10d::Backend> carrier;
+  void wait(std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      if (aborted) return;
+      waited.insert(waited.end(), works.begin(), works.end());
+    }
+    try {
+      for (auto& w : works) w->wait();
+    } catch (...) {
+      if (!aborted && !hangs) throw;
+      while (!aborted) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    std::lock_guard<std::mutex> guard(lock);
+    for (auto& w : works) waited.erase(std::remove(waited.begin(), waited.end(), w), waited.end());
+  }
+  void abort() {
+    std::lock_guard<std::mutex> guard(lock);
+    aborted = true;
+    for (auto& w : waited) w->abort();
+  }
+};
+
+struct SimBackend final : c10d::Backend {
+  SimBackend(c10::intrusive_ptr<c10d::Backend> backend, int rank, int size, std::string name)
+      : c10d::Backend(rank, size), carrier(std::make_shared<Carrier>()), name(std::move(name)), p2p_to(size, 0), p2p_from(size, 0) {
+    carrier->backend = std::move(backend);
+  }
+
+  std::shared_ptr<Carrier> carrier;
   const std::string name;
   Stream* own = nullptr;
   int seq = 0;
@@ -1051,16 +1083,24 @@ struct SimBackend final : c10d::Backend {
     seq = (seq + 1) % (1 << 24);
     return seq;
   }
-  static void carry(const c10::intrusive_ptr<c10d::Backend>& carrier, std::vector<Xfer>& all) {
+  static void carry(const std::shared_ptr<Carrier>& carrier, std::vector<Xfer>& all) {
+    if (carrier->aborted) return;
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     for (auto& x : all) {
       if (x.t.numel() == 0) continue;
       Tensors one{x.t};
-      works.push_back(x.sends ? carrier->send(one, x.peer, x.tag) : carrier->recv(one, x.peer, x.tag));
+      // Messages of other sizes never meet: such collectives hang, as nccl's do. gloo would end the process.
+      const int tag = static_cast<int>((x.tag ^ (x.t.nbytes() * 2654435761u)) & 0x7fffffff);
+      works.push_back(x.sends ? carrier->backend->send(one, x.peer, tag) : carrier->backend->recv(one, x.peer, tag));
     }
-    for (auto& w : works) w->wait();
+    carrier->wait(works);
+  }
+  // As nccl: what the streams wait for ends without a result, and later collectives raise.
+  void abort() override {
+    carrier->abort();
   }
   c10::intrusive_ptr<c10d::Work> start(std::function<void()> task, bool async, Tensors keep, Tensors outputs) {
+    TORCH_CHECK(!carrier->aborted, "the communicator was aborted");
     if (coalescing) {
       queued.push_back(std::move(task));
       coalesced_async = async;

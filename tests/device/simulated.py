@@ -15,7 +15,8 @@ random numbers, are computed by the host behind a wait, which `launches()` count
 other operators, so their last bits differ from those of the CPU.
 
 Environment, read when it is loaded: SIM_POISON=0 hands memory out as it is, 2 overwrites it as soon as it is freed, which is
-stricter than CUDA. SIM_PROTECT=0 lets the host use device memory. SIM_MEMORY_MB is how much there is (8192).
+stricter than CUDA. SIM_PROTECT=0 lets the host use device memory. SIM_MEMORY_MB is how much there is (8192). With SIM_HANG a
+collective with a process that is gone never ends, unless its group is aborted, as one of nccl.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fullshard
 from fullshard import CheckPolicy, StateError
 from fullshard.checks.board import NOW, StateStore
-from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, UnitName, find_desync, listed
+from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, UnitName, find_desync, listed
+from fullshard.checks.local_state import WaitState
 from fullshard.checks.watchdog import Watchdog
 from fullshard.frontend.module import units_of
 
@@ -397,3 +398,58 @@ def test_backwards_without_a_heartbeat_are_entered_and_counted_anew_by_all() -> 
     theirs.start_epoch()
     assert [ours.heartbeat_due(3) for _ in range(3)] == [theirs.heartbeat_due(3) for _ in range(3)] == [False, False, True]
     assert ours.hash == theirs.hash
+
+
+class InFlight(GroupFingerprints):
+    """Calls of a log that a device has queued. Each is done, or not, or raises."""
+
+    def queue(self, state: WaitState, done: object = False) -> list[object]:
+        outcome, polls = [done], []
+
+        class Call(LoggedCall):
+            __slots__ = ()
+
+            def done(self) -> bool:
+                polls.append(self.number)
+                if isinstance(outcome[0], Exception):
+                    raise outcome[0]
+                return bool(outcome[0])
+
+        call = Call()
+        call.log, call.fingerprint = self.log, self["forward gather"]
+        self.log.append(call.fingerprint)
+        call.number = self.log.count
+        state.in_flight.append(call)
+        self.polls = polls
+        return outcome
+
+
+def test_a_device_waits_once_its_host_queues_nothing_more_and_its_oldest_call_counts() -> None:
+    state, calls = WaitState(), InFlight(CollectiveLog("log", (0, 1), 0), UnitName("a"), "0")
+    for second in range(3):  # the host goes on
+        outcome = calls.queue(state)
+        state.poll_device()
+        assert state.seconds_waiting(second) == 0 and not calls.polls
+    state.poll_device()
+    assert state.current() is state.in_flight[0] and state.seconds_waiting(10.0) == 0
+    state.poll_device()
+    assert state.seconds_waiting(12.5) == 2.5
+    state.in_flight[0].log.close("diverged")
+    assert state.waits_in(calls.log) is state.in_flight[0]
+    outcome[0] = True  # the last one of several streams is done; the oldest is not
+    state.poll_device()
+    assert len(state.in_flight) == 3 and state.seconds_waiting(13.0) == 3.0
+
+
+def test_calls_of_a_device_are_forgotten_when_they_are_done_or_the_device_fails() -> None:
+    state, calls = WaitState(), InFlight(CollectiveLog("log", (0, 1), 0), UnitName("a"), "0")
+    outcomes = [calls.queue(state, True), calls.queue(state, RuntimeError("device-side assert")), calls.queue(state)]
+    for _ in range(2):
+        state.poll_device()
+    assert [call.number for call in state.in_flight] == [3]
+    outcomes[-1][0] = True
+    state.poll_device()
+    assert not state.in_flight and state.current() is None and state.seconds_waiting(1.0) == 0
+    for _ in range(2000):  # nobody polls: the thread of the watchdog ended
+        calls.queue(state)
+    assert len(state.in_flight) < 2000

@@ -1,4 +1,4 @@
-"""Unblock ranks after a log is closed, by completing their pending messages with dummy data."""
+"""Unblock ranks after a log is closed: complete their pending messages with dummy data, or abort their process groups."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fullshard.checks.turns import BYTES, TICK, RateLimiter
 from fullshard.comm.gloo import P2PChannel, PostedMessages, channels
 
 MAX_WOKEN = 1024  # maximum number of ranks to wake at once
+_ABORT_SECONDS = 1.0  # seconds for which a call of a closed log may still complete, because all ranks have queued it
 
 
 @dataclass(slots=True, eq=False)
@@ -31,15 +32,19 @@ class _Closing:
 
 
 class ClosedLogs:
-    """Completes the messages of closed logs that other ranks still wait for.
+    """Ends the waits of closed logs.
 
-    Each rank publishes the messages that it waits for, its needs. The other ranks exchange dummy data for them. They do so in
-    closed logs only: in an open log, a rank would use dummy data as real data.
+    Messages with tags: each rank publishes the messages that it waits for, its needs. The other ranks exchange dummy data for
+    them. They do so in closed logs only: in an open log, a rank would use dummy data as real data.
+
+    Collectives without tags on an asynchronous device (nccl): each rank aborts its own process groups if a collective of the
+    log does not complete.
     """
 
     def __init__(self, store: StateStore, local: LocalState, records: Records, limiter: RateLimiter) -> None:
         self._store, self._local, self._records, self._limiter = store, local, records, limiter
         self._closing: dict[str, _Closing] = {}
+        self._stalled: dict[tuple[str, int], float] = {}  # (key of a log, epoch) -> time of its first stalled call
 
     def update_closed(self) -> bool:
         """Add logs that any thread closed, and remove reopened ones. Return True if a log was added."""
@@ -83,6 +88,17 @@ class ClosedLogs:
                 # every rank reads the needs of every rank, so the interval grows with the square of their number
                 closing.next = now + max(TICK, ranks * ranks * 200 / BYTES)
                 self._drain(closing)
+
+    def abort_stalled(self, now: float) -> None:
+        """Abort the process groups of closed logs of which the device cannot complete a call."""
+        stalled: dict[tuple[str, int], float] = {}
+        for log in self._local.all_logs():
+            if log.desync_error is not None and log.abort is not None and self._local.waiting_in(log) is not None:
+                since = stalled[log.key, log.epoch] = self._stalled.get((log.key, log.epoch), now)
+                if now >= since + _ABORT_SECONDS:
+                    abort, log.abort = log.abort, None
+                    abort()
+        self._stalled = stalled
 
     def drain_all(self, log: CollectiveLog) -> None:
         """Complete all pending messages of a closed log. All other ranks must have published their needs."""

@@ -150,6 +150,7 @@ class CollectiveLog:
         "_starting",
         "_unit_ids",
         "_verdicts",
+        "abort",
         "append",
         "before",
         "desync_error",
@@ -182,6 +183,7 @@ class CollectiveLog:
         self.fingerprints: list[Fingerprint]  # of the last block
         self.append: Callable[[Fingerprint], None]  # log the next call; raises StateError if the log is closed
         self.tagged = False  # whether messages carry the number of their call, so that other ranks can complete them
+        self.abort: Callable[[], None] | None = None  # ends all its collectives, where they cannot be ended one by one
         self._starting = False  # whether a message is being started right now
         self._verdicts: list[str] = []  # of all threads that closed the log
         self._silent = False  # whether deferred messages must not start

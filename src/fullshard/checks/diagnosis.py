@@ -49,7 +49,9 @@ class Diagnosis:
         if ended:
             return verdicts.ended(ended, records.statuses(log, ended[: verdicts.MAX_NAMED]), here)
         if not log.name.startswith(ANY_FAILED_PREFIX):
-            voting = self._others_in_any_failed(log, positions, call, patient=stuck <= max(REQUEST_INTERVAL, state.patience))
+            # A host that runs ahead of its device may be in any_failed() while the device is still to compute for long.
+            patient = log.abort is not None or stuck <= max(REQUEST_INTERVAL, state.patience)
+            voting = self._others_in_any_failed(log, positions, call, patient=patient)
             if voting:
                 return verdicts.in_any_failed(voting, here)
         # only positions published during this wait show that a rank raised: an older one may have continued since

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections import deque
+from typing import Any, Protocol
 
 from fullshard.checks.collective_log import CollectiveLog, LoggedCall
 from fullshard.checks.status import ENDED, IN_ANY_FAILED, RAISED, WAITING, Position, RankStatus
@@ -11,21 +12,35 @@ from fullshard.checks.status import ENDED, IN_ANY_FAILED, RAISED, WAITING, Posit
 ANY_FAILED_PREFIX = "any_failed "  # prefix of the names of logs of any_failed()
 
 
+class _CallInFlight(Protocol):
+    """A call whose completion can be polled. Its class is a `LoggedCall`."""
+
+    def done(self) -> bool: ...
+
+
 class WaitState:
-    """Wait of one thread.
+    """Wait of one thread: of its host for a call, or of its device for the oldest call in flight.
+
+    A host with an asynchronous device runs ahead: it queues collectives and waits for none of them. A collective that hangs
+    stops the device first, and the host only later, in any code that synchronizes.
 
     Attributes:
         call: call that the thread waits for; None if it does not wait.
+        in_flight: calls that are queued on an asynchronous device, oldest first; empty on the CPU. The thread appends to it.
         patience: seconds until the watchdog requests the positions of the other ranks.
         timeout: seconds until the wait fails; None for never.
     """
 
-    __slots__ = ("__weakref__", "_seen", "_since", "call", "patience", "timeout")
+    __slots__ = ("__weakref__", "_newest", "_seen", "_since", "_stalled", "call", "in_flight", "patience", "timeout")
 
     def __init__(self) -> None:
         self.patience = 1.0
         self.timeout: float | None = None
         self.call: LoggedCall | None = None
+        # A host cannot run further ahead than the launch queue of its device. The limit counts only if no watchdog polls.
+        self.in_flight: deque[Any] = deque(maxlen=1024)
+        self._newest: _CallInFlight | None = None  # last call in flight at the last poll
+        self._stalled: LoggedCall | None = None  # oldest call in flight, if the host queued nothing since the last poll
         self._seen: tuple[CollectiveLog, int, int] | None = None  # not the call, which would keep its tensors alive
         self._since = 0.0
 
@@ -42,18 +57,42 @@ class WaitState:
         """End the wait, and restore the previous one if there was one."""
         self.call = before
 
+    def poll_device(self) -> None:
+        """Find the oldest call that the device has not completed. Only the watchdog's thread calls this."""
+        newest = self.in_flight[-1] if self.in_flight else None
+        if newest is not self._newest:
+            # Polling takes time from the program's thread (the GIL), and a device that hangs soon stops the host. So nothing is
+            # polled while the host queues calls.
+            self._newest, self._stalled = newest, None
+            return
+        while self.in_flight and _is_done(self.in_flight[0]):
+            self.in_flight.popleft()
+        self._stalled = self.in_flight[0] if self.in_flight else None
+        self._newest = self.in_flight[-1] if self.in_flight else None
+
+    def current(self) -> LoggedCall | None:
+        """Return the call that the thread or its device waits for; None if neither waits."""
+        return self.call or self._stalled
+
     def seconds_waiting(self, now: float) -> float:
         """Return the seconds since this method first saw the current call; 0 if the thread does not wait."""
-        call = self.call
+        call = self.current()
         seen = None if call is None else (call.log, call.log.epoch, call.number)
         if seen != self._seen:
             self._seen, self._since = seen, now
         return 0.0 if seen is None else now - self._since
 
     def waits_in(self, log: CollectiveLog) -> LoggedCall | None:
-        """Return the call of `log` that the thread waits for; None if there is none."""
-        call = self.call
+        """Return the call of `log` that the thread or its device waits for; None if there is none."""
+        call = self.current()
         return call if call is not None and call.log is log else None
+
+
+def _is_done(call: _CallInFlight) -> bool:
+    try:
+        return call.done()
+    except RuntimeError:  # the device failed, which the thread of the program raises
+        return True
 
 
 class LocalState:

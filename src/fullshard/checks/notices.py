@@ -16,6 +16,10 @@ from fullshard.checks.status import Position
 from fullshard.checks.turns import TICK, RateLimiter
 
 REQUEST_INTERVAL = 5.0  # seconds between two requests for positions, and to wait for the replies
+_ABORTED = (
+    "The backend cannot end single collectives, so ranks whose collectives do not complete abort their process groups: "
+    "end the program."
+)
 _FOLLOW_SECONDS = 10.0  # seconds for which a rank reads notices after a request
 
 
@@ -72,6 +76,8 @@ class Notices:
 
     def post_verdict(self, log: CollectiveLog, text: str) -> None:
         """Post a verdict. The first verdict posted on a log closes it on all ranks, this one included."""
+        if log.abort is not None:
+            text = f"{text} {_ABORTED}"
         try:
             self._store.post(json.dumps(["verdict", log.key, log.epoch, text]).encode())
             for _ in range(30):

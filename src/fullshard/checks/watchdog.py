@@ -38,7 +38,8 @@ class Watchdog:
     3. All ranks read notices in one order, and the first verdict on a log closes it. So all ranks raise the same text.
     4. Each rank publishes the messages that it still waits for. The others complete them with dummy data, so all waits return.
 
-    Messages carry the tag of their call, so no rank receives a message of another call before that.
+    On gloo, messages carry the tag of their call, so no rank receives a message of another call before that. On nccl, the
+    watchdog polls the oldest collective in flight, since the host does not wait, and each rank aborts its process groups in 4.
 
         local state ──> records ──> state store <── notices ──> closed logs
                            └──> diagnosis ──> verdicts        rate limiter: when to send requests to the store
@@ -99,10 +100,14 @@ class Watchdog:
             self._store.close()
 
     def _is_awaited(self) -> bool:
-        """Return True if other ranks may wait for this one: it published its status, raised or has a closed log."""
-        published = self._records.has_published_status and _torch.default_store() is PROCESS.store
-        return published or any(
-            log.exception_note is not None or log.desync_error is not None for log in self._local.all_logs()
+        """Return True if other ranks may wait for this one: it published its status, raised or has a closed log.
+
+        On backends without tags every rank counts: gloo's peers notice that its connections close, nccl's do not.
+        """
+        logs = self._local.all_logs()
+        published = self._records.has_published_status or any(log.abort is not None for log in logs)
+        return (published and _torch.default_store() is PROCESS.store) or any(
+            log.exception_note is not None or log.desync_error is not None for log in logs
         )
 
     # --- check ---
@@ -117,10 +122,13 @@ class Watchdog:
             if urgency:
                 self._notices.follow_peers()
                 self._closed.schedule_read(now)
+            for state in self._local.waits():
+                state.poll_device()
             stuck = [(state, state.seconds_waiting(now)) for state in self._local.waits()]
             concerned = [state for state, seconds in stuck if seconds > state.patience]
             waits = any(seconds > state.patience / 2 for state, seconds in stuck)  # publishing may have to wait for a time slot
             self._notices.update_closed()
+            self._closed.abort_stalled(now)
             if waits or self._notices.is_following(now):
                 self._follow(now, concerned, at_once=urgency == NOW or not self._store.many)
             else:
@@ -314,6 +322,7 @@ class WatchThread:
         return True
 
     def _run(self) -> None:
+        _torch.relax_capture_mode()  # the checks poll events of collectives in flight
         failures = 0
         while not self._ended.is_set():
             try:

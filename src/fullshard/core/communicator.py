@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from zlib import crc32
@@ -114,6 +115,14 @@ def _log_name(axis: ShardAxis) -> str:
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 
 
+def _abort_groups(groups: Sequence[ProcessGroupHandle], device: torch.device) -> None:
+    """Abort process groups whose collectives cannot complete, so that no thread waits for them any more."""
+    for handle in groups:
+        if not handle.is_released:
+            with suppress(Exception):  # one that was aborted already
+                _torch.abort_group(handle.group, device)
+
+
 class Communicator:
     """Runs and logs the collectives of one runtime. communicator 1 - n logs, one per axis.
 
@@ -143,6 +152,7 @@ class Communicator:
         if self.async_device is not None:
             self.copy_in_stream = lanes(device)
         self._starts_at_once = kinds <= _IMMEDIATE_STREAMS
+        self._in_flight: deque[CollectiveCall] | None = None  # for the watchdog; None on the CPU, where the host waits itself
         self.next_event: object = None
         self._logs: dict[tuple[int, int], _AxisLog] = {}  # by `ShardAxis.key`
         self._limits: tuple[float, float | None] = (1.0, None)  # patience and timeout in seconds
@@ -174,6 +184,10 @@ class Communicator:
                 if watchdog is not self.watchdog:  # the first one, or that of a process group created after a destroyed one
                     self.watchdog, self.wait_state = watchdog, watchdog.new_wait_state()
                     self.wait_state.configure(*self._limits)
+                    if self.async_device is not None and self._starts_at_once:
+                        self._in_flight = self.wait_state.in_flight
+                if self._in_flight is not None:
+                    log.abort = partial(_abort_groups, self._logs[axis.key].groups, self.device)
                 watchdog.add(log)
         return log
 
@@ -279,6 +293,8 @@ class Communicator:
             raise
         except RuntimeError as failure:
             raise self.error_for(failure, sent) from failure
+        if self._in_flight is not None:
+            self._in_flight.append(sent)
         return sent
 
     def all_reduce(

@@ -68,12 +68,12 @@ class FailureVote:
                     work.wait()
                 if pending.then is not None:
                     pending.then()
+                flag = bool(message.item())  # on an asynchronous device the host waits here
             except Exception as failure:
                 where = "" if self.watch is None else self.watch.describe_peers(self._log)
                 raise StateError(f"rank {self._log.rank}, any_failed(): {headline(failure)}. {where}") from failure
             finally:
                 self._wait_state.leave(before)
-            flag = bool(message.item())
         return flag
 
 
@@ -115,8 +115,9 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
     was set before remains until `zero_grad()`.
 
     With gloo, ranks may fail at different points: a rank that waits for a rank that is already in `any_failed` raises
-    StateError at its current point, and can then call `any_failed` too. Other backends cannot interrupt a wait. With them, use
-    it for failures between collectives (data, losses), or failures on all ranks at the same point.
+    StateError at its current point, and can then call `any_failed` too. With nccl that rank raises as well, but its process
+    group is aborted, so no step can follow. There, use it for failures between collectives (data, losses), or failures on all
+    ranks at the same point.
 
     Args:
         mesh: the ranks that run the same program; None means all ranks.

@@ -1,0 +1,135 @@
+"""Collectives of an asynchronous device that never complete: every rank soon raises the same text, though no host waits for them.
+
+The backend of the device is as nccl in this: hosts run ahead, messages carry no tag, a collective with a process that is gone hangs,
+and only an abort of the process group ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import simulated
+import torch
+from exits import Job, Rank, run_job, soon, together
+from models import batch, square
+from test_on_device import Stack
+from torch import nn
+
+import fullshard
+from fullshard import CheckPolicy, fully_shard
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS),
+]
+SOON = 8.0  # seconds: patience, the grace for a rank that may continue, and the exchange of states
+SLOW = 6.0  # seconds for which a rank computes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    simulated.build()
+
+
+def begun(rank: Rank, **checks: Any) -> tuple[Any, nn.Module]:
+    """The device, and a sharded model that has trained one step."""
+    os.environ["SIM_HANG"] = "1"
+    device = simulated.load()
+    rank.begin(backend="cpu:gloo,sim:sccl")
+    torch.manual_seed(0)
+    model, mesh = Stack(), rank.mesh("sim")
+    policy = CheckPolicy(**checks)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, check_policy=policy)
+    fully_shard(model, mesh=mesh, check_policy=policy)
+    steps(model, 1)
+    torch.accelerator.synchronize()
+    return device, model
+
+
+def steps(model: nn.Module, number: int = 3) -> None:
+    """Steps as programs have them: the host runs ahead, and stops when it reads the loss."""
+    for step in range(number):
+        loss = square(model(batch(step).to("sim")))
+        loss.backward()
+        loss.item()
+        model.zero_grad()
+
+
+def train(rank: Rank, fault: str) -> None:
+    """Steps, in which rank 1 does something else once."""
+    device, model = begun(rank, timeout=4.0 if fault in ("sleeps", "is killed") else None)
+    if rank.rank == 1:
+        rank.event()
+    try:
+        if rank.rank == 1:
+            if fault == "diverges":
+                model.blocks[2](torch.ones(4, 7, device="sim"))
+            elif fault == "raises":
+                model.blocks[1].register_forward_pre_hook(fail)
+            elif fault == "votes":
+                fullshard.any_failed(failed=True)
+            elif fault == "exits":
+                sys.exit(3)
+            elif fault == "is killed":
+                os._exit(4)
+            elif fault == "sleeps":
+                time.sleep(15)
+            elif fault == "computes":
+                device.slow(0, int(SLOW * 1e6))
+                torch.ones(1, device="sim")
+                time.sleep(0.5)  # until the stream has begun with it
+                device.slow(0, 0)
+        steps(model)
+    except RuntimeError as failure:
+        rank.raised(failure)
+        if fault == "raises" and rank.rank == 1:
+            time.sleep(15)
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("bad batch")
+
+
+def check_all_raise(job: Job, text: str, seconds: float, *, but: tuple[int, ...] = ()) -> None:
+    texts = set()
+    for one in job:
+        if one.rank not in but:
+            assert one.raised.startswith("StateError: "), f"rank {one.rank}\n{job}"
+            assert re.search(text, one.raised), f"rank {one.rank}: {one.raised}\n{job}"
+            assert one.seconds < soon(seconds), f"rank {one.rank} took {one.seconds:.1f} seconds\n{job}"
+            texts.add(one.raised)
+    assert len(texts) == 1, f"ranks raised different texts\n{job}"
+
+
+TEXTS = {
+    "diverges": ("Ranks diverged at collective", SOON, ()),
+    "raises": ("rank 1 raised RuntimeError: bad batch in 'blocks.1' forward", SOON, (1,)),
+    "votes": (r"rank 1 is in fullshard.any_failed\(\) while rank", SOON, (1,)),
+    "exits": ("rank 1 ended the program while rank", SOON, (1,)),
+    "is killed": (r"waited 4 seconds \(CheckPolicy.timeout\) in collective .*rank 1: does not answer", 4.0 + SOON, (1,)),
+    "sleeps": (r"waited 4 seconds \(CheckPolicy.timeout\) in collective", 4.0 + SOON, (1,)),
+}
+
+
+@pytest.mark.parametrize("fault", TEXTS)
+def test_a_hang_is_named_on_all_ranks(fault: str) -> None:
+    text, seconds, but = TEXTS[fault]
+    lives = but if fault in ("raises", "sleeps", "votes") else ()
+    for job in together([partial(run_job, train, size, fault=fault, lives=lives) for size in (2, 3)], at_once=2):
+        check_all_raise(job, text, seconds, but=but)
+        assert all("abort their process groups" in one.raised for one in job if one.rank not in but)
+
+
+def test_a_rank_that_computes_for_long_is_waited_for() -> None:
+    """Its device has queued collectives for many times the patience of the others, and nothing is wrong."""
+    for job in together([partial(run_job, train, size, fault="computes") for size in (2, 3)], at_once=2):
+        for one in job:
+            assert one.code == 0 and not one.raised, job
+            assert one.ended is not None and one.ended > SLOW - 1, job
