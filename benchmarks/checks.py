@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
 from fullshard import CheckPolicy
-from fullshard.checks.local_state import WaitState
+from fullshard.checks.state import WaitState
 from fullshard.core.communicator import Communicator
 from fullshard.frontend.module import units_of
 from fullshard.frontend.step_entries import StepEntries

@@ -14,8 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fullshard.checks.board import NOW, StateStore
 from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, UnitName
+from fullshard.checks.store import MAX_WOKEN, StateStore
 from fullshard.checks.watchdog import Watchdog
 
 TICK = 0.1  # seconds
@@ -70,7 +70,7 @@ class Job:
     def __init__(self, ranks: int) -> None:
         self.store = Store()
         every = tuple(range(ranks))
-        self.rung: dict[int, int] = {}
+        self.rung: set[int] = set()
         self.boards = [StateStore(self.store, rank, ranks) for rank in every]
         self.watches = [Watchdog(board, lambda: self.store.now) for board in self.boards]
         self.ledgers = [CollectiveLog("all", every, rank) for rank in every]
@@ -86,9 +86,8 @@ class Job:
         self.store.requests.clear()
         self.store.bytes.clear()
 
-    def ring(self, ranks: Sequence[int], urgency: int = NOW) -> None:
-        for rank in ranks:
-            self.rung[rank] = max(urgency, self.rung.get(rank, 0))
+    def ring(self, ranks: Sequence[int]) -> None:
+        self.rung.update(ranks[:MAX_WOKEN])
 
     def wait(self, actions: Mapping[int, str]) -> None:
         """Make all ranks wait in an all-gather, except for the ranks in `actions`.
@@ -107,7 +106,8 @@ class Job:
         while self.store.now < begin + seconds:
             self.store.now = round(self.store.now + TICK, 3)
             for rank, watch in enumerate(self.watches):
-                watch.check(self.rung.pop(rank, 0) if self.rung else 0)
+                watch.check(rank in self.rung)
+                self.rung.discard(rank)
             if until_verdict and any(ledger.desync_error is not None for ledger in self.ledgers):
                 return self.store.now - begin
         return None

@@ -29,9 +29,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
 from fullshard import CheckPolicy, StateError
-from fullshard.checks.board import NOW, StateStore
 from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, UnitName, find_desync, listed
-from fullshard.checks.local_state import WaitState
+from fullshard.checks.state import WaitState
+from fullshard.checks.store import StateStore
 from fullshard.checks.watchdog import Watchdog
 from fullshard.frontend.module import units_of
 
@@ -158,7 +158,7 @@ class Job:
 
     def __init__(self, size: int) -> None:
         self.now, self.store = 100.0, dist.HashStore()
-        self.rung: dict[int, int] = {}
+        self.rung: set[int] = set()
         self.boards = [StateStore(self.store, rank, size) for rank in range(size)]
         self.watches = [Watchdog(board, lambda: self.now) for board in self.boards]
         self.ledgers = [CollectiveLog("all", range(size), rank) for rank in range(size)]
@@ -167,15 +167,16 @@ class Job:
             board.wake = self.ring  # type: ignore[method-assign]
             watch.add(ledger, start=False)
 
-    def ring(self, ranks: Sequence[int], urgency: int = NOW) -> None:
-        self.rung.update(dict.fromkeys(ranks, urgency))
+    def ring(self, ranks: Sequence[int]) -> None:
+        self.rung.update(ranks)
 
     def run(self, seconds: float, *, dead: Sequence[int] = ()) -> None:
         for _ in range(round(seconds * 10)):
             self.now += 0.1
             for rank, watch in enumerate(self.watches):
                 if rank not in dead:
-                    watch.check(self.rung.pop(rank, 0))
+                    watch.check(rank in self.rung)
+                    self.rung.discard(rank)
 
     def said(self, rank: int) -> str:
         watch, ledger = self.watches[rank], self.ledgers[rank]

@@ -1,18 +1,26 @@
-"""Diagnose why a collective will never complete: ranks diverged, raised, ended or wait in any_failed(), or a timeout."""
+"""Why a collective will never complete: ranks diverged, raised, ended or wait in any_failed(), or a timeout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
-from fullshard.checks import verdicts
-from fullshard.checks.board import StateStore
-from fullshard.checks.collective_log import CollectiveLog, LoggedCall, find_desync
-from fullshard.checks.local_state import ANY_FAILED_PREFIX, LocalState, WaitState
+from fullshard.checks.collective_log import CollectiveLog, LoggedCall, find_desync, listed
 from fullshard.checks.notices import REQUEST_INTERVAL, Notices
-from fullshard.checks.records import Records, Window
-from fullshard.checks.status import ENDED, IN_ANY_FAILED, RAISED, Position
-from fullshard.checks.turns import FEW, READERS, TICK, RateLimiter
+from fullshard.checks.state import (
+    ANY_FAILED_PREFIX,
+    ENDED,
+    IN_ANY_FAILED,
+    RAISED,
+    WAITING,
+    LocalState,
+    Position,
+    RankStatus,
+    WaitState,
+)
+from fullshard.checks.store import RateLimiter, Records, StateStore, Window
 
+_KINDS = 4  # maximum number of different histories to read at once
 _GRACE = 0.5  # seconds to wait for the positions of all ranks after ranks were found to diverge
 _RAISED_SECONDS = 2.0  # minimum seconds to wait for a rank that raised, because it may continue
 
@@ -24,14 +32,11 @@ class Diagnosis:
 
     def __init__(self, store: StateStore, local: LocalState, records: Records, limiter: RateLimiter, notices: Notices) -> None:
         self._store, self._local, self._records, self._limiter, self._notices = store, local, records, limiter, notices
-        self._cached: tuple[str, float, Positions] = "", 0.0, {}  # key of a log, expiry, positions
         self._found: dict[tuple[str, int], float] = {}  # (key of a log, epoch) -> time at which ranks were found to diverge
 
     def of(self, log: CollectiveLog, concerned: Sequence[WaitState], now: float) -> str | None:
         """Return the verdict on a log; None if its collectives may complete. `concerned` has the threads that wait long."""
-        key, until, positions = self._cached
-        if key != log.key or now > until:
-            positions = self._records.positions(log)
+        positions = self._records.positions(log)
         text = self._diagnose_desync(log, positions, now)
         for state in concerned:
             call = state.waits_in(log)
@@ -44,28 +49,28 @@ class Diagnosis:
     ) -> str | None:
         """Return why the wait of one thread will not end; None if it may end."""
         records, rank = self._records, self._local.rank
-        here, stuck = verdicts.waits_in(rank, call), state.seconds_waiting(now)
+        here, stuck = wait_text(rank, call), state.seconds_waiting(now)
         ended = [other for other, position in positions.items() if position.flags & ENDED]
         if ended:
-            return verdicts.ended(ended, records.statuses(log, ended[: verdicts.MAX_NAMED]), here)
+            return ended_text(ended, records.statuses(log, ended[:MAX_NAMED]), here)
         if not log.name.startswith(ANY_FAILED_PREFIX):
             # A host that runs ahead of its device may be in any_failed() while the device is still to compute for long.
             patient = log.abort is not None or stuck <= max(REQUEST_INTERVAL, state.patience)
             voting = self._others_in_any_failed(log, positions, call, patient=patient)
             if voting:
-                return verdicts.in_any_failed(voting, here)
+                return any_failed_text(voting, here)
         # only positions published during this wait show that a rank raised: an older one may have continued since
         request, when = self._notices.last_request
         fresh = {other: position for other, position in positions.items() if when >= now - stuck and position.has_read(request)}
         if stuck > max(_RAISED_SECONDS, state.patience):
             raised = [other for other, position in fresh.items() if position.flags & RAISED and position.count < call.number]
-            text = verdicts.raised(records.statuses(log, raised[: verdicts.MAX_NAMED]), here)
+            text = raised_text(records.statuses(log, raised[:MAX_NAMED]), here)
             if text is not None:
                 return text
         if state.timeout is not None and stuck > state.timeout:
             late = stuck - state.timeout
             if len(fresh) == len(log.ranks) - 1 or late > REQUEST_INTERVAL:
-                return verdicts.timed_out(rank, state.timeout, call, self.peer_statuses(log, positions))
+                return timeout_text(rank, state.timeout, call, self.peer_statuses(log, positions))
         return None
 
     def _others_in_any_failed(self, log: CollectiveLog, positions: Positions, call: LoggedCall, *, patient: bool) -> list[int]:
@@ -80,7 +85,7 @@ class Diagnosis:
             if position.flags & IN_ANY_FAILED and not (patient and position.count >= call.number)
         ]
         found = []
-        for rank, status in self._records.statuses(log, ranks[: verdicts.MAX_NAMED]).items():
+        for rank, status in self._records.statuses(log, ranks[:MAX_NAMED]).items():
             if status.any_failed is not None:
                 key, number, members = status.any_failed
                 mine = self._local.logs.get(key)
@@ -92,7 +97,7 @@ class Diagnosis:
 
     def _diagnose_desync(self, log: CollectiveLog, positions: Positions, now: float) -> str | None:
         """Return the verdict on ranks that diverged; None if no difference was published."""
-        windows = self._windows(log, positions, now)
+        windows = self._windows(log, positions)
         found = find_desync(windows)
         if found is None:
             return None
@@ -104,48 +109,35 @@ class Diagnosis:
         since = self._found.setdefault((log.key, log.epoch), now)
         if sum(map(len, all_ranks.values())) < len(log.ranks) and now < since + max(_GRACE, self._store.period):
             return None  # more positions may arrive soon, and the verdict should name all ranks
-        return verdicts.diverged(number, all_ranks)
+        return diverged_text(number, all_ranks)
 
-    def _windows(self, log: CollectiveLog, positions: Positions, now: float) -> dict[int, Window]:
+    def _windows(self, log: CollectiveLog, positions: Positions) -> dict[int, Window]:
         """Return the recent calls of this rank, and of other ranks whose calls may differ.
 
-        Ranks with equal counts and hashes made the same calls, so the calls of one of them are read for all. Of the ranks whose
-        position is in no history known here, one per count and hash is requested to publish its calls.
+        Ranks with equal counts and hashes made the same calls, so the calls of one of them are read for all.
         """
         rank = self._local.rank
         windows = {rank: log.recent_calls()}
         known = {number: digest for number, digest, _ in windows[rank]}
         here = max(known, default=0)
         top = max(positions, key=lambda other: positions[other].count, default=rank)
-        chosen: list[int] = []
         if top in positions and positions[top].count > here:  # the history after this rank's last call
-            chosen = [top]
-            windows |= self._records.windows(log, chosen)
+            windows |= self._records.windows(log, [top])
             known |= {number: digest for number, digest, _ in windows.get(top, ()) if number > here}
         kinds: dict[tuple[int, int], int] = {}
         for other, position in sorted(positions.items()):
             if known.get(position.count, position.hash) != position.hash:
                 kinds.setdefault((position.count, position.hash), other)
-        if kinds:
-            chosen += list(kinds.values())[:READERS]
-            windows |= self._records.windows(log, list(kinds.values())[:READERS])
-        lacking = [
-            other for other in chosen if positions[other].hash not in {digest for _, digest, _ in windows.get(other, ())}
-        ]
-        if lacking and len(log.ranks) > FEW:
-            self._notices.request_calls(lacking)
-            self._limiter.postpone_read(log, now + 2 * TICK)  # reading all positions again takes long, so they are cached
-            self._cached = log.key, now + 4 * TICK, positions
-        return windows
+        return windows | self._records.windows(log, list(kinds.values())[:_KINDS])
 
     # --- states of the other ranks ---
 
     def peer_statuses(self, log: CollectiveLog, positions: Positions) -> str:
         """Return the states of the other ranks, as published since the last request."""
         others = [rank for rank in log.ranks if rank != self._local.rank]
-        named = verdicts.ranks_to_name(others, positions)
+        named = ranks_to_name(others, positions)
         statuses = self._records.statuses(log, named)
-        return verdicts.peer_statuses(named, len(others), positions, statuses, self._notices.last_request[0])
+        return statuses_text(named, len(others), positions, statuses, self._notices.last_request[0])
 
 
 def _ranks_with_history(window: Window, number: int, positions: Positions, rank: int) -> list[int]:
@@ -154,4 +146,111 @@ def _ranks_with_history(window: Window, number: int, positions: Positions, rank:
     return [rank, *(other for other, position in positions.items() if digests.get(position.count) == position.hash)]
 
 
-__all__ = ["Diagnosis"]
+# --- texts: statuses in, text out ---
+
+MAX_NAMED = 64  # maximum number of ranks to name in one text
+
+_ADVICE_ON_UNITS = (
+    "All ranks must run the same units in the same order. On a rank with nothing to compute for a unit, call its join(). If "
+    "some ranks may have raised, call any_failed() on all ranks."
+)
+_ADVICE_ON_WRITES = (
+    "All ranks must make the same optimizer steps, loads and writes to their shards. Make them on all ranks, or change full "
+    "parameters in fullshard.full_params()."
+)
+# texts of steps and writes, such as "mul_() of 'weight' of 'layers.0'"
+_WRITES = re.compile(r"\.step\(\) of |load_state_dict\(\)|\w+\(\) of '[^']*' of '|assignment to|added to the gradients")
+
+
+def diverged_text(number: int, calls: Mapping[str, Sequence[int]]) -> str:
+    """Return the text for ranks that made different calls. `calls` has the ranks of each call text.
+
+    >>> text = diverged_text(2, {"all_gather of 'b' (forward)": [0], "all_gather of 'c' (forward)": [1, 2]})
+    >>> text[: text.index(". ")]
+    "Ranks diverged at collective 2: rank 0 ran all_gather of 'b' (forward); ranks 1 and 2 ran all_gather of 'c' (forward)"
+    """
+    texts = "; ".join(f"{listed(ranks)} ran {text}" for text, ranks in calls.items())
+    if len(calls) == 1:  # the texts are equal, but the hashes differ
+        texts += ", but with different parameters, shapes or dtypes, or after different collectives"
+    return f"Ranks diverged at collective {number}: {texts}. {_ADVICE_ON_WRITES if _has_write(calls) else _ADVICE_ON_UNITS}"
+
+
+def _has_write(calls: Iterable[str]) -> bool:
+    """Return True if a call writes to shards or gradients instead of communicating."""
+    return any(_WRITES.search(text) for text in calls)
+
+
+def wait_text(rank: int, call: LoggedCall) -> str:
+    """Return the clause for this rank, which waits in `call`."""
+    return f"rank {rank} waits in {call}"
+
+
+def ended_text(ranks: Sequence[int], statuses: Mapping[int, RankStatus], here: str) -> str:
+    """Return the text for ranks that ended the program while this rank waits for them."""
+    last = "; ".join(f"{listed([rank])}: {status}" for rank, status in statuses.items())
+    return f"{listed(ranks)} ended the program while {here}. {last}"
+
+
+def any_failed_text(ranks: Sequence[int], here: str) -> str:
+    """Return the text for ranks that wait in any_failed() while this rank waits for them."""
+    return (
+        f"{listed(ranks)} {'is' if len(ranks) == 1 else 'are'} in fullshard.any_failed() while {here}. "
+        "The step failed or ended early there. Call any_failed() on all ranks."
+    )
+
+
+def raised_text(statuses: Mapping[int, RankStatus], here: str) -> str | None:
+    """Return the text for ranks that raised and did not continue; None if no status has an exception."""
+    reasons = [f"{listed([rank])} raised {status.exception}" for rank, status in statuses.items() if status.exception]
+    if not reasons:
+        return None
+    return (
+        f"{'; '.join(reasons)}, while {here}. The step failed there. End the program, or call any_failed() on "
+        "all ranks to skip the step together."
+    )
+
+
+def timeout_text(rank: int, timeout: float, call: LoggedCall, there: str) -> str:
+    """Return the text for this rank, which waited longer than its timeout. `there` has the states of the other ranks."""
+    return f"rank {rank} waited {timeout:g} seconds (CheckPolicy.timeout) in {call}. {there}"
+
+
+def ranks_to_name(others: Sequence[int], positions: Mapping[int, Position]) -> list[int]:
+    """Return at most MAX_NAMED ranks to name in a text. Ranks that do not wait come first: the others wait for them."""
+    waiting = [rank for rank in others if rank in positions and positions[rank].flags & WAITING]
+    awaited = [rank for rank in others if rank not in waiting]
+    return sorted([*awaited, *waiting][:MAX_NAMED])
+
+
+def statuses_text(
+    named: Sequence[int], others: int, positions: Mapping[int, Position], statuses: Mapping[int, RankStatus], request: int
+) -> str:
+    """Return the text with the states of other ranks.
+
+    Args:
+        named: ranks to name.
+        others: number of other ranks.
+        positions: published positions of the ranks.
+        statuses: published statuses of the ranks.
+        request: number of the notice that requested the positions; a rank that has not read it does not answer.
+
+    >>> statuses_text([1], 1, {1: Position(3, 0, notices_read=4)}, {}, request=4), statuses_text([1], 1, {}, {}, request=4)
+    ('rank 1: waiting, at collective 3', 'rank 1: does not answer')
+    """
+    by_text: dict[str, list[int]] = {}
+    for rank in named:
+        position, status = positions.get(rank), statuses.get(rank)
+        if position is not None and position.flags & ENDED:
+            text = "ended the program" if status is None else f"ended the program, last status: {status}"
+        elif position is None or not position.has_read(request):
+            text = "does not answer" if status is None else f"does not answer, last status: {status}"
+        else:  # with many ranks, a waiting rank publishes its position only
+            text = f"waiting, at collective {position.count}" if status is None else str(status)
+        by_text.setdefault(text, []).append(rank)
+    texts = "; ".join(f"{listed(ranks)}: {text}" for text, ranks in by_text.items())
+    return texts if len(named) == others else f"{texts}; and {others - len(named)} more"
+
+
+__all__ = [
+    "Diagnosis",
+]

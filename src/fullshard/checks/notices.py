@@ -1,4 +1,4 @@
-"""Notices to all ranks: requests for positions, requests for recent calls, verdicts on logs."""
+"""Notices to all ranks (requests and verdicts), and how the waits of a closed log end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,133 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from fullshard.checks.board import RATE_LIMITED, StateStore
-from fullshard.checks.closing import MAX_WOKEN, ClosedLogs
 from fullshard.checks.collective_log import CollectiveLog
-from fullshard.checks.local_state import LocalState, WaitState
-from fullshard.checks.records import Records
-from fullshard.checks.status import Position
-from fullshard.checks.turns import TICK, RateLimiter
+from fullshard.checks.state import LocalState, Position, WaitState
+from fullshard.checks.store import BYTES, TICK, RateLimiter, Records, StateStore
+from fullshard.comm.gloo import P2PChannel, PostedMessages, channels
+
+_ABORT_SECONDS = 1.0  # seconds for which a call of a closed log may still complete, because all ranks have queued it
+
+
+@dataclass(slots=True, eq=False)
+class _Closing:
+    """Closed log with ranks that may still wait for its messages."""
+
+    log: CollectiveLog
+    epoch: int
+    channels: list[P2PChannel]  # kept alive here, because the model may be freed meanwhile
+    drained: set[int] = field(default_factory=set)  # ranks whose pending messages are completed
+    next: float = 0.0  # time at which to read the needs of the other ranks
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.drained) >= len(self.log.ranks) - 1
+
+
+class ClosedLogs:
+    """Ends the waits of closed logs.
+
+    Messages with tags: each rank publishes the messages that it waits for, its needs. The other ranks exchange dummy data for
+    them. They do so in closed logs only: in an open log, a rank would use dummy data as real data.
+
+    Collectives without tags on an asynchronous device (nccl): each rank aborts its own process groups if a collective of the
+    log does not complete.
+    """
+
+    def __init__(self, store: StateStore, local: LocalState, records: Records, limiter: RateLimiter) -> None:
+        self._store, self._local, self._records, self._limiter = store, local, records, limiter
+        self._closing: dict[str, _Closing] = {}
+        self._stalled: dict[tuple[str, int], float] = {}  # (key of a log, epoch) -> time of its first stalled call
+
+    def update_closed(self) -> bool:
+        """Add logs that any thread closed, and remove reopened ones. Return True if a log was added."""
+        new = False
+        for key, log in list(self._local.logs.items()):
+            closing = self._closing.get(key)
+            if log.desync_error is None:
+                self._closing.pop(key, None)
+            elif closing is None or closing.epoch != log.epoch:
+                self._publish_needs(log)
+                new = True
+        return new
+
+    def _publish_needs(self, log: CollectiveLog) -> None:
+        """Publish the messages that this rank still waits for."""
+        if not log.tagged:
+            return  # without tags, other ranks cannot complete single messages
+        self._closing[log.key] = _Closing(log, log.epoch, channels())
+        needs = {channel.name: [(posted.tag, posted.sizes) for posted in channel.under_way(log.name)] for channel in channels()}
+        with contextlib.suppress(Exception):
+            self._records.publish_needs(log, {name: posted for name, posted in needs.items() if posted})
+            others = [rank for rank in log.ranks if rank != self._local.rank]
+            self._store.wake(others)
+
+    def republish_needs(self) -> None:
+        """Publish the needs of all closed logs again."""
+        for log in self._local.all_logs():
+            if log.desync_error is not None:
+                self._publish_needs(log)
+
+    def schedule_read(self, now: float) -> None:
+        """Read the needs of the other ranks at the next check, because a rank woke this one."""
+        for closing in self._closing.values():
+            closing.next = now
+
+    def drain_due(self, now: float) -> None:
+        """Complete messages of the closed logs whose needs are due to be read."""
+        for closing in self._closing.values():
+            if now >= closing.next and not closing.is_over:
+                ranks = len(closing.log.ranks)
+                # every rank reads the needs of every rank, so the interval grows with the square of their number
+                closing.next = now + max(TICK, ranks * ranks * 200 / BYTES)
+                self._drain(closing)
+
+    def abort_stalled(self, now: float) -> None:
+        """Abort the process groups of closed logs of which the device cannot complete a call."""
+        stalled: dict[tuple[str, int], float] = {}
+        for log in self._local.all_logs():
+            if log.desync_error is not None and log.abort is not None and self._local.waiting_in(log) is not None:
+                since = stalled[log.key, log.epoch] = self._stalled.get((log.key, log.epoch), now)
+                if now >= since + _ABORT_SECONDS:
+                    abort, log.abort = log.abort, None
+                    abort()
+        self._stalled = stalled
+
+    def drain_all(self, log: CollectiveLog) -> None:
+        """Complete all pending messages of a closed log. All other ranks must have published their needs."""
+        closing = self._closing.get(log.key)
+        if closing is not None:
+            closing.drained.clear()
+            closing.channels = channels()
+            self._drain(closing)
+
+    def _drain(self, closing: _Closing) -> None:
+        """Exchange dummy data for messages that other ranks wait for and that this rank will not take part in."""
+        log = closing.log
+        pending = [rank for rank in log.ranks if rank != self._local.rank and rank not in closing.drained]
+        for rank, record in self._records.needs(log, pending).items():
+            try:
+                needs = {
+                    name: [PostedMessages(log.name, int(tag), tuple(map(int, sizes))) for tag, sizes in messages]
+                    for name, messages in record[0].items()
+                }
+            except (ValueError, TypeError, IndexError, AttributeError) as wrong:
+                self._records.warn_unreadable(f"'needs' of rank {rank}", wrong)
+                continue
+            closing.drained.add(rank)
+            for channel in closing.channels:
+                if rank in channel.members and channel.name in needs:
+                    too_long = 0
+                    with contextlib.suppress(RuntimeError):  # the rank disconnected, so it waits for nothing
+                        too_long = channel.drain_peer(channel.members.index(rank), needs[channel.name], log.largest_message)
+                    if too_long:
+                        what = f"a message of {too_long} bytes of rank {rank}"
+                        self._records.warn_unreadable(what, ValueError("longer than any message of the log"))
+        if closing.is_over:
+            closing.channels.clear()
+
 
 REQUEST_INTERVAL = 5.0  # seconds between two requests for positions, and to wait for the replies
 _ABORTED = (
@@ -91,7 +210,7 @@ class Notices:
         if log.desync_error is None:  # the notice was not read in time
             self.close(log, text)
         with contextlib.suppress(Exception):
-            self._store.wake(log.ranks[:MAX_WOKEN], self._limiter.urgency)
+            self._store.wake(log.ranks)
 
     # --- reading ---
 
@@ -104,15 +223,13 @@ class Notices:
                 self._handle(number, *json.loads(notice))
             except (ValueError, TypeError, IndexError) as wrong:
                 self._records.warn_unreadable("a notice", wrong)
-        if self._records.calls_requested or not self._records.has_published_notices_read():
+        if not self._records.has_published_notices_read():
             self._records.publish(self._records.changed())
 
     def _handle(self, number: int, kind: str, *rest: object) -> None:
         if kind == "ask":
             self.last_request = number, self.clock()
             self.follow_peers()
-        elif kind == "show":
-            self._records.calls_requested = self._records.calls_requested or self._local.rank in rest[0]  # type: ignore[operator]
         elif kind == "verdict":
             key, epoch, text = str(rest[0]), int(rest[1]), str(rest[2])  # type: ignore[call-overload]
             log = self._local.logs.get(key)
@@ -132,7 +249,7 @@ class Notices:
         number = self._store.post(json.dumps(["ask", self._local.rank]).encode())
         self.last_request = number, now
         others = sorted({rank for log in self._local.all_logs() for rank in log.ranks if rank != self._local.rank})
-        self._store.wake(others[:MAX_WOKEN], self._limiter.urgency)
+        self._store.wake(others)
         return number
 
     def request_or_wake_readers(self, now: float) -> None:
@@ -142,12 +259,7 @@ class Notices:
             self.request_positions(now)
             return
         self.last_request = self.last_request[0], now
-        self._store.wake(sorted({rank for log in logs for rank in self._limiter.readers(log)}), RATE_LIMITED)
-
-    def request_calls(self, ranks: Sequence[int]) -> None:
-        """Request the recent calls of `ranks`."""
-        self._store.post(json.dumps(["show", ranks]).encode())
-        self._store.wake(ranks)
+        self._store.wake(sorted({rank for log in logs for rank in self._limiter.readers(log)}))
 
     def iter_positions(
         self,
@@ -181,4 +293,8 @@ class Notices:
                 return
 
 
-__all__ = ["REQUEST_INTERVAL", "Notices"]
+__all__ = [
+    "REQUEST_INTERVAL",
+    "ClosedLogs",
+    "Notices",
+]

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from fullshard import _torch
-from fullshard.checks.board import NOW, StateStore
-from fullshard.checks.closing import ClosedLogs
 from fullshard.checks.collective_log import CollectiveLog, LoggedCall, headline
 from fullshard.checks.diagnosis import Diagnosis
-from fullshard.checks.local_state import LocalState, WaitState
-from fullshard.checks.notices import REQUEST_INTERVAL, Notices
-from fullshard.checks.records import Records
-from fullshard.checks.signals import SignalListener
-from fullshard.checks.status import ENDED, RAISED, Position
-from fullshard.checks.turns import TICK, RateLimiter
+from fullshard.checks.notices import REQUEST_INTERVAL, ClosedLogs, Notices
+from fullshard.checks.state import ENDED, RAISED, LocalState, Position, WaitState
+from fullshard.checks.store import TICK, RateLimiter, Records, StateStore, open_wakeup_socket
+from fullshard.comm.process_groups import release
 
 EXIT_SECONDS = 2.0  # maximum seconds to wait for replies, and for a thread, when the program ends
 
@@ -112,14 +111,14 @@ class Watchdog:
 
     # --- check ---
 
-    def check(self, urgency: int = 0) -> None:
-        """Check this rank and, if a wait is long, the other ranks. `urgency` is that of the wake-up, 0 for none."""
+    def check(self, woken: bool = False) -> None:
+        """Check this rank and, if a wait is long or another rank woke this one, the other ranks."""
         now = self._clock()
         with self._lock:
             if self._report_wanted or PROCESS.signals.take():
                 self._report_wanted = False
                 self._report()
-            if urgency:
+            if woken:
                 self._notices.follow_peers()
                 self._closed.schedule_read(now)
             for state in self._local.waits():
@@ -130,18 +129,18 @@ class Watchdog:
             self._notices.update_closed()
             self._closed.abort_stalled(now)
             if waits or self._notices.is_following(now):
-                self._follow(now, concerned, at_once=urgency == NOW or not self._store.many)
+                self._follow(now, concerned)
             else:
                 self._limiter.reset_reads()
                 if self._records.has_announcement and self._limiter.try_send(now):
                     self._records.publish_announcement()
 
-    def _follow(self, now: float, concerned: Sequence[WaitState], *, at_once: bool) -> None:
+    def _follow(self, now: float, concerned: Sequence[WaitState]) -> None:
         """Exchange states with the other ranks, because some rank waits."""
-        if at_once:
-            self._publish_and_read(now, concerned)
-        else:
+        if self._store.many:
             self._publish_and_read_when_due(now, concerned)
+        else:
+            self._publish_and_read(now, concerned)
         for log in self._local.all_logs():
             if self._limiter.try_read(log, now):
                 self._diagnose(log, [state for state in concerned if state.waits_in(log)], now)
@@ -233,7 +232,6 @@ class Watchdog:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with self._lock:
-                self._records.calls_requested = True
                 self._records.publish(self._records.changed())
                 self._notices.read_notices()
                 if log.desync_error is None and self._limiter.is_reader(log):
@@ -284,12 +282,12 @@ class Watchdog:
 
     # --- for its thread ---
 
-    def wait_for_wakeup(self, ended: threading.Event) -> int:
-        """Sleep until the next check or a wake-up. Return the urgency of the wake-up, 0 for none."""
+    def wait_for_wakeup(self, ended: threading.Event) -> bool:
+        """Sleep until the next check or a wake-up. Return True if another rank woke this one."""
         if self._store.wakeup_socket is not None:
             return self._store.wakeup_socket.wait(TICK, PROCESS.signals.files)
         ended.wait(TICK)
-        return 0
+        return False
 
 
 class WatchThread:
@@ -326,11 +324,11 @@ class WatchThread:
         failures = 0
         while not self._ended.is_set():
             try:
-                urgency = self._watchdog.wait_for_wakeup(self._ended)
+                woken = self._watchdog.wait_for_wakeup(self._ended)
                 if _torch.default_store() is not PROCESS.store:
-                    return PROCESS.on_destroyed(self._watchdog)
+                    return PROCESS.end_destroyed(self._watchdog)
                 if not self._ended.is_set():
-                    self._watchdog.check(urgency)
+                    self._watchdog.check(woken)
                 failures = 0
             except _torch.NetworkError:  # the store cannot be reached: its rank ended
                 return
@@ -344,15 +342,81 @@ class WatchThread:
                     return
 
 
-class ProcessState:
-    """State that a process has once.
+class SignalListener:
+    """Listener for SIGUSR1, unless the program has a handler for it already.
+
+    Python runs signal handlers in the main thread only, and not while that thread waits in C++ for a collective. But Python's
+    C handler writes the number of the signal to the wake-up pipe at once, so the watchdog thread reads the pipe.
+    """
+
+    def __init__(self) -> None:
+        self._reader: int | None = None
+        self._writer: int | None = None
+        self._report: Callable[[], None] = _nothing
+
+    def listen(self, report: Callable[[], None]) -> None:
+        """Install the handler and the pipe. The handler calls `report` if the pipe is missing or replaced by other code."""
+        self._report = report
+        if threading.current_thread() is not threading.main_thread() or _torch.is_handled(signal.SIGUSR1):
+            return
+        signal.signal(signal.SIGUSR1, self._on_signal)
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if before == -1:
+            self._reader, self._writer = reader, writer
+        else:
+            signal.set_wakeup_fd(before)
+            os.close(reader)
+            os.close(writer)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        """Call `report`, unless the signal went through the pipe, where the watchdog has read it already."""
+        # runs in the main thread, once that thread executes Python again
+        current = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(current)
+        if self._writer is None or current != self._writer:
+            self._report()
+
+    @property
+    def files(self) -> Sequence[int]:
+        """File descriptors that are readable after a signal."""
+        return () if self._reader is None else (self._reader,)
+
+    def take(self) -> bool:
+        """Return True if the signal arrived since the last call."""
+        if self._reader is None:
+            return False
+        try:
+            return signal.SIGUSR1 in os.read(self._reader, 4096)
+        except BlockingIOError:
+            return False
+
+    def end(self) -> None:
+        """Ignore the signal: at exit, Python restores the default handler, which would end the process."""
+        if signal.getsignal(signal.SIGUSR1) == self._on_signal:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def forget(self) -> None:
+        """Drop the pipe in a forked process, because it belongs to the parent."""
+        if self._writer is not None and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+        self._reader = self._writer = None
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Process:
+    """The watchdog of this process: created with its process group, ended with the group or the program.
 
     Attributes:
         watchdog: watchdog of the current process group.
         store: store of the current process group.
         threads: threads of this watchdog and of earlier ones.
         signals: listener for SIGUSR1, which requests a report.
-        on_destroyed: called in the thread of a watchdog after its process group was destroyed.
     """
 
     def __init__(self) -> None:
@@ -360,14 +424,71 @@ class ProcessState:
         self.store: object = None
         self.threads: list[threading.Thread] = []
         self.signals = SignalListener()
-        self.on_destroyed: Callable[[Watchdog], None] = Watchdog.end
+        self._lock = threading.Lock()
+        self._generation = 0  # number of process groups that had a watchdog; part of the key prefix in the store
+
+    def watchdog_of(self, store: Any) -> Watchdog:
+        """Return the watchdog of a store, which is a new one for a new store."""
+        before: Watchdog | None = None
+        with self._lock:
+            if self.watchdog is None or self.store is not store:
+                if not self._generation:  # here and not at import, which changes nothing in the process
+                    os.register_at_fork(after_in_child=self.forget)
+                    atexit.register(self.end)
+                before = self.watchdog
+                own = _torch.own_store(store, f"fullshard/{self._generation}")
+                self._generation += 1
+                self.watchdog = Watchdog(StateStore(own, _torch.global_rank(), _torch.world_size(), open_wakeup_socket(store)))
+                self.store = store
+                self.signals.listen(self._request_report)
+            found = self.watchdog
+        if before is not None:  # the watchdog of a process group that was destroyed a moment ago
+            before.end()
+            release()
+        return found
+
+    def _request_report(self) -> None:
+        watchdog = self.watchdog
+        if watchdog is not None:
+            watchdog.request_report()
+
+    def end_destroyed(self, watchdog: Watchdog) -> None:
+        """End the watchdog of a destroyed process group, and close its connections, which the other ranks notice."""
+        watchdog.end()
+        with self._lock:
+            if self.watchdog is watchdog:
+                self.watchdog = self.store = None
+        release()
+
+    def end(self) -> None:
+        """End the watchdog at the exit of Python."""
+        self.signals.end()
+        watchdog = self.watchdog  # read once: its thread may set it to None at any time
+        if watchdog is not None:
+            if _torch.ends_by_collective():
+                watchdog.report_at_end()
+            watchdog.end()
+        # A thread may be ending because its process group was destroyed. Python would abort if it exited before the thread.
+        for thread in self.threads:
+            thread.join(EXIT_SECONDS)
 
     def forget(self) -> None:
-        """Reset the state in a forked process: thread, connection and pipe belong to the parent."""
+        """Reset the state in a forked process: thread, connection, pipe and lock belong to the parent."""
         self.signals.forget()
-        self.watchdog, self.store, self.threads = None, None, []
+        self.watchdog, self.store, self.threads, self._lock = None, None, [], threading.Lock()
 
 
-PROCESS = ProcessState()
+PROCESS = _Process()
 
-__all__ = ["EXIT_SECONDS", "PROCESS", "ProcessState", "WatchThread", "Watchdog"]
+
+def watchdog_of(backend: str) -> Watchdog | None:
+    """Return the watchdog of this process; None if there is nothing to watch.
+
+    There is nothing to watch if the ranks do not communicate (`backend` is torch's "fake" one), are threads of one process
+    (where an exception on one rank ends the others), or have no store.
+    """
+    store = None if backend in ("fake", _torch.THREADED) else _torch.default_store()
+    return None if store is None else PROCESS.watchdog_of(store)
+
+
+__all__ = ["EXIT_SECONDS", "Watchdog", "watchdog_of"]

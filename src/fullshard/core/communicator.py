@@ -16,9 +16,8 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, described, headline
-from fullshard.checks.local_state import WaitState
-from fullshard.checks.process import watchdog_of
-from fullshard.checks.watchdog import Watchdog
+from fullshard.checks.state import WaitState
+from fullshard.checks.watchdog import Watchdog, watchdog_of
 from fullshard.comm.backends import collectives_for
 from fullshard.comm.base import StartedWork
 from fullshard.comm.gloo import MessageTag, PeerLost

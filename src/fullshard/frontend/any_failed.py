@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, UnitName, headline
-from fullshard.checks.local_state import ANY_FAILED_PREFIX, WaitState
-from fullshard.checks.process import watchdog_of
-from fullshard.checks.watchdog import Watchdog
+from fullshard.checks.state import ANY_FAILED_PREFIX, WaitState
+from fullshard.checks.watchdog import Watchdog, watchdog_of
 from fullshard.comm.backends import collectives_for
 from fullshard.comm.base import Collectives
 from fullshard.comm.gloo import MessageTag, channels
