@@ -9,11 +9,11 @@ Each subpackage describes its purpose and its files in its docstring. A subpacka
     core                   one unit from hook to process group: units, scheduler, groups, parameters, reductions, meshes
     checks                 the collective log, and the watchdog that compares it between ranks
     comm                   transport: process groups, streams, custom collectives, traffic counters
+    _torch                 all private names of torch that fullshard uses, by topic
 
 compat.py    FSDP1's names
 policies.py  MixedPrecisionPolicy, CommPolicy, CheckPolicy, each resolving to a value without None
 errors.py    StateError and InternalError; warnings that are issued once
-_torch.py    all private names of torch that fullshard uses
 __main__.py  python -m fullshard run script.py, python -m fullshard verify module:factory
 """
 

@@ -110,9 +110,9 @@ SHOWN = {  # each order that fullshard makes, by function and kind, and a progra
     ("core/reducer.py drain (wait)", EVENT): "kept memory",
     ("core/unit.py all_gather_copy (run)", EVENT): "offload, gathered and written",
     ("core/unit.py all_gather_copy (wait)", EVENT): "offload, gathered and written",
-    ("_torch.py on_stream", EVENT): "hook on a stream",
-    ("_torch.py wait_for_event", EVENT): "optimizer on a stream",
-    ("_torch.py then_order", EVENT): "backward on a stream",
+    ("_torch/devices.py on_stream", EVENT): "hook on a stream",
+    ("_torch/devices.py wait_for_event", EVENT): "optimizer on a stream",
+    ("_torch/devices.py then_order", EVENT): "backward on a stream",
 }
 IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those that read something wrong raise, and are of no use then
     ("core/heartbeat.py _send (run)", EVENT),

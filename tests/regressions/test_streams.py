@@ -15,6 +15,7 @@ from models import Stack, assert_near, assert_same_parameters, batch, rounding, 
 from torch import Tensor, nn
 
 from fullshard import CommPolicy, StateError, _torch, fully_shard
+from fullshard._torch.c10d import _named
 from fullshard.comm.base import SingleRank
 from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.streams import HostStream
@@ -110,7 +111,7 @@ def test_groups_that_some_ranks_make_alone_are_not_split_from_the_default_one(wo
     bound, dist.group.WORLD.bound_device_id = dist.group.WORLD.bound_device_id, torch.device("cpu", 0)
     try:
         assert c10d._get_split_source(None) is None and len(asked) == 1
-        with _torch._named("alone"):
+        with _named("alone"):
             assert c10d._get_split_source(dist.group.WORLD) is None
         assert len(asked) == 1, "the default group is no source of a group of one's own"
         c10d._get_split_source(None)

@@ -72,7 +72,9 @@ def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     few, many = calls_of_a_step(8), calls_of_a_step(16)
     per_unit = {key: (many[key] - few[key]) / 8 for key in many if many[key] != few[key]}
-    found = {"calls": sum(per_unit.values()), "functions": len(per_unit), "files": len({file for file, _ in per_unit})}
+    # Wrappers of torch's private parts count as one file: the reader of a unit's path needs their names, not their files.
+    files = {"_torch" if Path(file).parent.name == "_torch" else file for file, _ in per_unit}
+    found = {"calls": sum(per_unit.values()), "functions": len(per_unit), "files": len(files)}
     print(json.dumps(found))
 
 

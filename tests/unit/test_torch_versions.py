@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import _torch
+from fullshard._torch import c10d
 from fullshard.comm import backends
 from fullshard.comm.coalesced import CoalescedCollectives
 
@@ -31,12 +32,12 @@ def test_flops_of_attention_are_those_of_its_products() -> None:
 def test_groups_of_our_own_are_made_whatever_torch_asks_of_a_split_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.15 also passes the backend; other threads make their groups meanwhile, and get torch's answer."""
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(_torch._NAMING, "given_source", lambda *args: asked.append(args))
-    _torch._NAMING.split_source("group")
-    _torch._NAMING.split_source("group", "nccl")
+    monkeypatch.setattr(c10d._NAMING, "given_source", lambda *args: asked.append(args))
+    c10d._NAMING.split_source("group")
+    c10d._NAMING.split_source("group", "nccl")
     assert asked == [("group",), ("group", "nccl")]
-    monkeypatch.setattr(_torch._NAMING.of_thread, "name", "ours", raising=False)
-    assert _torch._NAMING.split_source("group", "nccl") is None and len(asked) == 2
+    monkeypatch.setattr(c10d._NAMING.of_thread, "name", "ours", raising=False)
+    assert c10d._NAMING.split_source("group", "nccl") is None and len(asked) == 2
 
 
 @pytest.mark.parametrize(
@@ -91,10 +92,10 @@ def test_every_implementation_of_nccl_is_asked_for_memory_of_messages(monkeypatc
         def _get_backend(self, device: torch.device) -> Backend:
             return Backend()
 
-    monkeypatch.setattr(_torch, "backend_name", lambda group, device: name)
+    monkeypatch.setattr(c10d, "backend_name", lambda group, device: name)
     with pytest.warns(UserWarning, match="allocates no memory for messages on cpu"):
         assert _torch.process_group_memory(Group(), torch.device("cpu")) is torch.empty  # type: ignore[arg-type]
-    monkeypatch.setattr(_torch, "backend_name", lambda group, device: "gloo")
+    monkeypatch.setattr(c10d, "backend_name", lambda group, device: "gloo")
     with pytest.raises(ValueError, match="the gloo backend allocates no memory for messages"):
         _torch.process_group_memory(Group(), torch.device("cpu"))  # type: ignore[arg-type]
 

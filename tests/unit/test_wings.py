@@ -1,5 +1,5 @@
 """The tree is the design: packages import those below them, extensions use the door of the core, files import each other in no
-circle, and private names of torch stay in one file.
+circle, and private names of torch stay in one package.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "fullshard"
 ROOT = {"_torch", "errors", "policies"}  # any file may import these
 BUILT_ON_CORE = {"wrap", "fsdp1", "tools", "weights", "foresight"}  # they import fullshard.core, and no file behind it
 BELOW = {  # a package, and those that it may import
+    "_torch": set(),
     "comm": set(),
     "checks": {"comm"},
     "core": {"comm", "checks"},
@@ -37,7 +38,7 @@ def imported(path: Path) -> Iterator[str]:
 
     Imports under `if TYPE_CHECKING` do not count: a unit has its runtime as an attribute, and the runtime runs units.
     """
-    names = {name_of(file) for file in FILES}
+    names = {name_of(file) for file in FILES} | set(BELOW)
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -97,8 +98,15 @@ def test_the_paragraph_of_a_package_names_every_file(path: Path) -> None:
     assert any(line.startswith(f"{path.name} ") for line in doc.splitlines())
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.stem != "_torch"], ids=name_of)
-def test_private_names_of_torch_stay_in_one_file(path: Path) -> None:
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "_torch"], ids=name_of)
+def test_files_for_private_names_of_torch_import_errors_and_each_other_only(path: Path) -> None:
+    """The page of the package imports all of them, so none imports the page."""
+    others = {name_of(file) for file in FILES if file.parent == path.parent}
+    assert set(imported(path)) <= others | {"errors"}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name != "_torch"], ids=name_of)
+def test_private_names_of_torch_stay_in_one_package(path: Path) -> None:
     tree = ast.parse(path.read_text())
     own = {
         node.attr
@@ -122,7 +130,7 @@ def test_nothing_of_torchs_fsdp_is_called() -> None:
         name = name_of(path)
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Import, ast.ImportFrom)) and "distributed.fsdp" in ast.unparse(node):
-                assert name in fsdp1 | {"_torch", "tools.install"}, name
+                assert name in fsdp1 | {"_torch.fsdp", "tools.install"}, name
                 if name in fsdp1:  # the enums and config classes of FSDP1, which hold values
                     assert isinstance(node, ast.ImportFrom) and node.module == "torch.distributed.fsdp"
                     assert not {alias.name for alias in node.names} & {"FullyShardedDataParallel", "fully_shard", "FSDPModule"}

@@ -1,0 +1,145 @@
+"""Autograd: graphs, backwards, and hooks of tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard._torch.nn import Undo
+
+__all__ = [
+    "carry_hooks",
+    "current_graph_task",
+    "have_reduction_hooks",
+    "in_transform",
+    "is_in_graph",
+    "leads_to",
+    "on_backward_end",
+    "on_differentiation",
+    "parameter_hooks",
+    "profiling",
+    "view_base",
+]
+
+
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Return a number that identifies the backward that runs on this thread; -1 outside a backward.
+
+Private: torch has no public test for a running backward.
+"""
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Run `callback` when the running backward ends without an error. On an error, the engine drops its reference to it."""
+    # Private: `queue_callback`, as FSDP2 uses it. The engine must hold the only reference, since the callback's deletion is the
+    # sign of a failed backward.
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def on_differentiation(check: Callable[[Sequence[Any], Sequence[Any], bool], None]) -> Undo:
+    """Call `check` before torch.autograd.grad and before a backward with inputs.
+
+    Its arguments are the outputs, the inputs, and True if each input must be used. Other backwards cost one call and one test.
+    """
+    # Private: `_engine_run_backward`, through which Python starts the autograd engine. torch.autograd imports it by name, so
+    # both names are replaced. If torch stops calling it, the check never runs: `backward(inputs=...)` then leaves `.grad` of
+    # sharded parameters unset, without an error.
+    autograd: Any = torch.autograd
+    inner = autograd.graph._engine_run_backward
+
+    @functools.wraps(inner)
+    def run_backward(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if inputs:
+            check(outputs, inputs, not (args[0] if args else kwargs["allow_unreachable"]))
+        return inner(outputs, gradients, retain, create, inputs, *args, **kwargs)
+
+    autograd._engine_run_backward = autograd.graph._engine_run_backward = run_backward
+
+    def undo() -> None:
+        autograd._engine_run_backward = autograd.graph._engine_run_backward = inner
+
+    return undo
+
+
+def is_in_graph(leaf: Tensor) -> bool:
+    """Return True if a live graph leads to `leaf`."""
+    # A leaf refers weakly to the node that accumulates its gradient, and a graph refers to it strongly. Without a graph, the
+    # node is freed with `first`, and the second lookup creates a new node without the metadata.
+    key = "fullshard"
+    first: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+    first.metadata[key] = True
+    del first
+    second: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+    return second.metadata.pop(key, None) is not None
+
+
+def leads_to(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> set[int]:
+    """Return the indices of the `leaves` to which the graphs of `outputs` (tensors or edges) lead.
+
+    Visits every node of the graphs, unless all leaves are found earlier.
+    """
+    edge = torch.autograd.graph.get_gradient_edge
+    wanted = {edge(leaf).node: number for number, leaf in enumerate(leaves) if leaf.requires_grad}
+    waiting = [edge(one).node if isinstance(one, Tensor) else one.node for one in outputs]
+    seen = set(waiting)
+    found: set[int] = set()
+    while waiting and len(found) < len(wanted):
+        node = waiting.pop()
+        if node in wanted:
+            found.add(wanted[node])
+        more = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= more
+        waiting += more
+    return found
+
+
+def in_transform() -> bool:
+    """Return True inside a transform of torch.func (grad, vmap, jvp)."""
+    # Private: the stack of functorch interpreters. torch has no public test for it.
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """Return the base of a view; None for a tensor that is no view."""
+    # Private: `_base` and `_is_view`, autograd's record of views.
+    return tensor._base if tensor._is_view() else None
+
+
+def carry_hooks(source: Tensor, target: Tensor) -> None:
+    """Let `target` share the hooks registered on `source`. Handles returned by `register_hook` still remove them."""
+    # Private: `_backward_hooks` and `_post_accumulate_grad_hooks`, dicts by handle. The dict itself is shared, since handles
+    # refer to it weakly. If torch renames the second one, its hooks are lost silently.
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    accumulated = getattr(source, "_post_accumulate_grad_hooks", None)
+    if accumulated:
+        target._post_accumulate_grad_hooks = accumulated  # type: ignore[attr-defined]
+
+
+def have_reduction_hooks(parameters: Iterable[Tensor]) -> bool:
+    """Return True if any parameter has hooks on its gradient or post-accumulate-grad hooks."""
+    for parameter in parameters:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return True
+    return False
+
+
+def parameter_hooks(parameter: Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Return (hooks on the gradient, post-accumulate-grad hooks) of a sharded parameter.
+
+    Autograd never runs them, since it sees unsharded parameters only.
+    """
+    before = list((parameter._backward_hooks or {}).values())
+    after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+    return before, after
+
+
+profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Return True if a profiler runs on this thread. `record_function` costs 8 us even if none runs.
+
+Private: torch.autograd.profiler has no public test with this cost.
+"""

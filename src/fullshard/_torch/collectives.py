@@ -1,0 +1,176 @@
+"""Collectives and point-to-point messages.
+
+They are called as methods of the process group, which takes half the host time of torch.distributed's functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "Started",
+    "all_gather_base",
+    "all_gather_coalesced",
+    "all_reduce_max",
+    "all_reduce_sum",
+    "counts_collectives",
+    "exchange",
+    "is_done",
+    "reduce_scatter_base",
+    "reduce_scatter_coalesced",
+    "show_collective",
+    "uncounted",
+]
+
+
+Started = dist.Work | None
+"""Work of a started collective. Some backends return None if the kernel runs on the current stream."""
+
+
+def _method(name: str, before: str) -> str:
+    """Return the first of two method names that ProcessGroup has. Subclasses in Python override the newest name only."""
+    # Private: the older names. torch renamed the methods; supported versions have one or both of each pair.
+    return name if hasattr(dist.ProcessGroup, name) else before
+
+
+_ALL_GATHER = _method("all_gather_single", "_allgather_base")
+_ALL_GATHER_COALESCED = _method("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+_REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
+_REDUCE_SCATTER_COALESCED = _method("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+
+# asyncOp=False: nccl runs its kernel on the current stream, which is one of fullshard's communication streams and has its
+# priority. With asyncOp=True, nccl uses a stream of the process group: two more events per collective, and with
+# TORCH_NCCL_BLOCKING_WAIT=1 the host waits for each.
+# Private: the options objects. The public functions build them at each call.
+_GATHER = torch._C._distributed_c10d.AllgatherOptions()
+_SUM, _AVERAGE = dist.ReduceScatterOptions(), dist.ReduceScatterOptions()
+_SUM_ALL = dist.AllreduceOptions()
+_MAX = dist.AllreduceOptions()
+_GATHER.asyncOp = _SUM.asyncOp = _AVERAGE.asyncOp = _SUM_ALL.asyncOp = _MAX.asyncOp = False
+_SUM.reduceOp = _SUM_ALL.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
+_AVERAGE.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
+_MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return the 1-D real view of a complex tensor, since backends reduce no complex numbers; other tensors unchanged."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def all_gather_base(group: dist.ProcessGroup, out: Tensor, shard: Tensor) -> Started:
+    return getattr(group, _ALL_GATHER)(out, shard, _GATHER)
+
+
+def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Started:
+    return getattr(group, _ALL_GATHER_COALESCED)(outs, shards, _GATHER)
+
+
+def reduce_scatter_base(group: dist.ProcessGroup, out: Tensor, full: Tensor, *, average: bool = False) -> Started:
+    if out.is_complex():
+        out, full = _real(out), _real(full)
+    return getattr(group, _REDUCE_SCATTER)(out, full, _AVERAGE if average else _SUM)
+
+
+def reduce_scatter_coalesced(
+    group: dist.ProcessGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor], *, average: bool = False
+) -> Started:
+    how = _AVERAGE if average else _SUM
+    return getattr(group, _REDUCE_SCATTER_COALESCED)([_real(out) for out in outs], [_real(full) for full in fulls], how)
+
+
+def all_reduce_sum(group: dist.ProcessGroup, tensor: Tensor) -> Started:
+    return group.allreduce([_real(tensor)], _SUM_ALL)
+
+
+def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> Started:
+    return group.allreduce([tensor], _MAX)
+
+
+def exchange(
+    works: list[dist.Work],
+    group: dist.ProcessGroup,
+    receives: Sequence[tuple[Tensor, int]],
+    sends: Sequence[tuple[Tensor, int]],
+    tag: int,
+) -> None:
+    """Start point-to-point messages and append their works to `works`.
+
+    Args:
+        works: list that gets one work for each message, receives first.
+        group: the process group.
+        receives: (tensor, rank of the sender in the group).
+        sends: (tensor, rank of the receiver in the group).
+        tag: tag of all these messages.
+    """
+    # `extend` of two `map`s is one call into C, where Python raises no KeyboardInterrupt. After Ctrl-C, either all messages are
+    # started and in `works`, or none is. A loop could lose the work of a message whose buffer gloo still writes to.
+    receiving = map(group.recv, [[tensor] for tensor, _ in receives], [peer for _, peer in receives], repeat(tag))
+    sending = map(group.send, [[tensor] for tensor, _ in sends], [peer for _, peer in sends], repeat(tag))
+    works.extend(chain(receiving, sending))
+
+
+def is_done(work: dist.Work) -> bool:
+    """Return True if a collective has completed."""
+    # Not every backend updates `is_completed`. The future of the work, if the backend has futures, is up to date.
+    if work.is_completed():
+        return True
+    try:
+        return work.get_future().done()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+# --- CommDebugMode ---------------------------------------------------------------------------------------------------
+
+
+def counts_collectives() -> bool:
+    """Return True if a CommDebugMode is active on this thread. It counts collectives of torch only."""
+    # Private: the stack of dispatch modes. Nothing public lists the active ones.
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return any(isinstance(mode, CommDebugMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def uncounted() -> AbstractContextManager[object]:
+    """Return a context in which no CommDebugMode of this thread counts collectives."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    # Private: disables all dispatch modes, hence only if one of them counts.
+    return _disable_current_modes() if counts_collectives() else nullcontext()
+
+
+def show_collective(kind: str, rank: int, ranks: int, out: Tensor, given: Tensor) -> None:
+    """Run torch's collective of this kind on a process group that sends nothing, so that CommDebugMode counts it.
+
+    The collective may write to `out`.
+    """
+    group = _mute_group(rank, ranks)
+    with torch.no_grad():
+        if kind == "all_gather":
+            all_gather_base(group, out, given)
+        elif kind == "reduce_scatter":
+            reduce_scatter_base(group, out, given)
+        else:
+            all_reduce_sum(group, given)
+
+
+@cache
+def _mute_group(rank: int, ranks: int) -> dist.ProcessGroup:
+    """Return a process group of torch's fake backend, whose collectives send nothing."""
+    from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+
+    # Private: built by hand, so that torch's table of process groups does not contain it and the default group is not needed.
+    group = dist.ProcessGroup(HashStore(), rank, ranks)
+    make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    custom: Any = dist.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), custom, make(rank, ranks))
+    return group

@@ -1,0 +1,151 @@
+"""Devices, streams, storages, and copies in one kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard._torch.c10d import has_backend
+
+__all__ = [
+    "accelerator",
+    "chunk_cat",
+    "current_stream",
+    "device_of",
+    "is_capturing",
+    "is_over",
+    "on_stream",
+    "references",
+    "relax_capture_mode",
+    "same_memory",
+    "same_storage",
+    "scale",
+    "split_copy",
+    "storage_key",
+    "then_order",
+    "wait_for_event",
+]
+
+
+# --- devices and streams ---------------------------------------------------------------------------------------------
+
+
+def accelerator() -> torch.device | None:
+    """Return the accelerator of this machine, without an index; None if the default process group does not support it."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found if found is not None and has_backend(found) else None
+
+
+def device_of(kind: str) -> torch.device:
+    """Return the device of type `kind` that this rank computes on: the current one of an accelerator."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the current stream of an accelerator."""
+    return torch.accelerator.current_stream(device.index)
+
+
+def on_stream(stream: Any, fn: Callable[..., Any], *args: Any) -> None:
+    """Call `fn` on `stream`, after the work of the current stream. The current stream then waits for `stream`."""
+    current = current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with stream:
+            fn(*args)
+    finally:  # even if `fn` raises: part of its kernels may be queued, and the caller frees their memory
+        current.wait_stream(stream)
+
+
+def then_order(stream: Any, fn: Callable[[], None]) -> None:
+    """Call `fn`, then let `stream` wait for the current stream, even if `fn` raises."""
+    try:
+        fn()
+    finally:
+        current = current_stream(stream.device)
+        if current != stream:
+            stream.wait_stream(current)
+
+
+def wait_for_event(device: torch.device, event: Any) -> None:
+    """Let the current stream of `device` wait for `event`."""
+    current_stream(device).wait_event(event)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return True if the current stream is being captured into a graph; False for a device type without graphs."""
+    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return capturing is not None and capturing()
+
+
+def relax_capture_mode() -> None:
+    """Let the current thread query events while another thread captures a CUDA graph. Without CUDA this does nothing.
+
+    A capture forbids such queries to all threads of the process by default, and a query would end the capture with an error.
+    """
+    # Private: `torch._C`, whose library is linked with the CUDA runtime that torch uses. Without the symbol, the mode stays.
+    name = "hipThreadExchangeStreamCaptureMode" if torch.version.hip else "cudaThreadExchangeStreamCaptureMode"
+    if torch.version.cuda or torch.version.hip:
+        exchange = getattr(ctypes.CDLL(torch._C.__file__), name, None)
+        if exchange is not None:
+            exchange(ctypes.byref(ctypes.c_int(2)))  # cudaStreamCaptureModeRelaxed
+
+
+# --- storages --------------------------------------------------------------------------------------------------------
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that is equal for all tensors over one storage. It is unique as long as the storage lives."""
+    # Private: `_cdata`, the address of the storage in C++. `data_ptr()` is 0 on meta and after `resize_(0)`.
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def references(tensor: Tensor) -> tuple[int, int]:
+    """Return the numbers of references to a tensor and to its storage."""
+    # Private: the C++ reference counts. Autograd adds in place depending on them. `_autograd_only_references` in
+    # foresight/trace.py measures the expected counts, so other absolute values do no harm.
+    held: Any = tensor
+    return held._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def same_storage(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors share a storage."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors share a storage; False if `one` is a wrapper subclass, which has no storage."""
+    return not isinstance(one, DTensor) and type(one) in (Tensor, nn.Parameter) and same_storage(one, other)
+
+
+def is_over(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Return True if `tensor` is a plain tensor in `storage`. Tensor subclasses may have no storage."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.untyped_storage()._cdata == storage._cdata
+
+
+# --- scaling and copies ----------------------------------------------------------------------------------------------
+
+
+def scale(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply tensors by `factor`, in place. For a single tensor, the plain operator takes half as long."""
+    if len(tensors) == 1:
+        tensors[0].mul_(factor)
+    else:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def split_copy(packed: Tensor, sizes: list[int], outs: list[Tensor]) -> None:
+    """Copy the column blocks of `packed` (ranks, sum of sizes) to `outs`, each (ranks, size), in one call."""
+    torch.split_with_sizes_copy(packed, sizes, 1, out=outs)
+
+
+def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
+    """Copy chunk r of each tensor to `out[r]`, cast and padded with zeros. Chunks are along dim 0, `len(out)` per tensor."""
+    # Private: `_chunk_cat`, the fused copy-in of FSDP2's reduce-scatter: padding, copy and cast in one kernel.
+    torch._chunk_cat(tensors, 0, out.shape[0], out=out)

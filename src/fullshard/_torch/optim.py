@@ -1,0 +1,83 @@
+"""Optimizers and gradient clipping."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fullshard._torch.nn import Undo, remove_all
+
+__all__ = [
+    "extend_clipping",
+    "have_listed_by",
+    "have_listed_by_itself",
+    "list_alike",
+    "list_tensors",
+    "on_optimizer_step",
+    "register_optimizer_step_post_hook",
+    "register_optimizer_step_pre_hook",
+]
+
+
+def on_optimizer_step(before: Callable[..., None], after: Callable[..., None]) -> Undo:
+    """Call `before` and `after` (optimizer, args, kwargs) around the step of any optimizer."""
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    return lambda: remove_all(handles)
+
+
+_FIRST = -1  # key of our hook; torch's keys start at 0
+
+
+def list_tensors(optimizer: Optimizer, group: dict[str, Any], *lists: list[Any]) -> Any:
+    """List the tensors of a step (parameters, gradients, states) as the class of the optimizer does."""
+    # Private: `_init_group`, the method in which each optimizer of torch collects the tensors of a step.
+    return type(optimizer)._init_group(optimizer, group, *lists)  # type: ignore[attr-defined]
+
+
+def list_alike(one: type[Optimizer], other: type[Optimizer]) -> bool:
+    """Return True if two optimizer classes list tensors with the same function."""
+    return one._init_group is other._init_group  # type: ignore[attr-defined]
+
+
+def have_listed_by(optimizer: Optimizer, how: Callable[..., Any], after: Callable[..., None]) -> None:
+    """Let `how` list the tensors of this optimizer's steps, and call `after` at their end, before the caller's hooks."""
+    # Private: an attribute of the instance hides the method `_init_group` of its class. If `step` stops calling `_init_group`,
+    # steps compute with DTensors again: the same values, more slowly.
+    # Private: `_optimizer_step_post_hooks`. The public registration appends, but the caller's hooks must find the states as
+    # DTensors, so `after` has to be first.
+    optimizer.__dict__["_init_group"] = how
+    optimizer._optimizer_step_post_hooks[_FIRST] = after
+    optimizer._optimizer_step_post_hooks.move_to_end(_FIRST, last=False)  # type: ignore[attr-defined]
+
+
+def have_listed_by_itself(optimizer: Optimizer) -> None:
+    """Undo `have_listed_by`."""
+    optimizer.__dict__.pop("_init_group", None)
+    optimizer._optimizer_step_post_hooks.pop(_FIRST, None)
+
+
+def extend_clipping(total_norm: Callable[..., Tensor], clip_with_norm: Callable[..., None]) -> Undo:
+    """Replace the functions inside torch.nn.utils.get_total_norm and clip_grads_with_norm_, and thereby in clip_grad_norm_.
+
+    The replacements get torch's own function and its arguments, and run without grad. The public functions stay the same
+    objects, so calls through names imported earlier are covered, too.
+    """
+    # Private: the public functions are closures of a no-grad wrapper, with the function itself in the cell `func`. If torch
+    # drops the wrapper, this raises TypeError or ValueError when fullshard installs it.
+    utils: Any = torch.nn.utils
+    cells: list[tuple[Any, Any]] = []
+    for public, instead in ((utils.get_total_norm, total_norm), (utils.clip_grads_with_norm_, clip_with_norm)):
+        cell = public.__closure__[public.__code__.co_freevars.index("func")]
+        cells.append((cell, cell.cell_contents))
+        cell.cell_contents = functools.wraps(cell.cell_contents)(functools.partial(instead, cell.cell_contents))
+
+    def undo() -> None:
+        for cell, inner in cells:
+            cell.cell_contents = inner
+
+    return undo
