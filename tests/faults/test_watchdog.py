@@ -32,7 +32,7 @@ from fullshard import CheckPolicy, StateError
 from fullshard.checks.board import NOW, StateStore
 from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, UnitName, find_desync, listed
 from fullshard.checks.watchdog import Watchdog
-from fullshard.frontend.module import units_of
+from fullshard.core import units_of
 
 PROGRAM = """
 import sys

@@ -18,7 +18,7 @@ from fullshard import CommPolicy, StateError, _torch, fully_shard
 from fullshard.comm.base import SingleRank
 from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.streams import HostStream
-from fullshard.core.unit import unit_of
+from fullshard.core import unit_of
 
 
 @ranks(1, 2)
