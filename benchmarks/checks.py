@@ -32,9 +32,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fullshard
 from fullshard import CheckPolicy
 from fullshard.checks.state import WaitState
+from fullshard.core import units_of
 from fullshard.core.communicator import Communicator
-from fullshard.frontend.module import units_of
-from fullshard.frontend.step_entries import StepEntries
+from fullshard.optim.step_entries import StepEntries
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

@@ -5,7 +5,8 @@ Each subpackage describes its purpose and its files in its docstring. A subpacka
     weights                load and save ordinary checkpoints; each rank reads and writes its own bytes
     foresight              predict the memory, time and collectives of a step, with the scheduler that runs it
     wrap  fsdp1  tools     choose the modules that become units; FSDP1's interface; install(), verify()
-    frontend               fully_shard(), FSDPModule, hooks, full parameters, optimizers
+    frontend               fully_shard(), FSDPModule, forward methods, gradients as values; the changes in torch
+    state  optim           values and classes of sharded modules; steps of optimizers and clipping
     core                   one unit from hook to process group: units, scheduler, groups, parameters, reductions, meshes
     checks                 the collective log, and the watchdog that compares it between ranks
     comm                   transport: process groups, streams, custom collectives, traffic counters
@@ -32,10 +33,6 @@ from fullshard.foresight.trace import routed
 from fullshard.frontend.any_failed import any_failed
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.autograd import grad
-from fullshard.frontend.clipping import clip_grad_norm_
-from fullshard.frontend.full_params import full_params, gathered
-from fullshard.frontend.init import materialize
-from fullshard.frontend.local_view import local_view
 from fullshard.frontend.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -47,7 +44,11 @@ from fullshard.frontend.module import (
     stats,
     undo,
 )
+from fullshard.optim.clipping import clip_grad_norm_
+from fullshard.optim.local_view import local_view
 from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, LintWarning, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.state.full_params import full_params, gathered
+from fullshard.state.materialize import materialize
 from fullshard.tools.install import install, installed, uninstall
 from fullshard.tools.verify import verify
 from fullshard.weights.ema import EMA

@@ -188,7 +188,7 @@ model.norm+lm_head    MixtralRMSNorm, Linear            2      16,032      62.6 
 
 def _two_steps(rank: int, size: int, *, name: str) -> None:
     from fullshard import shard_model
-    from fullshard.frontend.module import units_of
+    from fullshard.core import units_of
 
     build = globals()[name]
     torch.manual_seed(1)

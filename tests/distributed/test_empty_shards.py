@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
-from fullshard.frontend import empty_shards, local_view
+from fullshard.optim import empty_shards, local_view
 
 ROOM = 6
 """Tensors of one launch, as the kernels of apex have some tens."""

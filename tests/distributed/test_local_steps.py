@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
 from fullshard.core.sharded_param import to_local
-from fullshard.frontend import optim as steps
-from fullshard.frontend.local_steps import ELEMENT_WISE, is_element_wise
+from fullshard.optim import optimizer_hooks as steps
+from fullshard.optim.local_steps import ELEMENT_WISE, is_element_wise
 
 OPTIONS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "Adadelta": (optim.Adadelta, {}),

@@ -18,8 +18,8 @@ from models import Stack, batch, shard_stack, square
 from torch import nn
 
 from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.core import units_of
 from fullshard.foresight.allocations import AllocationWatch, peak_of_new
-from fullshard.frontend.module import units_of
 
 ROOT = Path(__file__).parents[2]
 

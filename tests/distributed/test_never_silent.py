@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard import CheckPolicy, LintWarning, MixedPrecisionPolicy, StateError, _torch, errors, fully_shard
-from fullshard.core.unit import unit_of
+from fullshard.core import unit_of
 
 ROOT = Path(__file__).parents[2]
 EAGER = CheckPolicy(patience=0.2)

@@ -92,7 +92,7 @@ def test_memory_of_gloo_ranks_is_predicted_within_five_percent_and_messages_exac
 @ranks(2)
 def test_a_run_says_on_which_lane_what_was_sent_and_waited_for_and_off_it_nothing_is_changed(world: World) -> None:
     model, optimizer = sharded(world)
-    runtime = next(iter(fullshard.frontend.module.units_of(model, True))).runtime  # type: ignore[attr-defined]
+    runtime = next(iter(fullshard.core.units_of(model, True))).runtime  # type: ignore[attr-defined]
     before = (runtime._actions, runtime.communicator.all_gather_stream, runtime.communicator.reduce_scatter_stream)
     x = torch.randn(ROWS, DIM)
     with fullshard.record(model) as run:

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy, fully_shard, plan_model, shard_model, wrap
-from fullshard.core import layout
-from fullshard.core.unit import unit_of
-from fullshard.frontend.module import units_of
+from fullshard.core import layout, unit_of, units_of
 from fullshard.wrap.plan import ModelSummary, Plan, PlannedUnit
 from fullshard.wrap.whole_model import _chosen_by_function
 

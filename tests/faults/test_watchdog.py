@@ -33,7 +33,7 @@ from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, Lo
 from fullshard.checks.state import WaitState
 from fullshard.checks.store import StateStore
 from fullshard.checks.watchdog import Watchdog
-from fullshard.frontend.module import units_of
+from fullshard.core import units_of
 
 PROGRAM = """
 import sys

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy
 from fullshard.comm.streams import DeviceStream
-from fullshard.core import layout
-from fullshard.core.unit import unit_of
+from fullshard.core import layout, unit_of
 from fullshard.core.unsharded_buffer import AllGather, FlatBuffer
 from fullshard.foresight.allocator import MIB, Allocator
 

@@ -25,9 +25,8 @@ from fullshard.checks.watchdog import Watchdog
 from fullshard.comm.base import SingleRank, StartedWork
 from fullshard.comm.gloo import GlooCollectives
 from fullshard.compat import FullyShardedDataParallel as FSDP
-from fullshard.core import reduction
+from fullshard.core import reduction, unit_of
 from fullshard.core import unsharded_buffer as unsharded
-from fullshard.core.unit import unit_of
 from fullshard.weights import load_weights, save_weights
 
 

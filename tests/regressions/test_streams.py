@@ -19,7 +19,7 @@ from fullshard._torch.c10d import _named
 from fullshard.comm.base import SingleRank
 from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.streams import HostStream
-from fullshard.core.unit import unit_of
+from fullshard.core import unit_of
 
 
 @ranks(1, 2)

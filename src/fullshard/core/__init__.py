@@ -1,16 +1,29 @@
 """The core: one fully_shard() call from hooks to process group. This page is the door for everything that is built on it.
 
-wrap, fsdp1, weights, foresight and tools import these names from here, and no file behind them. An extension that needs more
-gets the page extended, with a reason.
+state, optim, wrap, fsdp1, weights, foresight and tools import these names from here, and no file behind them. A package that
+needs more gets the page extended, with a reason.
 
 **Units.** `Unit` is one fully_shard() call, with its `UnitOptions`. `Runtime` runs the units of one device and thread.
-`unit_of` returns the unit of a module, `own_modules` the modules of a unit. `NodeHooks` are a unit's hooks on an autograd
-graph, `ForwardProgress` its forwards in progress.
+`make_unit` creates a unit; `attach_unit` and `install_hooks` install it on its modules, `detach_unit`, `remove_hooks` and
+`remove_hooks_from_copies` remove it from them. `unit_of` returns the unit of a module, `units_of` all units at and below it,
+`own_modules` the modules of a unit, and `owner_of` the unit of a parameter. `NodeHooks` are a unit's hooks on an autograd
+graph, each a `BackwardHook` of one call. `ForwardProgress` are its forwards in progress. `cast_floats` and `tensors_in` cast
+and find the tensors of inputs and outputs, as the hooks do.
 
 **Parameters.** A `ParamGroup` holds the `ShardedParameter`s that are communicated together. `logical_parameters` returns those
-of DTensors. `needs_own_group` is True for tensor subclasses with all-gather hooks. `shard_of` slices this rank's shard from a
-full tensor, `full_tensor` all-gathers a DTensor. `mark_unwritten`, `tensors_on_meta` and `UninitializedTensors` track memory
-without values.
+of DTensors, and `back_references` the references that lead there. `needs_own_group` is True for tensor subclasses with
+all-gather hooks. `is_ignored` is True for parameters that the user excluded. `replacement_of` returns the parameter that took
+the place of one from before sharding or from before undo(); it is the same as long as `replacement_count` does not grow.
+
+**Values of parameters.** `shard_of` slices this rank's shard from a full tensor, `full_tensor` all-gathers a DTensor,
+`to_local` returns its local tensor. `replace_rows` and `write_unsharded` write a shard, `clone_shard` copies it, and
+`unshard_permanently` puts a plain Parameter in its place. `tensors_on_meta`, `mark_unwritten` and `UninitializedTensors` track
+memory without values; `mark_tensor` fills such memory with a mark, and `is_marked` finds the mark again.
+
+**Steps of optimizers.** `StepCheck` is the check before the parameters of a group are written; it leads to the group and its
+unit. `use_plain_dtensor` spares a step the dispatch of sharded parameters, and `restore_subclass` ends that. `flat_gradient`
+returns the gradients of a group as one tensor. `remark_on_gradients` and `remark_on_optimizer` warn about gradients that are
+missing or that no unit reduces.
 
 **Integers.** `plan_layout` returns the `GroupLayout` of a group: its `Bucket`s and `Extent`s. `DirectRule` (with `MIN_CHUNK`,
 `MIN_MESSAGE` and `LARGE_MESSAGE`) chooses the parameters with a message of their own. `ReductionLayout`, `Slice` and
@@ -18,15 +31,18 @@ without values.
 
 **Meshes and modules.** `resolve_mesh` makes a `ShardAxis` of a DeviceMesh (`DataParallelMeshDims`, `check_names`). `group_of`
 and `subgroup_of` return process groups. `ParamSharding` describes how one parameter is sharded (`PlacementFn`). `collect`
-returns the `ManagedTensors` of modules, as `ParamRef`s. `children_first` and `clean_name` are for walks over modules.
+returns the `ManagedTensors` of modules, as `ParamRef`s with `Slot`s. `children_first` and `clean_name` are for walks over
+modules.
 
-**Schedule.** The `Scheduler` turns events (`ForwardCall`) into `Action`s: `Unshard`, `Wait`, `SaveSubgroupShard`, `Reshard` and
-`Reduce`. It has a `UnitRecord` per unit.
+**Schedule.** The `Scheduler` turns events (`ForwardCall`) into `Action`s: `Unshard`, `Wait`, `SaveSubgroupShard`, `Reshard`
+and `Reduce`. It has a `UnitRecord` per unit.
 
-**Communication.** `SetupCollectives` runs logged collectives outside of a step, and a `CollectiveCall` is one in flight. The
-transport is `Collectives`, `collectives_for`, `StartedWork`, `together`, `Lane`, `HostStream`, `Work`, `InFlight` and
-`Message`. Custom collectives are `AllGather`, `ReduceScatter` and `Comm`. `on_release` clears caches of destroyed process
-groups. `UnitName` and `listed` are for texts. `message_length` is the length of a heartbeat.
+**Communication.** `SetupCollectives` runs logged collectives outside of a step, and a `CollectiveCall` is one in flight. A
+`CollectiveLog` has an entry for each collective and each write of the user, with a `Fingerprint` that is equal on all ranks;
+`GroupFingerprints` makes those of the collectives of one group. The transport is `Collectives`, `collectives_for`,
+`StartedWork`, `together`, `Lane`, `HostStream`, `Work`, `InFlight` and `Message`. Custom collectives are `AllGather`,
+`ReduceScatter` and `Comm`. `on_release` clears caches of destroyed process groups. `UnitName` and `listed` are for texts.
+`message_length` is the length of a heartbeat.
 
 The files, in the order of a unit's life:
 
@@ -53,7 +69,8 @@ layout.py              integers only: Extent, Bucket, GroupLayout, padding, alig
 mesh.py                ShardAxis, ReplicateAxis: the axes of a mesh that parameters are sharded and replicated over
 param_sharding.py      ParamSharding: dim, shapes, mesh and placements of one parameter (tensor parallelism, hybrid meshes)
 module_tree.py         depth-first walk over modules: the parameters and buffers that a unit manages
-unit_modules.py        the modules of a unit: their place in the model, their hooks, which of them run
+unit_modules.py        the modules of a unit: their place in the model, their hooks, which of them run; the unit of a module
+hooks.py               module, autograd and state-dict hooks, which call the unit
 unit_options.py        UnitOptions: the options of one unit, resolved
 backward.py            hooks on autograd graphs, and the backward in progress
 
@@ -76,17 +93,19 @@ uninitialized.py       finds tensors whose memory was never written
 lint.py                parameters that no unit reduces; warnings about waste
 """
 
-from fullshard.checks.collective_log import UnitName, listed
+from fullshard.checks.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName, listed
 from fullshard.comm.backends import collectives_for
 from fullshard.comm.base import Collectives, StartedWork, together
 from fullshard.comm.custom import AllGather, Comm, ReduceScatter
 from fullshard.comm.process_groups import on_release
 from fullshard.comm.streams import HostStream, InFlight, Lane, Work
 from fullshard.comm.traffic import Message
-from fullshard.core.backward import NodeHooks
+from fullshard.core.backward import BackwardHook, NodeHooks
 from fullshard.core.communicator import CollectiveCall
 from fullshard.core.extension import needs_own_group
+from fullshard.core.grad_commit import flat_gradient
 from fullshard.core.heartbeat import message_length
+from fullshard.core.hooks import cast_floats, install_hooks, remove_hooks, remove_hooks_from_copies, tensors_in
 from fullshard.core.layout import (
     LARGE_MESSAGE,
     MIN_CHUNK,
@@ -100,12 +119,14 @@ from fullshard.core.layout import (
     plan_layout,
     staging_limit,
 )
+from fullshard.core.lint import is_ignored, remark_on_gradients, remark_on_optimizer
 from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, check_names, group_of, resolve_mesh, subgroup_of
 from fullshard.core.meta_init import mark_unwritten, tensors_on_meta
-from fullshard.core.module_tree import ManagedTensors, ParamRef, children_first, clean_name, collect
+from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
-from fullshard.core.runtime import Runtime
+from fullshard.core.parameter_alias import replacement_count, replacement_of
+from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.scheduler import (
     Action,
     ForwardCall,
@@ -118,11 +139,19 @@ from fullshard.core.scheduler import (
     Wait,
 )
 from fullshard.core.setup_collectives import SetupCollectives
-from fullshard.core.shard_values import full_tensor, shard_of
-from fullshard.core.sharded_param import ShardedParameter, logical_parameters
-from fullshard.core.uninitialized import UninitializedTensors
-from fullshard.core.unit import Unit, own_modules, unit_of
-from fullshard.core.unit_modules import ForwardProgress
+from fullshard.core.shard_values import (
+    clone_shard,
+    full_tensor,
+    replace_rows,
+    shard_of,
+    unshard_permanently,
+    write_unsharded,
+)
+from fullshard.core.sharded_param import ShardedParameter, back_references, logical_parameters, to_local
+from fullshard.core.sharded_tensor import restore_subclass, use_plain_dtensor
+from fullshard.core.uninitialized import UninitializedTensors, is_marked, mark_tensor
+from fullshard.core.unit import StepCheck, Unit, owner_of
+from fullshard.core.unit_modules import ForwardProgress, attach_unit, detach_unit, own_modules, unit_of, units_of
 from fullshard.core.unit_options import UnitOptions
 
 __all__ = [
@@ -131,15 +160,19 @@ __all__ = [
     "MIN_MESSAGE",
     "Action",
     "AllGather",
+    "BackwardHook",
     "Bucket",
     "CollectiveCall",
+    "CollectiveLog",
     "Collectives",
     "Comm",
     "DataParallelMeshDims",
     "DirectRule",
     "Extent",
+    "Fingerprint",
     "ForwardCall",
     "ForwardProgress",
+    "GroupFingerprints",
     "GroupLayout",
     "HostStream",
     "InFlight",
@@ -162,7 +195,9 @@ __all__ = [
     "ShardAxis",
     "ShardedParameter",
     "Slice",
+    "Slot",
     "StartedWork",
+    "StepCheck",
     "UninitializedTensors",
     "Unit",
     "UnitName",
@@ -171,26 +206,52 @@ __all__ = [
     "Unshard",
     "Wait",
     "Work",
+    "attach_unit",
+    "back_references",
+    "cast_floats",
     "check_names",
     "children_first",
     "clean_name",
+    "clone_shard",
     "collect",
     "collectives_for",
+    "detach_unit",
+    "flat_gradient",
     "full_tensor",
     "group_of",
+    "install_hooks",
+    "is_ignored",
+    "is_marked",
     "listed",
     "logical_parameters",
+    "make_unit",
+    "mark_tensor",
     "mark_unwritten",
     "message_length",
     "needs_own_group",
     "on_release",
     "own_modules",
+    "owner_of",
     "plan_layout",
+    "remark_on_gradients",
+    "remark_on_optimizer",
+    "remove_hooks",
+    "remove_hooks_from_copies",
+    "replace_rows",
+    "replacement_count",
+    "replacement_of",
     "resolve_mesh",
+    "restore_subclass",
     "shard_of",
     "staging_limit",
     "subgroup_of",
+    "tensors_in",
     "tensors_on_meta",
+    "to_local",
     "together",
     "unit_of",
+    "units_of",
+    "unshard_permanently",
+    "use_plain_dtensor",
+    "write_unsharded",
 ]

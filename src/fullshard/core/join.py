@@ -13,7 +13,8 @@ from fullshard.core.interrupts import recovers_first
 from fullshard.core.joined_calls import Joined
 from fullshard.core.replicas import share_buffers
 from fullshard.core.runtime import Runtime
-from fullshard.core.unit import Unit, refuse_inside_full_params, unit_of
+from fullshard.core.unit import Unit, refuse_inside_full_params
+from fullshard.core.unit_modules import unit_of
 from fullshard.errors import StateError
 
 

@@ -14,7 +14,8 @@ from fullshard import _torch
 from fullshard.core.module_tree import clean_name
 from fullshard.core.parameter_alias import replacement_of
 from fullshard.core.sharded_param import WeakBackReference, logical_parameters
-from fullshard.core.unit import Unit, name_units_in, own_modules, unit_of
+from fullshard.core.unit import Unit, name_units_in
+from fullshard.core.unit_modules import own_modules, unit_of
 from fullshard.errors import StateError, warn_once
 from fullshard.policies import LINTS, LintWarning
 

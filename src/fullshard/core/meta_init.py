@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
 from fullshard.core.uninitialized import UninitializedTensors
-from fullshard.core.unit import Unit, own_modules
+from fullshard.core.unit_modules import own_modules
 from fullshard.errors import StateError, warn_once
+
+if TYPE_CHECKING:
+    from fullshard.core.unit import Unit
 
 
 def tensors_on_meta(unit: Unit) -> UninitializedTensors:

@@ -13,10 +13,8 @@ from fullshard.core.sharded_tensor import LOGICAL
 _REPLACEMENT = "_fullshard_sharded"  # on a parameter: the one that took its place
 
 
-class _Aliases:
-    """Counter of replacements in this process. Callers cache results of `replacement_of` as long as it does not change."""
-
-    count = 0
+class _Replacements:
+    count = 0  # in this process
 
 
 class ParameterAlias(nn.Parameter):
@@ -78,7 +76,7 @@ def replace(original: Tensor, by: nn.Parameter) -> None:
 def set_replacement(tensor: Tensor, by: nn.Parameter) -> None:
     """Record that `by` replaces `tensor`, so that optimizers over `tensor` train `by`. `tensor` keeps its memory."""
     if tensor.__dict__.get(_REPLACEMENT) is not by:
-        _Aliases.count += 1
+        _Replacements.count += 1
     tensor.__dict__[_REPLACEMENT] = by
 
 
@@ -90,4 +88,9 @@ def replacement_of(tensor: Tensor) -> nn.Parameter | None:
     return found
 
 
-__all__ = ["ParameterAlias", "_Aliases", "replace", "replacement_of", "set_replacement"]
+def replacement_count() -> int:
+    """Return the number of replacements in this process. Results of `replacement_of` are current while it does not change."""
+    return _Replacements.count
+
+
+__all__ = ["ParameterAlias", "replace", "replacement_count", "replacement_of", "set_replacement"]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from fullshard import _torch
 from fullshard.core.interrupts import recovers_first
 from fullshard.core.sharded_tensor import restore_subclass
-from fullshard.core.unit import Unit, unit_of
+from fullshard.core.unit import Unit
+from fullshard.core.unit_modules import unit_of
 
 if TYPE_CHECKING:
     from fullshard.core.runtime import Runtime

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,12 @@ from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints
 from fullshard.core.communicator import Communicator
 from fullshard.core.mesh import ShardAxis
-from fullshard.core.unit import Unit, own_modules
+from fullshard.core.unit_modules import own_modules
 from fullshard.core.value_sync import broadcast, find_unequal_values
 from fullshard.errors import StateError
+
+if TYPE_CHECKING:
+    from fullshard.core.unit import Unit
 
 
 def check_replicas(unit: Unit) -> None:

@@ -22,11 +22,9 @@ from fullshard.core.communicator import Communicator
 from fullshard.core.interrupts import recovers_first
 from fullshard.core.joined_calls import JoinedCalls
 from fullshard.core.mesh import ShardAxis
-from fullshard.core.meta_init import check_written
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.recovery import Recovery
 from fullshard.core.reducer import GradientReducer
-from fullshard.core.replicas import check_replicas
 from fullshard.core.scheduler import (
     Action,
     Reduce,
@@ -193,11 +191,6 @@ class Runtime:
                 "torch.compile without mode='reduce-overhead'."
             )
         self.communicator.wait_for_next_event()
-
-    def check_initialized(self, unit: Unit) -> None:
-        """Raise StateError if the unit's memory was never written, or differs between replicas."""
-        check_written(unit)
-        check_replicas(unit)
 
     # --- actions ---
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.parameter_alias import replace, set_replacement
-from fullshard.core.sharded_param import ShardedParameter, is_internal_attribute
+from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
 from fullshard.errors import StateError
 
@@ -81,7 +81,7 @@ def unshard_permanently(parameter: ShardedParameter, gather: Callable[[ParamShar
     """
     sharded, sharding = parameter.sharded, parameter.sharding
     plain = nn.Parameter(sharding.to_module(gather(sharding, sharded)), requires_grad=sharded.requires_grad)
-    plain.__dict__.update({key: value for key, value in sharded.__dict__.items() if not is_internal_attribute(key)})
+    plain.__dict__.update(parameter.user_attributes)
     _torch.carry_hooks(sharded, plain)
     if parameter.grad_dtype.explicit:
         _torch.set_grad_dtype(plain, parameter.grad_dtype.dtype)

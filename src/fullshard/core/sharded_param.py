@@ -39,15 +39,14 @@ class WeakBackReference:
         return WeakBackReference()
 
 
-def is_internal_attribute(key: str) -> bool:
-    """Return True if `key` is an attribute that fullshard sets on parameters."""
-    return key.startswith("_fullshard")
+def back_references(tensors: Iterable[Tensor]) -> list[WeakBackReference | None]:
+    """Return the back-reference of each tensor to its ShardedParameter, or None. Groups that are built again make new ones."""
+    return [tensor.__dict__.get(LOGICAL) for tensor in tensors]
 
 
 def logical_parameters(tensors: Iterable[Tensor]) -> list[ShardedParameter]:
     """Return the ShardedParameter of each tensor in `tensors` that has one."""
-    references = [tensor.__dict__.get(LOGICAL) for tensor in tensors]
-    return [found for reference in references if reference is not None and (found := reference()) is not None]
+    return [found for reference in back_references(tensors) if reference is not None and (found := reference()) is not None]
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -209,6 +208,11 @@ class ShardedParameter:
     def requires_grad(self) -> bool:
         """True if the sharded parameter is trainable."""
         return self.sharded.requires_grad
+
+    @property
+    def user_attributes(self) -> dict[str, Any]:
+        """The attributes of the sharded parameter that the user set, without those of fullshard."""
+        return {key: value for key, value in self.sharded.__dict__.items() if not key.startswith("_fullshard")}
 
     # --- the sharded parameter ---
 

@@ -13,7 +13,7 @@ from fullshard.core.sharded_param import ShardedParameter
 _MARK = -(2**7)  # fits in every signed integer dtype
 
 
-def mark(tensor: Tensor) -> Tensor:
+def mark_tensor(tensor: Tensor) -> Tensor:
     """Fill `tensor` with a value that no initialization produces: NaN, or -128 for signed integers. Other dtypes get zeros."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))
@@ -70,7 +70,7 @@ class UninitializedTensors:
         self.cause = cause
         for key, (tensor, _) in self._tensors().items():
             if tensor.device.type != "meta":
-                mark(tensor)
+                mark_tensor(tensor)
                 self._versions[key] = tensor._version
 
     def remaining(self, *, persistent: bool = True) -> list[str]:

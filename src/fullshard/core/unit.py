@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -18,14 +18,16 @@ from fullshard.core.interrupts import recovers_first
 from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.layout import DirectRule
 from fullshard.core.mesh import ShardAxis
+from fullshard.core.meta_init import check_written
 from fullshard.core.module_tree import clean_name
 from fullshard.core.param_group import ParamGroup, group_class, group_parameters
+from fullshard.core.replicas import check_replicas
 from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
 from fullshard.core.setup_collectives import SetupCollectives
 from fullshard.core.shard_values import read_slots
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.uninitialized import UninitializedTensors
-from fullshard.core.unit_modules import UNIT, ForwardProgress, UnitModules
+from fullshard.core.unit_modules import ForwardProgress, UnitModules, unit_of
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.unsharded_buffer import Storage
 from fullshard.errors import StateError, warn_once
@@ -205,7 +207,8 @@ class Unit:
             runtime.begin_outermost_forward(self, module)
         if self.checks.uninitialized is not None:
             self.refresh_groups()
-            runtime.check_initialized(self)
+            check_written(self)
+            check_replicas(self)
         # A unit that was prefetched within this forward or backward cannot be stale, so the shards are not looked at again.
         prefetched = (
             record.residency is Residency.GATHERING and not first and scheduler.is_prefetched_in_this_run(record.number)
@@ -767,34 +770,10 @@ def name_units_in(module: nn.Module, *, place: bool = False) -> None:
                 unit.place.record_path(module, name)
 
 
-def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit whose root (or one of whose roots) `module` is."""
-    return module.__dict__.get(UNIT)
-
-
 def owner_of(parameter: ShardedParameter) -> Unit | None:
     """Return the unit that a parameter belongs to."""
     check = parameter.write_guard
     return check.unit if isinstance(check, StepCheck) else None
-
-
-def attach(unit: Unit) -> None:
-    """Store the unit on its modules, which hold the strong reference to it."""
-    for module in unit.modules:
-        module.__dict__[UNIT] = unit
-
-
-def detach(module: nn.Module) -> None:
-    """Remove the unit from a module."""
-    module.__dict__.pop(UNIT, None)
-
-
-def own_modules(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield `root` and the modules below it, without those of other units."""
-    yield root
-    for child in root.children():
-        if unit_of(child) is None:
-            yield from own_modules(child)
 
 
 class StepCheck:
@@ -842,11 +821,7 @@ __all__ = [
     "PendingReduction",
     "StepCheck",
     "Unit",
-    "attach",
-    "detach",
     "name_units_in",
-    "own_modules",
     "owner_of",
     "refuse_inside_full_params",
-    "unit_of",
 ]

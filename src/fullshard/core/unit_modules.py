@@ -1,4 +1,4 @@
-"""The modules of one unit: their place in the model, their hooks, and their running forwards."""
+"""The modules of one unit: their place in the model, their hooks, their running forwards; the unit of a module."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 from fullshard import _torch
+from fullshard.errors import StateError
 
-UNIT = "_fullshard_unit"  # the attribute of a module that holds its unit
+if TYPE_CHECKING:
+    from fullshard.core.unit import Unit
+
+_UNIT = "_fullshard_unit"  # the attribute of a module that holds its unit
 
 
 class UnitModules:
@@ -64,7 +68,7 @@ class UnitModules:
         for index, (ref, part) in enumerate(path):
             parent = ref()
             child = None if parent is None else _torch.children_of(parent).get(part)
-            if child is None or (child.__dict__.get(UNIT) is not unit if index == last else child is not path[index + 1][0]()):
+            if child is None or (child.__dict__.get(_UNIT) is not unit if index == last else child is not path[index + 1][0]()):
                 return False
         return True
 
@@ -199,4 +203,63 @@ class ForwardProgress:
         self._calls = CallsPerRun()
 
 
-__all__ = ["UNIT", "CallsPerRun", "ForwardProgress", "ForwardStart", "UnitModules"]
+# --- the unit of a module ---
+
+
+def attach_unit(unit: Unit) -> None:
+    """Store the unit on its modules, which hold the strong reference to it."""
+    for module in unit.modules:
+        module.__dict__[_UNIT] = unit
+
+
+def detach_unit(module: nn.Module) -> None:
+    """Remove the unit from a module."""
+    module.__dict__.pop(_UNIT, None)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit whose root (or one of whose roots) `module` is."""
+    return module.__dict__.get(_UNIT)
+
+
+def require_unit(module: nn.Module) -> Unit:
+    """Return the unit of `module`. Raise StateError if there is none."""
+    unit = unit_of(module)
+    if unit is None:
+        raise StateError(f"{type(module).__name__} is not sharded. Call fully_shard() on it first.")
+    return unit
+
+
+def units_of(module: nn.Module, recurse: bool) -> Iterator[Unit]:
+    """Yield the units at and below `module`, each once; without `recurse` only the unit of `module`."""
+    if not recurse:
+        yield require_unit(module)
+        return
+    seen: set[int] = set()
+    for inner in module.modules():
+        unit = unit_of(inner)
+        if unit is not None and unit.number not in seen:
+            seen.add(unit.number)
+            yield unit
+
+
+def own_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield `root` and the modules below it, without those of other units."""
+    yield root
+    for child in root.children():
+        if unit_of(child) is None:
+            yield from own_modules(child)
+
+
+__all__ = [
+    "CallsPerRun",
+    "ForwardProgress",
+    "ForwardStart",
+    "UnitModules",
+    "attach_unit",
+    "detach_unit",
+    "own_modules",
+    "require_unit",
+    "unit_of",
+    "units_of",
+]

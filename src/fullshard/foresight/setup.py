@@ -24,7 +24,7 @@ from fullshard.foresight.question import Build, ExplainArguments, Recompute
 from fullshard.foresight.simulate import Setting
 from fullshard.foresight.trace import GradientReady, StepFailed, Trace, parameter_names, trace
 from fullshard.foresight.values import Untraceable, UntraceablePlace, place_of
-from fullshard.frontend.known_values import ConstantsMode, KnownValue, KnownValues, ValuesMode, values_of_buffers
+from fullshard.state.known_values import ConstantsMode, KnownValue, KnownValues, ValuesMode, values_of_buffers
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import plan_model
 

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import Message, NodeHooks
+from fullshard.core import Message, NodeHooks, cast_floats, tensors_in
 from fullshard.foresight.kernels import fused_kernels, host_kernels
 from fullshard.foresight.precision import NO_CASTS, Precision
 from fullshard.foresight.values import Answers, Untraceable, UntraceablePlace, decide
 from fullshard.frontend.api import gc_paused
-from fullshard.frontend.hooks import cast_floats, tensors_in
-from fullshard.frontend.known_values import ConstantsMode, KnownValue, KnownValues
+from fullshard.state.known_values import ConstantsMode, KnownValue, KnownValues
 from fullshard.wrap.tables import bytes_text
 
 
@@ -895,7 +894,7 @@ def events_of(work: Callable[[], object], existing: Sequence[Tensor]) -> list[Ev
 
 @contextmanager
 def _hooks(model: nn.Module, recorder: _TraceMode, precision: Precision) -> Iterator[None]:
-    """Hook modules and parameters to record their events, and cast inputs and outputs as `frontend.hooks.ForwardHooks`."""
+    """Hook modules and parameters to record their events, and cast inputs and outputs as `core.hooks.ForwardHooks`."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             before = _forward_pre_hook(recorder, name, precision.inputs.get(name))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.frontend.known_values import KnownValue
+from fullshard.state.known_values import KnownValue
 
 MOST_ANSWERS = 1000
 """Most reads of one data-dependent place: a loop that ends by a value would never end."""

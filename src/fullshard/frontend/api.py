@@ -25,7 +25,8 @@ from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.setup_collectives import SetupCollectives
 from fullshard.core.shard_values import move_data, replace_with_sharded
 from fullshard.core.sharded_param import ShardedParameter, to_local
-from fullshard.core.unit import name_units_in, unit_of
+from fullshard.core.unit import name_units_in
+from fullshard.core.unit_modules import unit_of
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.value_sync import (
     BUFFERS,
@@ -36,10 +37,9 @@ from fullshard.core.value_sync import (
     find_unequal_values,
 )
 from fullshard.errors import warn_once
-from fullshard.frontend import class_swap, patches
-from fullshard.frontend.fsdp2_state import view_of
+from fullshard.frontend import patches
+from fullshard.frontend.fsdp2_state import UnitView, view_of
 from fullshard.frontend.module import parse_reshard_after_forward, plain_class, sharded_class
-from fullshard.frontend.ties import Ties, find_ties
 from fullshard.policies import (
     CheckPolicy,
     CommPolicy,
@@ -49,6 +49,8 @@ from fullshard.policies import (
     resolve_mp,
     resolve_offload,
 )
+from fullshard.state.class_swap import install_unit
+from fullshard.state.ties import Ties, find_ties
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -199,7 +201,7 @@ def _make_unit(
         found.ties.install()
     for left_alone in ignored:
         mark_ignored(left_alone)
-    class_swap.install_unit(unit, sharded_class, found.managed.modules)
+    install_unit(unit, sharded_class, UnitView, found.managed.modules)
     for root in unit.modules:
         name_units_in(root)
 

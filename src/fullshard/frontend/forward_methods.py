@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from fullshard import _torch
+from fullshard.core.hooks import ForwardHooks, hook_outputs
 from fullshard.core.scheduler import ForwardCall
-from fullshard.core.unit import Unit, own_modules, unit_of
+from fullshard.core.unit import Unit
+from fullshard.core.unit_modules import own_modules, unit_of
 from fullshard.errors import StateError
-from fullshard.frontend.hooks import ForwardHooks, hook_outputs
 
 
 class LazyUnshard:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.unit import Unit, unit_of
+from fullshard.core.unit import Unit
+from fullshard.core.unit_modules import unit_of
 from fullshard.errors import StateError
 from fullshard.policies import MixedPrecisionPolicy
 

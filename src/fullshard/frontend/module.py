@@ -23,10 +23,12 @@ from fullshard.core.runtime import Runtime
 from fullshard.core.scheduler import ReshardPolicy, Stats
 from fullshard.core.shard_values import discard_gradient
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.unit import Unit, unit_of
+from fullshard.core.unit import Unit
+from fullshard.core.unit_modules import require_unit, unit_of, units_of
 from fullshard.errors import StateError, warn_once
-from fullshard.frontend import class_swap, forward_methods
+from fullshard.frontend import forward_methods
 from fullshard.frontend.fsdp2_state import UnitView
+from fullshard.state import class_swap
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -156,7 +158,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             >>> hidden = model.blocks[0](hidden)                                                  # doctest: +SKIP
             >>> handle.wait()                                                                     # doctest: +SKIP
         """
-        unit = _unit(self)
+        unit = require_unit(self)
         _check_bool("async_op", async_op)
         unit.unshard()
         handle = UnshardHandle(unit)
@@ -171,7 +173,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             StateError: inside the unit's forward or backward, or inside `full_params()`.
         """
-        unit = _unit(self)
+        unit = require_unit(self)
         unit.reshard()
 
     def join(self) -> torch.Tensor:
@@ -195,7 +197,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Example:
             >>> features = model.vision(images) if images is not None else model.vision.join()      # doctest: +SKIP
         """
-        unit = _unit(self)
+        unit = require_unit(self)
         return join(unit)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -388,7 +390,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: if it is neither True nor False.
         """
-        _unit(self)
+        require_unit(self)
         _check_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -454,9 +456,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         if hook is not None and not callable(hook):
             raise ValueError(f"set_all_reduce_hook takes a callable or None, got {type(hook).__name__}.")
-        if stream is not None and _unit(self).runtime.communicator.async_device is None:
+        if stream is not None and require_unit(self).runtime.communicator.async_device is None:
             raise ValueError("set_all_reduce_hook got a stream, but the mesh of this unit is on the CPU. Omit `stream`.")
-        unit = _unit(self)
+        unit = require_unit(self)
         unit.configure(reduce=replace(unit.options.reduce, hook=hook, hook_stream=stream))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -485,7 +487,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             >>> for block, following in zip(model.blocks, model.blocks[1:]):                      # doctest: +SKIP
             ...     block.set_modules_to_forward_prefetch([following])
         """
-        unit = _unit(self)
+        unit = require_unit(self)
         unit.record.next_forward = _prefetch_numbers(modules, unit)
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
@@ -499,7 +501,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: for anything else, or for a unit with separate streams or on another device.
         """
-        unit = _unit(self)
+        unit = require_unit(self)
         unit.record.next_backward = _prefetch_numbers(modules, unit)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -513,7 +515,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: if it is neither True nor False.
         """
-        _unit(self).configure(in_backward=_check_bool("unshard_in_backward", unshard_in_backward))
+        require_unit(self).configure(in_backward=_check_bool("unshard_in_backward", unshard_in_backward))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Set whether all-gather memory comes from the compute stream, with async collectives. fullshard always does this."""
@@ -531,7 +533,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             StateError: inside a forward or backward.
         """
         _check_comm(comm, "set_custom_all_gather", "AllGather")
-        unit = _unit(self)
+        unit = require_unit(self)
         unit.reconfigure(doing="set_custom_all_gather()", all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
@@ -545,7 +547,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             StateError: inside a forward or backward.
         """
         _check_comm(comm, "set_custom_reduce_scatter", "ReduceScatter")
-        unit = _unit(self)
+        unit = require_unit(self)
         unit.reconfigure(doing="set_custom_reduce_scatter()", reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -558,7 +560,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             ValueError: if the backend cannot allocate memory, or this unit has custom collectives.
             StateError: inside a forward or backward.
         """
-        unit = _unit(self)
+        unit = require_unit(self)
         _refuse_custom_collectives(unit)
         group, memory = unit.axis.group, None
         if _check_bool("enable", enable) and group is not None:
@@ -576,7 +578,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
                 a string.
             StateError: inside a forward or backward.
         """
-        unit = _unit(self)
+        unit = require_unit(self)
         if not isinstance(backend, str):
             raise ValueError(f"set_symm_mem_for_comm takes the name of a backend, got {backend!r}.")
         _refuse_custom_collectives(unit)
@@ -619,7 +621,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     def _get_fsdp_state(self) -> UnitView:
         """Return a view with FSDP2's private attributes: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
-        return UnitView(_unit(self))
+        return UnitView(require_unit(self))
 
     def resident(self) -> AbstractContextManager[None]:
         """Keep all units at and below this module unsharded inside a `with` block: `fullshard.resident(self)`. Collective.
@@ -647,7 +649,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Apply `fn` to the shards, as in `to`, `half` and `to_empty`, then copy them back into the flat shards."""
-        with refreshing_shards(_module(self), _unit(self), fn):
+        with refreshing_shards(_module(self), require_unit(self), fn):
             _original_class(self)._apply(fn, recurse)
         return self
 
@@ -666,7 +668,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a sharded copy with separate units on the same meshes. Raises StateError inside forward or backward."""
-        return class_swap.from_snapshot(class_swap.to_snapshot(_module(self), plain_class, memo), sharded_class)
+        return _from_snapshot(class_swap.to_snapshot(_module(self), plain_class, memo))
 
     def __copy__(self) -> Any:
         raise StateError(
@@ -684,7 +686,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             One line of text.
         """
         own = _original_class(self).extra_repr()
-        summary = unit_summary(_unit(self))
+        summary = unit_summary(require_unit(self))
         return f"{own}, {summary}" if own else summary
 
 
@@ -794,7 +796,7 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
 
 
 def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
-    return class_swap.from_snapshot(parts, sharded_class)
+    return class_swap.from_snapshot(parts, sharded_class, UnitView)
 
 
 def _module(module: Any) -> nn.Module:
@@ -937,26 +939,6 @@ def undo(module: M) -> M:
     return module
 
 
-def _unit(module: Any) -> Unit:
-    unit = unit_of(module)
-    if unit is None:
-        raise StateError(f"{type(module).__name__} is not sharded. Call fully_shard() on it first.")
-    return unit
-
-
-def units_of(module: Any, recurse: bool) -> Iterator[Unit]:
-    """Yield the units at and below `module`, each once; without `recurse` only the unit of `module`."""
-    if not recurse:
-        yield _unit(module)
-        return
-    seen: set[int] = set()
-    for inner in module.modules():
-        unit = unit_of(inner)
-        if unit is not None and unit.number not in seen:
-            seen.add(unit.number)
-            yield unit
-
-
 # --- inspecting -----------------------------------------------------------------------------------------------------------
 
 
@@ -1027,5 +1009,4 @@ __all__ = [
     "stats",
     "undo",
     "unit_summary",
-    "units_of",
 ]

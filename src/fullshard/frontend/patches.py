@@ -7,12 +7,13 @@ from threading import Lock
 from fullshard import _torch
 from fullshard.core import lint, sharded_tensor
 from fullshard.core.unit import Unit
-from fullshard.frontend import autograd, clipping, optim
+from fullshard.frontend import autograd
+from fullshard.optim import clipping, optimizer_hooks
 
 _INSTALLERS = {
     "torch.nn.modules.module: hooks on registration": lint.install,
     "torch.autograd: a check before gradients of inputs": autograd.install,
-    "torch.optim: hooks around steps": optim.install,
+    "torch.optim: hooks around steps": optimizer_hooks.install,
     "torch.nn.utils: clipping": clipping.install,
     "torch.nn.init: trunc_normal_": sharded_tensor.install,
 }

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core import ShardedParameter, clean_name, full_tensor, logical_parameters, shard_of
-from fullshard.frontend.optim import rebind
 from fullshard.fsdp1.agreement import ComparedValues, Ranks
+from fullshard.optim.optimizer_hooks import rebind
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,

@@ -41,19 +41,18 @@ from fullshard.core import (
     ShardAxis,
     StartedWork,
     Unit,
+    cast_floats,
     clean_name,
     collect,
     collectives_for,
     logical_parameters,
     shard_of,
     unit_of,
+    units_of,
 )
 from fullshard.errors import StateError, warn_once
-from fullshard.frontend import class_swap
 from fullshard.frontend.api import PreparedShard, fully_shard
-from fullshard.frontend.clipping import clip_grad_norm_
-from fullshard.frontend.full_params import full_params
-from fullshard.frontend.hooks import cast_floats
+from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.frontend.module import (
     FSDPModule,
     accumulate,
@@ -62,13 +61,15 @@ from fullshard.frontend.module import (
     refreshing_shards,
     sharded_class,
     unit_summary,
-    units_of,
 )
 from fullshard.fsdp1 import state_dicts
 from fullshard.fsdp1.agreement import Ranks
 from fullshard.fsdp1.arguments import HYBRID, FSDP1Arguments, cast_buffers, device_type_of, materialize, mesh_of
 from fullshard.fsdp1.state_dicts import StateDictFormat
+from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.state import class_swap
+from fullshard.state.full_params import full_params
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import check_policy, plan_model, warn_about_mixtures
 
@@ -462,7 +463,7 @@ class FullyShardedDataParallel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copy with its own units, on the same meshes. Raises StateError inside forward or backward."""
         if any(id(unit) not in memo for unit in units_of(self, True)):
-            return class_swap.from_snapshot(class_swap.to_snapshot(self, plain_class, memo), sharded_class)
+            return _from_snapshot(class_swap.to_snapshot(self, plain_class, memo))
         copied = object.__new__(type(self))  # nested in the copy of an outer module, which copies the units
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -1078,7 +1079,7 @@ def _is_list(module: nn.Module, managed: ManagedTensors) -> bool:
 
 
 def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
-    return class_swap.from_snapshot(parts, sharded_class)
+    return class_swap.from_snapshot(parts, sharded_class, UnitView)
 
 
 _UNIT_METHODS: dict[str, Any] = {

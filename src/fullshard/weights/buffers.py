@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Mapping
 import torch
 from torch import Tensor, nn
 
-from fullshard.frontend.known_values import ConstantsMode, KnownValues, ValuesMode, values_of_buffers
+from fullshard.state.known_values import ConstantsMode, KnownValues, ValuesMode, values_of_buffers
 
 
 def built_buffers(model: nn.Module, build: Callable[[], nn.Module] | None) -> dict[str, Tensor]:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ParamGroup
+from fullshard.core import ParamGroup, units_of
 from fullshard.errors import StateError, check_positive_int
-from fullshard.frontend.module import units_of
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.meeting import RankGroup
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of

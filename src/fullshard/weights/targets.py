@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ParamSharding, ShardedParameter, Unit, logical_parameters
+from fullshard.core import ParamSharding, ShardedParameter, Unit, logical_parameters, units_of
 from fullshard.errors import StateError
-from fullshard.frontend.module import units_of
 from fullshard.weights.boxes import Box
 from fullshard.weights.holdings import ModelTensor, ShardMap
 

@@ -14,12 +14,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.checks.collective_log import GroupFingerprints, UnitName
-from fullshard.core.grad_commit import flat_gradient
-from fullshard.core.param_group import ParamGroup
-from fullshard.core.parameter_alias import replacement_of
-from fullshard.core.sharded_param import ShardedParameter, logical_parameters, to_local
-from fullshard.core.unit import StepCheck, Unit
+from fullshard.core import (
+    GroupFingerprints,
+    ParamGroup,
+    ShardedParameter,
+    StepCheck,
+    Unit,
+    UnitName,
+    flat_gradient,
+    logical_parameters,
+    replacement_of,
+    to_local,
+)
 from fullshard.errors import StateError
 
 

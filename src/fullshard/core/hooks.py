@@ -238,13 +238,13 @@ _REGISTRIES = (
 )
 
 
-def remove(unit: Unit) -> None:
+def remove_hooks(unit: Unit) -> None:
     """Remove all hooks of the unit."""
     for _, handle in unit.place.take_hooks():
         handle.remove()
 
 
-def remove_from_copies(unit: Unit, copies: dict[int, Any]) -> None:
+def remove_hooks_from_copies(unit: Unit, copies: dict[int, Any]) -> None:
     """Remove the hooks of the unit from copies of its modules. `copies` maps the id of each module to its copy."""
     for ref, handle in unit.place.hooks:
         module = ref()
@@ -253,8 +253,8 @@ def remove_from_copies(unit: Unit, copies: dict[int, Any]) -> None:
             getattr(copied, name).pop(handle.id, None)
 
 
-def install(unit: Unit) -> None:
-    """Install all hooks of a unit. Call it once per unit."""
+def install_hooks(unit: Unit) -> None:
+    """Install all hooks of a unit, and watch its modules for added parameters. Call it once per unit."""
     forward, state = ForwardHooks(unit), StateHooks(unit)
     before, after = _torch.disable_tracing(forward.before), _torch.disable_tracing(forward.after)
     sync_buffers = _torch.disable_tracing(forward.sync_buffers) if unit.options.buffers != "local" else None
@@ -269,6 +269,7 @@ def install(unit: Unit) -> None:
         for module in root.modules():
             if id(_torch.parameters_of(module)) in holders:
                 unit.place.add_hook(module, module.register_load_state_dict_pre_hook(state.before_load))
+    lint.mark_modules(unit)
 
 
 __all__ = [
@@ -276,9 +277,9 @@ __all__ = [
     "StateHooks",
     "cast_floats",
     "hook_outputs",
-    "install",
+    "install_hooks",
     "map_tensors",
-    "remove",
-    "remove_from_copies",
+    "remove_hooks",
+    "remove_hooks_from_copies",
     "tensors_in",
 ]

@@ -12,21 +12,29 @@ import torch
 from torch import nn
 
 from fullshard import _torch
-from fullshard.core import lint
-from fullshard.core.mesh import ShardAxis
-from fullshard.core.module_tree import ParamRef, Slot
-from fullshard.core.param_sharding import ParamSharding
-from fullshard.core.runtime import make_unit
-from fullshard.core.shard_values import clone_shard, unshard_permanently
-from fullshard.core.sharded_param import ShardedParameter, is_internal_attribute
-from fullshard.core.unit import Unit, attach, detach, unit_of
-from fullshard.core.unit_options import UnitOptions
+from fullshard.core import (
+    ParamRef,
+    ParamSharding,
+    ShardAxis,
+    ShardedParameter,
+    Slot,
+    Unit,
+    UnitOptions,
+    attach_unit,
+    clone_shard,
+    detach_unit,
+    install_hooks,
+    make_unit,
+    remove_hooks,
+    remove_hooks_from_copies,
+    unit_of,
+    unshard_permanently,
+)
 from fullshard.errors import StateError
-from fullshard.frontend import hooks
-from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.policies import GradDtype
 
 ClassMap = Callable[[type[nn.Module]], "type[nn.Module]"]  # maps the class of a module to its sharded class, or back
+ViewMap = Callable[[Unit], object]  # maps a unit to what torch's `fully_shard.state(module)` returns for its modules
 
 
 def keep_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -34,12 +42,11 @@ def keep_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls
 
 
-def install_unit(unit: Unit, wrap_class: ClassMap, managed: Iterable[nn.Module]) -> None:
+def install_unit(unit: Unit, wrap_class: ClassMap, view_of: ViewMap, managed: Iterable[nn.Module]) -> None:
     """Install a new unit on its modules: references to it, hooks, torch's marks of managed modules, and the sharded class."""
-    attach(unit)
-    hooks.install(unit)
-    lint.mark_modules(unit)
-    view = UnitView(unit)
+    attach_unit(unit)
+    install_hooks(unit)
+    view = view_of(unit)
     for module in managed:
         _torch.mark_managed(module)
     for root in unit.modules:
@@ -52,8 +59,8 @@ def remove_unit(unit: Unit, unwrap_class: ClassMap) -> None:
     for module in unit.modules:
         module.__class__ = unwrap_class(type(module))
         _torch.detach_state(module)
-        detach(module)
-    hooks.remove(unit)
+        detach_unit(module)
+    remove_hooks(unit)
     unit.runtime.unregister(unit)
 
 
@@ -123,9 +130,9 @@ def to_snapshot(root: nn.Module, unwrap_class: ClassMap, memo: dict[int, Any] | 
     parts: list[UnitSnapshot] = []
     for unit, has_class in zip(units, has_sharded_class):
         copies = [memo[id(module)] for module in unit.modules]
-        hooks.remove_from_copies(unit, memo)
+        remove_hooks_from_copies(unit, memo)
         for module in copies:
-            detach(module)
+            detach_unit(module)
             _torch.detach_state(module)
         parameters = [
             ParameterSnapshot(
@@ -133,7 +140,7 @@ def to_snapshot(root: nn.Module, unwrap_class: ClassMap, memo: dict[int, Any] | 
                 [(memo[id(i.module)], i.name) for i in parameter.slots],
                 parameter.sharding,
                 memo[id(parameter.sharded)],
-                {key: copy.deepcopy(v, memo) for key, v in vars(parameter.sharded).items() if not is_internal_attribute(key)},
+                {key: copy.deepcopy(value, memo) for key, value in parameter.user_attributes.items()},
                 parameter.keeps_dtype,
                 parameter.grad_dtype,
             )
@@ -143,7 +150,7 @@ def to_snapshot(root: nn.Module, unwrap_class: ClassMap, memo: dict[int, Any] | 
     return ShardedSnapshot(plain, parts)
 
 
-def from_snapshot(parts: ShardedSnapshot, wrap_class: ClassMap) -> nn.Module:
+def from_snapshot(parts: ShardedSnapshot, wrap_class: ClassMap, view_of: ViewMap) -> nn.Module:
     """Rebuild the units of a snapshot in place, and return its root (the inverse of `to_snapshot`)."""
     for unit_snapshot in parts.units:
         rebuilt: list[ShardedParameter] = []
@@ -165,7 +172,7 @@ def from_snapshot(parts: ShardedSnapshot, wrap_class: ClassMap) -> nn.Module:
             unit.unit_name.name = unit_snapshot.name
             for parameter in rebuilt:
                 parameter.restore_sharded(forget=True)
-        install_unit(unit, wrap_class if unit_snapshot.has_sharded_class else keep_class, ())
+        install_unit(unit, wrap_class if unit_snapshot.has_sharded_class else keep_class, view_of, ())
     return parts.root
 
 

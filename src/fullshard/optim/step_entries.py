@@ -13,9 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from fullshard.checks.collective_log import CollectiveLog, Fingerprint, UnitName
-from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.unit import Unit, owner_of
+from fullshard.core import CollectiveLog, Fingerprint, ShardedParameter, Unit, UnitName, owner_of
 
 _IMPLEMENTATION_OPTIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))  # do not change the result
 _SHOWN = 4  # maximum number of option sets in an entry

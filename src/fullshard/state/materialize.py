@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core.setup_collectives import SetupCollectives
-from fullshard.core.shard_values import replace_rows
-from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.uninitialized import is_marked, mark
+from fullshard.core import SetupCollectives, ShardedParameter, is_marked, mark_tensor, replace_rows, units_of
 from fullshard.errors import StateError
-from fullshard.frontend.module import units_of
 
 Init = Callable[[nn.Module], object]
 
@@ -144,12 +140,12 @@ def _allocate(
     allocated: dict[int, nn.Parameter] = {}  # by id of the meta parameter, since a module may tie its own parameters
     for key, parameter in waiting.items():
         if id(parameter) not in allocated:
-            full = mark(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+            full = mark_tensor(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
             allocated[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
         held[key] = allocated[id(parameter)]
     for key, buffer in buffers.items():
         if id(buffer) not in filled:
-            filled[id(buffer)] = mark(torch.empty_like(buffer, device=device))
+            filled[id(buffer)] = mark_tensor(torch.empty_like(buffer, device=device))
         kept[key] = filled[id(buffer)]
 
 

@@ -10,13 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.core.backward import BackwardHook
-from fullshard.core.param_group import ParamGroup
-from fullshard.core.shard_values import write_unsharded
-from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.unit import Unit
+from fullshard.core import BackwardHook, ParamGroup, ShardedParameter, Unit, units_of, write_unsharded
 from fullshard.errors import StateError
-from fullshard.frontend.module import units_of
 
 
 @contextmanager

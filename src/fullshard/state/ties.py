@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from fullshard.core.module_tree import ManagedTensors, ParamRef
-from fullshard.core.parameter_alias import replacement_of
-from fullshard.core.sharded_param import ShardedParameter, logical_parameters
-from fullshard.core.unit import Unit, owner_of
-from fullshard.core.unit_options import UnitOptions
+from fullshard.core import (
+    ManagedTensors,
+    ParamRef,
+    ShardedParameter,
+    Unit,
+    UnitOptions,
+    logical_parameters,
+    owner_of,
+    replacement_of,
+)
 from fullshard.errors import warn_once
-from fullshard.frontend import class_swap
+from fullshard.state.class_swap import ClassMap, remove_unit
 
 
 @dataclass(eq=False)
@@ -37,9 +42,7 @@ class Ties:
         """Return True if another unit owns `ref` already."""
         return any(ref is known for known, _ in self._refs)
 
-    def take(
-        self, unwrap_class: Callable[[type[nn.Module]], type[nn.Module]]
-    ) -> tuple[list[ShardedParameter], list[nn.Module]]:
+    def take(self, unwrap_class: ClassMap) -> tuple[list[ShardedParameter], list[nn.Module]]:
         """Remove parameters and units from their owners, and return the (parameters, modules) to add to the new unit."""
         parameters: list[ShardedParameter] = []
         modules: list[nn.Module] = []
@@ -47,7 +50,7 @@ class Ties:
             modules += unit.modules
             parameters += unit.parameters
             unit.transfer_params(unit.parameters)
-            class_swap.remove_unit(unit, unwrap_class)
+            remove_unit(unit, unwrap_class)
         for unit in dict.fromkeys(unit for _, unit in self.taken):
             gone = [parameter for parameter, owner in self.taken if owner is unit]
             parameters += gone

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fullshard.core.param_sharding import ParamSharding
-from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core import ParamSharding, ShardedParameter
 
 PLACEHOLDER_LENGTH = 17
 """Length of a placeholder: an unusual number, so that optimizer states of a few elements are not mistaken for full states."""

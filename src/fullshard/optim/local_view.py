@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard import _torch
-from fullshard.core.sharded_param import ShardedParameter, logical_parameters
+from fullshard.core import ShardedParameter, logical_parameters
 from fullshard.errors import StateError
-from fullshard.frontend.empty_shards import placeholder
-from fullshard.frontend.local_steps import is_element_wise
+from fullshard.optim.empty_shards import placeholder
+from fullshard.optim.local_steps import is_element_wise
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 

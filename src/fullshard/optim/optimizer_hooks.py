@@ -12,16 +12,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core.lint import is_ignored, remark_on_gradients, remark_on_optimizer
-from fullshard.core.parameter_alias import _Aliases, replacement_of
-from fullshard.core.shard_values import shard_of
-from fullshard.core.sharded_param import ShardedParameter, logical_parameters
-from fullshard.core.sharded_tensor import LOGICAL, restore_subclass, use_plain_dtensor
-from fullshard.core.unit import Unit, owner_of
-from fullshard.frontend.empty_shards import StepOrder, is_foreign
-from fullshard.frontend.local_steps import LocalStep, is_element_wise
-from fullshard.frontend.local_view import is_viewed
-from fullshard.frontend.step_entries import StepEntries
+from fullshard.core import (
+    ShardedParameter,
+    Unit,
+    back_references,
+    is_ignored,
+    logical_parameters,
+    owner_of,
+    remark_on_gradients,
+    remark_on_optimizer,
+    replacement_count,
+    replacement_of,
+    restore_subclass,
+    shard_of,
+    use_plain_dtensor,
+)
+from fullshard.optim.empty_shards import StepOrder, is_foreign
+from fullshard.optim.local_steps import LocalStep, is_element_wise
+from fullshard.optim.local_view import is_viewed
+from fullshard.optim.step_entries import StepEntries
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
@@ -93,12 +102,12 @@ class _OptimizerCache:
         order: order of the parameters in steps of optimizers of other libraries; None for optimizers of torch.
     """
 
-    __slots__ = ("_alias_count", "_back_references", "_parameters", "_sharded", "entries", "local", "order")
+    __slots__ = ("_back_references", "_parameters", "_replacement_count", "_sharded", "entries", "local", "order")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._alias_count = _Aliases.count
+        self._replacement_count = replacement_count()
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
-        self._back_references = [[parameter.__dict__.get(LOGICAL) for parameter in members] for members in self._parameters]
+        self._back_references = [back_references(members) for members in self._parameters]
         sharded = [logical_parameters(members) for members in self._parameters]
         self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
         self.entries = StepEntries(optimizer, sharded)
@@ -122,13 +131,13 @@ class _OptimizerCache:
 
     def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Return True if the optimizer still has the same parameters, and these still belong to the same units."""
-        if len(groups) != len(self._parameters) or self._alias_count != _Aliases.count:
+        if len(groups) != len(self._parameters) or self._replacement_count != replacement_count():
             return False
         for group, known, backs in zip(groups, self._parameters, self._back_references):
             members = group["params"]
             if len(members) != len(known) or not all(map(is_, members, known)):
                 return False
-            if not all(map(is_, [parameter.__dict__.get(LOGICAL) for parameter in members], backs)):
+            if not all(map(is_, back_references(members), backs)):
                 return False
         return True
 

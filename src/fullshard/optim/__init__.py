@@ -1,0 +1,9 @@
+"""Optimizers of sharded parameters, and the clipping of their gradients.
+
+optimizer_hooks.py  rebind(): optimizers built before sharding; hooks before and after each step
+local_steps.py      steps of torch's element-wise optimizers on local shards
+local_view.py       local_view(): the same for optimizers of other libraries
+empty_shards.py     empty shards in steps of other libraries' optimizers
+step_entries.py     entries of optimizer steps in the collective logs
+clipping.py         clip_grad_norm_, and torch's clipping over several meshes
+"""
