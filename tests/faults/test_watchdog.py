@@ -75,6 +75,7 @@ def asked(rank: Rank) -> None:
     loss.backward()
 
 
+@pytest.mark.proves("31f")
 @pytest.mark.processes
 def test_a_signal_has_all_ranks_say_where_they_are() -> None:
     """A thread that waits in C++ runs no Python handlers."""
