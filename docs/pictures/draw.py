@@ -153,13 +153,13 @@ def step() -> Drawn:
 
 
 def calls() -> Drawn:
-    """Who calls whom in a forward and backward of one plain unit: (caller, file, calls), as counted in a run.
+    """Who calls whom in a forward and backward of one plain unit: (caller, file), as seen in a run.
 
     Without the wrappers of torch's private parts, which every file calls.
     """
     script = HERE.parents[1] / "tests" / "unit" / "test_plain_path.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    return {"arrows": [arrow for arrow in json.loads(done.stdout)["arrows"] if "_torch" not in arrow]}
+    return {"arrows": sorted(arrow for arrow in json.loads(done.stdout)["arrows"] if "_torch" not in arrow)}
 
 
 DRAWN = {"schedule": schedule, "parameter": parameter, "gradient": gradient, "step": step, "calls": calls}
@@ -325,7 +325,7 @@ def _columns(arrows: list[list[Any]]) -> list[list[str]]:
     """Files by the smallest number of calls from torch to them."""
     columns, known = [["torch"]], {"torch"}
     while columns[-1]:
-        reached = [file for caller, file, _ in arrows if caller in columns[-1]]
+        reached = [file for caller, file in arrows if caller in columns[-1]]
         columns.append(list(dict.fromkeys(file for file in reached if file not in known)))
         known.update(columns[-1])
     return columns[:-1]
@@ -339,7 +339,7 @@ def _draw_calls(drawn: Drawn, plt: Any) -> Any:
         for index, column in enumerate(columns)
         for row, file in enumerate(column)
     }
-    for caller, file, number in drawn["arrows"]:
+    for caller, file in drawn["arrows"]:
         (x, y), (to_x, to_y) = places[caller], places[file]
         bend = 0.0 if to_x > x else 0.35  # calls back, and calls within a column, in a bow
         axes.annotate(
@@ -349,7 +349,7 @@ def _draw_calls(drawn: Drawn, plt: Any) -> Any:
             arrowprops={
                 "arrowstyle": "-|>",
                 "color": PALE if bend else "#9aa7b5",
-                "linewidth": 0.6 + 0.22 * number,
+                "linewidth": 1.1,
                 "connectionstyle": f"arc3,rad={bend}",
                 "shrinkA": 26,
                 "shrinkB": 26,
