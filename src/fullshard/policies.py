@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +150,7 @@ class MixedPrecisionPolicy:
         """
         if self.param_dtype_override_fn is None:
             return self
-        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, self.output_dtype, self.cast_forward_inputs)
+        return replace(self, param_dtype_override_fn=None)
 
     def for_planning(self) -> MixedPrecisionPolicy:
         """Return the policy for a plan, which has no parameters to pass to `param_dtype_override_fn`.

@@ -121,6 +121,6 @@ def test_forwards_whose_output_is_dropped_leave_nothing_that_grows(world: World)
     for _ in range(200):
         model(batch(0))
     assert all(record.live_graphs == 0 for record in scheduler._records.values())
-    assert len(scheduler._pending) <= 65 * 4 and len(scheduler._run_starts) <= 64
+    assert len(scheduler._pending) <= 65 * 4 and len(scheduler._outermost_starts) <= 64
     square(model(batch(0))).backward()
     assert not scheduler._pending and all(record.pending_backwards == 0 for record in scheduler._records.values())

@@ -1,4 +1,9 @@
-"""The choice of collectives for a process group, by its backend."""
+"""The choice of collectives for a process group, by its backend.
+
+A new backend is a branch in `collectives_for`, and a line in `carries_tags` if its messages carry tags. It averages unless
+`_SUM_ONLY` has it. Predictions assume the classes that are chosen here (`foresight/simulate.py`), and know networks and
+backends by name (`foresight/hardware.py`, `foresight/calibrate.py`).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,11 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: 
     if group is None or group.size() == 1:
         return SingleRank()
     backend = _torch.backend_name(group, device)
-    if device.type == "cpu" and backend == "gloo":
+    if carries_tags(backend, device):
         return GlooCollectives(group, tag)
     return CoalescedCollectives(group, averages=backend not in _SUM_ONLY and device.type != "mtia", stages=backend == "gloo")
+
+
+def carries_tags(backend: str, device: torch.device) -> bool:
+    """Return True if messages of collectives carry the tag of their call, so that those of diverged ranks are never matched."""
+    return device.type == "cpu" and backend == "gloo"

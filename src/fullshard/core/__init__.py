@@ -82,7 +82,7 @@ join.py                join(): take part in collectives without computing
 joined_calls.py        forward calls that a rank joined, until their backward
 late_grads.py          gradients that arrive without a hook on an output
 finalization.py        backwards that the user ends
-kept_grads.py          gradients that backwards keep without communication
+keeping_units.py       units with kept gradients, so that all ranks reduce them in the backward that ends the step
 extension.py           tensor subclasses with their own all-gather hooks
 parameter_alias.py     ParameterAlias: parameters from before sharding, aliases of the sharded ones
 reduction_arena.py     ReductionArena: memory with fixed addresses for reductions

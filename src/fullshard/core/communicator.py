@@ -18,7 +18,7 @@ from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, described, headline
 from fullshard.checks.state import WaitState
 from fullshard.checks.watchdog import Watchdog, watchdog_of
-from fullshard.comm.backends import collectives_for
+from fullshard.comm.backends import carries_tags, collectives_for
 from fullshard.comm.base import StartedWork
 from fullshard.comm.gloo import MessageTag, PeerLost
 from fullshard.comm.process_groups import ProcessGroupHandle
@@ -177,7 +177,7 @@ class Communicator:
         handle = next((group for group in groups if group is not None), None)
         if len(axis.members) > 1 and handle is not None:
             backend = _torch.backend_name(handle.group, axis.device)
-            log.tagged = self.async_device is None and backend == "gloo"
+            log.tagged = self.async_device is None and carries_tags(backend, axis.device)
             watchdog = watchdog_of(backend)
             if watchdog is not None:
                 if watchdog is not self.watchdog:  # the first one, or that of a process group created after a destroyed one

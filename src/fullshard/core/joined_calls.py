@@ -36,7 +36,7 @@ class JoinedCalls:
 
     def backward_reached(self, call: ForwardCall) -> None:
         """Record that the running backward reached this call, computed or joined."""
-        self._reached.add(self._scheduler.run_of(call))
+        self._reached.add(self._scheduler.start_of_outermost(call))
 
     def due(self, *, beyond: int, lives: Callable[[int], bool]) -> Iterator[Joined]:
         """Yield the joined calls of the running backward that ended after `beyond`, latest first, as computing ranks do.
@@ -48,7 +48,11 @@ class JoinedCalls:
         later: list[Joined] = []
         while self.waiting and self.waiting[-1].call.end > beyond:
             joined = self.waiting.pop()
-            if not lives(joined.unit) or not self._scheduler.knows(joined.unit) or self._scheduler.run_of(joined.call) < 0:
+            if (
+                not lives(joined.unit)
+                or not self._scheduler.knows(joined.unit)
+                or self._scheduler.start_of_outermost(joined.call) < 0
+            ):
                 self._scheduler.graph_released(joined.call)
             elif not self._is_reached(joined):
                 later.append(joined)
@@ -75,17 +79,17 @@ class JoinedCalls:
         backward that reached the next one, or, if there is no next one, the previous one.
         """
         scheduler, reached = self._scheduler, self._reached
-        run = scheduler.run_of(joined.call)
+        run = scheduler.start_of_outermost(joined.call)
         if not joined.alone:
             return run in reached
-        alone = {scheduler.run_of(other.call) for other in self.waiting if other.alone} | {run}
+        alone = {scheduler.start_of_outermost(other.call) for other in self.waiting if other.alone} | {run}
         found: int | None = run
         while found is not None and found in alone and found not in reached:
-            found = scheduler.next_run(found)
+            found = scheduler.next_outermost(found)
         if found is None:
             found = run
             while found is not None and found in alone and found not in reached:
-                found = scheduler.previous_run(found)
+                found = scheduler.previous_outermost(found)
         return found in reached
 
 

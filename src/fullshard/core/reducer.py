@@ -12,7 +12,7 @@ from fullshard.comm.streams import InFlight, Work
 from fullshard.core.communicator import Communicator
 from fullshard.core.grad_commit import GradCommit, commit_all
 from fullshard.core.heartbeat import UNIT_FLAGS, Heartbeats, Sent
-from fullshard.core.kept_grads import Kept, KeptGradients
+from fullshard.core.keeping_units import Kept, KeepingUnits
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction
 from fullshard.core.reduction_arena import ReductionArena
@@ -35,7 +35,7 @@ class GradientReducer:
         self._in_flight = InFlight()  # reduce-scatters, and the all-gathers of deleted units
         self._replicating = InFlight()  # all-reduces over replicas
         self._heartbeats = Heartbeats(communicator)
-        self._kept = KeptGradients()
+        self._kept = KeepingUnits()
         self._arena = ReductionArena()
         self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
         # Reductions of parameters with gradient hooks, in `_reduced` as well. They are committed early, but never when polling

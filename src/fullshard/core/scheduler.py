@@ -12,7 +12,7 @@ from fullshard.errors import InternalError
 from fullshard.policies import CommPolicy
 
 _MAX_PREFETCHED = 64  # units that may be unsharded ahead, whatever the budget in bytes
-_REMEMBERED_RUNS = 64  # outermost forwards after which a backward that has not come is no longer expected
+_REMEMBERED_FORWARDS = 64  # outermost forwards after which a backward that has not come is no longer expected
 
 
 # --- values ---
@@ -144,8 +144,8 @@ class UnitRecord:
 
     unsharded_by_user: bool = False
 
-    # The run of a backward with create_graph=True. Its graph needs the parameters until the next backward ends. -1: none.
-    create_graph_run: int = -1
+    # The phase of a backward with create_graph=True. Its graph needs the parameters until the next backward ends. -1: none.
+    create_graph_phase: int = -1
 
     @property
     def is_pinned(self) -> bool:
@@ -163,7 +163,7 @@ class UnitRecord:
 
     def clear(self) -> None:
         """Mark the unit sharded after its unsharded parameters were dropped."""
-        self.residency, self.unsharded_by_user, self.create_graph_run = Residency.SHARDED, False, -1
+        self.residency, self.unsharded_by_user, self.create_graph_phase = Residency.SHARDED, False, -1
 
 
 @dataclass(slots=True)
@@ -262,17 +262,17 @@ class Scheduler:
         self._can_prefetch = can_prefetch
         self._records: dict[int, UnitRecord] = {}
 
-        # Outermost forwards begun and backwards ended so far.
-        self._run = 0
+        # Outermost forwards begun and backwards ended so far: the number of the current phase.
+        self._phase = 0
 
-        # Units unsharded ahead and not used yet, oldest first: unit -> the run in which that happened.
+        # Units unsharded ahead and not used yet, oldest first: unit -> the phase in which that happened.
         self._prefetched: dict[int, int] = {}
 
         # Calls with grad whose backward has not begun, by their end, oldest first. Only the order of events changes it, so it
         # is equal on all ranks. A call leaves when its backward begins, when a backward ends that reached a later call, or
         # after `_REMEMBERED_RUNS` outermost forwards.
         self._pending: dict[int, ForwardCall] = {}
-        self._run_starts: deque[int] = deque(maxlen=_REMEMBERED_RUNS)  # of the last outermost forwards, on the clock
+        self._outermost_starts: deque[int] = deque(maxlen=_REMEMBERED_FORWARDS)  # of the last outermost forwards, on the clock
 
         # The running backward: unit -> start of its earliest call whose backward has begun; and the latest start reached so
         # far.
@@ -352,10 +352,10 @@ class Scheduler:
         if now[:1] == [unit] or len(now) > 8 * len(self._records):
             self.forward_order.close()
         actions = [] if unit in self._prefetched else self._drop_unused()
-        if len(self._run_starts) == _REMEMBERED_RUNS:
-            self._expire(before=self._run_starts[0])
-        self._run_starts.append(self.clock)
-        self._run += 1
+        if len(self._outermost_starts) == _REMEMBERED_FORWARDS:
+            self._expire(before=self._outermost_starts[0])
+        self._outermost_starts.append(self.clock)
+        self._phase += 1
         return actions
 
     def after_forward(self, unit: int, *, grad: bool, since: int = -1) -> ForwardResult:
@@ -456,7 +456,7 @@ class Scheduler:
         """
         record = self._records[call.unit]
         if again and not copied_use:
-            record.create_graph_run = self._run
+            record.create_graph_phase = self._phase
         actions = self._reduce_done(beyond=call.end)
         self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
         self._latest = max(self._latest, call.start)
@@ -505,9 +505,9 @@ class Scheduler:
         """
         self._recomputing.clear()
         for record in self._records.values():
-            if record.create_graph_run != self._run:
-                record.create_graph_run = -1
-        self._run += 1
+            if record.create_graph_phase != self._phase:
+                record.create_graph_phase = -1
+        self._phase += 1
         actions = self._reduce_done(beyond=-1, even_if_pending=True)
         self._expire(before=self._latest)
         self._latest = -1
@@ -552,38 +552,39 @@ class Scheduler:
         """Return True if a pending call began at `begin` or later."""
         return any(call.start >= begin for call in self._pending.values())
 
-    def run_of(self, call: ForwardCall) -> int:
+    def start_of_outermost(self, call: ForwardCall) -> int:
         """Return the start of the outermost forward that `call` was part of, -1 if that is too long ago."""
-        for start in reversed(self._run_starts):
+        for start in reversed(self._outermost_starts):
             if start < call.start:
                 return start
         return -1
 
-    def next_run(self, run: int) -> int | None:
-        """Return the start of the outermost forward after `run`, None if there is none."""
-        return min((start for start in self._run_starts if start > run), default=None)
+    def next_outermost(self, since: int) -> int | None:
+        """Return the start of the next outermost forward after the one that began at `since`, None if there is none."""
+        return min((start for start in self._outermost_starts if start > since), default=None)
 
-    def previous_run(self, run: int) -> int | None:
-        """Return the start of the outermost forward before `run`, None if there is none."""
-        return max((start for start in self._run_starts if start < run), default=None)
+    def previous_outermost(self, until: int) -> int | None:
+        """Return the start of the last outermost forward before the one that began at `until`, None if there is none."""
+        return max((start for start in self._outermost_starts if start < until), default=None)
 
     # --- prefetching ---
 
-    def is_prefetched_in_this_run(self, unit: int) -> bool:
-        """Return True if the unit was prefetched in the current run, so that its unsharded parameters cannot be stale."""
-        return self._prefetched.get(unit) == self._run
+    def is_prefetched_in_this_phase(self, unit: int) -> bool:
+        """Return True if the unit was prefetched in the current phase, so that its unsharded parameters cannot be stale."""
+        return self._prefetched.get(unit) == self._phase
 
     def _expect_in_backward(self, call: ForwardCall) -> list[int]:
         """Return the units that the backward needs after `call`, soonest first.
 
-        The first backward follows the forward: it expects the latest pending call before this one, in the same outermost
-        forward, since calls of other outermost forwards may be of models that some ranks deleted.
+        Where no order is known, or the backward has left it, it follows the forward: it expects the latest pending call before
+        this one, in the same outermost forward, since calls of other outermost forwards may be of models that some ranks
+        deleted.
         """
         budget = self._records[call.unit].options.comm.prefetch_bytes
         expected = self.backward_order.expect(call.unit, 1 if budget is None else _MAX_PREFETCHED)
         if expected:
             return expected
-        begin = self.run_of(call)
+        begin = self.start_of_outermost(call)
         for other in reversed(self._pending.values()):
             if begin < other.start < call.start:
                 return [other.unit]
@@ -642,7 +643,7 @@ class Scheduler:
                 break
             if other.residency is Residency.SHARDED and unit not in chosen and (other.options.in_backward or not in_backward):
                 chosen.append(unit)
-                self._prefetched[unit] = self._run
+                self._prefetched[unit] = self._phase
         self.stats.prefetched += len(chosen)
         return chosen
 
@@ -697,7 +698,7 @@ class Scheduler:
     def _reshard(self, record: UnitRecord, *, even_resident: bool = False) -> list[Action]:
         """Reshard an unsharded unit, unless it is resident or the graph of a backward needs it."""
         record.unsharded_by_user = False
-        needed = record.resident_blocks > 0 or record.create_graph_run != -1
+        needed = record.resident_blocks > 0 or record.create_graph_phase != -1
         if record.residency is not Residency.FULL or (needed and not even_resident):
             return []
         record.residency = Residency.SHARDED
@@ -716,7 +717,7 @@ class Scheduler:
         self._forget_step()
         self._expire(before=self.clock + 1)
         for record in list(self._records.values()):
-            record.create_graph_run = -1
+            record.create_graph_phase = -1
             if record.residency is Residency.GATHERING:
                 actions += [Wait(record.number)]
                 record.residency = Residency.FULL
@@ -736,9 +737,9 @@ class Scheduler:
     def reset_orders(self) -> None:
         """Forget earlier runs, after a step that ended at different places on different ranks."""
         self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
-        self._run_starts.clear()
+        self._outermost_starts.clear()
         for record in self._records.values():
-            record.last, record.had_grad, record.create_graph_run = None, False, -1
+            record.last, record.had_grad, record.create_graph_phase = None, False, -1
 
     def _forget_step(self) -> None:
         self._entered.clear()

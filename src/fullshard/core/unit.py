@@ -211,7 +211,7 @@ class Unit:
             check_replicas(self)
         # A unit that was prefetched within this forward or backward cannot be stale, so the shards are not looked at again.
         prefetched = (
-            record.residency is Residency.GATHERING and not first and scheduler.is_prefetched_in_this_run(record.number)
+            record.residency is Residency.GATHERING and not first and scheduler.is_prefetched_in_this_phase(record.number)
         )
         stale = False
         if record.residency is not Residency.SHARDED and not prefetched:
@@ -389,7 +389,7 @@ class Unit:
         record = self.record
         if record.residency is not Residency.GATHERING or first:
             return self.stale_now
-        return not self.runtime.scheduler.is_prefetched_in_this_run(record.number) and self.stale_now
+        return not self.runtime.scheduler.is_prefetched_in_this_phase(record.number) and self.stale_now
 
     def is_current(self) -> bool:
         """Return True if the modules still hold the parameters that the unit put there."""
@@ -619,7 +619,7 @@ class Unit:
     # --- options and groups ---
 
     def configure(self, **changes: object) -> None:
-        """Change options from now on."""
+        """Change options that are read at each event. The groups have copies of others: use `reconfigure` for those."""
         self.options = replace(self.options, **changes)  # type: ignore[arg-type]
         self._update_record()
 

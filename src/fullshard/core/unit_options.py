@@ -13,29 +13,35 @@ from fullshard.policies import CheckPolicy, CommPolicy, MixedPrecisionPolicy, Of
 _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitOptions:
     """The resolved options of one unit."""
 
+    # Read at each event; `Unit.configure` changes them.
     reshard_policy: ReshardPolicy
+    reduce: ReduceOptions = _REDUCE
+    in_backward: bool = True  # backward needs the unsharded parameters
+    sync_gradients: bool = True
+    last_backward: bool = True
+    manual: bool = False  # the user ends backwards (`finalize_backward`)
+    keep_after_backward: bool = False
+
+    # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again. Of `comm` and
+    # `checks` the groups copy `direct_min_bytes`, `collectives` and `poison`; everything else is read at each event.
     mp: MixedPrecisionPolicy
     comm: CommPolicy
     checks: CheckPolicy
     offload: OffloadPolicy = _NO_OFFLOAD
     subgroup_size: int | None = None  # number of ranks that together keep one copy between forward and backward
-    reduce: ReduceOptions = _REDUCE
-    sync: str = "check"
-    buffers: str = "local"
     separate_reduce: bool = False  # reduce-scatter on a process group of its own
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     memory: Allocate | None = None  # allocates the memory of messages
-    in_backward: bool = True
-    sync_gradients: bool = True
-    last_backward: bool = True
-    manual: bool = False  # the user ends backwards (`finalize_backward`)
-    keep_after_backward: bool = False
     keep_memory: bool = False  # keep the memory of unsharded parameters and messages at its address
+
+    # Read when the module is sharded.
+    sync: str = "check"
+    buffers: str = "local"
 
 
 __all__ = ["UnitOptions"]

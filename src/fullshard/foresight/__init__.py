@@ -5,7 +5,7 @@ trace.py        tracer of one step on meta: events of modules, operators, storag
 optimizer.py    the optimizer's step on a rank's shards, on meta
 ledger.py       allocations and frees, each with a category and a unit
 program.py      operators, collectives on streams, and waits, in the order of the host
-group.py        allocations and collectives of a parameter group
+group.py        allocations and collectives of a parameter group, as ParamGroup, GroupGradients and Reduction make them
 fsdp2.py        allocations and collectives of a parameter group in torch's FSDP2
 simulate.py     simulator of steps: a trace, run through the runtime's scheduler
 allocator.py    model of torch's caching allocator, for reserved bytes

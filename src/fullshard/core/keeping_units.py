@@ -1,4 +1,4 @@
-"""Gradients that backwards kept without communication. The backward that ends the step may not enter all of their units."""
+"""Units with kept gradients, which all ranks must reduce together. The backward that ends the step may not enter all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kept = tuple[Unit, ParamGroup]
 """A unit, and one of its groups that must be reduced although this backward may not have entered the unit."""
 
 
-class KeptGradients:
+class KeepingUnits:
     """Units with gradients that a backward kept on this rank, or reduced over shards only, since the last full reduction.
 
     Attributes:
@@ -119,4 +119,4 @@ def _ends_here(unit: Unit, trees: Container[nn.Module | None]) -> bool:
     return options.sync_gradients and options.last_backward and not options.manual and unit.place.outermost in trees
 
 
-__all__ = ["Kept", "KeptGradients", "trees_of"]
+__all__ = ["Kept", "KeepingUnits", "trees_of"]
