@@ -88,7 +88,8 @@ class DeferredSum(Protocol):
 class GroupGradients:
     """Gradients of one group that are kept between backwards, and the state of `.grad` that ranks compare.
 
-    `foresight/group.py` and `wrap/plan_messages.py` predict what this class and `Reduction` allocate and send: change them together.
+    `foresight/group.py` and `wrap/plan_messages.py` predict the memory and messages of this class and of `Reduction`: change
+    them together.
 
         backward without gradient sync --accumulate--> local_grad of each parameter --merge--> the next reduction
         backward that defers the all-reduce over replicas --> `deferred` --> added by the next reduction

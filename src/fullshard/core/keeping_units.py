@@ -1,4 +1,4 @@
-"""Units with kept gradients, which all ranks must reduce together. The backward that ends the step may not enter all of them."""
+"""Units with kept gradients, which all ranks reduce together, also if the backward that ends the step does not enter them."""
 
 from __future__ import annotations
 
@@ -119,4 +119,4 @@ def _ends_here(unit: Unit, trees: Container[nn.Module | None]) -> bool:
     return options.sync_gradients and options.last_backward and not options.manual and unit.place.outermost in trees
 
 
-__all__ = ["Kept", "KeepingUnits", "trees_of"]
+__all__ = ["KeepingUnits", "Kept", "trees_of"]

@@ -12,7 +12,7 @@ from fullshard.comm.streams import InFlight, Work
 from fullshard.core.communicator import Communicator
 from fullshard.core.grad_commit import GradCommit, commit_all
 from fullshard.core.heartbeat import UNIT_FLAGS, Heartbeats, Sent
-from fullshard.core.keeping_units import Kept, KeepingUnits
+from fullshard.core.keeping_units import KeepingUnits, Kept
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction
 from fullshard.core.reduction_arena import ReductionArena
