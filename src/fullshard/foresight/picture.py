@@ -49,12 +49,12 @@ def levels(r: StepEstimate) -> list[Level]:
     """Return the memory over the step: one level at the beginning of each phase of a unit, and one at its peak."""
     changes, timeline = r.simulation.ledger.changes, r.timeline
     now: Counter[Category] = Counter()
-    for change in changes[: r.simulation.begins]:
+    for change in changes[: r.simulation.first_change]:
         now[change.category] += change.nbytes
     del now["pinned host"]  # not on the device
     found: list[Level] = []
     moments = [*timeline.moments, (timeline.seconds, len(changes))]
-    done = r.simulation.begins
+    done = r.simulation.first_change
     for (start, _), (end, until) in pairwise(moments):
         where = place_at(r, done + 1)
         found.append(Level(start, dict(now), where))

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
-from fullshard.weights.holdings import ModelTensor
 from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
+from fullshard.weights.shard_map import ModelTensor
 from fullshard.weights.texts import nearest, printable
 
 

@@ -27,9 +27,9 @@ from fullshard.core import (
 from fullshard.errors import StateError
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.ema import EMA
-from fullshard.weights.holdings import ModelTensor
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, map_keys
 from fullshard.weights.meeting import RankGroup
+from fullshard.weights.shard_map import ModelTensor
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
 
 To = str | int | dist.ProcessGroup
