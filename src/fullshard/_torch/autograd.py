@@ -113,7 +113,7 @@ def view_base(tensor: Tensor) -> Tensor | None:
 
 
 def carry_hooks(source: Tensor, target: Tensor) -> None:
-    """Let `target` share the hooks registered on `source`. Handles returned by `register_hook` still remove them."""
+    """Share the hooks of `source` with `target`. The handles that `register_hook` returned still remove them."""
     # Private: `_backward_hooks` and `_post_accumulate_grad_hooks`, dicts by handle. The dict itself is shared, since handles
     # refer to it weakly. If torch renames the second one, its hooks are lost silently.
     if source._backward_hooks:

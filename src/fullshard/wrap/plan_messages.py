@@ -68,7 +68,7 @@ class UnitMessages:
 
 @dataclass(frozen=True, slots=True)
 class EntryGroup:
-    """Planned parameters that one parameter group will hold."""
+    """The planned parameters of one parameter group."""
 
     dtypes: Dtypes
     trainable: bool

@@ -103,7 +103,7 @@ class CustomPolicy(Policy):
         self._fn = lambda_fn
 
     def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-        """Choose the modules for which the function returns True or a dict that is not empty.
+        """Choose each module if the function returns True or a non-empty dict for it.
 
         Args:
             model: the model to be sharded.
