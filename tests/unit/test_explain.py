@@ -488,7 +488,7 @@ def test_json_and_perfetto_have_the_figures_and_the_lanes(tmp_path: Path) -> Non
     assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") == pytest.approx(r.step.middle * 1e6)
     assert max(sum(event["args"].values()) for event in events if event["ph"] == "C") == max(
         sum(n for (kind, _), n in r.simulation.ledger.at(at).items() if kind != "pinned host")
-        for at in range(r.simulation.begins, len(r.simulation.ledger.changes) + 1)
+        for at in range(r.simulation.first_change, len(r.simulation.ledger.changes) + 1)
     )
 
 

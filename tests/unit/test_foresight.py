@@ -213,7 +213,9 @@ def check(parts: tuple[Part, ...], setting: Setting, *, listed: bool, **options:
     allocations, messages = measured(parts, setting, torch.randn(ROWS, WIDTH), listed=listed, **options)
     found = predicted(parts, setting, listed=listed)
     # torch's profiler does not see the end of what was there when it began.
-    changes = [c for c in found.ledger.changes[found.begins :] if abs(c.nbytes) >= LEAST and c.block >= found.begins]
+    changes = [
+        c for c in found.ledger.changes[found.first_change :] if abs(c.nbytes) >= LEAST and c.block >= found.first_change
+    ]
     assert list(found.messages) == messages
     assert [change.nbytes for change in changes[: len(allocations)]] == allocations
     rest = changes[len(allocations) :]  # zero_grad

@@ -137,13 +137,13 @@ from fullshard._torch.dtensors import (
     whole_of,
 )
 from fullshard._torch.flops import (
-    attention_taken_apart,
     count_flops,
     efficient_attention,
     flash_attention,
     flash_attention_on_cpu,
     grouped_mm,
     grouped_mm_shape,
+    math_attention,
     sizes_of_product,
 )
 from fullshard._torch.fsdp import (
@@ -238,7 +238,6 @@ __all__ = [
     "argument",
     "as_own_storage",
     "attach_state",
-    "attention_taken_apart",
     "axis_of",
     "backend_name",
     "buffers_of",
@@ -307,6 +306,7 @@ __all__ = [
     "locals_of",
     "makes_parameter",
     "mark_managed",
+    "math_attention",
     "meta_kernels",
     "new_group",
     "on_activation_offload",

@@ -34,7 +34,7 @@ Private: torch has no public test for a running backward.
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
-    """Run `callback` when the running backward ends without an error. On an error, the engine drops its reference to it."""
+    """Run `callback` when the running backward ends without an error. After an error, the engine only drops the callback."""
     # Private: `queue_callback`, as FSDP2 uses it. The engine must hold the only reference, since the callback's deletion is the
     # sign of a failed backward.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -43,7 +43,10 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 def on_differentiation(check: Callable[[Sequence[Any], Sequence[Any], bool], None]) -> Undo:
     """Call `check` before torch.autograd.grad and before a backward with inputs.
 
-    Its arguments are the outputs, the inputs, and True if each input must be used. Other backwards cost one call and one test.
+    Args:
+        check: called with the outputs, the inputs, and True if each input must be used.
+
+    A backward without inputs costs one more call and one test.
     """
     # Private: `_engine_run_backward`, through which Python starts the autograd engine. torch.autograd imports it by name, so
     # both names are replaced. If torch stops calling it, the check never runs: `backward(inputs=...)` then leaves `.grad` of
@@ -84,16 +87,16 @@ def leads_to(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> set[int]:
     """
     edge = torch.autograd.graph.get_gradient_edge
     wanted = {edge(leaf).node: number for number, leaf in enumerate(leaves) if leaf.requires_grad}
-    waiting = [edge(one).node if isinstance(one, Tensor) else one.node for one in outputs]
-    seen = set(waiting)
+    pending = [edge(output).node if isinstance(output, Tensor) else output.node for output in outputs]
+    seen = set(pending)
     found: set[int] = set()
-    while waiting and len(found) < len(wanted):
-        node = waiting.pop()
+    while pending and len(found) < len(wanted):
+        node = pending.pop()
         if node in wanted:
             found.add(wanted[node])
-        more = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= more
-        waiting += more
+        unseen = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= unseen
+        pending += unseen
     return found
 
 
@@ -110,7 +113,7 @@ def view_base(tensor: Tensor) -> Tensor | None:
 
 
 def carry_hooks(source: Tensor, target: Tensor) -> None:
-    """Let `target` share the hooks registered on `source`. Handles returned by `register_hook` still remove them."""
+    """Share the hooks of `source` with `target`. The handles that `register_hook` returned still remove them."""
     # Private: `_backward_hooks` and `_post_accumulate_grad_hooks`, dicts by handle. The dict itself is shared, since handles
     # refer to it weakly. If torch renames the second one, its hooks are lost silently.
     if source._backward_hooks:

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
-    "attention_taken_apart",
     "count_flops",
     "efficient_attention",
     "flash_attention",
     "flash_attention_on_cpu",
     "grouped_mm",
     "grouped_mm_shape",
+    "math_attention",
     "sizes_of_product",
 ]
 
@@ -24,7 +24,7 @@ __all__ = [
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-attention_taken_apart = torch.ops.aten._scaled_dot_product_attention_math
+math_attention = torch.ops.aten._scaled_dot_product_attention_math
 """Attention kernels. The first result of each is the result of `scaled_dot_product_attention`.
 
 Private: the public function selects one of them by device; on meta, it always decomposes. The estimator selects the kernel that

@@ -19,18 +19,19 @@ from fullshard.comm.process_groups import held, on_release
 from fullshard.errors import StateError
 from fullshard.policies import DIRECT_MIN_BYTES
 
-_TAGS = 0x20000000  # first tag, above the tags that programs use; its lower 28 bits are the call (24) and the stage (4)
-_STAGES = 4  # bits of a tag for the stage
-_FEW = 8  # up to this many ranks, each rank sends to all others
-_REMEMBERED = 512  # recent collectives that a group remembers
+# A tag has 24 bits for the call and, below them, 4 bits for the stage of the call. Tags begin above those of other programs.
+_FIRST_TAG = 0x20000000
+_STAGE_BITS = 4
+_FEW_RANKS = 8  # up to this many ranks, each rank sends to all others
+_REMEMBERED_CALLS = 512  # number of recent calls in `P2PChannel.posted`
 
 T = TypeVar("T")
 
 
 class SendGate(Protocol):
-    """The collective log that owns messages, and can refuse to start them."""
+    """Interface of the collective log: messages belong to a log, and a closed log does not start them."""
 
-    name: str
+    name: str  # of the log
 
     def begin(self, start: Callable[[], T]) -> T:
         """Call `start`. Raises if the log is closed."""
@@ -38,7 +39,7 @@ class SendGate(Protocol):
 
 
 class _OpenGate:
-    """Gate without a collective log, which starts everything."""
+    """Gate for messages without a collective log. It starts everything."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -49,14 +50,14 @@ class _OpenGate:
 
 @dataclass(slots=True)
 class MessageTag:
-    """The tag of the messages that are started next, equal on all ranks of a call, and the log that it comes from."""
+    """The tag of the next messages, equal on all ranks of a call, and the collective log of the call."""
 
     hash: int = 0  # of all calls up to this one
     gate: SendGate = field(default_factory=_OpenGate)
 
     @property
-    def now(self) -> int:
-        """The tag: 24 bits of the hash."""
+    def call_bits(self) -> int:
+        """The part of the tag that identifies the call: 24 bits of the hash."""
         return (self.hash ^ (self.hash >> 31)) & 0xFFFFFF
 
 
@@ -64,7 +65,7 @@ class MessageTag:
 class PostedMessages:
     """The messages of one call between a rank and each peer: one per size (bytes), in this order, in both directions."""
 
-    log: str
+    log: str  # name of the collective log
     tag: int
     sizes: tuple[int, ...]
 
@@ -110,7 +111,7 @@ class Messages:
         self.posted = posted
         self._channel, self._receives, self._sends = channel, receives, sends
 
-    def lost(self, at: int, failure: BaseException) -> PeerLost:
+    def peer_lost(self, at: int, failure: BaseException) -> PeerLost:
         """Return the error for message number `at`."""
         _, peer = [*self._receives, *self._sends][at]
         return PeerLost(self._channel.members[peer], failure)
@@ -129,7 +130,7 @@ class Messages:
         except StateError:  # the process group was destroyed, so no peer is lost
             raise
         except RuntimeError as failure:
-            raise self.lost(at, failure) from failure
+            raise self.peer_lost(at, failure) from failure
         self._channel.forget(self)
 
 
@@ -139,11 +140,11 @@ class P2PChannel:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.name = _torch.group_name(group)  # equal on all its ranks
         self.members = dist.get_process_group_ranks(group)  # global ranks, by their rank in the group
-        self.posted: deque[PostedMessages] = deque(maxlen=_REMEMBERED)  # messages of recent calls
+        self.posted: deque[PostedMessages] = deque(maxlen=_REMEMBERED_CALLS)  # messages of recent calls
         self._held = held(group)
         self._under_way: set[Messages] = set()  # started and not waited for
-        self._answers: list[dist.Work] = []  # works of the dummy messages of `drain_peer`
-        self._answered: set[tuple[int, int]] = set()  # (peer, tag) of the dummy messages
+        self._dummy_works: list[dist.Work] = []  # works of the dummy messages of `drain_peer`, kept alive
+        self._dummy_tags: set[tuple[int, int]] = set()  # (peer, tag) of the dummy messages
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> P2PChannel:
@@ -169,7 +170,7 @@ class P2PChannel:
         try:
             _torch.exchange(messages.works, self._held.group, receives, sends, posted.tag)
         except RuntimeError as failure:
-            raise messages.lost(len(messages.works), failure) from failure
+            raise messages.peer_lost(len(messages.works), failure) from failure
         finally:  # even if it raises, since the messages before the failure have been sent
             if messages.works:
                 self.posted.append(posted)
@@ -187,24 +188,25 @@ class P2PChannel:
         """Unblock `peer` after a divergence: exchange dummy data for collectives that this rank will never run.
 
         Args:
-            peer: its rank in the group.
-            posted: the messages that it waits for.
-            limit: in bytes. No message of this program is longer, so a longer one gets no dummy data.
+            peer: rank of the peer in the group.
+            posted: the messages that the peer waits for.
+            limit: bytes of the longest message of this rank's program. Dummy data for a longer message is not allocated.
 
         Returns:
             Bytes of the longest message above `limit`, 0 if there is none.
         """
         known = {mine.tag for mine in list(self.posted)}
-        missing = [theirs for theirs in posted if theirs.tag not in known and (peer, theirs.tag) not in self._answered]
+        missing = [theirs for theirs in posted if theirs.tag not in known and (peer, theirs.tag) not in self._dummy_tags]
         too_long = max((size for theirs in missing for size in theirs.sizes if size > limit), default=0)
         missing = [theirs for theirs in missing if max(theirs.sizes, default=0) <= limit]
         longest = max((size for theirs in missing for size in theirs.sizes), default=0)
         # All dummy messages share two buffers, since the data has no meaning.
         sent, received = (torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(2))
         for theirs in missing:
-            self._answered.add((peer, theirs.tag))
+            self._dummy_tags.add((peer, theirs.tag))
             for size in theirs.sizes:
-                _torch.exchange(self._answers, self._held.group, [(received[:size], peer)], [(sent[:size], peer)], theirs.tag)
+                receives, sends = [(received[:size], peer)], [(sent[:size], peer)]
+                _torch.exchange(self._dummy_works, self._held.group, receives, sends, theirs.tag)
         return too_long
 
     @property
@@ -220,9 +222,9 @@ class P2PChannel:
 
     def forget_answers(self) -> None:
         """Forget the dummy messages of `drain_peer`, after all ranks received them."""
-        self._answers.clear()
+        self._dummy_works.clear()
         self._under_way.clear()
-        self._answered.clear()
+        self._dummy_tags.clear()
         self.posted.clear()
 
 
@@ -265,7 +267,7 @@ class GlooCollectives:
 
     def _post(self, sizes: tuple[int, ...]) -> PostedMessages:
         """Return log name, tag and sizes of the messages that are started next."""
-        return PostedMessages(self.tag.gate.name, _TAGS + (self.tag.now << _STAGES), sizes)
+        return PostedMessages(self.tag.gate.name, _FIRST_TAG + (self.tag.call_bits << _STAGE_BITS), sizes)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """Prepare an all-gather: each rank sends its shard to every other rank."""
@@ -344,9 +346,9 @@ class GlooCollectives:
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (sum), in place.
 
-        More than two ranks take two stages, and the wait for the first stage starts the second.
+        More than two ranks take two stages: a reduce-scatter, and an all-gather, which the wait for the first stage starts.
         """
-        if self.ranks == 2 or tensor.numel() < self.ranks:
+        if self.ranks == 2 or tensor.numel() < self.ranks:  # fewer elements than ranks would be mostly padding in chunks
             return self._all_exchange(tensor, torch.add)
         numel, chunk = tensor.numel(), -(-tensor.numel() // self.ranks)
         padded = tensor.new_zeros(chunk * self.ranks)
@@ -354,7 +356,7 @@ class GlooCollectives:
         messages, received, first = self._exchange([padded])
         gate = self.tag.gate
 
-        def share() -> None:
+        def sum_and_all_gather() -> None:
             mine = padded[self.rank * chunk :][:chunk]
             torch.sum(received.pop(), 0, out=mine)
             second = PostedMessages(first.log, first.tag + 1, _sizes([mine]))
@@ -365,7 +367,7 @@ class GlooCollectives:
             gate.begin(partial(self._channel.exchange, second, receives, sends)).wait()
             tensor.copy_(padded[:numel])
 
-        return StartedWork((messages,), share, unpollable=True)
+        return StartedWork((messages,), sum_and_all_gather, unpollable=True)
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (maximum). Many ranks take log2(ranks) stages, all but the first in the wait for the first.
@@ -376,30 +378,30 @@ class GlooCollectives:
 
         The last stage counts some ranks twice, which does not change a maximum. All ranks send N * log2(N) messages.
         """
-        # A tag has room for 2 ** _STAGES stages, and each stage doubles the number of ranks.
-        if self.ranks <= _FEW or self.ranks > 1 << (1 << _STAGES) or not tensor.numel():
+        # A tag has room for 2 ** _STAGE_BITS stages, and each stage doubles the number of ranks.
+        if self.ranks <= _FEW_RANKS or self.ranks > 1 << (1 << _STAGE_BITS) or not tensor.numel():
             return self._all_exchange(tensor, torch.maximum)
         first, gate = self._post(_sizes([tensor])), self.tag.gate
-        kept: list[Tensor] = []  # sent tensors must stay alive until their messages complete
+        alive: list[Tensor] = []  # sent tensors must stay alive until their messages complete
 
         def begin(stage: int) -> tuple[Messages, Tensor]:
             posted = PostedMessages(first.log, first.tag + stage, first.sizes)
             received, sent, distance = torch.empty_like(tensor), tensor.clone(), 1 << stage
-            kept.append(sent)
+            alive.append(sent)
             source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
             return self._channel.exchange(posted, [(received, source)], [(sent, target)]), received
 
         messages, received = begin(0)
 
-        def spread() -> None:
+        def run_further_stages() -> None:
             torch.maximum(tensor, received, out=tensor)
             for stage in range(1, (self.ranks - 1).bit_length()):
                 further, theirs = gate.begin(partial(begin, stage))
                 further.wait()
                 torch.maximum(tensor, theirs, out=tensor)
-            kept.clear()
+            alive.clear()
 
-        return StartedWork((messages,), spread, unpollable=True)
+        return StartedWork((messages,), run_further_stages, unpollable=True)
 
     def _all_exchange(self, tensor: Tensor, merge: Callable[..., Tensor]) -> StartedWork:
         """All-reduce by exchanging whole tensors, for two ranks or little data."""
@@ -420,10 +422,10 @@ class GlooCollectives:
 
 
 def _add_scaled(mine: Tensor, theirs: Tensor, out: Tensor, scale: float) -> None:
-    """Write (mine + theirs) * scale, all (size,), to `out`: bit-equal to DDP and FSDP2 on gloo, in one pass where possible.
+    """Write (mine + theirs) * scale to `out` (all 1-D), bit-equal to DDP and FSDP2 on gloo, in one pass where possible.
 
-    Multiplication by a power of two is exact, so `addr` (mine * scale + theirs * scale) has those bits. `lerp` has them only
-    for 16-bit dtypes, which it computes in 32 bits, and is four times as fast there.
+    Multiplication by a power of two is exact, so `addr`, which computes mine * scale + theirs * scale, gives the same bits.
+    `lerp` is four times as fast, but gives the same bits for 16-bit dtypes only, which it computes in 32 bits.
     """
     if scale == 0.5 and out.itemsize == 2:
         torch.lerp(mine, theirs, 0.5, out=out)

@@ -24,12 +24,12 @@ def peak_of_new(events: list[tuple[int, int]]) -> int:
     >>> peak_of_new([(1, -5), (2, 10), (3, 20), (2, -10), (4, 15)])
     35
     """
-    known: set[int] = set()
+    allocated_here: set[int] = set()
     level = peak = 0
     for address, nbytes in events:
         if nbytes > 0:
-            known.add(address)
-        elif address not in known:
+            allocated_here.add(address)
+        elif address not in allocated_here:
             continue
         level += nbytes
         peak = max(peak, level)
@@ -46,15 +46,16 @@ class AllocationWatch:
     def stop(self) -> list[tuple[int, int]]:
         """Stop recording. Return the allocations and frees in order: (address, bytes), negative for a free."""
         self._profiler.stop()
+        # The profiler's list of events has no addresses; its event tree has them.
         results: Any = self._profiler.profiler
-        found: list[tuple[int, int, int]] = []
-        waiting = list(results.kineto_results.experimental_event_tree())
-        while waiting:
-            event = waiting.pop()
-            waiting.extend(event.children)
+        timed: list[tuple[int, int, int]] = []  # (time, address, bytes)
+        pending = list(results.kineto_results.experimental_event_tree())
+        while pending:
+            event = pending.pop()
+            pending.extend(event.children)
             if event.name == "[memory]":
-                found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-        return [(address, nbytes) for _, address, nbytes in sorted(found, key=lambda one: one[0])]
+                timed.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        return [(address, nbytes) for _, address, nbytes in sorted(timed, key=lambda one: one[0])]
 
 
 __all__ = ["AllocationWatch", "memory_events", "peak_of_new"]

@@ -3,9 +3,10 @@
 Block sizes are multiples of 512 bytes. Blocks up to 1 MiB ("small") come from segments of 2 MiB, blocks below 10 MiB from
 segments of 20 MiB, and larger blocks from a segment of their own size, rounded up to 2 MiB. An allocation takes the free block
 of its stream and kind (small or large) that fits best. The block is split if the remainder has at least 512 bytes (small) or
-more than 1 MiB (large). A freed block is merged with free neighbours. Expandable segments
-(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) are one segment per stream and kind, which grows at its end by pages of 2 MiB
-(small) or 20 MiB (large).
+more than 1 MiB (large). A freed block is merged with free neighbours.
+
+With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, each stream and kind has one segment, which grows at its end by pages of
+2 MiB (small) or 20 MiB (large), and a block is split if the remainder has at least 512 bytes.
 
 Source: c10/cuda/CUDACachingAllocator.cpp.
 """
@@ -20,6 +21,11 @@ from fullshard.foresight.ledger import Change
 from fullshard.frontend.api import gc_paused
 
 MIB = 1 << 20
+_MIN_BLOCK = 512  # bytes
+
+
+def _rounded_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
 
 
 @dataclass(eq=False, slots=True)
@@ -62,42 +68,43 @@ class Allocator:
         self.reserved = self.allocated = self.peak = 0
         self._expandable = expandable
         self._pools: dict[tuple[str, bool], _Pool] = {}
-        self._held: dict[int, _Block] = {}
+        self._allocated_blocks: dict[int, _Block] = {}  # by key
 
     def allocate(self, key: int, nbytes: int, stream: str) -> None:
         """Allocate a block on a stream; `release` frees it by `key`."""
-        size = max(512, -(-nbytes // 512) * 512)
+        size = max(_MIN_BLOCK, _rounded_up(nbytes, _MIN_BLOCK))
         small = size <= MIB
         pool = self._pools.get((stream, small))
         if pool is None:
             pool = self._pools[stream, small] = _Pool(small)
         free = pool.free
-        at = bisect_left(free, (size, -1))
+        at = bisect_left(free, (size, -1))  # the smallest block of at least `size` bytes; among equal ones the lowest address
         if at < len(free):
             block = free.pop(at)[2]
         elif self._expandable:
             block = self._expand(pool, size)
         else:
-            segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-            block = _Block(pool, segment, self.reserved)
+            segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else _rounded_up(size, 2 * MIB)
+            block = _Block(pool, segment, start=self.reserved)
             self.reserved += segment
-        left = block.nbytes - size
-        if left >= 512 if small or self._expandable else left > MIB:
-            rest = _Block(pool, left, block.start + size, before=block, after=block.after)
+        remainder = block.nbytes - size
+        if remainder >= (_MIN_BLOCK if small or self._expandable else MIB + 1):
+            rest = _Block(pool, remainder, block.start + size, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest
             else:
                 pool.last = rest
             block.after, block.nbytes = rest, size
-            insort(free, (left, rest.start, rest))
+            insort(free, (remainder, rest.start, rest))
         block.free = False
-        self._held[key] = block
+        self._allocated_blocks[key] = block
         self.allocated += block.nbytes
         self.peak = max(self.peak, self.allocated)
 
     def _expand(self, pool: _Pool, size: int) -> _Block:
         """Grow the pool's segment. Return its last block, free and of at least `size` bytes, removed from the free list."""
-        block, page = pool.last, 2 * MIB if pool.small else 20 * MIB
+        page = 2 * MIB if pool.small else 20 * MIB
+        block = pool.last
         if block is not None and block.free:
             pool.remove(block)
         else:
@@ -106,14 +113,14 @@ class Allocator:
             if block is not None:
                 block.after = fresh
             block = pool.last = fresh
-        more = -(-(size - block.nbytes) // page) * page
-        block.nbytes += more
-        self.reserved += more
+        growth = _rounded_up(size - block.nbytes, page)
+        block.nbytes += growth
+        self.reserved += growth
         return block
 
     def release(self, key: int) -> None:
         """Free a block and merge it with free neighbours."""
-        block = self._held.pop(key)
+        block = self._allocated_blocks.pop(key)
         pool = block.pool
         self.allocated -= block.nbytes
         block.free = True
@@ -139,12 +146,12 @@ def reserved_for(changes: Iterable[Change], *, expandable: bool = False) -> int:
     """Return the bytes that the allocator reserves for the changes of a ledger, without pinned host memory."""
     allocator = Allocator(expandable=expandable)
     allocate, release = allocator.allocate, allocator.release
-    with gc_paused():
-        for nbytes, category, _, block, pool in changes:
+    with gc_paused():  # the loop creates many blocks, which refer to each other and are no garbage
+        for nbytes, category, _, block, stream in changes:
             if category == "pinned host":
                 continue
             if nbytes > 0:
-                allocate(block, nbytes, pool)
+                allocate(block, nbytes, stream)
             else:
                 release(block)
     return allocator.reserved

@@ -14,8 +14,8 @@ from fullshard.foresight.program import Place
 from fullshard.foresight.recorded import Recorded
 from fullshard.wrap.tables import bytes_text, span
 
-LEAST = 0.05
-"""Differences below this fraction of the prediction are left out."""
+MIN_WEIGHT = 0.05
+"""Differences of a smaller weight are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +62,33 @@ class Comparison:
     def __str__(self) -> str:
         ratio = self.measured / self.predicted
         head = f"step: {self.measured * 1e3:.1f} ms, predicted {self.predicted * 1e3:.1f} ms ({ratio:.2f} of it)"
-        return "\n".join([head, *(str(found) for found in self.differences or ["nothing else differs by 5% or more"])])
+        return "\n".join([head, *(str(line) for line in self.differences or ["nothing else differs by 5% or more"])])
 
 
-def compare(r: StepEstimate, run: Recorded) -> Comparison:
+def compare(estimate: StepEstimate, run: Recorded) -> Comparison:
     """Compare a run with its prediction."""
-    found = [*_messages(r, run), *_memory(r, run), *_time(r, run), *_network(r, run), *_ranks(run)]
-    found = sorted((one for one in found if one.weight >= LEAST), key=lambda one: -one.weight)
-    return Comparison(run.step, r.step.middle, tuple(found))
+    differences = [
+        *_messages(estimate, run),
+        *_memory(estimate, run),
+        *_time(estimate, run),
+        *_network(estimate, run),
+        *_ranks(run),
+    ]
+    differences = sorted((one for one in differences if one.weight >= MIN_WEIGHT), key=lambda one: -one.weight)
+    return Comparison(run.step, estimate.step.middle, tuple(differences))
 
 
-def _messages(r: StepEstimate, run: Recorded) -> Iterator[Difference]:
+def _messages(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
     """Yield the differences in the collectives."""
-    # Collectives are predicted exactly, so any difference means another model, plan or setting.
-    theirs, ours = Counter(map(_key, run.messages)), Counter(map(_key, r.messages))
-    for (kind, nbytes, ranks), count in ((theirs - ours) + (ours - theirs)).items():
-        more = "more" if theirs[kind, nbytes, ranks] > ours[kind, nbytes, ranks] else "fewer"
+    # Collectives are predicted exactly, so any difference means another model, plan or setting, and is listed: its weight is at
+    # least MIN_WEIGHT.
+    measured, predicted = Counter(map(_key, run.messages)), Counter(map(_key, estimate.messages))
+    for (kind, nbytes, ranks), count in ((measured - predicted) + (predicted - measured)).items():
+        more = "more" if measured[kind, nbytes, ranks] > predicted[kind, nbytes, ranks] else "fewer"
         yield Difference(
             "messages",
             f"{count} {more} of kind {kind} of {bytes_text(nbytes)} over {ranks} ranks: another model, plan or setting ran",
-            max(LEAST, count / max(1, len(r.messages))),
+            max(MIN_WEIGHT, count / max(1, len(estimate.messages))),
         )
 
 
@@ -89,74 +96,78 @@ def _key(message: Message) -> tuple[str, int, int]:
     return message.kind, message.nbytes, message.ranks
 
 
-def _memory(r: StepEstimate, run: Recorded) -> Iterator[Difference]:
+def _memory(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
     if run.peak is None or run.reserved is None:
         return
-    for what, theirs, ours in (("tensors", run.peak, r.peak), ("memory reserved by the allocator", run.reserved, r.reserved)):
+    for what, measured, predicted in (
+        ("tensors", run.peak, estimate.peak),
+        ("memory reserved by the allocator", run.reserved, estimate.reserved),
+    ):
         yield Difference(
             "memory",
-            f"{what} {bytes_text(theirs)}, predicted {bytes_text(ours)}{_activation_cause(r, run)}",
-            abs(theirs - ours) / ours,
+            f"{what} {bytes_text(measured)}, predicted {bytes_text(predicted)}{_activation_cause(estimate, run)}",
+            abs(measured - predicted) / predicted,
         )
 
 
-def _activation_cause(r: StepEstimate, run: Recorded) -> str:
+def _activation_cause(estimate: StepEstimate, run: Recorded) -> str:
     """Name the units whose forward keeps more or less memory than was traced, if that explains the difference."""
-    predicted = {place.unit: r.simulation.ledger.level_at(place.changes) for place in reversed(_forwards(r))}
+    # Memory at the first forward of each unit: reversed, because the last entry of a dict wins.
+    predicted = {place.unit: estimate.simulation.ledger.level_at(place.changes) for place in reversed(_forwards(estimate))}
     names = [name for name in run.levels if name in predicted]
     surplus = {
         name: (run.levels[after] - run.levels[name]) - (predicted[after] - predicted[name]) for name, after in pairwise(names)
     }
     total = sum(surplus.values())
-    if not surplus or abs(total) < LEAST * r.peak:
+    if not surplus or abs(total) < MIN_WEIGHT * estimate.peak:
         return ""
+    # Units with more than half of the average surplus.
     units = [name for name, nbytes in surplus.items() if abs(nbytes) > abs(total) / len(surplus) / 2]
     where = units[0] if len(units) == 1 else span(units[0], units[-1])
     more = "more" if total > 0 else "less"
     return f"; the forward of {where} keeps {bytes_text(abs(total))} {more} than was traced: its operators save other tensors"
 
 
-def _forwards(r: StepEstimate) -> list[Place]:
-    return [place for place in r.simulation.program.places if place.phase == "forward" and place.unit]
+def _forwards(estimate: StepEstimate) -> list[Place]:
+    return [place for place in estimate.simulation.program.places if place.phase == "forward" and place.unit]
 
 
-def _time(r: StepEstimate, run: Recorded) -> Iterator[Difference]:
+def _time(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
     waiting = run.waiting
     computing = run.step - sum(waiting.values())
-    predicted = r.step.middle - r.timeline.waiting
+    predicted = estimate.step.middle - estimate.timeline.waiting
     yield Difference(
         "computing",
         f"{computing * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms: {computing / predicted:.2f} of it",
-        abs(computing - predicted) / r.step.middle,
+        abs(computing - predicted) / estimate.step.middle,
     )
-    for unit in dict.fromkeys([*waiting, *r.exposed]):
-        theirs, ours = waiting.get(unit, 0.0), r.exposed.get(unit, 0.0)
+    for unit in dict.fromkeys([*waiting, *estimate.exposed]):
+        measured_wait, predicted_wait = waiting.get(unit, 0.0), estimate.exposed.get(unit, 0.0)
         yield Difference(
             "waiting",
-            f"for {unit or 'the end of backward'} {theirs * 1e3:.1f} ms, predicted {ours * 1e3:.1f} ms",
-            abs(theirs - ours) / r.step.middle,
+            f"for {unit or 'the end of backward'} {measured_wait * 1e3:.1f} ms, predicted {predicted_wait * 1e3:.1f} ms",
+            abs(measured_wait - predicted_wait) / estimate.step.middle,
         )
 
 
-def _network(r: StepEstimate, run: Recorded) -> Iterator[Difference]:
+def _network(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
     for kind, speed in run.speeds().items():
-        largest = max((m for m in r.messages if m.kind == kind and m.ranks > 1), key=lambda m: m.nbytes, default=None)
+        largest = max((m for m in estimate.messages if m.kind == kind and m.ranks > 1), key=lambda m: m.nbytes, default=None)
         if largest is None:
             continue
-        assumed = largest.nbytes / message_seconds(largest, "gather", r.gpu, r.network, r.setting.mesh)
-        part = run.waiting and sum(run.waiting.values()) / run.step
-        if not 1 - LEAST < speed / assumed < 1 + LEAST:
+        assumed = largest.nbytes / message_seconds(largest, "gather", estimate.gpu, estimate.network, estimate.setting.mesh)
+        if not 1 - MIN_WEIGHT < speed / assumed < 1 + MIN_WEIGHT:
             yield Difference(
                 "network",
                 f"collectives of kind {kind} run at {speed / 1e9:.2f} GB/s, {speed / assumed:.2f} of the assumed speed",
-                float(part or 0.0),
+                sum(run.waiting.values()) / run.step,
             )
 
 
 def _ranks(run: Recorded) -> Iterator[Difference]:
-    for rank, part in run.late().items():
-        if part > 0.5:
-            yield Difference("ranks", f"the others wait for rank {rank} in {part:.0%} of the steps", part)
+    for rank, fraction in run.late().items():
+        if fraction > 0.5:
+            yield Difference("ranks", f"the others wait for rank {rank} in {fraction:.0%} of the steps", fraction)
 
 
 __all__ = ["Comparison", "Difference", "compare"]

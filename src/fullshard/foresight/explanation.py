@@ -177,8 +177,9 @@ def explain(
 ) -> Explanation:
     """Predict whether a model fits, what a step costs, and where memory and time go, without a GPU or a process group.
 
-    One step is traced on meta and scheduled by the planner of the runtime. The simulator counts every allocation. Memory and
-    collectives of the library are exact; other memory is what torch's own operators allocate; time is an estimate with a band.
+    One step is traced on meta and runs through the scheduler that also runs it in training. The simulator counts every
+    allocation. Memory and collectives of the library are exact; other memory is counted from the allocations of torch's
+    operators; time is an estimate with a range.
 
     Args:
         build: function that returns the model; called on the meta device.
@@ -200,18 +201,18 @@ def explain(
         optimizer: one of adamw, adam, adamw-fused, sgd, sgd-momentum, adagrad, rmsprop, or a function that makes an optimizer
             of parameters; None is no optimizer.
         loss: function of the model's output; None takes the output itself, if it has one element, or its `.loss`.
-        keep_output: whether the training loop keeps the model's output until the backward ends, as `out = model(x)` does;
-            `loss(model(x)).backward()` does not.
+        keep_output: True if the training loop keeps the model's output until the backward ends, as `out = model(x)` does;
+            False for `loss(model(x)).backward()`.
         microbatches: number of forwards and backwards per step.
-        accumulate: whether only the last microbatch reduces gradients.
+        accumulate: True reduces gradients in the last microbatch only, False in each.
         recompute: "none" (recomputation by the model itself is in the trace), "block" (every unit that has siblings of its
             class runs again in backward), "every:2" (every second of these units), "selective" (all of these units, except
             attention and every second matrix product), or a function (name, module) -> bool of units.
-        footprints: results where the step depends on values. By operator, as "aten::nonzero", the result of the operator
-            (`routed` for experts); by line, as "model.py:12", the number or bool that the line reads. Each is a value, or a
-            function of the arguments.
+        footprints: results that depend on values of tensors, which meta tensors do not have. The key is an operator, such as
+            "aten::nonzero", for its result (`routed` for experts), or a line, such as "model.py:12", for the number or bool
+            that it reads from a tensor. The result is a value, or a function of the arguments.
         engine: "fullshard", or "fsdp2" to simulate the copies and buffers of torch's FSDP2.
-        expandable_segments: whether the allocator runs with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+        expandable_segments: True if the allocator runs with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         keep_unsharded_storage: as `FSDPModule.set_keep_unsharded_storage` of the whole model: unsharded parameters and
             communication buffers stay in memory.
         price: price of an hour of one GPU, in any currency.
@@ -227,30 +228,32 @@ def explain(
         >>> print(str(r).splitlines()[0])
         fits: 2.0 GiB of 79.1 GiB on each h100-sxm, 8 ranks
     """
-    return explain_with(ExplainArguments(**locals()))
+    return explain_with(ExplainArguments(**locals()))  # its fields are the arguments of this function
 
 
 MAX_MICROBATCHES = 4096
 
 
 def explain_with(
-    arguments: ExplainArguments, known: TracedModel | None = None, steps: dict[object, OptimizerStep] | None = None
+    arguments: ExplainArguments, earlier: TracedModel | None = None, steps: dict[object, OptimizerStep] | None = None
 ) -> Explanation:
     """Simulate a step of the model, and trace the model first unless an earlier trace is still valid.
 
     Args:
         arguments: the arguments of `explain`.
-        known: an earlier trace of the model.
+        earlier: an earlier trace of the model.
         steps: cache of traced optimizer steps that several explanations share, see `TracedModel.steps`.
 
     Returns:
         The explanation.
     """
     with gc_paused():
-        return _explain(arguments, known, steps)
+        return _explain(arguments, earlier, steps)
 
 
-def _explain(arguments: ExplainArguments, known: TracedModel | None, steps: dict[object, OptimizerStep] | None) -> Explanation:
+def _explain(
+    arguments: ExplainArguments, earlier: TracedModel | None, steps: dict[object, OptimizerStep] | None
+) -> Explanation:
     if arguments.engine not in get_args(Engine):
         raise ValueError(f"engine must be 'fullshard' or 'fsdp2', got {arguments.engine!r}.")
     gpu = arguments.machine
@@ -264,17 +267,18 @@ def _explain(arguments: ExplainArguments, known: TracedModel | None, steps: dict
             "footprints must be a dict of results by operator or line, as {'model.py:12': True}, got "
             f"{arguments.footprints!r}."
         )
-    many = arguments.microbatches
-    check_positive_int("microbatches", many)
-    if many > MAX_MICROBATCHES:
-        raise ValueError(f"microbatches must be at most {MAX_MICROBATCHES:,}, since each is simulated, got {many:,}.")
+    check_positive_int("microbatches", arguments.microbatches)
+    if arguments.microbatches > MAX_MICROBATCHES:
+        raise ValueError(
+            f"microbatches must be at most {MAX_MICROBATCHES:,}, since each is simulated, got {arguments.microbatches:,}."
+        )
     network = network_of(arguments.net, gpu)
     check_tensor_parallel(arguments)
     # Tracing takes seconds, so check all arguments before it. The next two calls are made for their errors only.
     mesh_shape(arguments.world // arguments.tensor_parallel, arguments.mesh)
     if arguments.optimizer is not None:
         optimizer_factory(arguments.optimizer)
-    traced = (None if known is None else known.reuse_for(arguments)) or trace_model(arguments)
+    traced = (None if earlier is None else earlier.reuse_for(arguments)) or trace_model(arguments)
     if steps is not None:
         traced = replace(traced, steps=steps)
     for dtype in traced.trace.product_dtypes:

@@ -19,7 +19,7 @@ class Gpu:
 
     Args:
         name: name for `--gpu`.
-        memory: bytes that torch can allocate, contexts included.
+        memory: bytes of device memory for torch, the driver and NCCL together.
         bf16: peak of dense matrix products in bf16 and fp16, in flop/s.
         fp32: peak of dense matrix products in fp32, in flop/s (torch's default, without TF32).
         bandwidth: memory bandwidth, in bytes/s.
@@ -33,9 +33,9 @@ class Gpu:
         streaming: fraction of the bandwidth that elementwise kernels reach.
         launch: host seconds for one operator of a forward or backward.
         overlap: factor by which compute slows down during a collective.
-        context: bytes of device memory of the driver and NCCL, besides the memory that torch reserves.
+        context: the part of `memory` that the driver and NCCL use, in bytes.
         host: bytes of host memory per GPU that offloading may use.
-        synchronous: whether the device is the CPU, so that the host cannot run ahead of it.
+        synchronous: True for the CPU, where the host cannot run ahead of the device.
         fp8: peak of matrix products in 8-bit floats, None if the GPU has no such products.
         source: source of the figures.
 
@@ -185,11 +185,9 @@ def network_of(name: str | Path | Network | None, gpu: Gpu) -> Network:
     return NETWORKS[name] if name in NETWORKS else _from_file("net", Network, name, NETWORKS)
 
 
-_POSITIVE = (
-    *("memory", "bf16", "fp32", "bandwidth", "link", "per_node", "matmul", "attention", "streaming", "overlap"),
-    *("per_gpu", "efficiency"),
-)
-"""Fields of a file of `calibrate` that must be above 0."""
+# Fields of `Gpu` and `Network` that must be above 0 in a file of `calibrate`.
+_POSITIVE_GPU = ("memory", "bf16", "fp32", "bandwidth", "link", "per_node", "matmul", "attention", "streaming", "overlap")
+_POSITIVE_NETWORK = ("per_gpu", "efficiency")
 
 _Kind = TypeVar("_Kind")
 
@@ -205,9 +203,9 @@ def _from_file(key: str, kind: Callable[..., _Kind], name: str | Path, presets: 
         )
     try:
         fields = json.loads(path.read_text())[key]
-        wrong = [n for n in _POSITIVE if n in fields and not (isinstance(fields[n], (int, float)) and fields[n] > 0)]
-        if wrong:
-            raise ValueError(f"{wrong[0]} is {fields[wrong[0]]!r}, expected a number above 0")
+        for field in (*_POSITIVE_GPU, *_POSITIVE_NETWORK):
+            if field in fields and not (isinstance(fields[field], (int, float)) and fields[field] > 0):
+                raise ValueError(f"{field} is {fields[field]!r}, expected a number above 0")
         return kind(**fields)
     except OSError as failure:
         raise ValueError(f"{key}={str(name)!r} cannot be read: {(failure.strerror or str(failure)).lower()}.") from None

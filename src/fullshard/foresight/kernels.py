@@ -42,14 +42,12 @@ def _attention_on_cpu(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Run the CPU's flash attention, or decompose attention where torch does so on the CPU."""
-    learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
-    if dropout_p or query.dim() != 4 or query.shape[-1] != value.shape[-1] or learned:
-        return _torch.attention_taken_apart(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+    mask_needs_grad = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    if dropout_p or query.dim() != 4 or query.shape[-1] != value.shape[-1] or mask_needs_grad:
+        return _torch.math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     mask = attn_mask
     if mask is not None and not mask.is_floating_point():
-        mask = torch.zeros_like(mask, dtype=query.dtype)
+        mask = torch.zeros_like(mask, dtype=query.dtype)  # the kernel needs a float mask; on meta the values do not matter
     flash: Tensor = _torch.flash_attention_on_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
     return flash
 
@@ -66,22 +64,22 @@ def _attention(
 ) -> Tensor:
     """Run flash attention, or memory-efficient attention where torch selects it on CUDA."""
     if query.dim() != 4:
-        return _torch.attention_taken_apart(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-    flashes = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= 256
-    if attn_mask is None and flashes:
+        return _torch.math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    flash_supported = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= 256
+    if attn_mask is None and flash_supported:
         flash: Tensor = _torch.flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return flash
-    if enable_gqa:
+    if enable_gqa:  # memory-efficient attention needs as many heads of keys and values as of queries
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     bias = attn_mask
     if bias is not None:
         bias = bias if bias.is_floating_point() else torch.zeros_like(bias, dtype=query.dtype)
         bias = bias.expand(*query.shape[:-1], key.shape[-2])
-    saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    efficient: Tensor = _torch.efficient_attention(query, key, value, bias, saves, dropout_p, is_causal, scale=scale)[0]
+    saves_logsumexp = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    efficient: Tensor = _torch.efficient_attention(query, key, value, bias, saves_logsumexp, dropout_p, is_causal, scale=scale)[
+        0
+    ]
     return efficient
 
 

@@ -22,6 +22,7 @@ COLOURS = dict(
 )
 BACKWARD = "#81567e"
 PHASES = {"forward": "#3d405b", "loss": "#c9ada7", "backward": BACKWARD, "optimizer": "#6a994e"}
+# Colours of the lanes: the rows of the timeline, one per stream. Waits are drawn in the row of compute.
 LANES = {
     "compute": PHASES["forward"], "wait": "#d62828", "tensor": "#9a8c98", "gather": "#5fa8d3", "reduce": "#e07a5f",
     "replicate": "#f2cc8f",
@@ -45,34 +46,35 @@ class Level:
         return sum(self.nbytes.values())
 
 
-def levels(r: StepEstimate) -> list[Level]:
+def levels(estimate: StepEstimate) -> list[Level]:
     """Return the memory over the step: one level at the beginning of each phase of a unit, and one at its peak."""
-    changes, timeline = r.simulation.ledger.changes, r.timeline
+    changes, timeline = estimate.simulation.ledger.changes, estimate.timeline
     now: Counter[Category] = Counter()
-    for change in changes[: r.simulation.begins]:
+    for change in changes[: estimate.simulation.first_change]:
         now[change.category] += change.nbytes
     del now["pinned host"]  # not on the device
-    found: list[Level] = []
+    over_time: list[Level] = []
     moments = [*timeline.moments, (timeline.seconds, len(changes))]
-    done = r.simulation.begins
+    done = estimate.simulation.first_change  # number of changes that `now` includes
     for (start, _), (end, until) in pairwise(moments):
-        where = place_at(r, done + 1)
-        found.append(Level(start, dict(now), where))
-        level, most = sum(now.values()), None
+        where = place_at(estimate, done + 1)
+        over_time.append(Level(start, dict(now), where))
+        total, peak = sum(now.values()), None
         for change in changes[done:until]:
             if change.category != "pinned host":
                 now[change.category] += change.nbytes
-                level += change.nbytes
-                if most is None or level > most[0]:
-                    most = level, dict(now)
+                total += change.nbytes
+                if peak is None or total > peak[0]:
+                    peak = total, dict(now)
         done = max(done, until)
-        if most is not None:
-            found.append(Level((start + end) / 2, most[1], where))
-    return [*found, Level(timeline.seconds, dict(now), "at the end")]
+        if peak is not None:  # its time within the phase is unknown: drawn in the middle
+            over_time.append(Level((start + end) / 2, peak[1], where))
+    return [*over_time, Level(timeline.seconds, dict(now), "at the end")]
 
 
 # --- HTML ---
 
+# Pixels: the width of both pictures, the height of the memory picture and of a lane of the timeline, and the margins.
 WIDTH, HEIGHT, LANE = 1100, 320, 22
 LEFT, RIGHT, TOP = 90, 20, 14
 
@@ -83,16 +85,16 @@ svg{width:100%;height:auto;display:block}svg text{font:11px system-ui,sans-serif
 rect:hover{opacity:.6}table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left}"""
 
 
-def title_of(r: StepEstimate) -> str:
+def title_of(estimate: StepEstimate) -> str:
     """Return the title of a picture: model, GPUs, network, and settings."""
-    arguments, setting = r.traced.arguments, r.setting
+    arguments, setting = estimate.traced.arguments, estimate.setting
     mesh = f"{setting.replicas} x {setting.ranks}" if setting.hybrid else f"{setting.ranks}"
     parts = [
-        type(r.traced.model).__name__,
-        f"{mesh} {r.gpu.name}" + (f" x {setting.tensor_parallel}" if setting.tensor_parallel > 1 else ""),
-        r.network.name,
-        f"{r.traced.rows} rows" + (f" x {setting.microbatches}" if setting.microbatches > 1 else ""),
-        f"{len(r.plan.units)} units",
+        type(estimate.traced.model).__name__,
+        f"{mesh} {estimate.gpu.name}" + (f" x {setting.tensor_parallel}" if setting.tensor_parallel > 1 else ""),
+        estimate.network.name,
+        f"{estimate.traced.rows} rows" + (f" x {setting.microbatches}" if setting.microbatches > 1 else ""),
+        f"{len(estimate.plan.units)} units",
     ]
     if arguments.recompute != "none":
         parts.append(f"recomputes {arguments.recompute if isinstance(arguments.recompute, str) else 'some'}")
@@ -101,99 +103,105 @@ def title_of(r: StepEstimate) -> str:
     return ", ".join(parts)
 
 
-def phases_of(r: StepEstimate) -> list[tuple[float, str]]:
+def phases_of(estimate: StepEstimate) -> list[tuple[float, str]]:
     """Return (seconds, name) of the beginning of each phase of a step: forward, backward, optimizer."""
-    moments = [second for second, _ in r.timeline.moments]
-    found: list[tuple[float, str]] = []
-    for second, place in zip(moments, r.simulation.program.places):
-        if place.phase != "loss" and (not found or found[-1][1] != place.phase):
-            found.append((second, place.phase))
-    return found
+    moments = [second for second, _ in estimate.timeline.moments]
+    phases: list[tuple[float, str]] = []
+    for second, place in zip(moments, estimate.simulation.program.places):
+        if place.phase != "loss" and (not phases or phases[-1][1] != place.phase):
+            phases.append((second, place.phase))
+    return phases
 
 
-def html_page(found: Sequence[StepEstimate]) -> str:
+def html_page(estimates: Sequence[StepEstimate]) -> str:
     """Return one HTML document with the reports and the pictures of all estimates, at the same scales."""
-    highest = max(max(level.total for level in levels(r)) for r in found)
-    near = [nbytes for r in found for nbytes, _, _ in memory_limits(r) if nbytes <= 3 * highest]
+    highest = max(max(level.total for level in levels(estimate)) for estimate in estimates)
+    # A limit far above the highest level would flatten the picture, so it is left out.
+    near = [nbytes for estimate in estimates for nbytes, _, _ in memory_limits(estimate) if nbytes <= 3 * highest]
     scale_bytes = max(1, highest, *(int(1.04 * nbytes) for nbytes in near))
-    seconds = max(r.timeline.seconds for r in found) or 1.0
-    parts = [_section(r, scale_bytes, seconds, number if len(found) > 1 else 0) for number, r in enumerate(found, 1)]
+    seconds = max(estimate.timeline.seconds for estimate in estimates) or 1.0
+    parts = [
+        _section(estimate, scale_bytes, seconds, number if len(estimates) > 1 else 0)
+        for number, estimate in enumerate(estimates, 1)
+    ]
     return (
-        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(title_of(found[0]))}</title>"
-        f"<link rel='icon' href='data:,'><style>{STYLE}</style></head><body><h1>{escape(title_of(found[0]))}</h1>\n"
+        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(title_of(estimates[0]))}</title>"
+        f"<link rel='icon' href='data:,'><style>{STYLE}</style></head><body><h1>{escape(title_of(estimates[0]))}</h1>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
 
 
-def _section(r: StepEstimate, most: int, seconds: float, number: int) -> str:
-    heading = f"<h2>{number}: {escape(title_of(r))}</h2>" if number else ""
+def _section(estimate: StepEstimate, scale_bytes: int, seconds: float, number: int) -> str:
+    """Return report and pictures of one estimate, at a scale up to `scale_bytes` and `seconds`; `number` 0 is no heading."""
+    heading = f"<h2>{number}: {escape(title_of(estimate))}</h2>" if number else ""
     keys = "".join(f"<span><i style='background:{COLOURS[c]}'></i>{c}</span>" for c in CATEGORIES)
     kinds = {**PHASES, **{lane: LANES[lane] for lane in LANES if lane != "compute"}}
     lanes = "".join(f"<span><i style='background:{colour}'></i>{kind}</span>" for kind, colour in kinds.items())
     return (
-        f"{heading}<pre>{escape(report(r))}</pre>\n"
-        f"<h2>Memory over the step</h2><p class='key'>{keys}</p>{_areas(r, most, seconds)}\n"
-        f"<h2>Streams</h2><p class='key'>{lanes}</p>{_lanes(r, seconds)}\n"
-        f"<h2>The peak, by category and unit</h2>{_table(r)}"
+        f"{heading}<pre>{escape(report(estimate))}</pre>\n"
+        f"<h2>Memory over the step</h2><p class='key'>{keys}</p>{_areas(estimate, scale_bytes, seconds)}\n"
+        f"<h2>Streams</h2><p class='key'>{lanes}</p>{_lanes(estimate, seconds)}\n"
+        f"<h2>The peak, by category and unit</h2>{_table(estimate)}"
     )
 
 
-def _areas(r: StepEstimate, most: int, seconds: float) -> str:
-    found = levels(r)
-    x = [LEFT + level.seconds / seconds * (WIDTH - LEFT - RIGHT) for level in found]
-    ends = [*x[1:], WIDTH - RIGHT if r.timeline.seconds >= seconds else x[-1]]
+def _areas(estimate: StepEstimate, scale_bytes: int, seconds: float) -> str:
+    """Return the picture of the memory: one step-shaped area per category, stacked, and lines for limits and phases."""
+    over_time = levels(estimate)
+    starts = [LEFT + level.seconds / seconds * (WIDTH - LEFT - RIGHT) for level in over_time]
+    ends = [*starts[1:], WIDTH - RIGHT if estimate.timeline.seconds >= seconds else starts[-1]]
 
     def y(nbytes: float) -> float:
-        return TOP + HEIGHT * (1 - nbytes / most)
+        return TOP + HEIGHT * (1 - nbytes / scale_bytes)
 
     shapes: list[str] = []
-    below = [0] * len(found)
+    below = [0] * len(over_time)
     for category in CATEGORIES:
-        above = [base + level.nbytes.get(category, 0) for base, level in zip(below, found)]
+        above = [base + level.nbytes.get(category, 0) for base, level in zip(below, over_time)]
         if above != below:
-            points = [f"{at:.1f},{y(v):.1f}" for start, end, v in zip(x, ends, above) for at in (start, end)]
-            back = [(at, v) for start, end, v in zip(x, ends, below) for at in (start, end)]
+            points = [f"{at:.1f},{y(v):.1f}" for start, end, v in zip(starts, ends, above) for at in (start, end)]
+            back = [(at, v) for start, end, v in zip(starts, ends, below) for at in (start, end)]
             points += [f"{at:.1f},{y(v):.1f}" for at, v in reversed(back)]
             shapes.append(f"<polygon points='{' '.join(points)}' fill='{COLOURS[category]}'/>")
         below = above
-    for at, end, level in zip(x, ends, found):  # invisible rectangles with tooltips
+    for at, end, level in zip(starts, ends, over_time):  # invisible rectangles with tooltips
         rows = "\n".join(f"{c}: {bytes_text(n)}" for c, n in level.nbytes.items() if n)
         title = f"{level.seconds * 1e3:.1f} ms, {level.where}: {bytes_text(level.total)}\n{rows}"
         shapes.append(
             f"<rect x='{at:.1f}' y='{TOP}' width='{max(end - at, 0.3):.1f}' height='{HEIGHT}' fill='#fff' fill-opacity='0'>"
             f"<title>{escape(title)}</title></rect>"
         )
-    for nbytes, label, colour in memory_limits(r):
-        if nbytes <= most:
+    for nbytes, label, colour in memory_limits(estimate):
+        if nbytes <= scale_bytes:
             high, right = y(nbytes), WIDTH - RIGHT
             shapes += [
                 f"<line x1='{LEFT}' x2='{right}' y1='{high:.1f}' y2='{high:.1f}' stroke='{colour}' stroke-dasharray='5 4'/>",
                 f"<text x='{right}' y='{high - 4:.1f}' text-anchor='end'>{escape(label)}: {bytes_text(nbytes)}</text>",
             ]
-    for second, name in phases_of(r):
+    for second, name in phases_of(estimate):
         at = LEFT + second / seconds * (WIDTH - LEFT - RIGHT)
         shapes += [
             f"<line x1='{at:.1f}' x2='{at:.1f}' y1='{TOP}' y2='{TOP + HEIGHT}' stroke='#444' stroke-width='.6'/>",
             f"<text x='{at + 3:.1f}' y='{TOP + 9}'>{name}</text>",
         ]
     for part in range(5):
-        value = most * part / 4
+        value = scale_bytes * part / 4
         shapes.append(f"<text x='{LEFT - 6}' y='{y(value) + 4:.1f}' text-anchor='end'>{bytes_text(value)}</text>")
     return _svg(HEIGHT + TOP + 24, shapes + _time_axis(seconds, HEIGHT + TOP))
 
 
-def memory_limits(r: StepEstimate) -> list[tuple[float, str, str]]:
+def memory_limits(estimate: StepEstimate) -> list[tuple[float, str, str]]:
     """Return (bytes, label, colour) of the horizontal lines in a picture, without the memory of the driver and NCCL."""
     found = [
-        (r.gpu.memory - r.gpu.context, r.gpu.name, "#d62828"),
-        (BUDGET * r.gpu.memory - r.gpu.context, f"{BUDGET:.0%} of it", "#e09f3e"),
+        (estimate.gpu.memory - estimate.gpu.context, estimate.gpu.name, "#d62828"),
+        (BUDGET * estimate.gpu.memory - estimate.gpu.context, f"{BUDGET:.0%} of it", "#e09f3e"),
     ]
-    return found if r.gpu.synchronous else [*found, (r.reserved, "reserved by the allocator", "#335c67")]
+    return found if estimate.gpu.synchronous else [*found, (estimate.reserved, "reserved by the allocator", "#335c67")]
 
 
-def _lanes(r: StepEstimate, seconds: float) -> str:
-    spans = r.timeline.spans
+def _lanes(estimate: StepEstimate, seconds: float) -> str:
+    spans = estimate.timeline.spans
     used = [lane for lane in LANES if lane != "wait" and any(span.lane == lane for span in spans)]
     shapes = [f"<text x='{LEFT - 6}' y='{TOP + LANE * i + 15}' text-anchor='end'>{lane}</text>" for i, lane in enumerate(used)]
     for span in spans:
@@ -224,30 +232,30 @@ def _svg(height: int, shapes: Sequence[str]) -> str:
     return f"<svg viewBox='0 0 {WIDTH} {height}' role='img'>{''.join(shapes)}</svg>"
 
 
-def _table(r: StepEstimate) -> str:
+def _table(estimate: StepEstimate) -> str:
     rows = []
-    for category, units in by_category(r.at_peak).items():
+    for category, units in by_category(estimate.at_peak).items():
         largest = ", ".join(
             f"{escape(unit or 'outside of units')} {bytes_text(nbytes)}" for unit, nbytes in list(units.items())[:4]
         )
         more = f", and {len(units) - 4} more" if len(units) > 4 else ""
         rows.append(f"<tr><td>{category}</td><td>{bytes_text(sum(units.values()))}</td><td>{largest}{more}</td></tr>")
-    if r.outside:
-        by = ", ".join(f"{escape(name)} {bytes_text(nbytes)}" for name, nbytes in list(r.outside.items())[:8])
-        rows.append(f"<tr><td>outside of units</td><td>{bytes_text(sum(r.outside.values()))}</td><td>{by}</td></tr>")
+    if estimate.outside:
+        by = ", ".join(f"{escape(name)} {bytes_text(nbytes)}" for name, nbytes in list(estimate.outside.items())[:8])
+        rows.append(f"<tr><td>outside of units</td><td>{bytes_text(sum(estimate.outside.values()))}</td><td>{by}</td></tr>")
     return f"<table><tr><th>category</th><th>bytes</th><th>largest</th></tr>{''.join(rows)}</table>"
 
 
 # --- PNG and Perfetto ---
 
 
-def draw_png(r: StepEstimate, path: Path) -> None:
-    """Write the same two pictures to a PNG file."""
-    figure_of(r).savefig(path, dpi=150)
+def draw_png(estimate: StepEstimate, path: Path) -> None:
+    """Write the pictures of `html_page` to a PNG file."""
+    figure_of(estimate).savefig(path, dpi=150)
 
 
-def figure_of(r: StepEstimate) -> Any:
-    """Return the same two pictures as a matplotlib figure.
+def figure_of(estimate: StepEstimate) -> Any:
+    """Return the pictures of `html_page` as a matplotlib figure.
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -256,7 +264,7 @@ def figure_of(r: StepEstimate) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("png() needs matplotlib. Run pip install 'fullshard[plot]', or use html().") from None
-    found = levels(r)
+    found = levels(estimate)
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     times = [level.seconds * 1e3 for level in found]
@@ -269,19 +277,19 @@ def figure_of(r: StepEstimate) -> Any:
         step="post",
     )
     highest = max(level.total for level in found)
-    for nbytes, label, colour in memory_limits(r):
+    for nbytes, label, colour in memory_limits(estimate):
         if nbytes <= max(1.5 * highest, highest + 2**30):
             above.axhline(nbytes / 2**30, color=colour, linestyle="--", linewidth=1, label=label)
-    for second, name in phases_of(r):
+    for second, name in phases_of(estimate):
         above.axvline(second * 1e3, color="#444", linewidth=0.5)
         above.annotate(name, (second * 1e3, 1), xycoords=("data", "axes fraction"), va="top", fontsize=7)
     above.set_ylabel("GiB")
-    above.set_title(f"{title_of(r)}\n{report(r).splitlines()[0]}", fontsize=9)
+    above.set_title(f"{title_of(estimate)}\n{report(estimate).splitlines()[0]}", fontsize=9)
     above.legend(loc="upper left", bbox_to_anchor=(1.005, 1), fontsize=8)
     above.margins(x=0)
-    used = [lane for lane in LANES if lane != "wait" and any(span.lane == lane for span in r.timeline.spans)]
+    used = [lane for lane in LANES if lane != "wait" and any(span.lane == lane for span in estimate.timeline.spans)]
     for lane, colour in LANES.items():
-        spans = [span for span in r.timeline.spans if span.lane == lane]
+        spans = [span for span in estimate.timeline.spans if span.lane == lane]
         if spans:
             bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans]
             colours = [PHASES.get(span.name, colour) if lane == "compute" else colour for span in spans]
@@ -292,17 +300,17 @@ def figure_of(r: StepEstimate) -> Any:
     return figure
 
 
-def chrome_trace(r: StepEstimate, run: Recorded | None) -> dict[str, Any]:
+def chrome_trace(estimate: StepEstimate, run: Recorded | None) -> dict[str, Any]:
     """Return spans and memory in Chrome's trace format; the prediction is process 1, the recorded run process 2."""
     events: list[dict[str, Any]] = [_metadata_event(1, 0, "process_name", "predicted")]
     for number, lane in enumerate(LANES):
         events.append(_metadata_event(1, number, "thread_name", lane))
         events += [
             _event(1, number, span.unit or "outside of units", span.start, span.end - span.start, {"what": span.name})
-            for span in r.timeline.spans
+            for span in estimate.timeline.spans
             if span.lane == lane
         ]
-    for level in levels(r):
+    for level in levels(estimate):
         args = {category: level.nbytes.get(category, 0) for category in CATEGORIES}
         events.append({"ph": "C", "pid": 1, "name": "memory", "ts": level.seconds * 1e6, "args": args})
     if run is not None:

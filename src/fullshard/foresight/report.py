@@ -11,61 +11,66 @@ from fullshard.foresight.ledger import Category
 from fullshard.wrap.tables import aligned, bytes_text, span
 
 
-def report(r: StepEstimate) -> str:
+def report(estimate: StepEstimate) -> str:
     """Return the report as text."""
-    setting = r.setting
+    setting = estimate.setting
     mesh = f"{setting.replicas} x {setting.ranks} ranks" if setting.hybrid else f"{setting.ranks} ranks"
     if setting.tensor_parallel > 1:
         mesh += f" x {setting.tensor_parallel} of tensor parallelism"
-    words = {"fits": "fits", "tight": "tight", "no": "does not fit"}
+    verdicts = {"fits": "fits", "tight": "tight", "no": "does not fit"}
     lines = [
-        f"{words[r.verdict]}: {_needs(r)} of {bytes_text(r.gpu.memory)} on each {r.gpu.name}, {mesh}"
-        + (f" by {r.network.name}" if r.timeline.links.get("between") else ""),
-        *_memory(r),
-        *_time(r),
-        *(f"note: {note}" for note in r.notes),
+        f"{verdicts[estimate.verdict]}: {_needs(estimate)} of {bytes_text(estimate.gpu.memory)} "
+        f"on each {estimate.gpu.name}, {mesh}"
+        + (f" by {estimate.network.name}" if estimate.timeline.links.get("between") else ""),
+        *_memory(estimate),
+        *_time(estimate),
+        *(f"note: {note}" for note in estimate.notes),
     ]
     return "\n".join(lines)
 
 
-def _needs(r: StepEstimate) -> str:
+def _needs(estimate: StepEstimate) -> str:
     """Return the needed memory, as "70.1 GiB" or as a range, "70.1 GiB to 79.9 GiB".
 
     There is a range if the step fits only because the allocator frees its cached blocks, or if the model calls torch.compile.
     """
-    least, most = (bytes_text(nbytes) for nbytes in r.needs)
-    ranges = r.traced.trace.compiled or (r.verdict == "tight" and r.needed > r.gpu.memory)
-    return f"{least} to {most}" if ranges and least != most else most
+    least, most = (bytes_text(nbytes) for nbytes in estimate.needs)
+    is_range = estimate.traced.trace.compiled or (estimate.verdict == "tight" and estimate.needed > estimate.gpu.memory)
+    return f"{least} to {most}" if is_range and least != most else most
 
 
-def _memory(r: StepEstimate) -> list[str]:
-    when = place_at(r, r.simulation.ledger.peak_after)
-    beside = f"{bytes_text(r.reserved)} reserved by the allocator, {bytes_text(r.gpu.context)} for the driver and NCCL"
-    if r.gpu.synchronous:
-        beside = f"{bytes_text(r.gpu.context)} for the program itself"
-    lines = [f"memory: tensors {bytes_text(r.peak)} at most, {when}; {beside}"]
-    found = by_category(r.at_peak)
-    rows = [(f"  {category}", bytes_text(sum(units.values())), _units(units)) for category, units in found.items()]
+def _memory(estimate: StepEstimate) -> list[str]:
+    when = place_at(estimate, estimate.simulation.ledger.peak_after)
+    beside = (
+        f"{bytes_text(estimate.reserved)} reserved by the allocator, {bytes_text(estimate.gpu.context)} for the driver and NCCL"
+    )
+    if estimate.gpu.synchronous:
+        beside = f"{bytes_text(estimate.gpu.context)} for the program itself"
+    lines = [f"memory: tensors {bytes_text(estimate.peak)} at most, {when}; {beside}"]
+    categories = by_category(estimate.at_peak)
+    rows = [(f"  {category}", bytes_text(sum(units.values())), _units(units)) for category, units in categories.items()]
     lines += aligned(rows, right={1})
-    most = [f"{name} {bytes_text(nbytes)}" for name, nbytes in list(r.outside.items())[:4] if nbytes > r.peak / 100]
-    if most:
-        lines.append(f"  outside of units, by operator: {', '.join(most)}")
-    if r.pinned:
-        over = f", more than the available {bytes_text(r.gpu.host)}" if r.pinned > r.gpu.host else ""
-        lines.append(f"  pinned host memory: {bytes_text(r.pinned)} for each rank{over}")
+    largest = [
+        f"{name} {bytes_text(nbytes)}" for name, nbytes in list(estimate.outside.items())[:4] if nbytes > estimate.peak / 100
+    ]
+    if largest:
+        lines.append(f"  outside of units, by operator: {', '.join(largest)}")
+    if estimate.pinned:
+        over = f", more than the available {bytes_text(estimate.gpu.host)}" if estimate.pinned > estimate.gpu.host else ""
+        lines.append(f"  pinned host memory: {bytes_text(estimate.pinned)} for each rank{over}")
     return lines
 
 
-def by_category(found: Mapping[tuple[Category, str], int]) -> dict[Category, dict[str, int]]:
-    """Group bytes by category and then by unit, the largest first."""
+def by_category(sizes: Mapping[tuple[Category, str], int]) -> dict[Category, dict[str, int]]:
+    """Group bytes by category and then by unit, the largest first. `sizes`: bytes by (category, unit)."""
     categories: dict[Category, dict[str, int]] = {}
-    for (category, unit), nbytes in sorted(found.items(), key=lambda item: -item[1]):
+    for (category, unit), nbytes in sorted(sizes.items(), key=lambda item: -item[1]):
         categories.setdefault(category, {})[unit] = nbytes
     return dict(sorted(categories.items(), key=lambda item: -sum(item[1].values())))
 
 
 def _units(units: Mapping[str, int]) -> str:
-    """Return units and their bytes, units of equal bytes as one: `32 x 1.1 GiB layers.0 ... 31, 3.0 GiB (model)`."""
+    """Return units and their bytes, with units of equal bytes together: `32 x 1.1 GiB layers.0 ... 31, 3.0 GiB lm_head`."""
     equal: dict[int, list[str]] = {}
     for unit, nbytes in units.items():
         equal.setdefault(nbytes, []).append(unit)
@@ -82,11 +87,11 @@ def _units(units: Mapping[str, int]) -> str:
     return ", ".join(texts) + (f", and {more} more" if more > 0 else "")
 
 
-def place_at(r: StepEstimate, changes: int) -> str:
-    """Return the phase and the unit of the step after this many changes of the ledger, as "in backward of layers.3"."""
-    place = next((place for place in reversed(r.simulation.program.places) if place.changes < changes), None)
+def place_at(estimate: StepEstimate, changes: int) -> str:
+    """Return the phase and unit of the step after `changes` changes of the ledger, such as "in backward of layers.3"."""
+    place = next((place for place in reversed(estimate.simulation.program.places) if place.changes < changes), None)
     if place is None:
-        return "before the first step" if changes <= r.simulation.begins else "as the step begins"
+        return "before the first step" if changes <= estimate.simulation.first_change else "as the step begins"
     if place.phase == "optimizer":
         return "in the optimizer's step"
     if place.phase == "loss":
@@ -94,81 +99,84 @@ def place_at(r: StepEstimate, changes: int) -> str:
     return f"in {place.phase} of {place.unit}" if place.unit else f"in {place.phase}, outside of units"
 
 
-def _time(r: StepEstimate) -> list[str]:
-    timeline, gpu = r.timeline, r.gpu
-    seconds, many = timeline.seconds, r.setting.microbatches
+def _time(estimate: StepEstimate) -> list[str]:
+    timeline, gpu = estimate.timeline, estimate.gpu
+    seconds, microbatches = timeline.seconds, estimate.setting.microbatches
     lines = [
-        f"step: {r.step}{f' of {many} microbatches' if many > 1 else ''}; most of it is {r.bottleneck}",
+        f"step: {estimate.step}{f' of {microbatches} microbatches' if microbatches > 1 else ''}; "
+        f"most of it is {estimate.bottleneck}",
         f"  computing {timeline.computing / seconds:.0%}, waiting for collectives {timeline.waiting / seconds:.0%}, "
-        f"for the host {timeline.host / seconds:.0%}; {r.flops:.3g} flop, {r.mfu:.1%} of "
-        f"{gpu.peak(r.compute_dtype):.3g} flop/s (MFU, recomputation not counted)",
+        f"for the host {timeline.host / seconds:.0%}; {estimate.flops:.3g} flop, {estimate.mfu:.1%} of "
+        f"{gpu.peak(estimate.compute_dtype):.3g} flop/s (MFU, recomputation not counted)",
     ]
-    if r.exposed:
-        waits = [f"{name or 'the end'} {value * 1e3:.1f} ms" for name, value in list(r.exposed.items())[:3]]
-        lines.append(f"  waits by unit: {', '.join(waits)}{' and others' if len(r.exposed) > 3 else ''}")
+    if estimate.exposed:
+        waits = [f"{name or 'the end'} {value * 1e3:.1f} ms" for name, value in list(estimate.exposed.items())[:3]]
+        lines.append(f"  waits by unit: {', '.join(waits)}{' and others' if len(estimate.exposed) > 3 else ''}")
     sent = [f"{bytes_text(nbytes)} {_LINKS[link]}" for link, nbytes in timeline.links.items() if nbytes]
     if sent:
-        kinds = Counter(message.kind for message in r.messages)
+        kinds = Counter(message.kind for message in estimate.messages)
         lines.append(
-            f"  each rank sends {', '.join(sent)}: {', '.join(f'{n} {_plural(kind, n)}' for kind, n in kinds.items())}"
+            f"  each rank sends {', '.join(sent)}: {', '.join(f'{n} {_kind_text(kind, n)}' for kind, n in kinds.items())}"
         )
-    speed = f"  {r.tokens_per_second:,.0f} {r.traced.counted}/s of each GPU"
-    if r.price is not None:
-        cost = r.price / 3600 / r.tokens_per_second * 1e6
-        speed += f"; a million {r.traced.counted} cost {cost:.3g} at {r.price:g} for an hour of a GPU"
+    speed = f"  {estimate.tokens_per_second:,.0f} {estimate.traced.counted}/s of each GPU"
+    if estimate.price is not None:
+        cost = estimate.price / 3600 / estimate.tokens_per_second * 1e6
+        speed += f"; a million {estimate.traced.counted} cost {cost:.3g} at {estimate.price:g} for an hour of a GPU"
     return [*lines, speed]
 
 
 _LINKS = {"inside": "inside its machine", "between": "between machines", "host": "to and from the host"}
 
 
-def _plural(kind: str, count: int) -> str:
-    words = {
+def _kind_text(kind: str, count: int) -> str:
+    """Return the words for `count` messages of a kind."""
+    collectives = {
         "all_gather": "all-gather",
         "reduce_scatter": "reduce-scatter",
         "all_reduce": "all-reduce",
         "heartbeat": "heartbeat",
     }
-    # Kinds that are no collective are copies between host and device.
-    word = words.get(kind, f"copy {kind.replace('_', ' ')}")
-    return word if count == 1 or word not in words.values() else f"{word}s"
+    # All other kinds are copies between host and device ("to_host").
+    if kind not in collectives:
+        return f"copy {kind.replace('_', ' ')}"
+    return collectives[kind] if count == 1 else f"{collectives[kind]}s"
 
 
-def figures(r: StepEstimate) -> dict[str, Any]:
+def figures(estimate: StepEstimate) -> dict[str, Any]:
     """Return the report as numbers for JSON, in bytes and seconds."""
-    at_peak = [{"category": c, "unit": unit, "bytes": nbytes} for (c, unit), nbytes in r.at_peak.items()]
-    kinds: Counter[tuple[str, int, int]] = Counter((m.kind, m.nbytes, m.ranks) for m in r.messages)
+    at_peak = [{"category": c, "unit": unit, "bytes": nbytes} for (c, unit), nbytes in estimate.at_peak.items()]
+    kinds: Counter[tuple[str, int, int]] = Counter((m.kind, m.nbytes, m.ranks) for m in estimate.messages)
     return {
-        "verdict": r.verdict,
+        "verdict": estimate.verdict,
         "memory": {
-            "tensors": r.peak,
-            "reserved": r.reserved,
-            "needed": r.needed,
-            "has": r.gpu.memory,
-            "pinned_host": r.pinned,
+            "tensors": estimate.peak,
+            "reserved": estimate.reserved,
+            "needed": estimate.needed,
+            "has": estimate.gpu.memory,
+            "pinned_host": estimate.pinned,
             "at_peak": at_peak,
-            "outside": r.outside,
-            "when": place_at(r, r.simulation.ledger.peak_after),
+            "outside": estimate.outside,
+            "when": place_at(estimate, estimate.simulation.ledger.peak_after),
         },
         "step": {
-            "seconds": r.step.middle,
-            "low": r.step.low,
-            "high": r.step.high,
-            "computing": r.timeline.computing,
-            "exposed": r.exposed,
-            "host": r.timeline.host,
-            "flops": r.flops,
-            "mfu": r.mfu,
-            "tokens_per_second": r.tokens_per_second,
+            "seconds": estimate.step.middle,
+            "low": estimate.step.low,
+            "high": estimate.step.high,
+            "computing": estimate.timeline.computing,
+            "exposed": estimate.exposed,
+            "host": estimate.timeline.host,
+            "flops": estimate.flops,
+            "mfu": estimate.mfu,
+            "tokens_per_second": estimate.tokens_per_second,
         },
-        "sent": r.timeline.links,
+        "sent": estimate.timeline.links,
         "messages": [{"kind": k, "bytes": n, "ranks": ranks, "count": count} for (k, n, ranks), count in kinds.items()],
-        "gpu": r.gpu.name,
-        "network": r.network.name,
-        "ranks": r.setting.ranks,
-        "replicas": r.setting.replicas,
-        "tensor_parallel": r.setting.tensor_parallel,
-        "notes": list(r.notes),
+        "gpu": estimate.gpu.name,
+        "network": estimate.network.name,
+        "ranks": estimate.setting.ranks,
+        "replicas": estimate.setting.replicas,
+        "tensor_parallel": estimate.setting.tensor_parallel,
+        "notes": list(estimate.notes),
     }
 
 

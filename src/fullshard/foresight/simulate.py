@@ -126,13 +126,13 @@ class Simulation:
     # Allocations and frees of both steps.
     ledger: Ledger
 
-    # Index of the second step's first change in the ledger.
-    begins: int
+    # Index in the ledger of the second step's first change.
+    first_change: int
 
     # Instructions and collectives of the second step.
     program: Program
 
-    # By block: operator that allocated it. Only blocks outside of units.
+    # For each block that was allocated outside of units: the operator that allocated it.
     outside: Mapping[int, str]
 
     @property
@@ -163,13 +163,14 @@ def _simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
     simulator = _Simulator(plan, setting, trace.operator_by_storage())
     simulator.ledger.allocate(trace.buffers, "buffers", "")
     simulator.ledger.allocate(trace.batch, "buffers", "")
-    begins = 0
+    first_change = 0
     for step in range(2):
-        begins = simulator.begin_step()
+        first_change = simulator.begin_step()
         for number in range(setting.microbatches):
-            simulator.run(trace, sync=number == setting.microbatches - 1 or not setting.accumulate, noted=step > 0)
+            sync = number == setting.microbatches - 1 or not setting.accumulate
+            simulator.run(trace, sync=sync, record_operators=step > 0)
         simulator.end_step()
-    return Simulation(simulator.ledger, begins, simulator.program, simulator.outside)
+    return Simulation(simulator.ledger, first_change, simulator.program, simulator.outside)
 
 
 @dataclass(slots=True, eq=False)
@@ -185,21 +186,21 @@ class _Unit:
     arrived: dict[str, int] = field(default_factory=dict)  # by parameter: block of its unsharded gradient
 
     @property
-    def is_list(self) -> bool:
+    def has_several_modules(self) -> bool:
         """True if the unit has several modules."""
         return len(self.modules) > 1
 
     def take_gradients(self, group: SimulatedGroup) -> list[int | None] | None:
         """Remove and return the gradients of a group, by parameter (None if missing). Return None if all are missing."""
-        found = [self.arrived.pop(name, None) for name in group.plan.parameters]
-        return found if any(block is not None for block in found) else None
+        blocks = [self.arrived.pop(name, None) for name in group.plan.parameters]
+        return blocks if any(block is not None for block in blocks) else None
 
 
 class _Simulator:
-    """Counterpart of the runtime's executor, hooks and gradient reducer that works on blocks instead of tensors.
+    """Counterpart of `Unit`, `Runtime` and `GradientReducer` that works on blocks of the ledger instead of tensors.
 
-    Every decision comes from the runtime's own `Scheduler`. Each method repeats the allocations, frees and collectives of its
-    counterpart in the runtime, in the same order.
+    A `Scheduler` as in training makes every decision. Each method repeats the allocations, frees and collectives of its
+    counterpart, in the same order.
     """
 
     def __init__(self, plan: Plan, setting: Setting, operators: Mapping[int, str]) -> None:
@@ -208,8 +209,8 @@ class _Simulator:
         self.ledger, self.program = Ledger(), Program()
         self.scheduler = Scheduler()
         self._units: dict[int, _Unit] = {}
-        self._by_module: dict[str, _Unit] = {}
-        self._owner: dict[str, _Unit] = {}  # by parameter
+        self._unit_of_module: dict[str, _Unit] = {}
+        self._unit_of_parameter: dict[str, _Unit] = {}
         self._as_fsdp2 = setting.engine == "fsdp2"
         stream = partial(RecordedStream, self.program, accelerator=setting.accelerator)
         self._gather_stream, self._reduce_stream, self._replicate_stream = (
@@ -217,15 +218,15 @@ class _Simulator:
             stream("reduce"),
             stream("replicate"),
         )
-        self._in_flight, self._replicating = InFlight(), InFlight()
-        self._reduced: list[SimulatedReduction] = []
-        self._delivered: dict[SimulatedGroup, int] = {}  # block of `.grad` of the group's shards
-        self._sync = True
-        self._runs = 0  # number of outermost forwards
+        self._in_flight, self._replicating = InFlight(), InFlight()  # reduce-scatters, and all-reduces over replicas
+        self._started: list[SimulatedReduction] = []  # reductions of this backward
+        self._grads: dict[SimulatedGroup, int] = {}  # block of `.grad` of the group's shards
+        self._sync = True  # False if this backward accumulates gradients without reduction
+        self._outermost_forwards = 0  # number of outermost forwards so far
         self._has_states = False  # True once the optimizer's states are allocated
         for number, (unit, entries) in enumerate(plan.held()):
-            self._add(number, unit, entries)
-        self._run: dict[type[Action], Callable[[_Unit], None]] = {
+            self._add_unit(number, unit, entries)
+        self._handlers: dict[type[Action], Callable[[_Unit], None]] = {
             Unshard: self._unshard,
             Wait: self._wait,
             SaveSubgroupShard: self._save_subgroup_shard,
@@ -233,17 +234,17 @@ class _Simulator:
             Reduce: self._reduce,
         }
 
-    def _add(self, number: int, planned: PlannedUnit, entries: Sequence[PlanEntry]) -> None:
+    def _add_unit(self, number: int, planned: PlannedUnit, entries: Sequence[PlanEntry]) -> None:
         setting, options = self.setting, options_of(planned, self.setting)
-        keys: dict[str, object] = {name: object() for name in planned.modules}
-        unit = _Unit(planned.name, keys, self.scheduler.register(number, options))
+        modules: dict[str, object] = {name: object() for name in planned.modules}
+        unit = _Unit(planned.name, modules, self.scheduler.register(number, options))
         for group in group_plans(planned.name, entries, options, setting):
-            kind = Fsdp2Group if self._as_fsdp2 else SimulatedGroup
-            unit.groups.append(kind(group, self.ledger, self.program))
+            group_class = Fsdp2Group if self._as_fsdp2 else SimulatedGroup
+            unit.groups.append(group_class(group, self.ledger, self.program))
         unit.record.configure(options, nbytes=sum(group.plan.unsharded_nbytes for group in unit.groups))
         self._units[number] = unit
-        self._by_module |= dict.fromkeys(planned.modules, unit)
-        self._owner |= {entry.name: unit for entry in entries}
+        self._unit_of_module |= dict.fromkeys(planned.modules, unit)
+        self._unit_of_parameter |= {entry.name: unit for entry in entries}
 
     # --- events ---
 
@@ -257,30 +258,30 @@ class _Simulator:
     def _enter(self, unit: str, phase: Phase) -> None:
         self.program.enter(unit, phase, len(self.ledger.changes))
 
-    def run(self, trace: Trace, *, sync: bool, noted: bool) -> None:
+    def run(self, trace: Trace, *, sync: bool, record_operators: bool) -> None:
         """Run one forward and backward.
 
         Args:
             trace: the events of the step.
             sync: True to reduce the gradients.
-            noted: True to append operators to the program.
+            record_operators: True to append operators to the program; False in the warm-up step.
         """
         self._sync = sync
         calls: dict[int, ForwardCall] = {}
-        blocks: dict[int, int] = {}
-        gradients = {event.storage: event.parameter for event in trace.events if isinstance(event, GradientReady)}
+        blocks: dict[int, int] = {}  # by storage
+        parameter_of = {event.storage: event.parameter for event in trace.events if isinstance(event, GradientReady)}
         running: list[str] = [""]
         self._enter("", "forward")
-        execute, kept, unit_name = self.program.instructions.append, trace.kept, ""
+        record, kept, unit_name = self.program.instructions.append, trace.kept, ""
         allocate, free, share = self.ledger.allocate, self.ledger.free, self.ledger.share
         for event in trace.events:
             if isinstance(event, Op):
-                if noted:
-                    execute(event)
+                if record_operators:
+                    record(event)
             elif isinstance(event, Allocated):
-                owner = gradients.get(event.storage)
-                if owner is not None:
-                    blocks[event.storage] = allocate(event.nbytes, "gradients", self._owner[owner].name)
+                parameter = parameter_of.get(event.storage)
+                if parameter is not None:
+                    blocks[event.storage] = allocate(event.nbytes, "gradients", self._unit_of_parameter[parameter].name)
                 else:
                     category: Category = "activations" if event.storage in kept else "temporaries"
                     block = blocks[event.storage] = allocate(event.nbytes, category, unit_name)
@@ -289,7 +290,7 @@ class _Simulator:
             elif isinstance(event, Freed):
                 free(blocks.pop(event.storage))
             elif isinstance(event, GradientReady):
-                arrived = self._owner[event.parameter].arrived
+                arrived = self._unit_of_parameter[event.parameter].arrived
                 # The block has two owners now: the trace, and the reduction. A second gradient of the same parameter in one
                 # backward is accumulated into the first.
                 if event.parameter not in arrived:
@@ -297,10 +298,10 @@ class _Simulator:
             elif isinstance(event, BackwardEnds):
                 self._leave_backward()
             elif isinstance(event, TensorParallelCollective):
-                if noted:
+                if record_operators:
                     launch = Launch("tensor", unit_name, messages=[event.message])
                     self.program.instructions += [launch, Await(launch)]
-            elif event.module in self._by_module:
+            elif event.module in self._unit_of_module:
                 self._run_module(event, running, calls)
                 unit_name = running[-1]
 
@@ -311,10 +312,11 @@ class _Simulator:
 
         Args:
             event: the event.
-            running: the names of the running units, innermost last; updated.
+            running: the names of the units in forward, innermost last, after a first entry: "" in forward, and the current
+                unit in backward; updated.
             calls: the forward calls by their number in the trace; updated.
         """
-        unit = self._by_module[event.module]
+        unit = self._unit_of_module[event.module]
         match event:
             case ForwardBegins(module, in_backward):
                 running.append(unit.name)
@@ -323,14 +325,14 @@ class _Simulator:
             case ForwardEnds(module, call, grad, in_backward):
                 running.pop()
                 ended = self._leave_forward(unit, unit.modules[module], grad, in_backward)
-                if call >= 0:
+                if call >= 0:  # an output requires grad
                     calls[call] = ended
                     self.scheduler.expect_backward(ended)
                 self._enter(running[-1], "backward" if in_backward else "forward" if running[1:] else "loss")
             case BackwardBegins(module, call):
                 self.scheduler.graph_released(calls[call])
                 self._execute(self.scheduler.before_backward(calls[call]))
-                running[-1] = unit.name
+                running[-1] = unit.name  # replaced, not appended: backward has no event at the end of a unit
                 self._enter(running[-1], "backward")
 
     def _enter_forward(self, unit: _Unit, module: object, in_backward: bool) -> None:
@@ -338,10 +340,10 @@ class _Simulator:
         number, scheduler = unit.record.number, self.scheduler
         if in_backward:
             self._execute(scheduler.before_recompute(number))
-        elif not (unit.is_list and scheduler.is_running(number)):
-            self._runs += not scheduler.running
+        elif not (unit.has_several_modules and scheduler.is_running(number)):
+            self._outermost_forwards += not scheduler.running
             self._execute(scheduler.before_forward(number))
-            if unit.is_list:
+            if unit.has_several_modules:
                 unit.progress.begin_list(unit.modules.values())
         unit.progress.begin(module, scheduler.clock, 0)
 
@@ -351,8 +353,9 @@ class _Simulator:
         if in_backward:
             progress.end(module)
             return self.scheduler.after_recompute(number, grad=grad)
-        if unit.is_list:
-            done = progress.is_list_done(module, self._runs) and not progress.runs_around(module)
+        if unit.has_several_modules:
+            # As `Unit.post_forward`: the forward of a unit of several modules goes on until its last module ends.
+            done = progress.is_list_done(module, self._outermost_forwards) and not progress.runs_around(module)
             if not done and self.scheduler.outermost() != number:
                 progress.end(module)
                 return self.scheduler.partial_end(number)
@@ -366,40 +369,40 @@ class _Simulator:
         self._execute(self.scheduler.after_backward())
         for unit in self._units.values():
             for group in unit.groups:
-                late = unit.take_gradients(group)
-                if late is not None:
-                    self._start_reduction(group, late)
-        due, self._reduced = self._reduced, []
-        if not due:
+                remaining = unit.take_gradients(group)
+                if remaining is not None:
+                    self._start_reduction(group, remaining)
+        reductions, self._started = self._started, []
+        if not reductions:
             return
         if len(self._replicating):
             self._in_flight.drain()  # starts the all-reduces over replicas before the heartbeat, as on every rank
-        beats = self._send_heartbeats(due)
+        heartbeats = self._start_heartbeats(reductions)
         self._in_flight.drain()
         self._replicating.drain()
-        for beat in beats:
-            beat.wait()
-        added: list[int] = []
-        copied: list[int] = []
-        for reduction in due:
-            block, left = reduction.deliver()
-            copied.append(left)
-            if not reduction.used or self._delivered.setdefault(reduction.group, block) != block:
-                added.append(block)  # freed: added to an existing `.grad`, or no parameter was used
-        self._free_blocks(copied)
-        self._free_blocks(added)
+        for heartbeat in heartbeats:
+            heartbeat.wait()
+        copied: list[int] = []  # device blocks that were copied to the host
+        superfluous: list[int] = []  # blocks that were added to an existing `.grad`, or are of groups without a used parameter
+        for reduction in reductions:
+            grad, device_block = reduction.deliver()
+            copied.append(device_block)
+            if not reduction.used or self._grads.setdefault(reduction.group, grad) != grad:
+                superfluous.append(grad)
+        self.ledger.free_all(copied)
+        self.ledger.free_all(superfluous)
 
     def end_step(self) -> None:
         """Run the optimizer's step and clear the gradients."""
         self._enter("", "optimizer")
         if self.setting.optimizer is not None:
             self._step_optimizer(self.setting.optimizer)
-        for group, block in self._delivered.items():
+        for group, grad in self._grads.items():
             if group.used:
                 group.invalidate_subgroup_shard()
             group.used = False
-            self.ledger.free(block)
-        self._delivered.clear()
+            self.ledger.free(grad)
+        self._grads.clear()
 
     def _step_optimizer(self, step: OptimizerStep) -> None:
         kind: Category = "pinned host" if isinstance(self.setting.offload_policy, CPUOffloadPolicy) else "optimizer"
@@ -419,22 +422,24 @@ class _Simulator:
             else:
                 self.ledger.free(temporaries.pop(storage))
 
-    def _send_heartbeats(self, due: Sequence[SimulatedReduction]) -> list[RecordedWork]:
+    def _start_heartbeats(self, reductions: Sequence[SimulatedReduction]) -> list[RecordedWork]:
         """Start one heartbeat per collective log, followed by one over the replicas if there are any."""
-        sent: list[RecordedWork] = []
+        heartbeats: list[RecordedWork] = []
         logs: dict[str, list[GroupPlan]] = defaultdict(list)
-        for reduction in due:
+        for reduction in reductions:
             logs[reduction.plan.axis].append(reduction.plan)
         for plans in () if self._as_fsdp2 else logs.values():
             length = message_length(sum(len(plan.parameters) for plan in plans))
             first = plans[0]
-            work = self._reduce_stream.run("", partial(self._beat, length, first.layout.ranks), _nothing)
+            work = self._reduce_stream.run("", partial(self._send_heartbeat, length, first.layout.ranks), _nothing)
             if first.replicated:
-                work = self._replicate_stream.run("", partial(self._beat, length, first.replicas), _nothing, after=work)
-            sent.append(work)
-        return sent
+                work = self._replicate_stream.run(
+                    "", partial(self._send_heartbeat, length, first.replicas), _nothing, after=work
+                )
+            heartbeats.append(work)
+        return heartbeats
 
-    def _beat(self, length: int, ranks: int) -> StartedWork:
+    def _send_heartbeat(self, length: int, ranks: int) -> StartedWork:
         self.program.send(Message("heartbeat", torch.uint8, length, 1, ranks))
         return StartedWork()
 
@@ -442,7 +447,7 @@ class _Simulator:
 
     def _execute(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            self._run[type(action)](self._units[action.unit])
+            self._handlers[type(action)](self._units[action.unit])
 
     def _unshard(self, unit: _Unit) -> None:
         if self._as_fsdp2 and self.program.places[-1].phase == "forward":  # FSDP2 prefetches in backward only
@@ -478,7 +483,7 @@ class _Simulator:
     def _start_reduction(self, group: SimulatedGroup, grads: list[int | None]) -> None:
         """Start the reduction of a group's gradients, or accumulate them if this backward does not reduce."""
         if not self._sync:
-            return self._free_blocks(group.accumulate(grads))
+            return self.ledger.free_all(group.accumulate(grads))
         if group.plan.keep:  # all reductions share one buffer, so the previous one must be complete
             self._in_flight.drain()
             self._replicating.drain()
@@ -486,18 +491,17 @@ class _Simulator:
         merged = group.merge(grads)
         reduction = (Fsdp2Reduction if self._as_fsdp2 else SimulatedReduction)(group, merged)
         group.used = group.used or reduction.used
-        self._free_blocks(merged.spent if merged.kept else reduction.packed_grads)
+        # Gradients are free once they are added to accumulated ones (`spent`) or copied into the packed input (`packed_grads`).
+        # Packed gradients that were accumulated are free at the end only, because `GradientReducer.reduce` references them.
+        self.ledger.free_all(merged.spent if merged.kept else reduction.packed_grads)
         work = self._reduce_stream.run(group.plan.unit, reduction.start, reduction.finish)
         self._in_flight.push(work, reduction.release_inputs, polled=not reduction.replicated)
         if reduction.replicated:
             work = self._replicate_stream.run(group.plan.unit, reduction.replicate, reduction.finish_replicated, after=work)
             self._replicating.push(work, reduction.release_reduced_shard)
-        if merged.kept:  # `GradientReducer.reduce` references accumulated gradients until it returns
-            self._free_blocks(reduction.packed_grads)
-        self._reduced.append(reduction)
-
-    def _free_blocks(self, blocks: Sequence[int]) -> None:
-        self.ledger.free_all(blocks)
+        if merged.kept:
+            self.ledger.free_all(reduction.packed_grads)
+        self._started.append(reduction)
 
     def _poll(self) -> None:
         self._in_flight.poll()

@@ -1,6 +1,6 @@
-"""Settings of a search, and a lower bound of the seconds and bytes of each.
+"""Settings of a search, and lower bounds of the seconds and bytes of each setting.
 
-A bound takes no simulation, so a search rules out thousands of settings by it.
+Bounds need no simulation, so with bounds a search can rule out thousands of settings.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fullshard.foresight.explanation import Explanation, explain_with
 from fullshard.foresight.group import GroupPlan
 from fullshard.foresight.hardware import Gpu, Network, network_of
 from fullshard.foresight.optimizer import OptimizerStep
+from fullshard.foresight.program import Mesh
 from fullshard.foresight.question import ExplainArguments
 from fullshard.foresight.setup import TracedModel, batch_size_of, setting_of, tensors_of
 from fullshard.foresight.simulate import Setting, group_plans, options_of
@@ -37,7 +38,8 @@ Axis = Sequence[Changes]
 
 RECOMPUTE_VALUES = ("none", "block", "every:2", "selective")
 QUICK_SECONDS = 0.3
-"""Seconds. A model that is explained in less is traced for each batch and each `recompute`, which gives tighter bounds."""
+"""Time limit of the first explanation. Below it, the model is traced again for each batch size and `recompute`, which gives
+tighter bounds."""
 
 SEARCHABLE = (
     "recompute",
@@ -76,7 +78,7 @@ def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list
             requested = getattr(arguments, name)
             axes.append([{}, *({name: value} for value in values if not _same(value, requested))])
         return axes
-    found: dict[str, list[Any]] = {
+    values_by_name: dict[str, list[Any]] = {
         "recompute": [way for way in RECOMPUTE_VALUES if way != arguments.recompute] if base.traced.blocks else [],
         "microbatches": _microbatch_values(arguments, base.traced.rows),
         "accumulate": [not arguments.accumulate],
@@ -87,12 +89,14 @@ def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list
         "offload_policy": [] if base.gpu.synchronous or _offloads(arguments) else [CPUOffloadPolicy()],
         "plan": _merged_plans(base),
     }
-    every: list[list[Changes]] = [[{}, *({name: value} for value in values)] for name, values in found.items() if values]
-    return every
+    default_axes: list[list[Changes]] = [
+        [{}, *({name: value} for value in values)] for name, values in values_by_name.items() if values
+    ]
+    return default_axes
 
 
 def settings(axes: Sequence[Axis], arguments: ExplainArguments) -> Iterator[dict[str, Any]]:
-    """Yield all combinations, except `accumulate` with a single microbatch, which has nothing to accumulate."""
+    """Yield all combinations of the axes. `accumulate` is left out for a single microbatch: it has nothing to accumulate."""
     for chosen in product(*axes):
         changes = {name: value for change in chosen for name, value in change.items()}
         if "accumulate" in changes and changes.get("microbatches", arguments.microbatches) == 1:
@@ -101,6 +105,7 @@ def settings(axes: Sequence[Axis], arguments: ExplainArguments) -> Iterator[dict
 
 
 def _same(one: Any, other: Any) -> bool:
+    # The types as well: for `reshard_after_forward`, True and 1 are different settings, but equal.
     return type(one) is type(other) and bool(one == other)
 
 
@@ -117,20 +122,21 @@ def _reshard_values(base: Explanation) -> list[bool | int]:
     values: list[bool | int] = [True, False]
     if ranks > per_node and ranks % per_node == 0:
         values.append(per_node)
-    asked = base.traced.arguments.reshard_after_forward
-    return [value for value in values if value is not asked]
+    requested = base.traced.arguments.reshard_after_forward
+    return [value for value in values if not _same(value, requested)]
 
 
 def _mesh_values(base: Explanation) -> list[tuple[int, int]]:
+    """Return hybrid meshes (replicas, ranks of a shard group) whose shard groups have 1, 2, 4 or 8 whole machines."""
     world, size = base.traced.arguments.world, base.gpu.per_node
     if base.traced.arguments.mesh is not None:
         return []
-    found = []
+    meshes = []
     while size < world:
         if world % size == 0:
-            found.append((world // size, size))
+            meshes.append((world // size, size))
         size *= 2
-    return found[:4]
+    return meshes[:4]
 
 
 def _mp_values(base: Explanation) -> list[MixedPrecisionPolicy]:
@@ -177,13 +183,13 @@ class Variants:
         self.arguments = arguments
         self._batch = tensors_of(arguments.batch)
         self.rows = batch_size_of(self._batch)[0]
-        self._batches = {self.rows: self._batch}
-        self._traced: dict[object, TracedModel] = {}
-        self._steps: dict[object, OptimizerStep] = {}
-        self._compute_costs: dict[int, _ComputeCost] = {}
-        self._state_costs: dict[object, _StateCost] = {}
-        self.quick: bool | None = None
-        self.skipped: list[tuple[Changes, str]] = []
+        self._batches = {self.rows: self._batch}  # by number of rows
+        self._traced: dict[object, TracedModel] = {}  # by (id of the batch, `recompute`)
+        self._steps: dict[object, OptimizerStep] = {}  # cache of `explain_with`
+        self._compute_costs: dict[int, _ComputeCost] = {}  # by id of the trace
+        self._state_costs: dict[object, _StateCost] = {}  # by the arguments that it depends on
+        self.quick: bool | None = None  # True if the first explanation took less than QUICK_SECONDS
+        self.skipped: list[tuple[Changes, str]] = []  # (changes that `explain` does not accept, reason)
 
     def rows_of(self, changes: Changes) -> int:
         """Return the rows of one microbatch.
@@ -211,19 +217,19 @@ class Variants:
         arguments = self.arguments_for(changes)
         key = id(arguments.batch), arguments.recompute
         started = time.process_time()
-        found = explain_with(arguments, self._traced.get(key), self._steps)
+        explanation = explain_with(arguments, self._traced.get(key), self._steps)
         # Only the first explanation is timed, since it traces the model.
         if self.quick is None:
             self.quick = time.process_time() - started < QUICK_SECONDS
-        self._traced.setdefault(key, found.traced)
-        return found
+        self._traced.setdefault(key, explanation.traced)
+        return explanation
 
     def attempt(self, changes: Changes) -> Explanation | None:
         """Explain with these changes, or return None and add the reason to `skipped` if `explain` does not accept them."""
         try:
             return self.run(changes)
-        except ValueError as why:
-            self.skipped.append((dict(changes), str(why)))
+        except ValueError as refused:
+            self.skipped.append((dict(changes), str(refused)))
             return None
 
     def is_traced(self, changes: Changes) -> bool:
@@ -234,9 +240,10 @@ class Variants:
     def bound(self, changes: Changes) -> Bound | None:
         """Return the bound of a step with these changes, or None and add the reason to `skipped` if they are invalid."""
         arguments = self.arguments_for(changes)
-        many = arguments.microbatches
+        microbatches = arguments.microbatches
         try:
             if self.quick and not self.is_traced(changes):
+                # Only these arguments change the trace: `recompute`, and the others by the rows of a microbatch.
                 self.run(
                     {name: value for name, value in changes.items() if name in ("rows", "recompute", "microbatches", "world")}
                 )
@@ -245,17 +252,18 @@ class Variants:
                 self._traced[id(arguments.batch), arguments.recompute] if is_traced else self._base_trace()
             )
             state = self._state_cost_of(arguments, self._base_trace())
-        except ValueError as why:
-            self.skipped.append((dict(changes), str(why)))
+        except ValueError as refused:
+            self.skipped.append((dict(changes), str(refused)))
             return None
         # Compute and communication may overlap completely, so the bound is the longer of the two.
-        links = many * state.gather + (1 if arguments.accumulate else many) * state.reduce
-        nbytes = state.nbytes + (state.gradients if many > 1 and arguments.accumulate else 0) + arguments.machine.context
+        communication = microbatches * state.gather + (1 if arguments.accumulate else microbatches) * state.reduce
+        accumulated = state.gradients if microbatches > 1 and arguments.accumulate else 0
+        nbytes = state.nbytes + accumulated + arguments.machine.context
         if is_traced:
-            return Bound(max(many * compute.seconds, links), nbytes + compute.kept, state.pinned, is_traced)
+            return Bound(max(microbatches * compute.seconds, communication), nbytes + compute.kept, state.pinned, is_traced)
         # The same rows split into more microbatches take no less time. Other rows have no known bound of compute.
-        whole = self.rows_of(changes) * many == self.rows * self.arguments.microbatches
-        seconds = max(self.arguments.microbatches * compute.seconds if whole else 0.0, links)
+        same_rows = self.rows_of(changes) * microbatches == self.rows * self.arguments.microbatches
+        seconds = max(self.arguments.microbatches * compute.seconds if same_rows else 0.0, communication)
         return Bound(seconds, nbytes, state.pinned, is_traced)
 
     def _base_trace(self) -> TracedModel:
@@ -306,6 +314,7 @@ def _compute_cost(traced: TracedModel, gpu: Gpu) -> _ComputeCost:
         elif isinstance(event, Allocated) and event.storage in traced.trace.kept:
             kept += event.nbytes
     kept += traced.trace.buffers + traced.trace.batch
+    # An accelerator computes while the host launches the next operators; on the CPU, both take time of the same threads.
     return _ComputeCost(traced, total + host if gpu.synchronous else max(total, host), kept)
 
 
@@ -339,18 +348,20 @@ def _state_cost(traced: TracedModel, setting: Setting, gpu: Gpu, network: Networ
     for group in groups:
         if group.layout.ranks == 1:
             continue
-        gather += _seconds(group, "all_gather", group.unsharded_nbytes, gpu, network, setting.mesh)
+        gather += _collective_seconds(group, "all_gather", group.unsharded_nbytes, gpu, network, setting.mesh)
         if group.trainable:
             nbytes = sum(prod(place.shape) for place in group.layout.offsets) * group.dtypes.reduce.itemsize
             gradients += nbytes
-            reduce += _seconds(group, "reduce_scatter", nbytes, gpu, network, setting.mesh)
+            reduce += _collective_seconds(group, "reduce_scatter", nbytes, gpu, network, setting.mesh)
     return _StateCost(shards + states, pinned, gradients, gather, reduce)
 
 
-def _seconds(group: GroupPlan, kind: Literal["all_gather", "reduce_scatter"], nbytes: int, *where: Any) -> float:
-    """Return the least seconds of a collective over a whole group. where: (GPU, network, mesh)."""
+def _collective_seconds(
+    group: GroupPlan, kind: Literal["all_gather", "reduce_scatter"], nbytes: int, gpu: Gpu, network: Network, mesh: Mesh
+) -> float:
+    """Return a lower bound of the seconds that one all-gather or reduce-scatter of a parameter group takes."""
     message = Message(kind, group.dtypes.compute, nbytes, 1, group.layout.ranks)
-    return message_seconds(message, "gather" if kind == "all_gather" else "reduce", *where) if nbytes else 0.0
+    return message_seconds(message, "gather" if kind == "all_gather" else "reduce", gpu, network, mesh) if nbytes else 0.0
 
 
 def _with_rows(batch: Any, rows: int, wanted: int) -> Any:

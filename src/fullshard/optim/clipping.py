@@ -31,19 +31,20 @@ from fullshard.errors import StateError
 
 def _by_dtype_and_device(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
     """Group `tensors` by dtype and device, as foreach operations need them."""
-    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return found
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return by_kind
 
 
 def _norms(tensors: list[Tensor], power: float) -> list[Tensor]:
-    """Return the norm of each tensor, on the device of the first one. Norms of half-precision tensors are float32."""
-    found: list[Tensor] = []
-    for (dtype, _), group in _by_dtype_and_device(tensors).items():
+    """Return the norm of each tensor, grouped by dtype and device, on the device of the first tensor."""
+    norms: list[Tensor] = []
+    for (dtype, _), same in _by_dtype_and_device(tensors).items():
+        # Half precision: the norm overflows in float16 and loses its digits in bfloat16.
         half = dtype in (torch.bfloat16, torch.float16)
-        found += torch._foreach_norm(group, power, torch.float32) if half else torch._foreach_norm(group, power)
-    return [norm.to(found[0].device) for norm in found]
+        norms += torch._foreach_norm(same, power, torch.float32) if half else torch._foreach_norm(same, power)
+    return [norm.to(tensors[0].device) for norm in norms]
 
 
 def _sharding_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -64,15 +65,16 @@ def _norm_groups(tensor: Tensor) -> NormGroups:
     return (tensor.device_mesh.device_type if isinstance(tensor, DTensor) else None), _sharding_groups(tensor)
 
 
-_NORM_GROUPS: weakref.WeakKeyDictionary[ParamGroup, NormGroups | None] = weakref.WeakKeyDictionary()
+# Cached, because the parameters of a group keep their placements, and a lookup for each would cost time in every step.
+_COMMON_NORM_GROUPS: weakref.WeakKeyDictionary[ParamGroup, NormGroups | None] = weakref.WeakKeyDictionary()
 
 
-def _norm_groups_of(group: ParamGroup) -> NormGroups | None:
-    """Return the norm groups of a parameter group; None if its parameters differ, as with tensor parallelism."""
-    if group not in _NORM_GROUPS:
-        found = {_norm_groups(parameter.sharded) for parameter in group.parameters}
-        _NORM_GROUPS[group] = found.pop() if len(found) == 1 else None
-    return _NORM_GROUPS[group]
+def _common_norm_groups(group: ParamGroup) -> NormGroups | None:
+    """Return the norm groups that all parameters of a group have; None if they differ, as with tensor parallelism."""
+    if group not in _COMMON_NORM_GROUPS:
+        distinct = {_norm_groups(parameter.sharded) for parameter in group.parameters}
+        _COMMON_NORM_GROUPS[group] = distinct.pop() if len(distinct) == 1 else None
+    return _COMMON_NORM_GROUPS[group]
 
 
 class _Gradients:
@@ -80,40 +82,42 @@ class _Gradients:
 
     Attributes:
         parts: local gradient tensors, each with its norm groups.
-        axes: for each tuple of process groups, a unit that is sharded over exactly these.
+        units: a unit for each tuple of process groups that units are sharded over. Its communicator runs the all-reduce.
     """
 
     def __init__(self, parameters: Sequence[Tensor], logical: Sequence[ShardedParameter]) -> None:
-        self.axes: dict[tuple[dist.ProcessGroup | None, ...], Unit] = {}
+        self.units: dict[tuple[dist.ProcessGroup | None, ...], Unit] = {}
         self.parts: list[tuple[NormGroups, Tensor]] = []
-        checks: dict[Any, list[ShardedParameter]] = {}
-        for one in logical:
-            checks.setdefault(one.write_guard, []).append(one)
+        # The parameters of a group share one write guard (a `StepCheck`), and it refers to their unit and group.
+        members_by_guard: dict[Any, list[ShardedParameter]] = {}
+        for parameter in logical:
+            members_by_guard.setdefault(parameter.write_guard, []).append(parameter)
         flat: dict[int, tuple[NormGroups, Tensor]] = {}  # by id of the parameter
-        for check, members in checks.items():
-            unit, group = (check.unit, check.group) if isinstance(check, StepCheck) else (None, None)
+        for guard, members in members_by_guard.items():
+            unit, group = (guard.unit, guard.group) if isinstance(guard, StepCheck) else (None, None)
             if unit is not None:
-                self.axes.setdefault((unit.axis.group,), unit)
+                self.units.setdefault((unit.axis.group,), unit)
+            # The flat gradient contains the gradients of the whole group, also of parameters that are not to be clipped.
             if group is not None and len(set(members)) == len(group.parameters):
-                groups, gradient = _norm_groups_of(group), flat_gradient(group)
-                if groups is not None and gradient is not None:
-                    flat.update(dict.fromkeys([id(member.sharded) for member in members], (groups, gradient)))
+                norm_groups, gradient = _common_norm_groups(group), flat_gradient(group)
+                if norm_groups is not None and gradient is not None:
+                    flat.update(dict.fromkeys([id(member.sharded) for member in members], (norm_groups, gradient)))
         listed: set[int] = set()  # ids of the flat tensors in `parts`
         # The order of `parts` decides the order of the all-reduces. It follows the parameters, since it must be equal on all
         # ranks, and a rank may have flat gradients where another has none.
-        for parameter in parameters:
-            part = flat.get(id(parameter))
+        for tensor in parameters:
+            part = flat.get(id(tensor))
             if part is not None and id(part[1]) not in listed:
                 listed.add(id(part[1]))
                 self.parts.append(part)
-            elif part is None and parameter.grad is not None:
-                _check_not_partial("clip_grad_norm_", parameter.grad)
-                self.parts.append((_norm_groups(parameter.grad), to_local(parameter.grad)))
+            elif part is None and tensor.grad is not None:
+                _check_not_partial("clip_grad_norm_", tensor.grad)
+                self.parts.append((_norm_groups(tensor.grad), to_local(tensor.grad)))
 
 
-def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], axes: Any, *, maximum: bool) -> None:
-    """All-reduce `part` over `groups`. Over the ranks of a unit the call is entered in the collective log."""
-    unit: Unit | None = axes.get(groups)
+def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], units: Any, *, maximum: bool) -> None:
+    """All-reduce `part` over `groups`: through the communicator of a unit with these groups, if any, so that it is logged."""
+    unit: Unit | None = units.get(groups)
     if unit is not None:
         communicator = unit.runtime.communicator
         fingerprints = GroupFingerprints(communicator.log_of(unit.axis), UnitName(""), "")
@@ -151,9 +155,8 @@ def clip_grad_norm_(
     Source: Pascanu et al. 2013 (arXiv 1211.5063); the interface of `torch.nn.utils.clip_grad_norm_`.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    listed = [
-        parameter if (now := replacement_of(parameter)) is None else now for parameter in given
-    ]  # aliases of a list made before sharding
+    # A list that was made before sharding contains the plain parameters: clip the sharded parameters that replaced them.
+    listed = [parameter if (now := replacement_of(parameter)) is None else now for parameter in given]
     sharded = logical_parameters(listed)
     for logical in sharded:
         if logical.local_grad is not None and logical.sharded.grad is None:
@@ -167,7 +170,7 @@ def clip_grad_norm_(
     power = float(norm_type)
     if not power > 0:
         raise ValueError(f"clip_grad_norm_ takes a norm_type > 0 or inf, got {norm_type!r}.")
-    total = _total_norm(grads.parts, power, grads.axes)
+    total = _total_norm(grads.parts, power, grads.units)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"The gradients cannot be clipped to {max_norm}: their norm over all ranks is {total.item()}.")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -186,34 +189,39 @@ def _check_not_partial(caller: str, tensor: Tensor) -> None:
         )
 
 
-def _total_norm(parts: Sequence[tuple[NormGroups, Tensor]], power: float, axes: Any, *, singly: bool = False) -> Tensor:
+def _total_norm(parts: Sequence[tuple[NormGroups, Tensor]], power: float, units: Any, *, singly: bool = False) -> Tensor:
     """Return the norm of `parts` over all ranks, each element counted once, on the device of the first part.
 
-    `singly` avoids foreach operations.
+    Args:
+        parts: local gradient tensors, each with its norm groups.
+        power: the p of the p-norm.
+        units: as in `_Gradients`.
+        singly: True computes one norm after the other, without foreach operations.
     """
     by_groups: dict[NormGroups, list[Tensor]] = {}
     for norm_groups, tensor in parts:
         by_groups.setdefault(norm_groups, []).append(tensor)
     device = parts[0][1].device
     sums = []
-    for (kind, groups), shards in by_groups.items():
+    for (device_type, groups), shards in by_groups.items():
         # Sums of squares would lose their digits in bfloat16. A rank without elements must use the same dtype as the others,
         # so the dtype is taken before empty shards are dropped.
         wide = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
         shards = [shard for shard in shards if shard.numel()]
         norms = torch.zeros(1, dtype=wide, device=device)
         if shards:
-            found = chain.from_iterable(_norms([one], power) for one in shards) if singly else _norms(shards, power)
-            norms = torch.stack([norm.to(device, wide) for norm in found])
+            each = chain.from_iterable(_norms([one], power) for one in shards) if singly else _norms(shards, power)
+            norms = torch.stack([norm.to(device, wide) for norm in each])
         part = norms.max() if power == torch.inf else norms.pow(power).sum()
-        part = part.to(device if kind is None or kind == device.type else kind)  # the device type of the group's backend
-        _reduce(part, groups, axes, maximum=power == torch.inf)
+        # The all-reduce needs a tensor on the device type of the process group's backend.
+        part = part.to(device if device_type is None or device_type == device.type else device_type)
+        _reduce(part, groups, units, maximum=power == torch.inf)
         sums.append(part.to(device))
     return torch.stack(sums).max() if power == torch.inf else torch.stack(sums).sum().pow(1.0 / power)
 
 
 def _is_mixed(tensors: Sequence[Tensor]) -> bool:
-    """Return True for DTensors of several meshes, or DTensors and plain tensors, for which torch has no operation."""
+    """Return True for DTensors of several meshes, or DTensors beside plain tensors. torch's operations refuse both."""
     meshes = {tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors}
     return len(meshes) > 1
 
@@ -256,7 +264,7 @@ def _torch_clip_with_norm(
         total_norm = total_norm.full_tensor() if mixed else total_norm
     else:
         mixed = _is_mixed(grads)
-    if mixed:
+    if mixed:  # each local shard is scaled alone; torch's function reads only `.grad` of its parameters
         listed = [SimpleNamespace(grad=to_local(grad)) for grad in grads]  # type: ignore[misc]
     original(listed, max_norm, total_norm, foreach)
 

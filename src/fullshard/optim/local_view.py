@@ -21,7 +21,7 @@ from fullshard.optim.local_steps import is_element_wise
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
-_VIEW = "_fullshard_local_view"  # on an optimizer
+_VIEW = "_fullshard_local_view"  # attribute of an optimizer: its _LocalView
 
 
 def local_view(optimizer: OptimizerT) -> OptimizerT:
@@ -76,8 +76,8 @@ class _LocalView:
         self._groups: list[list[Any]] = []  # the `params` of the optimizer's groups
         self._plain_groups: list[list[Any]] = []  # the same with plain Parameters for the sharded ones
         self._plain_params: list[tuple[ShardedParameter, Tensor, nn.Parameter]] = []  # parameter, its shard, plain Parameter
-        self._outside: Any = None  # `optimizer.state` outside of the step; None outside
-        self._local_states: list[dict[str, Any] | None] = []  # states at the begin of the step, one per plain Parameter
+        self._outside_state: Any = None  # during a step: the `optimizer.state` of outside, with DTensors; else None
+        self._entry_states: list[dict[str, Any] | None] = []  # by plain Parameter: its local state when `enter` returned
 
     def enter(self, optimizer: Optimizer) -> None:
         """Replace the sharded parameters and states of the optimizer by plain ones.
@@ -89,68 +89,74 @@ class _LocalView:
         if not self._is_current(members):
             self._make_plain_params(members)
         grads = [_local_of(parameter.sharded.grad, parameter, "gradient") for parameter, _, _ in self._plain_params]
-        held = [optimizer.state.get(parameter.sharded) for parameter, _, _ in self._plain_params]
-        self._local_states = [
+        outside_states = [optimizer.state.get(parameter.sharded) for parameter, _, _ in self._plain_params]
+        self._entry_states = [
             None if state is None else {key: _local_of(value, parameter, f"state '{key}'") for key, value in state.items()}
-            for (parameter, _, _), state in zip(self._plain_params, held)
+            for (parameter, _, _), state in zip(self._plain_params, outside_states)
         ]
         inside: Any = defaultdict(dict)
-        for (parameter, _, plain), grad, state in zip(self._plain_params, grads, self._local_states):
+        for (parameter, _, plain), grad, state in zip(self._plain_params, grads, self._entry_states):
             if plain.requires_grad is not parameter.sharded.requires_grad:
                 plain.requires_grad_(parameter.sharded.requires_grad)
             plain.grad = grad
             if state is not None:
                 inside[plain] = dict(state)
-        if len(optimizer.state) > len(inside):  # states of plain parameters, and other entries
-            ours = {parameter.sharded for parameter, _, _ in self._plain_params}
-            inside.update((key, state) for key, state in optimizer.state.items() if key not in ours)
-        self._outside, optimizer.state = optimizer.state, inside
+        if len(optimizer.state) > len(inside):  # states of parameters that are not sharded, and other entries
+            sharded = {parameter.sharded for parameter, _, _ in self._plain_params}
+            inside.update((key, state) for key, state in optimizer.state.items() if key not in sharded)
+        self._outside_state, optimizer.state = optimizer.state, inside
         for listed, plain_ones in zip(members, self._plain_groups):
             listed[:] = plain_ones
 
     def leave(self, optimizer: Optimizer) -> None:
         """Restore the sharded parameters, and convert states with the shape of the shard (or its placeholder) to DTensors."""
-        inside, outside = optimizer.state, self._outside
+        inside, outside = optimizer.state, self._outside_state
         if outside is None:  # `enter` raised
             return
         for listed, before in zip([group["params"] for group in optimizer.param_groups], self._groups):
             listed[:] = before
-        for (parameter, _, plain), known in zip(self._plain_params, self._local_states):
-            if plain.grad is None:
+        for (parameter, _, plain), entry_state in zip(self._plain_params, self._entry_states):
+            if plain.grad is None:  # the step cleared the gradient
                 parameter.sharded.grad = None
             plain.grad = None
             state = inside.pop(plain, None)
             if state is None:
                 outside.pop(parameter.sharded, None)
-            elif known is None or known.keys() != state.keys() or not all(map(is_, known.values(), state.values())):
-                held, kept = outside.setdefault(parameter.sharded, {}), known or {}
-                found = {
-                    key: held[key] if key in kept and value is kept[key] else _to_dtensor(value, parameter)
+            elif entry_state is None or not _holds_same_objects(state, entry_state):
+                # The step replaced or added values. All other values keep their DTensors, whose memory the step wrote in place.
+                outside_state, at_entry = outside.setdefault(parameter.sharded, {}), entry_state or {}
+                new_state = {
+                    key: outside_state[key] if key in at_entry and value is at_entry[key] else _to_dtensor(value, parameter)
                     for key, value in state.items()
                 }
-                held.clear()
-                held.update(found)
+                outside_state.clear()
+                outside_state.update(new_state)
         outside.update(inside)
         optimizer.state = outside
-        self._outside, self._local_states = None, []
+        self._outside_state, self._entry_states = None, []
 
     def _is_current(self, members: Sequence[Sequence[Any]]) -> bool:
         """Return True if the plain Parameters still match the groups and the shards."""
-        known = self._groups
-        if len(known) != len(members) or any(len(one) != len(other) for one, other in zip(known, members)):
+        groups = self._groups
+        if len(groups) != len(members) or any(len(one) != len(other) for one, other in zip(groups, members)):
             return False
-        same = all(all(map(is_, one, other)) for one, other in zip(known, members))
+        same = all(all(map(is_, one, other)) for one, other in zip(groups, members))
         return same and all(parameter.local is local for parameter, local, _ in self._plain_params)
 
     def _make_plain_params(self, members: Sequence[Sequence[Any]]) -> None:
         """Create plain Parameters for the sharded ones of these groups."""
-        sharded = [found for listed in members for found in logical_parameters(listed)]
-        self._plain_params = [
-            (one, one.local, nn.Parameter(_nonempty(one.local.detach()), requires_grad=one.requires_grad)) for one in sharded
-        ]
+        self._plain_params = []
+        for listed in members:
+            for parameter in logical_parameters(listed):
+                plain = nn.Parameter(_nonempty(parameter.local.detach()), requires_grad=parameter.requires_grad)
+                self._plain_params.append((parameter, parameter.local, plain))
         plain_of = {id(parameter.sharded): plain for parameter, _, plain in self._plain_params}
         self._groups = [list(listed) for listed in members]
         self._plain_groups = [[plain_of.get(id(tensor), tensor) for tensor in listed] for listed in members]
+
+
+def _holds_same_objects(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(map(is_, one.values(), other.values()))
 
 
 def is_viewed(optimizer: Optimizer) -> bool:
@@ -159,17 +165,17 @@ def is_viewed(optimizer: Optimizer) -> bool:
 
 
 def _local_of(tensor: Any, parameter: ShardedParameter, what: str) -> Any:
-    """Return the local tensor of a DTensor, or a placeholder if that is empty. Return any other value unchanged.
+    """Return the local tensor of a DTensor, or a placeholder for an empty one. Return any other value unchanged.
 
     Raises StateError if the placements of the DTensor differ from those of the parameter.
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    spec, theirs = parameter.spec, _torch.spec_of(tensor)
-    if theirs is not spec and (theirs.mesh != spec.mesh or theirs.placements != spec.placements):
+    expected, spec = parameter.spec, _torch.spec_of(tensor)
+    if spec is not expected and (spec.mesh != expected.mesh or spec.placements != expected.placements):
         raise StateError(
             f"The {what} of parameter '{parameter.name}' is a DTensor on {tensor.device_mesh} with {tensor.placements}, "
-            f"expected {spec.mesh} with {spec.placements}. redistribute() it, or use this optimizer without "
+            f"expected {expected.mesh} with {expected.placements}. redistribute() it, or use this optimizer without "
             "fullshard.local_view()."
         )
     return _nonempty(_torch.local_tensor(tensor))
@@ -181,7 +187,7 @@ def _nonempty(local: Tensor) -> Tensor:
 
 
 def _to_dtensor(value: Any, parameter: ShardedParameter) -> Any:
-    """Return a state as a DTensor if it has the shape of the shard, or of its placeholder, and else unchanged."""
+    """Return a state as a DTensor if it has the shape of the shard or of its placeholder. Return other states unchanged."""
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
         local = parameter.local
         if local.numel():
@@ -194,10 +200,11 @@ def _to_dtensor(value: Any, parameter: ShardedParameter) -> Any:
 def _step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the step of the optimizer's class on local shards."""
     step: Any = type(optimizer).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # torch's step hooks run around this
+    # Without torch's wrapper, which runs the step hooks: `_HOOKED_STEP` runs them already, around `_step`.
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
     view: _LocalView = optimizer.__dict__[_VIEW]
 
-    def outside(closure: Callable[[], Any]) -> Any:
+    def call_outside(closure: Callable[[], Any]) -> Any:
         """Run the caller's closure with the sharded parameters, which its forward and backward need."""
         view.leave(optimizer)
         try:
@@ -207,7 +214,7 @@ def _step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             view.enter(optimizer)
 
     def wrapped(value: Any) -> Any:
-        return (lambda: outside(value)) if callable(value) else value
+        return (lambda: call_outside(value)) if callable(value) else value
 
     args = tuple(map(wrapped, args))
     if "closure" in kwargs:
@@ -219,6 +226,7 @@ def _step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         view.leave(optimizer)
 
 
+# torch's wrapper runs the step hooks around `_step`, so hooks see sharded parameters. `hooked` stops torch from wrapping again.
 _HOOKED_STEP = Optimizer.profile_hook_step(_step)
 _HOOKED_STEP.hooked = True  # type: ignore[attr-defined]
 

@@ -25,7 +25,9 @@ def full_params(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[nn.Module]:
-    """Register plain, unsharded Parameters on the modules inside the block, outside of forward and backward. Collective.
+    """Register plain, unsharded Parameters on the modules until the end of the block. Collective.
+
+    The block must not be inside a forward or backward.
 
     Args:
         module: a sharded module, or a module that contains sharded modules.
@@ -62,20 +64,21 @@ def full_params(
     # Barrier: no rank changes anything before all ranks are here, so that a diverged rank leaves all of them intact.
     for unit in units[:1]:
         unit.barrier(doing="full_params()")
-    shown: list[tuple[ShardedParameter, nn.Parameter]] = []
+    installed: list[tuple[ShardedParameter, nn.Parameter]] = []
     assigned: list[str] = []
     for unit in units:
         unit.exposure.plain = True
     try:
         with torch.no_grad():
             for unit in units:
-                _install_full(unit, shown, rank0_only=rank0_only, grads=grads, dtype=dtype, device=device)
+                _install_full(unit, installed, rank0_only=rank0_only, grads=grads, dtype=dtype, device=device)
         yield module
     finally:
         for unit in units:
             unit.exposure.plain = False
         with torch.no_grad():
-            assigned = [parameter.name for parameter, plain in shown if not parameter.restore(plain)]
+            # `restore` returns False if the caller assigned another Parameter inside the block.
+            assigned = [parameter.name for parameter, plain in installed if not parameter.restore(plain)]
     if write and assigned:
         raise StateError(
             f"Another Parameter was assigned to {assigned} inside full_params(). Write to the existing ones (`p.copy_(...)`), "
@@ -83,13 +86,13 @@ def full_params(
         )
     if write:
         with torch.no_grad():
-            for parameter, plain in shown:
+            for parameter, plain in installed:
                 write_unsharded(parameter, plain, grad=grads)
 
 
 def _install_full(
     unit: Unit,
-    shown: list[tuple[ShardedParameter, nn.Parameter]],
+    installed: list[tuple[ShardedParameter, nn.Parameter]],
     *,
     rank0_only: bool,
     grads: bool,
@@ -98,19 +101,21 @@ def _install_full(
 ) -> None:
     """All-gather the parameters of a unit one by one, and register plain, unsharded ones.
 
-    `shown` gets each pair (sharded, plain) at once, so that the caller can restore the sharded parameters after an error.
+    Each pair (sharded, plain) is appended to `installed` before the next all-gather, so that after an error the caller can
+    restore the sharded parameters.
     """
     setup = unit.setup_collectives("full_params()")
     for parameter in unit.parameters:
         sharded: Any = parameter.sharded
         full = setup.full(parameter.sharding, sharded)
         grad = setup.full(parameter.sharding, sharded.grad) if grads and sharded.grad is not None else None
+        # Only after the all-gathers: every rank must take part in them.
         if rank0_only and any(coordinate != 0 for coordinate in parameter.sharding.mesh.get_coordinate() or ()):
             continue
         plain = nn.Parameter(full.to(dtype=dtype, device=device), requires_grad=parameter.requires_grad)
         if grad is not None:
             plain.grad = grad.to(dtype=plain.dtype, device=plain.device)
-        shown.append((parameter, plain))
+        installed.append((parameter, plain))
         parameter.install_plain(plain)
 
 
@@ -141,8 +146,8 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
         ...     loss = loss + 0.1 * params["weight"].square().mean()
     """
     units = list(units_of(module, recurse))
-    prefixes = {id(inner): f"{name}." if name else "" for name, inner in module.named_modules()}
-    found: dict[str, Tensor] = {}
+    prefixes = {id(submodule): f"{name}." if name else "" for name, submodule in module.named_modules()}
+    gathered_tensors: dict[str, Tensor] = {}
     for unit in units:
         unit.check_idle(doing="gathered()")
         unit.refresh_for_read()
@@ -151,23 +156,25 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
             if grad and torch.is_grad_enabled() and group.trainable:
                 copied_use = unit.runtime.scheduler.register_copied_use(unit.number)
                 source = _Source(group, BackwardHook(unit, copied_use, copied_use=True))
+                # Autograd calls the backward of a Function only if an input requires grad, and gathered tensors do not.
                 handle = torch.zeros((), device=tensors[0].device, requires_grad=True)
                 outputs: Any = _Gathered.apply(handle, source, *tensors)
                 tensors = list(outputs)
             for parameter, tensor in zip(group.parameters, tensors):
-                places = [(i.module, i.name) for i in parameter.slots]
-                inner = [prefixes[id(m)] + n for m, n in places if id(m) in prefixes]
-                name = inner[0] if inner else f"{unit.name}/{parameter.name}"  # in another module of a unit of several modules
-                found[name] = tensor if parameter.requires_grad else tensor.detach()
-    yield found
+                slots = [(slot.module, slot.name) for slot in parameter.slots]
+                names = [prefixes[id(owner)] + name for owner, name in slots if id(owner) in prefixes]
+                # A unit of several modules also has parameters outside of `module`, which have no qualified name in it.
+                name = names[0] if names else f"{unit.name}/{parameter.name}"
+                gathered_tensors[name] = tensor if parameter.requires_grad else tensor.detach()
+    yield gathered_tensors
 
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """Origin of gathered tensors."""
+    """Arguments for the backward of gathered tensors."""
 
     group: ParamGroup  # the group that was all-gathered
-    hook: BackwardHook  # notifies the runtime that their backward began
+    hook: BackwardHook  # notifies the runtime that the backward of the gathered tensors began
 
 
 class _Gathered(torch.autograd.Function):

@@ -53,18 +53,20 @@ def materialize(
         raise StateError(f"{type(model).__name__} contains no sharded module. Call fully_shard() first.")
     for unit in units:
         unit.reshard(doing="materialize()")
-    where = torch.device(device) if device is not None else units[0].axis.device
-    number = common_seed(units[0].setup_collectives("materialize()")) if seed is None else seed
+    compute_device = torch.device(device) if device is not None else units[0].axis.device
+    if seed is None:
+        seed = common_seed(units[0].setup_collectives("materialize()"))
     groups = [group for unit in units for group in unit.groups]
     owners = {id(parameter.sharded): (parameter, group.storage.home) for group in groups for parameter in group.parameters}
     filled: dict[int, Tensor] = {}
     done: set[int] = set()
+    # `init` may raise on this rank only. The other ranks would wait for it in their next collective, so they raise as well.
     reporting_exceptions = units[0].runtime.communicator.reporting_exceptions(f"'{units[0].name}' materialize()")
-    with reporting_exceptions, torch.no_grad(), seeded(where, number):
+    with reporting_exceptions, torch.no_grad(), seeded(compute_device, seed):
         for name, module in _children_first(model):
             if id(module) not in done:
                 done.add(id(module))
-                _fill(module, name, where, init, owners, filled)
+                _fill(module, name, compute_device, init, owners, filled)
     for unit in units:
         unit.refresh()
     return model
@@ -94,74 +96,75 @@ def _fill(
         owners: sharded parameters of the model and the devices of their shards, by id of the DTensor.
         filled: tensors with values, by id of the meta tensor. Tied tensors are looked up here.
     """
-    held, kept = _torch.parameters_of(module), _torch.buffers_of(module)
-    waiting = {key: p for key, p in held.items() if p is not None and p.device.type == "meta"}
-    buffers = {key: b for key, b in kept.items() if b is not None and b.device.type == "meta"}
-    if not waiting and not buffers:
+    parameters, buffers = _torch.parameters_of(module), _torch.buffers_of(module)
+    meta_parameters = {key: p for key, p in parameters.items() if p is not None and p.device.type == "meta"}
+    meta_buffers = {key: b for key, b in buffers.items() if b is not None and b.device.type == "meta"}
+    if not meta_parameters and not meta_buffers:
         return
-    tied = {key for key, p in waiting.items() if id(p) in filled}
-    _allocate(module, waiting, buffers, device, filled)
+    tied = {key for key, p in meta_parameters.items() if id(p) in filled}
+    _allocate(module, meta_parameters, meta_buffers, device, filled)
     try:
-        _initialise(module, name, init)
+        _initialize(module, name, init)
     except BaseException:
-        held.update(waiting)
-        kept.update(buffers)
+        parameters.update(meta_parameters)
+        buffers.update(meta_buffers)
         raise
-    current = {key: held[key] for key in waiting}
+    initialized = {key: parameters[key] for key in meta_parameters}
     dot = f"{name}." if name else ""
-    left = [f"parameter '{dot}{key}'" for key in waiting if key not in tied and is_marked(current[key])]
-    left += [f"buffer '{dot}{key}'" for key in buffers if is_marked(kept[key])]
-    held.update(waiting)
-    if left:
-        kept.update(buffers)
+    without_values = [f"parameter '{dot}{key}'" for key in meta_parameters if key not in tied and is_marked(initialized[key])]
+    without_values += [f"buffer '{dot}{key}'" for key in meta_buffers if is_marked(buffers[key])]
+    # The sharded parameters stay registered, on meta until `_keep_value` replaces their shards.
+    parameters.update(meta_parameters)
+    if without_values:
+        buffers.update(meta_buffers)
         raise StateError(
-            f"{', '.join(left)} of {type(module).__name__} got no values from "
+            f"{', '.join(without_values)} of {type(module).__name__} got no values from "
             f"{'reset_parameters()' if init is None else 'init'}. Pass an init(module) to materialize() that fills all of them."
         )
-    for key, parameter in waiting.items():
+    for key, parameter in meta_parameters.items():
         if id(parameter) not in filled:
-            value = current[key]
+            value = initialized[key]
             assert value is not None
             filled[id(parameter)] = _keep_value(parameter, value, owners.get(id(parameter)))
-    for key, parameter in waiting.items():
+    for key, parameter in meta_parameters.items():
         if id(parameter) not in owners:
-            held[key] = filled[id(parameter)]  # type: ignore[assignment]
+            parameters[key] = filled[id(parameter)]  # type: ignore[assignment]
 
 
 def _allocate(
     module: nn.Module,
-    waiting: dict[str, nn.Parameter],
-    buffers: dict[str, Tensor],
+    meta_parameters: dict[str, nn.Parameter],
+    meta_buffers: dict[str, Tensor],
     device: torch.device,
     filled: dict[int, Tensor],
 ) -> None:
     """Replace the meta tensors of one module by uninitialized tensors, marked as uninitialized."""
-    held, kept = _torch.parameters_of(module), _torch.buffers_of(module)
+    parameters, buffers = _torch.parameters_of(module), _torch.buffers_of(module)
     allocated: dict[int, nn.Parameter] = {}  # by id of the meta parameter, since a module may tie its own parameters
-    for key, parameter in waiting.items():
+    for key, parameter in meta_parameters.items():
         if id(parameter) not in allocated:
             full = mark_tensor(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
             allocated[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-        held[key] = allocated[id(parameter)]
-    for key, buffer in buffers.items():
+        parameters[key] = allocated[id(parameter)]
+    for key, buffer in meta_buffers.items():
         if id(buffer) not in filled:
             filled[id(buffer)] = mark_tensor(torch.empty_like(buffer, device=device))
-        kept[key] = filled[id(buffer)]
+        buffers[key] = filled[id(buffer)]
 
 
 def _keep_value(original: nn.Parameter, value: Tensor, owner: Owner | None) -> Tensor:
     """Return the parameter with its value: a sharded one keeps this rank's rows of `value`, another one is a new Parameter."""
     if owner is None:  # an ignored parameter, or one outside of all units
-        made = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
-        made.__dict__.update(original.__dict__)
-        return made
-    parameter, home = owner
-    parameter.sharded.requires_grad_(value.requires_grad)
-    replace_rows(parameter, parameter.slice(value.detach()).to(home))
+        parameter = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
+        parameter.__dict__.update(original.__dict__)  # attributes that the caller set, such as an optimizer's group
+        return parameter
+    logical, home = owner
+    logical.sharded.requires_grad_(value.requires_grad)
+    replace_rows(logical, logical.slice(value.detach()).to(home))
     return original
 
 
-def _initialise(module: nn.Module, name: str, init: Init | None) -> None:
+def _initialize(module: nn.Module, name: str, init: Init | None) -> None:
     if init is not None:
         init(module)
         return
@@ -186,6 +189,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
     Threads share the generators, so a lock lets one thread at a time run such a block.
     """
+    # fork_rng always restores the CPU's generator. It takes a device type even for an empty list of devices.
     devices = [] if device.type == "cpu" else [device]
     with _GENERATOR_LOCK, torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)

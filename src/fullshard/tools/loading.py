@@ -29,11 +29,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line, and exit with status 2."""
-        known = [option for action in self._command_parser()._actions for option in action.option_strings]
-        wrong = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
-        near = [found for word in wrong for found in difflib.get_close_matches(word, known, 1, cutoff=0.7)]
-        meant = f"; is {' '.join(near)} meant?" if near else ""
-        self.exit(2, f"{self.prog}: {one_line(message)}{meant} ({self.prog} --help lists the options)\n")
+        options = [option for action in self._command_parser()._actions for option in action.option_strings]
+        unknown = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
+        similar = [match for word in unknown for match in difflib.get_close_matches(word, options, 1, cutoff=0.7)]
+        suggestion = f"; is {' '.join(similar)} meant?" if similar else ""
+        self.exit(2, f"{self.prog}: {one_line(message)}{suggestion} ({self.prog} --help lists the options)\n")
 
     def _command_parser(self) -> argparse.ArgumentParser:
         """Return the parser of the command on the command line.
@@ -88,17 +88,18 @@ def load(name: str) -> Any:
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         raise ValueError(f"Expected module:name or file.py:name, got {name!r}.")
-    # Buffer stderr: if a script calls sys.exit() while it is imported, its last line explains why (argparse writes it).
+    # Buffer stderr: if a script calls sys.exit() while it is imported, the last line that the script wrote to stderr has the
+    # reason (argparse's error, for example). The error below quotes this line.
     stderr = _BufferedStream(sys.stderr)
     try:
         with redirect_stderr(stderr):
             found = vars(_import_target(where, name))
-    except SystemExit as ends:
+    except SystemExit as exited:
         last_line = one_line(stderr.getvalue().strip().rpartition("\n")[2])
         raise ValueError(
-            f"{where} ends the program when it is imported (sys.exit({ends.code!r}){f', {last_line}' if last_line else ''}). "
+            f"{where} ends the program when it is imported (sys.exit({exited.code!r}){f', {last_line}' if last_line else ''}). "
             "Call sys.exit() only under if __name__ == '__main__'."
-        ) from ends
+        ) from exited
     except ImportError as wrong:
         if "relative import" not in str(wrong):
             raise ValueError(failure_line(wrong, where)) from wrong
@@ -115,9 +116,9 @@ def load(name: str) -> Any:
 
 
 class _BufferedStream(io.StringIO):
-    """Buffer text until `release`, and pass later text on to the stream.
+    """Stream that buffers text until `release`, and then writes to another stream.
 
-    Handlers of `logging` keep a reference to the stream, so it must work after `release` as well.
+    An imported script may give it to a `logging` handler, which writes to it after `release` as well.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -125,11 +126,11 @@ class _BufferedStream(io.StringIO):
         self._stream, self._buffering = stream, True
 
     def write(self, text: str) -> int:
-        """Write to memory, or to the stream."""
+        """Write to the buffer; after `release`, to the other stream."""
         return super().write(text) if self._buffering else self._stream.write(text)
 
     def release(self) -> None:
-        """Write the buffered text to the stream."""
+        """Write the buffered text to the other stream, and stop buffering."""
         self._buffering = False
         self._stream.write(self.getvalue())
 
@@ -151,7 +152,7 @@ def _import_target(where: str, name: str) -> ModuleType:
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known
-    sys.path.insert(0, str(path.parent))
+    sys.path.insert(0, str(path.parent))  # as `python file.py` does, so that the file can import its neighbours
     stem = path.stem if known is None else f"file_{path.stem}"  # a file torch.py must not replace the module torch
     spec = importlib.util.spec_from_file_location(stem, path)
     assert spec is not None and spec.loader is not None

@@ -7,7 +7,7 @@ headers.py    headers of safetensors files, and the files of a checkpoint
 rules.py      rules of key maps, as values
 key_map.py    apply rules to the tensors of a checkpoint
 published.py  checkpoint conversions of transformers as rules of key maps
-holdings.py   tensors of a model, and the box of each tensor that each rank has
+shard_map.py  tensors of a model, and the box of each tensor that each rank has
 rounds.py     batch rows that one rank reads or writes for several ranks into rounds
 plan.py       plan a load: which rank reads which bytes
 targets.py    tensors of a model: names, local memory, shards of all ranks

@@ -14,7 +14,7 @@ from fullshard.weights.texts import printable
 
 T = TypeVar("T")
 
-PATIENCE = 60.0  # seconds without a heartbeat after which a rank counts as lost
+PATIENCE = 60.0  # seconds; a rank without a heartbeat for so long counts as lost
 _BEAT = 1.0  # seconds between two heartbeats
 
 
@@ -34,16 +34,18 @@ class StoreRankGroup:
             ranks: number of ranks.
         """
         self._index, self._ranks = index, ranks
-        # Keeps the store of the process group alive: on one rank it is the server of all others.
-        self._host = _torch.default_store() if ranks > 1 else None
-        self._store: Any = None if self._host is None else _torch.own_store(self._host, f"fullshard/save/{name}")
+        # A reference that keeps the store of the process group alive: on one rank, this object is the server for all ranks.
+        self._default_store = _torch.default_store() if ranks > 1 else None
+        self._store: Any = (
+            None if self._default_store is None else _torch.own_store(self._default_store, f"fullshard/save/{name}")
+        )
         self._pause = max(0.5, ranks / 500)  # seconds between two requests of a rank; grows with the load of the store
-        self._calls = 0
+        self._calls = 0  # calls of `run`: all ranks make the same calls in the same order
         self._stopped = threading.Event()
         if self._store is not None:
-            threading.Thread(target=self._beat, name="fullshard-save-beat", daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, name="fullshard-save-beat", daemon=True).start()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._stopped.wait(max(_BEAT, 2 * self._pause)):
             try:
                 self._store.add(f"beat/{self._index}", 1)
@@ -82,28 +84,31 @@ class StoreRankGroup:
             self._store.set(f"{call}/failed", printable(str(failure)) or type(failure).__name__)
         self._store.set(f"{call}/here/{self._index}", "")
         count = self._store.add(f"{call}/here", 1)
-        pause, beats, looked = 0.005, dict[int, int](), time.monotonic()
+        pause = 0.005
+        beats: dict[int, int] = {}
+        last_check = time.monotonic()
         while count < self._ranks:
             time.sleep(pause)
             pause = min(self._pause, 2 * pause)
             count = self._store.add(f"{call}/here", 0)
             if self._store.check(["gone"]):
                 return str(self._store.get("gone").decode())
-            if count < self._ranks and time.monotonic() - looked > PATIENCE:
-                # A rank is lost if its counter did not change for PATIENCE, however slow its work is.
-                beats, before, looked = self._beats(call), beats, time.monotonic()
-                gone = [rank for rank, beat in beats.items() if before.get(rank) == beat]
-                if gone:
+            if count < self._ranks and time.monotonic() - last_check > PATIENCE:
+                # A rank is lost if its counter did not change since the last check. Heartbeats continue during slow work.
+                beats_before, beats = beats, self._beats_of_absent(call)
+                last_check = time.monotonic()
+                lost = [rank for rank, beat in beats.items() if beats_before.get(rank) == beat]
+                if lost:
                     text = (
-                        f"Rank {gone[0]} of the save sent no heartbeat for {PATIENCE:.0f} seconds: it has ended or is blocked."
+                        f"Rank {lost[0]} of the save sent no heartbeat for {PATIENCE:.0f} seconds: it has ended or is blocked."
                     )
                     self._store.set("gone", text)
                     return text
         failed = f"{call}/failed"  # the key has the call number, because a faster rank may fail in the next call already
         return str(self._store.get(failed).decode()) if self._store.check([failed]) else None
 
-    def _beats(self, call: int) -> dict[int, int]:
-        """Return the heartbeat counters of the ranks that have not made this call yet and that this rank monitors."""
+    def _beats_of_absent(self, call: int) -> dict[int, int]:
+        """Return the heartbeat counters of the monitored ranks that have not made this call yet."""
         # The first rank monitors all others, and they monitor the first rank: the number of requests is linear in the ranks.
         monitored = [0] if self._index else range(1, self._ranks)
         absent = [rank for rank in monitored if not self._store.check([f"{call}/here/{rank}"])]
@@ -114,30 +119,30 @@ class StoreRankGroup:
         # The first rank may host the store: if it left earlier, the last requests of the others would fail.
         try:
             if self._store is not None:
-                left = self._store.add("left", 1)
+                closed = self._store.add("closed", 1)  # number of ranks that called `close`
                 until = time.monotonic() + PATIENCE
-                while self._index == 0 and left < self._ranks and time.monotonic() < until:
+                while self._index == 0 and closed < self._ranks and time.monotonic() < until:
                     time.sleep(0.05)
-                    left = self._store.add("left", 0)
-                if self._index == 0 and left == self._ranks:
-                    self._forget()
+                    closed = self._store.add("closed", 0)
+                if self._index == 0 and closed == self._ranks:
+                    self._delete_keys()
         except Exception as failure:
             warnings.warn(f"The store of the process group does not respond at the end of a save: {failure}", stacklevel=2)
         finally:
             self._stopped.set()
-            self._host = None
+            self._default_store = None
 
     def abandon(self) -> None:
         """Stop the heartbeat and release the store, if the save failed before its threads started."""
         self._stopped.set()
-        self._host = None
+        self._default_store = None
 
-    def _forget(self) -> None:
+    def _delete_keys(self) -> None:
         calls = range(self._calls)
         ranks = range(self._ranks)
         keys = [f"{call}/here/{rank}" for call in calls for rank in ranks]
         keys += [f"{call}/{what}" for call in calls for what in ("here", "failed")]
-        for key in [*keys, *(f"beat/{rank}" for rank in ranks), "gone", "left"]:
+        for key in [*keys, *(f"beat/{rank}" for rank in ranks), "gone", "closed"]:
             self._store.delete_key(key)
 
 
@@ -148,7 +153,7 @@ class Saving(Generic[T]):
 
     Args:
         directory: directory of the checkpoint.
-        work: the rest of the save, called in a thread.
+        work: writes the copied rows and commits the checkpoint; called in a thread.
 
     Example:
         >>> saving = save_weights(model, "checkpoint", background=True)                       # doctest: +SKIP
@@ -202,7 +207,7 @@ def join_saves() -> None:
     """Wait for all running background saves.
 
     Raises:
-        RuntimeError: if a save failed whose `wait()` was not called.
+        RuntimeError: if a save failed and its `wait()` was not called.
     """
     while _RUNNING:
         _RUNNING[0].wait()

@@ -23,18 +23,18 @@ class _FlatAverages:
 
     Attributes:
         group: the parameter group.
-        flat: the averages, (shard_numel,).
+        buffer: the averages, (shard_numel,).
     """
 
     def __init__(self, group: ParamGroup, dtype: torch.dtype, device: torch.device | None) -> None:
         self.group = group
-        self.flat = group.shard.detach().to(dtype=dtype, device=device, copy=True)
+        self.buffer = group.shard.detach().to(dtype=dtype, device=device, copy=True)
 
     def views(self) -> Iterator[tuple[Any, Tensor]]:
         """Yield (parameter, this rank's shard of its average) as views of the buffer."""
         for parameter, place in zip(self.group.parameters, self.group.layout.offsets):
             local = parameter.local
-            yield parameter, self.flat[place.offset :][: local.numel()].view(local.shape)
+            yield parameter, self.buffer[place.offset :][: local.numel()].view(local.shape)
 
 
 class EMA:
@@ -85,9 +85,9 @@ class EMA:
         self._model, self._dtype = model, dtype
         self._device = None if device is None else torch.device(device)
         tensors = self._tensors("EMA()")
-        empty = [entry.names[0] for entry in tensors.entries if entry.local.device.type == "meta"]
-        if empty:
-            raise ValueError(f"'{empty[0]}' is on meta and has no values. Call load_weights() or materialize() first.")
+        on_meta = [entry.names[0] for entry in tensors.entries if entry.local.device.type == "meta"]
+        if on_meta:
+            raise ValueError(f"'{on_meta[0]}' is on meta and has no values. Call load_weights() or materialize() first.")
         if has_marks(model, tensors.units):
             RankGroup(tensors, "EMA()").run(lambda: check_values(model, tensors.units, "EMA()"))
         self._units = tensors.units
@@ -145,20 +145,22 @@ class EMA:
         for unit in tensors.units:
             unit.ensure_sharded(doing=doing)
             unit.refresh()
-        return tensors_of(self._model)
+        return tensors_of(self._model)  # again: a refreshed unit may have new groups and shards
 
     def _rebuild(self, groups: list[ParamGroup]) -> None:
         """Move the averages into new buffers with the layout of `groups`, which replace the previous groups."""
-        known = {id(parameter): view for flat in self._averages for parameter, view in flat.views()}
-        here = {id(parameter) for group in groups for parameter in group.parameters}
-        gone = [parameter.name for flat in self._averages for parameter in flat.group.parameters if id(parameter) not in here]
-        if gone:
-            raise StateError(f"'{gone[0]}' moved to another unit after EMA() was created. Create EMA after fully_shard().")
+        old_views = {id(parameter): view for flat in self._averages for parameter, view in flat.views()}
+        new_ids = {id(parameter) for group in groups for parameter in group.parameters}
+        moved = [
+            parameter.name for flat in self._averages for parameter in flat.group.parameters if id(parameter) not in new_ids
+        ]
+        if moved:
+            raise StateError(f"'{moved[0]}' moved to another unit after EMA() was created. Create EMA after fully_shard().")
         self._averages = [self._averages_of(group) for group in groups]
         for flat in self._averages:
             for parameter, view in flat.views():
-                if id(parameter) in known:
-                    view.copy_(known[id(parameter)])
+                if id(parameter) in old_views:
+                    view.copy_(old_views[id(parameter)])
 
     @property
     def _needs_cast(self) -> bool:
@@ -189,7 +191,7 @@ class EMA:
         self._update_layout("EMA.update()")
         plain = [self._plain_weight(name, module, key) for name, module, key in self._slots]
         self.updates += 1
-        averages = [*(flat.flat for flat in self._averages), *self._plain.values()]
+        averages = [*(flat.buffer for flat in self._averages), *self._plain.values()]
         weights = [*(flat.group.shard for flat in self._averages), *plain]
         if self._needs_cast:
             weights = [weight.to(dtype=self._dtype, device=average.device) for average, weight in zip(averages, weights)]
@@ -211,8 +213,8 @@ class EMA:
         self._update_layout("EMA.values()")
         tensors = tensors_of(self._model)
         views = {id(parameter): view for flat in self._averages for parameter, view in flat.views()}
-        found = {entry.names[0]: views.get(id(entry.parameter)) for entry in tensors.entries if entry.parameter is not None}
-        return {**{name: view for name, view in found.items() if view is not None}, **self._plain}
+        sharded = {entry.names[0]: views[id(entry.parameter)] for entry in tensors.entries if id(entry.parameter) in views}
+        return {**sharded, **self._plain}
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Read safetensors headers, with every field checked, and find the files of a checkpoint.
 
-A file has 8 bytes with the length of the header (little-endian), the header (JSON: dtype, shape, and begin and end in the data
-for each tensor), and the data of all tensors in row-major order, without gaps.
+A file has 8 bytes with the length of the header (little-endian), the header, and the data of all tensors in row-major order,
+without gaps. The header is JSON: it maps the name of each tensor to its dtype, its shape, and the begin and end of its bytes
+within the data.
 
 Source: https://github.com/huggingface/safetensors (format, and the checks of its reader).
 """
@@ -47,6 +48,8 @@ DTYPES: dict[str, torch.dtype] = {
 """Dtypes by their names in the format."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Names of dtypes in the format."""
+
 ATTEMPTS = 8  # to read a checkpoint that a save may replace at the same time
 PAUSE = 0.1  # seconds between two attempts
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
@@ -87,9 +90,9 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._directories: dict[str, int] = {}  # descriptors
-        self._changed: dict[str, int] = {}  # modification time of each directory when it was opened, in ns
+        self._directory_times: dict[str, int] = {}  # modification time of each directory when it was opened, in ns
         self._files: dict[str, int] = {}  # descriptors
-        self._times: dict[str, int] = {}  # modification time of each file when it was opened, in ns
+        self._file_times: dict[str, int] = {}  # modification time of each file when it was opened, in ns
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -102,9 +105,9 @@ class OpenFiles:
         for descriptor in (*self._files.values(), *self._directories.values()):
             os.close(descriptor)
         self._files.clear()
-        self._times.clear()
+        self._file_times.clear()
         self._directories.clear()
-        self._changed.clear()
+        self._directory_times.clear()
 
     def directory(self, path: str | Path) -> int:
         """Return the descriptor of a directory, opening it at the first call.
@@ -115,7 +118,7 @@ class OpenFiles:
         folder = str(path) or "."
         if folder not in self._directories:
             self._directories[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._changed[folder] = os.fstat(self._directories[folder]).st_mtime_ns
+            self._directory_times[folder] = os.fstat(self._directories[folder]).st_mtime_ns
         return self._directories[folder]
 
     def file(self, path: str | Path) -> int:
@@ -129,14 +132,14 @@ class OpenFiles:
             folder, last = os.path.split(name)
             try:
                 # O_NONBLOCK, because opening a pipe would wait for a writer before the check below rejects it.
-                found = os.open(last, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.directory(folder))
+                descriptor = os.open(last, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.directory(folder))
             except OSError as failure:
                 raise BadFile(f"{name}: {failure.strerror}") from failure
-            status = os.fstat(found)
+            status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                os.close(found)
+                os.close(descriptor)
                 raise BadFile(f"{name} is not a regular file.")
-            self._files[name], self._times[name] = found, status.st_mtime_ns
+            self._files[name], self._file_times[name] = descriptor, status.st_mtime_ns
         return self._files[name]
 
     def were_replaced(self) -> bool:
@@ -153,20 +156,22 @@ class OpenFiles:
 
     def may_have_changed(self) -> bool:
         """Return True if files were created or removed in an open directory, or if `were_replaced()`."""
-        changed = any(os.fstat(found).st_mtime_ns != self._changed[path] for path, found in self._directories.items())
+        changed = any(
+            os.fstat(descriptor).st_mtime_ns != self._directory_times[path] for path, descriptor in self._directories.items()
+        )
         return changed or self.were_replaced()
 
     def check_unchanged(self) -> None:
         """Raise BadFile if a file was modified since it was opened."""
         for name, descriptor in self._files.items():
-            if os.fstat(descriptor).st_mtime_ns != self._times[name]:
+            if os.fstat(descriptor).st_mtime_ns != self._file_times[name]:
                 raise BadFile(
                     f"{name} was modified while it was read, so its values may come from two checkpoints. Load again."
                 )
 
 
-SAMPLES = 64  # blocks of a file that `samples` hashes
-SAMPLE = 4096  # bytes of a block
+_SAMPLE_BLOCKS = 64  # number of blocks of a file in its digest
+_SAMPLE_BYTES = 4096  # of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,7 @@ class FileIdentity:
 
         Args:
             descriptor: of the file.
-            sampled: digest of `samples` of the first rank's file.
+            sampled: result of `samples` for the first rank's file.
         """
         size = os.fstat(descriptor).st_size
         if size != self.nbytes:
@@ -203,11 +208,11 @@ class FileIdentity:
 
 def samples(descriptor: int) -> str:
     """Return a hexadecimal digest of blocks of a file at equal distances, the last one at its end."""
-    size, found = os.fstat(descriptor).st_size, hashlib.sha256()
-    last = max(0, size - SAMPLE)
-    for number in range(SAMPLES):
-        found.update(os.pread(descriptor, SAMPLE, last * number // (SAMPLES - 1)))
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    last = max(0, os.fstat(descriptor).st_size - _SAMPLE_BYTES)
+    for number in range(_SAMPLE_BLOCKS):
+        digest.update(os.pread(descriptor, _SAMPLE_BYTES, last * number // (_SAMPLE_BLOCKS - 1)))
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +224,7 @@ class Header:
     file_nbytes: int
     tensors: tuple[FileTensor, ...]  # in the order of their data
     metadata: Mapping[str, str]
-    identity: FileIdentity | None = None
+    identity: FileIdentity | None = None  # None for a header that was parsed without its file
 
 
 def read_header(file: str | Path, files: OpenFiles | None = None) -> Header:
@@ -392,13 +397,13 @@ def read_checkpoint(source: Any, files: OpenFiles | None = None) -> list[Header]
                 raise
             files.close()  # a save has replaced the checkpoint and is removing the old files
             time.sleep(PAUSE)
-    where: dict[str, str] = {}
+    file_of: dict[str, str] = {}  # by name of the tensor
     for tensor in (tensor for header in headers for tensor in header.tensors):
-        if tensor.name in where:
-            raise BadFile(f"Tensor '{tensor.name}' is in {where[tensor.name]} and in {tensor.file}. Expected it in one file.")
-        where[tensor.name] = tensor.file
+        if tensor.name in file_of:
+            raise BadFile(f"Tensor '{tensor.name}' is in {file_of[tensor.name]} and in {tensor.file}. Expected it in one file.")
+        file_of[tensor.name] = tensor.file
     for name, file in (index or {}).items():
-        if where.get(name) != file:
+        if file_of.get(name) != file:
             raise BadFile(f"The index maps '{name}' to {file}, which does not contain it.")
     return headers
 
@@ -420,20 +425,20 @@ def files_of(source: Any, files: OpenFiles | None = None) -> tuple[list[str], di
         raise BadFile(f"source must be a directory, an index, a file or a list of files, got a {type(source).__name__}.")
     path = Path(source)
     if not path.is_dir():
-        return _of_index(path, files) if path.name.endswith(".json") else ([str(path)], None)
+        return _files_of_index(path, files) if path.name.endswith(".json") else ([str(path)], None)
     try:
-        there = sorted(os.listdir(files.directory(path)))
+        names = sorted(os.listdir(files.directory(path)))
     except OSError as failure:
         raise BadFile(f"{path}: {failure.strerror}") from failure
-    if INDEX in there:
-        return _of_index(path / INDEX, files)
-    if SINGLE in there:
+    if INDEX in names:
+        return _files_of_index(path / INDEX, files)
+    if SINGLE in names:
         return [str(path / SINGLE)], None
-    found = [str(path / name) for name in there if name.endswith(".safetensors")]
-    if not found:
-        steps = f" Load {path / LATEST}, the link to the latest step." if LATEST in there else ""
-        raise BadFile(f"{path} has no *.safetensors files: it contains {', '.join(there[:8]) or 'nothing'}.{steps}")
-    return found, None
+    paths = [str(path / name) for name in names if name.endswith(".safetensors")]
+    if not paths:
+        steps = f" Load {path / LATEST}, the link to the latest step." if LATEST in names else ""
+        raise BadFile(f"{path} has no *.safetensors files: it contains {', '.join(names[:8]) or 'nothing'}.{steps}")
+    return paths, None
 
 
 def read_index(path: Path, files: OpenFiles) -> Any:
@@ -447,7 +452,7 @@ def read_index(path: Path, files: OpenFiles) -> Any:
     return json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8"))
 
 
-def _of_index(path: Path, files: OpenFiles) -> tuple[list[str], dict[str, str]]:
+def _files_of_index(path: Path, files: OpenFiles) -> tuple[list[str], dict[str, str]]:
     try:
         entry = read_index(path, files)
         names = dict(entry["weight_map"])
@@ -460,8 +465,8 @@ def _of_index(path: Path, files: OpenFiles) -> tuple[list[str], dict[str, str]]:
     for name, file in names.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise BadFile(f"{path} maps '{name}' to {file!r}. Expected the name of a file next to the index.")
-    where = {name: str(path.parent / file) for name, file in names.items()}
-    return sorted(set(where.values())), where
+    file_of = {name: str(path.parent / file) for name, file in names.items()}
+    return sorted(set(file_of.values())), file_of
 
 
 __all__ = [

@@ -1,7 +1,8 @@
-"""Move a checkpoint file by file into a directory that cannot be exchanged. Readers find either the old or the new weights.
+"""Move a checkpoint file by file into a directory that cannot be exchanged for another one, such as a mount point.
 
-The files of a sharded checkpoint get names that are unique to each save. Their index is replaced atomically: before that it
-names the old files, which are removed afterwards. A single weights file is replaced atomically itself.
+Readers find either the old or the new weights. The files of a sharded checkpoint get names that are unique to each save, so
+old and new files lie side by side until the index is replaced, atomically. Then the old files are removed. A single weights
+file has no index; it is replaced atomically.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _TOKEN_CHARACTERS = 8  # characters of the token that file names contain
 
 
 def why_not_replaceable(directory: Path) -> str | None:
-    """Return why a directory cannot be exchanged, as the predicate of a sentence, or None if it can."""
+    """Return the reason why a directory cannot be exchanged, as the predicate of a sentence, or None if it can."""
     if not directory.is_dir():
         return None
     if os.path.ismount(directory):
@@ -62,16 +63,17 @@ def move_in(path: Path, directory: Path, backup: Path, token: str, single: str) 
         names = {
             entry.name: name_in_place(entry.name, token, single) for entry in path.iterdir() if is_weights(entry.name, single)
         }
-        first = path / single
+        last = path / single
         if index_of(single) in names:
-            first = _write_index(path / index_of(single), backup, names)
-        for name in sorted(names.keys() - {first.name}):
+            last = _write_index(path / index_of(single), backup, names)
+        for name in sorted(names.keys() - {last.name}):
             os.rename(path / name, directory / names[name])
             undo_actions.append(_rename_action(directory / names[name], path / name))
         sync(directory)  # the new names must be on disk before the index that refers to them
-        undo_actions += _replace_file(first, directory / first.name, backup / "before" / first.name)
-        other = directory / (single if first.name != single else index_of(single))
-        # An index next to a single file is of an older save, or the other way round. Readers differ in which one they prefer.
+        undo_actions += _replace_file(last, directory / last.name, backup / "before" / last.name)
+        # An index beside a new single file is of an older save, and so is a single file beside a new index. Some readers prefer
+        # the one, some the other, so the old one is removed.
+        other = directory / (single if last.name != single else index_of(single))
         if os.path.lexists(other):
             os.unlink(other)
     except BaseException:
@@ -92,16 +94,16 @@ def _other_files(path: Path, single: str) -> Iterator[Path]:
 def _replace_file(entry: Path, target: Path, backup: Path) -> list[Callable[[], object]]:
     """Move a file to `target` and back up an existing file there. Return the undo actions, to be called in reverse order."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    before = os.path.lexists(target)
-    if before:
+    existed = os.path.lexists(target)
+    if existed:
         backup.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(target, backup, follow_symlinks=False)
         except OSError:  # a file system without links
             shutil.copy2(target, backup, follow_symlinks=False)
     os.replace(entry, target)
-    returned = _rename_action(target, entry)
-    return [_rename_action(backup, target), returned] if before else [returned]
+    move_back = _rename_action(target, entry)
+    return [_rename_action(backup, target), move_back] if existed else [move_back]
 
 
 def _rename_action(source: Path, target: Path) -> Callable[[], object]:
@@ -113,10 +115,10 @@ def _write_index(index: Path, backup: Path, names: dict[str, str]) -> Path:
     content = json.loads(index.read_text(encoding="utf-8"))
     content["weight_map"] = {tensor: names[file] for tensor, file in content["weight_map"].items()}
     backup.mkdir(exist_ok=True)
-    found = backup / index.name
-    found.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    sync(found)
-    return found
+    written = backup / index.name
+    written.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    sync(written)
+    return written
 
 
 def remove_old(directory: Path, names: Container[str], single: str) -> None:

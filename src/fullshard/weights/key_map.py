@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
-from fullshard.weights.holdings import ModelTensor
 from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
+from fullshard.weights.shard_map import ModelTensor
 from fullshard.weights.texts import nearest, printable
 
 
@@ -26,7 +26,7 @@ from fullshard.weights.texts import nearest, printable
 class ComputedTensor:
     """The output of a `Convert` function, computed from whole tensors.
 
-    Compared by identity: functions have no useful equality, and a computed tensor is cached until the next one.
+    Compared by identity: functions have no useful equality, and `computing.py` caches the value of one object.
     """
 
     name: str
@@ -64,10 +64,10 @@ class SourcePiece:
     def source_box(self, box: Box) -> Box:
         """Return the box of the source that fills `box`, a box of the mapped tensor inside of `at`."""
         start, shape = list(self.origin), [1] * len(self.origin)
-        for dim, source in enumerate(self.dims):
-            if source is not None:
-                start[source] += box.start[dim] - self.at.start[dim]
-                shape[source] = box.shape[dim]
+        for dim, source_dim in enumerate(self.dims):
+            if source_dim is not None:
+                start[source_dim] += box.start[dim] - self.at.start[dim]
+                shape[source_dim] = box.shape[dim]
         return Box(tuple(start), tuple(shape))
 
     def mapped_box(self, box: Box) -> Box | None:
@@ -75,13 +75,13 @@ class SourcePiece:
         if any(not box.start[dim] <= self.origin[dim] < box.stop[dim] for dim in self.dropped_dims):
             return None
         start, shape = list(self.at.start), [1] * len(self.dims)
-        for dim, source in enumerate(self.dims):
-            if source is not None:
-                begin = max(box.start[source], self.origin[source])
-                end = min(box.stop[source], self.origin[source] + self.at.shape[dim])
+        for dim, source_dim in enumerate(self.dims):
+            if source_dim is not None:
+                begin = max(box.start[source_dim], self.origin[source_dim])
+                end = min(box.stop[source_dim], self.origin[source_dim] + self.at.shape[dim])
                 if end <= begin:
                     return None
-                start[dim] += begin - self.origin[source]
+                start[dim] += begin - self.origin[source_dim]
                 shape[dim] = end - begin
         return Box(tuple(start), tuple(shape))
 
@@ -176,12 +176,12 @@ def map_keys(key_map: KeyMap, state: State, *, strict: bool = True, counts: dict
         for rule in key_map:
             _check(rule)
             try:
-                fits = _count_matches(rule, state, strict=strict)
+                matches = _count_matches(rule, state, strict=strict)
                 state = _apply(rule, state)
             except re.error as failure:
                 raise MapError(f"{rule}: {failure}") from failure
             if counts is not None:
-                counts[str(rule)] = fits
+                counts[str(rule)] = matches
         return state
     if callable(key_map):
         return _rename_by(key_map, state)
@@ -202,7 +202,7 @@ def _check(rule: Any) -> None:
         wrong = [one for one in (value if several else [value]) if not isinstance(one, str)]
         if wrong:
             raise MapError(f"{rule}: {name} must be a string, got {wrong[0]!r}")
-    dims = rule.dims if isinstance(rule, Transpose) else (0, getattr(rule, "dim", 0))
+    dims = rule.dims if isinstance(rule, Transpose) else (0, getattr(rule, "dim", 0))  # one check for all rules: a pair of ints
     if not isinstance(dims, Sequence) or len(dims) != 2 or not all(isinstance(dim, int) for dim in dims):
         raise MapError(f"{rule}: each dim must be an int, got {dims!r}")
     if isinstance(rule, Convert | RenameBy) and not callable(rule.function):
@@ -223,13 +223,13 @@ def _count_matches(rule: Any, state: State, *, strict: bool) -> int:
     patterns, whole = _patterns(rule)
     if not patterns:
         return len(state)
-    found = [re.compile(pattern) for pattern in patterns]
-    fits = sum(any(one.fullmatch(name) if whole else one.search(name) for one in found) for name in state)
-    if not fits and strict and state and not rule.optional:
+    regexes = [re.compile(pattern) for pattern in patterns]
+    matches = sum(any(regex.fullmatch(name) if whole else regex.search(name) for regex in regexes) for name in state)
+    if not matches and strict and state and not rule.optional:
         # Without the metacharacters, the pattern resembles a name closely enough to find the nearest ones.
         plain = re.sub(r"[\\^$()?*+\[\]]", "", patterns[0])
         raise MapError(f"{rule} matches no tensor{nearest(plain, state)}. Correct it, or pass optional=True.")
-    return fits
+    return matches
 
 
 @singledispatch
@@ -314,29 +314,30 @@ def _split(rule: Split, tensor: MappedTensor, names: Sequence[str]) -> Iterable[
 @_apply.register
 def _(rule: Stack, state: State) -> State:
     """Stack tensors along a new first dim; the result takes the position of the part that comes first in the checkpoint."""
-    stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+    stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}  # by name of the result: (numbers in the name, name) of each part
     for name in state:
         match = re.fullmatch(rule.source, name)
         if match:
             to = match.expand(rule.to)
             numbers = tuple(int(group) for group in match.groups() if group is not None and group.isdigit())
             stacks.setdefault(to, []).append((numbers, name))
-    first = {found[0][1]: to for to, found in stacks.items()}
-    gone = {name for found in stacks.values() for _, name in found}
+    result_of_first_part = {parts[0][1]: to for to, parts in stacks.items()}
+    all_parts = {name for parts in stacks.values() for _, name in parts}
 
     def tensors() -> Iterable[tuple[str, MappedTensor]]:
         for name, tensor in state.items():
-            if name in first:
-                to = first[name]
-                found = sorted(stacks[to])
-                numbers = [number[-1:] for number, _ in found]
-                if numbers != [(i,) for i in range(len(found))]:
-                    got = ", ".join(str(n[0]) for n in numbers if n)
+            if name in result_of_first_part:
+                to = result_of_first_part[name]
+                parts = sorted(stacks[to])
+                # The last number of a name is the index of the part; numbers before it, such as the layer's, are in `to`.
+                indices = [numbers[-1:] for numbers, _ in parts]
+                if indices != [(i,) for i in range(len(parts))]:
+                    got = ", ".join(str(index[0]) for index in indices if index)
                     raise MapError(
                         f"Stack: expected the parts of '{to}' to be numbered from 0 without gaps, got {got or 'no numbers'}."
                     )
-                yield to, _concatenated(to, [_unsqueezed(state[one]) for _, one in found], 0)
-            elif name not in gone:
+                yield to, _concatenated(to, [_unsqueezed(state[part]) for _, part in parts], 0)
+            elif name not in all_parts:
                 yield name, tensor
 
     return _build_state(tensors())
@@ -413,16 +414,16 @@ def _natural_key(part: str) -> tuple[int, str, int]:
 
 def _build_state(tensors: Iterable[tuple[str, MappedTensor]]) -> State:
     """Return the tensors by name. Raise MapError for a name that is given twice or reserved by the file format."""
-    found: State = {}
+    state: State = {}
     for name, tensor in tensors:
         if name == "__metadata__":
             raise MapError(
                 f"key_map cannot give '{tensor.sources}' the name '{name}': the file format reserves it. Use another name."
             )
-        if name in found:
-            raise MapError(f"key_map gives '{name}' twice: to {found[name].sources}, and to {tensor.sources}.")
-        found[name] = tensor
-    return found
+        if name in state:
+            raise MapError(f"key_map gives '{name}' twice: to {state[name].sources}, and to {tensor.sources}.")
+        state[name] = tensor
+    return state
 
 
 def _combine(
@@ -432,26 +433,28 @@ def _combine(
 
     The new tensor takes the position of the first tensor of `sources`; its name is `to`, expanded with the groups.
     """
+    # By regex groups: for the number of each pattern in `sources`, the name that matches it and the name of the result.
     sets: dict[tuple[Any, ...], dict[int, tuple[str, str]]] = {}
     for name in state:
         for number, pattern in enumerate(sources):
             match = re.fullmatch(pattern, name)
             if match:
                 sets.setdefault(match.groups(), {})[number] = name, match.expand(to)
-    made: dict[str, tuple[str, list[str]]] = {}
-    for found in sets.values():
-        names = [name for _, (name, _) in sorted(found.items())]
-        if len(found) < len(sources):
-            missing = next(pattern for number, pattern in enumerate(sources) if number not in found)
+    combined: dict[str, tuple[str, list[str]]] = {}  # by name of the first tensor: name of the result, names of the tensors
+    for members in sets.values():
+        names = [name for _, (name, _) in sorted(members.items())]
+        if len(members) < len(sources):
+            missing = next(pattern for number, pattern in enumerate(sources) if number not in members)
             raise MapError(f"{rule}: '{names[0]}' has no counterpart that matches {missing!r}.")
-        made[names[0]] = found[0][1], names
-    gone = {name for _, names in made.values() for name in names}
+        combined[names[0]] = members[0][1], names
+    replaced = {name for _, names in combined.values() for name in names}
 
     def tensors() -> Iterable[tuple[str, MappedTensor]]:
         for name, tensor in state.items():
-            if name in made:
-                yield made[name][0], make(made[name][0], [state[one] for one in made[name][1]])
-            elif name not in gone:
+            if name in combined:
+                result, names = combined[name]
+                yield result, make(result, [state[member] for member in names])
+            elif name not in replaced:
                 yield name, tensor
 
     return _build_state(tensors())

@@ -14,9 +14,9 @@ from math import prod
 
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
-from fullshard.weights.holdings import ModelTensor, merge_row_ranges
 from fullshard.weights.key_map import ComputedTensor, MappedTensor, Source, SourcePiece
 from fullshard.weights.rounds import Round, RowRange, in_rounds
+from fullshard.weights.shard_map import ModelTensor, merge_row_ranges
 from fullshard.weights.staging import padded
 
 
@@ -175,7 +175,7 @@ def _is_unshared(destination: Destination) -> bool:
     # If dim 0 of the source is dim 0 of the target, ranks split its rows. Otherwise one row of the target has the whole source.
     first = 1 if piece.dims and piece.dims[0] == 0 else 0
     return (
-        destination.target.shard_map.is_by_rows
+        destination.target.shard_map.is_sharded_by_rows
         and kept == list(range(len(shape)))
         and all(sizes[dim] == shape[dim] for dim in range(first, len(shape)))
     )
@@ -228,7 +228,7 @@ def _computed_rows(
 ) -> Iterator[RowRange]:
     length = source.shape[0] if source.shape else 1
     copies = max(
-        len(ranks) for destination in destinations for ranks in destination.target.shard_map.distinct.values()
+        len(ranks) for destination in destinations for ranks in destination.target.shard_map.ranks_by_box.values()
     )  # copies of the tensor that the reader sends, at most
     max_rows = max(1, limit * length // max(1, source.nbytes * copies))
     for begin in range(0, length, max_rows):

@@ -39,15 +39,18 @@ def transformers_rules(model: nn.Module, *, saving: bool = False) -> list[Rule]:
     """
     library, conversions = _conversions(model, legacy=not saving)
     if saving:  # a prefix change cannot be reversed: the original prefix of a name is not recorded
-        kept = [one for one in reversed(conversions) if not isinstance(one, library.PrefixChange)]
-        conversions = [one.reverse_transform() for one in kept]
+        reversible = [one for one in reversed(conversions) if not isinstance(one, library.PrefixChange)]
+        conversions = [one.reverse_transform() for one in reversible]
     renamings = [one for one in conversions if isinstance(one, library.WeightRenaming)]
     converters = [one for one in conversions if not isinstance(one, library.WeightRenaming)]
-    names: list[Rule] = [RenameBy(lambda name: library.apply_renamings(name, renamings), "transformers")] if renamings else []
-    made = [rule for converter in converters for rule in _rules_of(converter)]
+    renames: list[Rule] = []
+    if renamings:
+        renames.append(RenameBy(lambda name: library.apply_renamings(name, renamings), "transformers"))
+    converts = [rule for converter in converters for rule in _rules_of(converter)]
+    # The patterns of converters match names after renaming, so saving, which is the reverse, renames last.
     if saving:
-        return [Sort(), *made, *names] if conversions else []
-    return [Sort(), *names, *made, RenameBy(_adjust_prefix(model), "prefix of the base model")]
+        return [Sort(), *converts, *renames] if conversions else []
+    return [Sort(), *renames, *converts, RenameBy(_adjust_prefix(model), "prefix of the base model")]
 
 
 def _conversions(model: nn.Module, *, legacy: bool) -> tuple[Any, list[Any]]:
@@ -60,12 +63,11 @@ def _conversions(model: nn.Module, *, legacy: bool) -> tuple[Any, list[Any]]:
     except ImportError as missing:
         text = f"transformers_rules() needs transformers 5 or newer ({missing}). Run `pip install -U transformers`."
         raise ValueError(text) from None
-    kind = models.PreTrainedModel
-    if not isinstance(model, kind):
+    if not isinstance(model, models.PreTrainedModel):
         raise ValueError(f"transformers_rules() takes a PreTrainedModel of transformers, got a {type(model).__name__}.")
     # fully_shard() replaces the class of a module by a subclass, and transformers looks up conversions by the class name.
     for name, module in model.named_modules():
-        if isinstance(module, _torch.TorchFSDPModule) and isinstance(module, kind):
+        if isinstance(module, _torch.TorchFSDPModule) and isinstance(module, models.PreTrainedModel):
             own = next(base for base in type(module).__mro__ if not issubclass(base, _torch.TorchFSDPModule))
             if mapping.get_checkpoint_conversion_mapping(own.__name__) is not None:
                 raise ValueError(
@@ -76,14 +78,15 @@ def _conversions(model: nn.Module, *, legacy: bool) -> tuple[Any, list[Any]]:
 
 
 def _adjust_prefix(model: Any) -> Callable[[str], str]:
-    """Return a function that adds or removes the prefix of the base model if the model has only the other name."""
-    prefix, known = model.base_model_prefix, set(model.state_dict())
+    """Return a function that removes the prefix of the base model from a name, or adds it, if the model has only that name."""
+    prefix, model_names = model.base_model_prefix, set(model.state_dict())
 
     def name_of(name: str) -> str:
-        if not prefix or name in known:
-            return name
-        without = name.removeprefix(f"{prefix}.")
-        return without if without != name and without in known else f"{prefix}.{name}" if f"{prefix}.{name}" in known else name
+        if prefix and name not in model_names:
+            for adjusted in (name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
+                if adjusted in model_names:
+                    return adjusted
+        return name
 
     return name_of
 
@@ -102,12 +105,12 @@ def _rules_of(converter: Any) -> list[Rule]:
     last = len(converter.operations) - 1
     for number, operation in enumerate(converter.operations):
         kind = type(operation).__name__
-        count = len(targets) if kind == "Chunk" else 1 if kind == "Concatenate" else len(sources)
-        between = [f"{targets[0].replace('*.', '')}.__step{number}_{i}" for i in range(count)]
-        outs = targets if number == last else between
+        out_count = len(targets) if kind == "Chunk" else 1 if kind == "Concatenate" else len(sources)
+        intermediate = [f"{targets[0].replace('*.', '')}.__step{number}_{i}" for i in range(out_count)]
+        outs = targets if number == last else intermediate
         known = kind in ("MergeModulelist", "SplitModulelist", "Concatenate", "Chunk", "Transpose")
-        fits = known and len(outs) == count and getattr(operation, "num_shards_attribute", None) is None
-        if not fits or (kind.endswith("Modulelist") and operation.dim != 0) or getattr(operation, "check_dims", False):
+        supported = known and len(outs) == out_count and getattr(operation, "num_shards_attribute", None) is None
+        if not supported or (kind.endswith("Modulelist") and operation.dim != 0) or getattr(operation, "check_dims", False):
             raise ValueError(
                 f"transformers converts {', '.join(sources)} to {', '.join(targets)} by {kind}, which has no equivalent rule. "
                 "Pass your own key_map with Convert to load_weights()."
@@ -127,6 +130,7 @@ def _name_prefix_pattern(converter: Any) -> str:
 
 def _operation_rules(kind: str, operation: Any, prefix_pattern: str, sources: Sequence[str], outs: Sequence[str]) -> list[Rule]:
     """Return the rules of one operation from `sources` to `outs`."""
+    # Group 1 of a pattern is the prefix and the last group is the suffix. Between them, a star of `sources` is a group.
     patterns = [prefix_pattern + _name_pattern(source) + _name_suffix_pattern(source) for source in sources]
     if kind == "MergeModulelist":
         return [Stack(source, _target_name(out, 3), optional=True) for source, out in zip(patterns, outs)]

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
-from fullshard.weights.holdings import ModelTensor, merge_row_ranges
 from fullshard.weights.key_map import MappedTensor, SourcePiece
 from fullshard.weights.rounds import Round, RowRange, in_rounds
+from fullshard.weights.shard_map import ModelTensor, merge_row_ranges
 from fullshard.weights.staging import padded
 
 

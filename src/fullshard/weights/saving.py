@@ -1,4 +1,4 @@
-"""`save_weights()`: each rank writes its own rows of an ordinary checkpoint, which then replaces the old one atomically."""
+"""`save_weights()`: each rank writes its own rows of a safetensors checkpoint, which then replaces the old one atomically."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -121,40 +122,41 @@ def save_weights(
 ) -> Saved | Saving[Saved]:
     """Save a model as an ordinary safetensors checkpoint, byte for byte as `save_pretrained` writes it. Collective.
 
-    Every rank writes its own rows to their final place in the files. Rows that several ranks have are divided among them, and
-    columns are exchanged first. A rank uses at most `buffer_bytes` of memory in addition to its shards. The new checkpoint is
-    written next to the directory and exchanged with it atomically at the end: the directory always has either the complete old
-    checkpoint or the complete new one.
+    Every rank writes its own rows to their final place in the files. Replicated rows are divided among their ranks. Ranks that
+    have only columns of a tensor first send them to each other, so that each writes complete rows. A rank uses at most
+    `buffer_bytes` of memory in addition to its shards. The new checkpoint is written to a temporary directory next to
+    `directory`, and the two are swapped atomically at the end: `directory` always contains either the complete old checkpoint
+    or the complete new one.
 
     Args:
         model: sharded or not.
         directory: on a file system that all ranks share. Other files in it are kept, including files that are created during
             the save. A second save to it at the same time raises an error. A program that opens several files by path at the
             end of a save may get files of both checkpoints; this cannot happen to `load_weights`, nor to any program with
-            `step`. If the directory cannot be exchanged (a mount point, the current directory, one in a directory without
+            `step`. If the directory cannot be swapped (a mount point, the current directory, one in a directory without
             write permission), files are moved into it one by one, with a warning: the files of a sharded checkpoint get names
             that are unique to this save, and their index is moved last.
-        max_shard_bytes: of the tensors in one file. A larger tensor gets a file of its own.
-        dtype: of floating-point tensors in the files. None keeps the dtype of the shards.
+        max_shard_bytes: maximum bytes of the tensors in one file. A larger tensor gets a file of its own.
+        dtype: dtype of the floating-point tensors in the files. None keeps the dtype of the shards.
         key_map: maps names of the model to names in the files, as in `load_weights`, but without `Convert`.
-        extra: further files of the same commit, written by the first rank: a dict of names and contents (text, bytes, or the
+        extra: further files of the checkpoint, written by the first rank: a dict of names and contents (text, bytes, or the
             path of a file), or a function that gets a folder and writes files into it.
-        weights: averages to save instead of the parameters, in the dtype of the averages unless `dtype` is given.
+        weights: moving averages to save instead of the parameters, in the dtype of the averages unless `dtype` is given.
         step: training step. The checkpoint becomes the directory `step-{step}` in `directory`, next to the directories of other
             steps, and at the end the link `latest` points to it.
         keep: number of most recently saved steps to keep. None keeps all.
         filename: name of the weights file if there is a single one, such as "adapter_model.safetensors" to save only adapters
             (with `Keep`). Several files are numbered before the suffix. Weights with other names in the directory are kept, and
             the report lists them.
-        each_rank: called on every rank with the path of the new content, to write files of that rank into the same commit, such
-            as its optimizer state. The file names must differ between ranks.
+        each_rank: called on every rank with the path of the temporary directory, to add files of this rank to the checkpoint,
+            such as its optimizer state. The file names must differ between ranks.
         threads: number of threads that write at the same time.
         buffer_bytes: host memory for data that cannot be written directly from the shards: other dtypes and devices, rows of
             other ranks.
         progress: called periodically on each rank with the bytes written so far and the total bytes to write, with `background`
             in its thread. An exception in it ends the save on all ranks.
-        background: whether to copy the rows of this rank to host memory, return, and write them in a thread while training goes
-            on and changes the weights. Each rank needs the memory of its rows. The thread runs no collectives: the ranks
+        background: True copies the rows of this rank to host memory, returns, and writes the copies in a thread while training
+            goes on and changes the weights. Each rank needs memory for its rows. The thread runs no collectives: the ranks
             coordinate through the store of the process group.
 
     Returns:
@@ -165,8 +167,8 @@ def save_weights(
         ValueError: on every rank, before anything is written: if the disk is too full, rules do not match, parameters have
             no values, the directory is a file or the root, or another save to it is running.
         RuntimeError: on every rank: if a rank could not write, now or in an earlier background save. The directory is
-            unchanged. If everything is written and only the exchange fails, the text has the path of the new, complete
-            checkpoint. It is kept until a later save succeeds.
+            unchanged. If everything is written and only the swap fails, the text has the path of the new, complete
+            checkpoint, which is kept until a later save succeeds.
         StateError: inside a forward or backward.
 
     Example:
@@ -206,9 +208,9 @@ def save_weights(
     try:
         group.run(save.prepare)
         save.run(plan)
-        group.run(lambda: save.add(extra))
+        group.run(lambda: save.add_extra(extra))
         if each_rank is not None:
-            group.run(lambda: save.add_of_rank(each_rank))
+            group.run(lambda: save.add_rank_files(each_rank))
         if store_group is None:
             return save.finish(group)
     except BaseException:
@@ -231,7 +233,7 @@ def _check(*, max_shard_bytes: object, threads: object, buffer_bytes: object, dt
 def _outputs(
     tensors: ModelTensors, key_map: KeyMap, dtype: torch.dtype | None, max_shard_bytes: int, filename: str
 ) -> tuple[CheckpointLayout, list[tuple[FileTensor, MappedTensor]]]:
-    """Return the layout of the files, and each tensor in them with the tensors of the model that it is made of.
+    """Return the layout of the files, and (place in a file, values from tensors of the model) for each tensor in them.
 
     Raises:
         ValueError: if a tensor is on meta, or if `key_map` is invalid or contains a `Convert`.
@@ -266,8 +268,9 @@ def _dtype_of(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 class _Save:
     """Collects, exchanges and writes the rows of one save.
 
-    Rows that this rank has completely use two halves of the buffer: one is written to the files while the other is filled. A
-    round uses four quarters: rows that are being filled, rows that are being written, rows to send, and rows to receive.
+    Rows that this rank has completely use two halves of the buffer (`buffer_bytes`): one half is written to the files while the
+    other is filled. Rows that are divided between ranks are exchanged in rounds. A round uses four quarters: for rows that are
+    filled, rows that are written, rows to send, and rows to receive.
     """
 
     def __init__(
@@ -289,19 +292,19 @@ class _Save:
             group: ranks of the model.
             tensors: tensors of the model.
             layout: files to write.
-            replacement: the new content of the directory.
+            replacement: the temporary directory that will replace the old one.
             steps: the directory of the step, None without `step`.
             began: start time of the call.
             writer: writes the files.
             limit: a quarter of the buffer, in bytes.
-            in_background: whether to copy rows and write the copies in `finish`.
+            in_background: True copies the rows; `run` starts to write the copies at its end, and `finish` waits for the writes.
         """
         self._group, self._layout, self._limit, self._began, self._in_background = group, layout, limit, began, in_background
         self._local = {entry.target.name: entry.local for entry in tensors.entries}
         self._is_first = group.index == 0
         self._pinned = any(local.device.type != "cpu" for local in self._local.values())
         self._exchange = Exchange(group)
-        self._kept: list[Write] = []
+        self._background_writes: list[Write] = []  # started by `_end_run`
         self.replacement, self._steps = replacement, steps
         self.writer = writer
 
@@ -314,7 +317,7 @@ class _Save:
 
     @torch.no_grad()
     def run(self, plan: SavePlan) -> None:
-        """Execute a plan. Collective."""
+        """Write the rows of a plan; in the background, copy the rows and start the writes. Collective."""
         self._group.run(lambda: self._write_own(plan.own))
         staging_buffers = self._staging_buffers()
         for number, exchange_round in enumerate(plan.rounds):
@@ -325,18 +328,18 @@ class _Save:
         if self._pinned:
             torch.accelerator.synchronize()  # the writer threads must not read host memory before the copies complete
         if self._in_background:
-            self.writer.begin(self._kept)
+            self.writer.begin(self._background_writes)
         else:
             self.writer.finish()
-        self._kept, self._local = [], {}  # do not keep the shards alive during a background save
+        self._background_writes, self._local = [], {}  # do not keep the shards alive during a background save
 
-    def add(self, extra: Extra | None) -> None:
-        """Write the further files, on the first rank."""
+    def add_extra(self, extra: Extra | None) -> None:
+        """Add the files of the argument `extra`, on the first rank."""
         if self._is_first:
             self.replacement.add(extra)
 
-    def add_of_rank(self, write: Callable[[Path], object]) -> None:
-        """Call `write` with the path of the new content, and sync all files except the weights to disk."""
+    def add_rank_files(self, write: Callable[[Path], object]) -> None:
+        """Call `write` with the path of the temporary directory, and sync all files except the weights to disk."""
         before = self.replacement.weights()
         write(self.replacement.path)
         self.replacement.check_weights(before, "each_rank")
@@ -371,7 +374,7 @@ class _Save:
             group.close()
 
     def discard(self) -> None:
-        """Stop writing and remove the new content."""
+        """Stop writing and remove the temporary directory."""
         self.writer.close()
         if self._is_first:
             self.replacement.discard()
@@ -381,16 +384,19 @@ class _Save:
 
     def _rows(self, staging: StagingBuffer, parts: Sequence[WriteRange]) -> list[Tensor]:
         """Return host memory for the rows of these parts."""
-        # A background save writes them after this call, so they need memory that no later batch reuses.
+        # A background save writes these rows after `run`, so they need memory that no later batch reuses.
         if self._in_background:
             options: dict[str, Any] = {"device": "cpu", "pin_memory": self._pinned}
             return [torch.empty(part.rows.shape, dtype=part.output.dtype, **options) for part in parts]
         return staging.take([(part.rows.shape, part.output.dtype) for part in parts])
 
     def _begin(self, writes: Sequence[Write]) -> None:
-        """Wait for the previous writes, and start these, which run while the caller fills the next rows."""
+        """Wait for the previous writes, and start `writes`. They run while the caller fills the next rows.
+
+        A background save starts all writes at the end of `run`.
+        """
         if self._in_background:
-            self._kept += writes
+            self._background_writes += writes
         else:
             self.writer.finish()
             if self._pinned:
@@ -398,17 +404,19 @@ class _Save:
             self.writer.begin(writes)
 
     def _write_own(self, parts: Sequence[WriteRange]) -> None:
+        """Write rows that this rank has completely: straight from the shards where possible, the others through the buffer."""
         straight: list[Write] = []
         staged: list[WriteRange] = []
         for part in parts:
-            memory = None if self._in_background else self._memory(part)
+            # Training changes the shards during a background save, so it copies all rows.
+            memory = None if self._in_background else self._shard_memory(part)
             if memory is None:
                 staged += _pieces(part, self._limit)
             else:
                 straight.append(_write(part, memory))
         self._begin(straight)
         staging_buffers = self._staging_buffers()
-        for number, batch in enumerate(batches(staged, 2 * self._limit, _nbytes)):
+        for number, batch in enumerate(batches(staged, 2 * self._limit, attrgetter("nbytes"))):
             rows = self._rows(staging_buffers[number % 2], batch)
             for part, into in zip(batch, rows):
                 self._fill(part, into, part.sources())
@@ -416,17 +424,17 @@ class _Save:
         if not self._in_background:
             self.writer.finish()
 
-    def _memory(self, part: WriteRange) -> Tensor | None:
+    def _shard_memory(self, part: WriteRange) -> Tensor | None:
         """Return the shard memory of the rows, or None if they must be cast, moved or assembled first."""
         sources = list(part.sources())
         if len(sources) != 1 or not sources[0].piece.keeps_order:
             return None
         value = self._value(sources[0])
-        straight = value.is_contiguous() and value.device.type == "cpu" and value.dtype == part.output.dtype
-        return value if straight and value.numel() == part.rows.numel else None
+        as_in_file = value.is_contiguous() and value.device.type == "cpu" and value.dtype == part.output.dtype
+        return value if as_in_file and value.numel() == part.rows.numel else None
 
     def _value(self, row_source: RowSource) -> Tensor:
-        """Return a view of this rank's shard with the values of a source, with the dims of the output."""
+        """Return the values of a source as a view of this rank's shard, with the dims that the output has."""
         source = row_source.piece.source
         own_box = source.shard_map.boxes[self._group.index]  # type: ignore[union-attr]
         assert own_box is not None
@@ -434,12 +442,13 @@ class _Save:
         return row_source.piece.view_as_mapped(local[row_source.box.relative_to(own_box).slices()])
 
     def _fill(self, part: WriteRange, rows: Tensor, sources: Iterable[RowSource]) -> None:
-        """Copy and cast these sources, which this rank has, to the rows of a part."""
+        """Copy sources from the shards of this rank into `rows`, the memory of a part's rows, and cast them."""
         for row_source in sources:
             into = rows[row_source.at.relative_to(part.rows).slices()]
             into.copy_(self._value(row_source), non_blocking=self._pinned)
 
     def _run_round(self, exchange_round: Round[WriteRange], staging: StagingBuffer) -> None:
+        """Send and receive parts of rows so that each writer has complete rows, and start to write the rows of this rank."""
         me = self._group.index
         mine = [part for part in exchange_round.parts if part.writer == me]
         rows = {id(part): into for part, into in zip(mine, self._rows(staging, mine))}
@@ -471,10 +480,6 @@ def _pieces(part: WriteRange, limit: int) -> list[WriteRange]:
     first, last = part.rows.start[0], part.rows.stop[0]
     step = max(1, (last - first) * limit // part.nbytes)
     return [replace(part, rows=part.rows.rows(at, min(last, at + step))) for at in range(first, last, step)]
-
-
-def _nbytes(part: WriteRange) -> int:
-    return part.nbytes
 
 
 __all__ = ["Saved", "save_weights"]

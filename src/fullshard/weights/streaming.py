@@ -27,9 +27,9 @@ from fullshard.core import (
 from fullshard.errors import StateError
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.ema import EMA
-from fullshard.weights.holdings import ModelTensor
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, map_keys
 from fullshard.weights.meeting import RankGroup
+from fullshard.weights.shard_map import ModelTensor
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
 
 To = str | int | dist.ProcessGroup
@@ -88,7 +88,7 @@ def iter_full(
     for unit in tensors.units:
         unit.check_idle(doing="iter_full()")
         unit.refresh_for_read()
-    tensors = tensors_of(model)
+    tensors = tensors_of(model)  # again: a refreshed unit may have new groups and shards
     # Collective, so that all ranks raise if one of them has a tensor without values.
     if has_marks(model, tensors.units):
         RankGroup(tensors, "iter_full()").run(lambda: check_values(model, tensors.units, "iter_full()"))
@@ -163,22 +163,23 @@ def _buckets(state: dict[str, MappedTensor], limit: int, dtype: torch.dtype | No
     outputs = list(state.items())
     for number, (_, mapped) in enumerate(outputs):
         last |= {source.name: number for source in _model_tensors(mapped)}
-    found: list[tuple[str, MappedTensor]] = []
+    bucket: list[tuple[str, MappedTensor]] = []
     cluster: list[tuple[str, MappedTensor]] = []  # outputs that must share a bucket
-    needs: dict[str, int] = {}  # bytes by model tensor, for `found`
-    own: dict[str, int] = {}  # bytes by model tensor, for `cluster`
+    bucket_bytes: dict[str, int] = {}  # bytes by model tensor, for `bucket`
+    cluster_bytes: dict[str, int] = {}  # bytes by model tensor, for `cluster`
     for number, output in enumerate(outputs):
         cluster.append(output)
-        own |= {s.name: prod(s.shape) * _output_dtype(s.dtype, dtype).itemsize for s in _model_tensors(output[1])}
-        if any(last[name] > number for name in own):
+        for source in _model_tensors(output[1]):
+            cluster_bytes[source.name] = prod(source.shape) * _output_dtype(source.dtype, dtype).itemsize
+        if any(last[name] > number for name in cluster_bytes):
             continue  # a later output needs one of these tensors: the cluster is not complete
-        if found and sum(needs.values()) + sum(own.values()) > limit:
-            yield found
-            found, needs = [], {}
-        found, needs = [*found, *cluster], {**needs, **own}
-        cluster, own = [], {}
-    if found:
-        yield found
+        if bucket and sum(bucket_bytes.values()) + sum(cluster_bytes.values()) > limit:
+            yield bucket
+            bucket, bucket_bytes = [], {}
+        bucket, bucket_bytes = [*bucket, *cluster], {**bucket_bytes, **cluster_bytes}
+        cluster, cluster_bytes = [], {}
+    if bucket:
+        yield bucket
 
 
 def _output_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -230,7 +231,7 @@ class _AllGather:
                 packed.append(entry)
         if packed:
             transfers.append(self._pack(packed))
-        # Empty outputs are left out; on every rank they are the same ones, since outputs have equal sizes on all ranks.
+        # Without empty outputs. An output has the same size on all ranks, so all ranks leave out the same ones.
         outs, shards = [out for out, _ in transfers if out.numel()], [shard for out, shard in transfers if out.numel()]
         begin = group.collectives.gather.gatherer(outs, shards) if outs else StartedWork
         self._work = communicator.send(communicator.all_gather_stream, group.fingerprints, "iter_full()", begin)
@@ -249,16 +250,17 @@ class _AllGather:
 
     def _pack(self, members: Sequence[ModelEntry]) -> tuple[Tensor, Tensor]:
         """Return (all-gather output, all-gather input) of several parameters, packed one after another."""
-        gather, at = self._owner.group.collectives.gather, 0
+        gather, row_numel = self._owner.group.collectives.gather, 0
         for entry in members:
             sharding = _parameter(entry).sharding
-            self._packed[entry.target.name] = sharding, at
-            at += -(-_chunk_numel(sharding) // _ALIGNED) * _ALIGNED
-        self._staging = torch.empty(gather.ranks, at, dtype=self._dtype, device=self._owner.group.storage.device)
-        own, shards = self._staging[gather.rank], [entry.local for entry in members]
-        begins = [at for _, at in self._packed.values()]
-        torch._foreach_copy_([own[at:][: shard.numel()].view(shard.shape) for at, shard in zip(begins, shards)], shards)
-        return self._staging.view(-1), own
+            self._packed[entry.target.name] = sharding, row_numel
+            row_numel += -(-_chunk_numel(sharding) // _ALIGNED) * _ALIGNED
+        self._staging = torch.empty(gather.ranks, row_numel, dtype=self._dtype, device=self._owner.group.storage.device)
+        own_row, shards = self._staging[gather.rank], [entry.local for entry in members]
+        begins = [begin for _, begin in self._packed.values()]
+        into = [own_row[begin:][: shard.numel()].view(shard.shape) for begin, shard in zip(begins, shards)]
+        torch._foreach_copy_(into, shards)
+        return self._staging.view(-1), own_row
 
     def finish(self) -> None:
         """Wait for the all-gather."""
@@ -271,22 +273,22 @@ class _AllGather:
 
     def value(self, name: str) -> Tensor:
         """Return the full tensor `name`."""
-        made = self._direct[name] if name in self._direct else self._unpacked(*self._packed[name])
+        full = self._direct[name] if name in self._direct else self._unpacked(*self._packed[name])
         if self._owner.group.storage.poison:
-            self._returned.append(made)
-        return made
+            self._returned.append(full)
+        return full
 
     def _unpacked(self, sharding: ParamSharding, begin: int) -> Tensor:
         """Return the full tensor whose chunks begin at `begin` in each row of the staging buffer."""
         shape, dim, chunk = sharding.local_shape, sharding.dim, sharding.extent.chunk
-        ranks, found = len(self._staging), self._staging[:, begin : begin + _chunk_numel(sharding)]
+        ranks, chunks = len(self._staging), self._staging[:, begin : begin + _chunk_numel(sharding)]
         if dim == 0:
-            return found.reshape(-1)[: prod(shape)].view(shape)  # dim 0: the padding of the last ranks is at the end
+            return chunks.reshape(-1)[: prod(shape)].view(shape)  # all padding is at the end, after the rows of the last rank
         if shape[dim] == ranks * chunk:
-            return found.view(ranks, *shape[:dim], chunk, *shape[dim + 1 :]).movedim(0, dim).reshape(shape)
+            return chunks.view(ranks, *shape[:dim], chunk, *shape[dim + 1 :]).movedim(0, dim).reshape(shape)
         rows = [Extent.of_rank(shape[dim], ranks=ranks, rank=rank).rows for rank in range(ranks)]
-        parts = [(*shape[:dim], many, *shape[dim + 1 :]) for many in rows]
-        return torch.cat([row[: prod(part)].view(part) for row, part in zip(found, parts)], dim)
+        part_shapes = [(*shape[:dim], count, *shape[dim + 1 :]) for count in rows]
+        return torch.cat([part[: prod(part_shape)].view(part_shape) for part, part_shape in zip(chunks, part_shapes)], dim)
 
     def retire(self) -> None:
         """Free the memory; with `poison`, fill tensors that a caller may have kept with NaN."""
@@ -295,7 +297,7 @@ class _AllGather:
         self._returned, self._direct, self._packed, self._staging = [], {}, {}, torch.empty(0)
 
 
-_ALIGNED = 64  # packed parameters begin at multiples of this many elements
+_ALIGNED = 64  # packed chunks begin at multiples of this many elements
 
 
 def _chunk_numel(sharding: ParamSharding) -> int:
@@ -429,20 +431,21 @@ def _unsharded_now(entry: ModelEntry, dtype: torch.dtype) -> Tensor | None:
     if parameter is None or entry.value is not None or not parameter.sharding.is_plain:
         return None
     full = parameter.unsharded
-    shown = full is not None and parameter.current is full and full.dtype == dtype
-    return full.detach() if full is not None and shown else None
+    if full is None or parameter.current is not full or full.dtype != dtype:
+        return None
+    return full.detach()
 
 
 def _local_copy(entry: ModelEntry, dtype: torch.dtype) -> Tensor:
     """Return a copy of a tensor that this rank holds in full, so that writes by the caller do not reach the model."""
-    found = _unsharded_now(entry, dtype)
-    return entry.local.to(dtype, copy=True).view(entry.target.shape) if found is None else found.clone()
+    unsharded = _unsharded_now(entry, dtype)
+    return entry.local.to(dtype, copy=True).view(entry.target.shape) if unsharded is None else unsharded.clone()
 
 
 @torch.no_grad()
 def _output(mapped: MappedTensor, values: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype | None, copy: bool) -> Tensor:
-    made = _assembled(mapped, values, dtype)
-    return made.clone() if copy else made
+    full = _assembled(mapped, values, dtype)
+    return full.clone() if copy else full
 
 
 def _assembled(mapped: MappedTensor, values: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype | None) -> Tensor:
@@ -451,14 +454,14 @@ def _assembled(mapped: MappedTensor, values: Mapping[str, Callable[[], Tensor]],
         (piece,) = mapped.pieces
         source = _source(piece.source, values, dtype)
         return piece.view_as_mapped(source[piece.source_box(piece.at).slices()])
-    found: Tensor | None = None
+    full: Tensor | None = None
     for piece in mapped.pieces:
         part = piece.view_as_mapped(_source(piece.source, values, dtype)[piece.source_box(piece.at).slices()])
-        if found is None:
-            found = part.new_empty(mapped.shape)
-        found[piece.at.slices()] = part
-    assert found is not None
-    return found
+        if full is None:
+            full = part.new_empty(mapped.shape)
+        full[piece.at.slices()] = part
+    assert full is not None
+    return full
 
 
 def _source(source: Source, values: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype | None) -> Tensor:

@@ -15,7 +15,7 @@ from fullshard import _torch
 from fullshard.core import ParamSharding, ShardedParameter, Unit, logical_parameters, units_of
 from fullshard.errors import StateError
 from fullshard.weights.boxes import Box
-from fullshard.weights.holdings import ModelTensor, ShardMap
+from fullshard.weights.shard_map import ModelTensor, ShardMap
 
 WRAPPED = "_checkpoint_wrapped_module."  # prefix of torch's activation checkpointing in names, which state dicts omit
 

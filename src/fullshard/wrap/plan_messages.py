@@ -1,10 +1,10 @@
-"""Collectives of the units of a plan on a number of ranks, and their memory, from the layouts that training uses."""
+"""Predict the collectives of each unit of a plan, and their memory, from the same layouts that training uses."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -13,7 +13,6 @@ from fullshard.core import (
     MIN_CHUNK,
     MIN_MESSAGE,
     DirectRule,
-    GroupLayout,
     plan_layout,
     staging_limit,
 )
@@ -43,15 +42,16 @@ class PlanEntry:
 
 @dataclass(frozen=True, slots=True)
 class UnitMessages:
-    """The collectives of one unit. Bytes count the chunks of all ranks, since each rank allocates room for all of them.
+    """The collectives of one unit. Bytes include the chunks of all ranks, padding too, because each rank allocates all of them.
 
     Args:
-        gathered: collectives per all-gather of the unit.
+        gathered: number of collectives per all-gather of the unit.
         full: bytes of the unsharded parameters, in the compute dtype.
         direct: bytes of `full` that are received in their final place, without a copy.
-        summed: bytes of `full` that an all-reduce unshards: parameters with very few rows.
+        summed: bytes of `full` that are unsharded by an all-reduce, in which each rank fills in its rows. These parameters have
+            so few rows that equal chunks for an all-gather would be padding for the most part.
         gather_staging: bytes of additional memory during an all-gather.
-        reduced: collectives per reduction of the unit.
+        reduced: number of collectives per reduction of the unit.
         reduce_staging: bytes of additional memory during a reduction, besides the gradients.
         kept: bytes of gradients that a backward without communication (`accumulate()`) keeps on each rank.
     """
@@ -68,7 +68,7 @@ class UnitMessages:
 
 @dataclass(frozen=True, slots=True)
 class EntryGroup:
-    """Planned parameters that one parameter group will hold."""
+    """The planned parameters of one parameter group."""
 
     dtypes: Dtypes
     trainable: bool
@@ -88,39 +88,52 @@ def group_entries(entries: Sequence[PlanEntry], mp: MixedPrecisionPolicy) -> lis
 def messages_of(
     entries: Sequence[PlanEntry], ranks: int, mp: MixedPrecisionPolicy, direct_min_bytes: float | None
 ) -> UnitMessages:
-    """Return the collectives of a unit with the parameters `entries`, sharded along dim 0."""
+    """Return the collectives of a unit with the parameters `entries`, sharded along dim 0.
+
+    Args:
+        entries: parameters of the unit.
+        ranks: number of ranks.
+        mp: dtypes.
+        direct_min_bytes: bytes per rank from which a parameter is direct; None for the defaults.
+    """
     rule = DirectRule.default(DIRECT_MIN_BYTES) if direct_min_bytes is None else DirectRule(direct_min_bytes)
-    parts = [_messages_of_group(group, ranks, rule) for group in group_entries(entries, mp)]
-    return UnitMessages(*(sum(column) for column in zip(*parts))) if parts else UnitMessages(0, 0, 0, 0, 0, 0, 0, 0)
+    groups = [_messages_of_group(group, ranks, rule) for group in group_entries(entries, mp)]
+    return UnitMessages(**{field.name: sum(getattr(group, field.name) for group in groups) for field in fields(UnitMessages)})
 
 
-def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> tuple[int, int, int, int, int, int, int, int]:
-    members, dtypes, trainable = group.entries, group.dtypes, group.trainable
-    itemsize, reduced = dtypes.compute.itemsize, dtypes.reduce.itemsize
-    shapes, least = [entry.shape or (1,) for entry in members], min(dtypes.storage.itemsize, itemsize)
+def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> UnitMessages:
+    members, dtypes = group.entries, group.dtypes
+    itemsize, reduce_itemsize = dtypes.compute.itemsize, dtypes.reduce.itemsize
+    shapes = [entry.shape or (1,) for entry in members]
+    smaller = min(dtypes.storage.itemsize, itemsize)  # one layout serves shards and unsharded parameters, see `plan_layout`
     if group.scalar:  # nothing to all-gather; one all-reduce of the gradients over all ranks
-        full = plan_layout(shapes, ranks=1, itemsize=least, direct=rule).unsharded_numel * itemsize
-        return (0, full, 0, 0, 0, *((int(ranks > 1), 0, len(members) * reduced) if trainable else (0, 0, 0)))
-    layout = plan_layout(shapes, ranks=ranks, itemsize=least, direct=rule)
-    found = layout.reduction(as_is=dtypes.compute == dtypes.reduce, in_order=True, itemsize=reduced)
-    direct = sum(place.size for place in layout.offsets if place.direct) * ranks
-    packed = 0 if layout.packed is None else layout.packed.size * ranks
-    slices = max((sum(part.size for part in message) * ranks for message in found.slices), default=0)
-    sums = max((sum(part.size for part in message) for message in found.sums), default=0)
-    staging = (0 if found.packed is None else found.packed.size * ranks) + slices + sums
-    kept = sum(entry.numel for entry in members) * reduced
-    return (
-        bool(layout.buckets) + bool(layout.summed),
-        layout.unsharded_numel * itemsize,
-        direct * itemsize,
-        _summed(layout) * itemsize,
-        packed * itemsize,
-        *((found.messages, staging * reduced, kept) if trainable else (0, 0, 0)),
+        layout = plan_layout(shapes, ranks=1, itemsize=smaller, direct=rule)
+        return UnitMessages(
+            gathered=0,
+            full=layout.unsharded_numel * itemsize,
+            direct=0,
+            summed=0,
+            gather_staging=0,
+            reduced=int(group.trainable and ranks > 1),
+            reduce_staging=0,
+            kept=len(members) * reduce_itemsize * group.trainable,
+        )
+    layout = plan_layout(shapes, ranks=ranks, itemsize=smaller, direct=rule)
+    # in_order: as on nccl. On gloo, gradients are not reduced in slices.
+    reduction = layout.reduction(as_is=dtypes.compute == dtypes.reduce, in_order=True, itemsize=reduce_itemsize)
+    slices = max((sum(part.size for part in message) * ranks for message in reduction.slices), default=0)
+    sums = max((sum(part.size for part in message) for message in reduction.sums), default=0)
+    reduce_staging = (0 if reduction.packed is None else reduction.packed.size * ranks) + slices + sums
+    return UnitMessages(
+        gathered=bool(layout.buckets) + bool(layout.summed),
+        full=layout.unsharded_numel * itemsize,
+        direct=sum(place.size for place in layout.offsets if place.direct) * ranks * itemsize,
+        summed=layout.summed_region[1] * itemsize if layout.summed else 0,
+        gather_staging=0 if layout.packed is None else layout.packed.size * ranks * itemsize,
+        reduced=reduction.messages * group.trainable,
+        reduce_staging=reduce_staging * reduce_itemsize * group.trainable,
+        kept=sum(entry.numel for entry in members) * reduce_itemsize * group.trainable,
     )
-
-
-def _summed(layout: GroupLayout) -> int:
-    return layout.summed_region[1] if layout.summed else 0
 
 
 class PlannedMessages:

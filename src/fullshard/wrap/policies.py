@@ -64,10 +64,10 @@ class ModuleWrapPolicy(Policy):
         Returns:
             The modules, with empty options.
         """
-        return {module: {} for module in _considered(model, ignored_modules) if isinstance(module, self._classes)}
+        return {module: {} for module in _modules_except(ignored_modules, model) if isinstance(module, self._classes)}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Act as a policy function, for `or_policy` and the like.
+        """Decide as a policy function, so that `or_policy` accepts the policy.
 
         Args:
             module: the module in question.
@@ -103,7 +103,7 @@ class CustomPolicy(Policy):
         self._fn = lambda_fn
 
     def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-        """Choose the modules for which the function returns True or a dict that is not empty.
+        """Choose each module if the function returns True or a non-empty dict for it.
 
         Args:
             model: the model to be sharded.
@@ -130,7 +130,7 @@ class CustomPolicy(Policy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Make every module that has parameters a unit.
+    """Choose every module with parameters.
 
     Args:
         args: ignored; policy functions are called with arguments.
@@ -147,13 +147,13 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Make modules with a true `lambda_fn(module)` units.
+    """Choose each module if `lambda_fn(module)` is true.
 
     Args:
         module: the module in question.
         recurse: True to decide about entering the submodules, False to decide whether `module` is a unit.
-        nonwrapped_numel: elements below `module` that are in no unit; ignored.
-        lambda_fn: set it by `functools.partial`.
+        nonwrapped_numel: elements at or below `module` that are in no unit; ignored.
+        lambda_fn: returns True for modules to choose; set it by `functools.partial`.
 
     Returns:
         True if `recurse` is True or `module` is a unit.
@@ -170,12 +170,12 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Collection[type[nn.Module]]
 ) -> bool:
-    """Make modules of the classes `transformer_layer_cls` units.
+    """Choose the modules of the classes `transformer_layer_cls`.
 
     Args:
         module: the module in question.
         recurse: True to decide about entering the submodules, False to decide whether `module` is a unit.
-        nonwrapped_numel: elements below `module` that are in no unit; ignored.
+        nonwrapped_numel: elements at or below `module` that are in no unit; ignored.
         transformer_layer_cls: module classes; set them by `functools.partial`.
 
     Returns:
@@ -198,7 +198,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Collection[type[nn.Module]] | None = None,
     exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
 ) -> bool:
-    """Make modules units that have at least `min_num_params` elements outside of units below them.
+    """Choose each module with at least `min_num_params` elements outside of the units below it.
 
     Args:
         module: the module in question.
@@ -223,12 +223,13 @@ def size_based_auto_wrap_policy(
     return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(leaves if recurse else never))
 
 
+# Attributes of the function, as in torch: scripts read and extend them there.
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
 
 
 def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
-    """Make modules units that any of `policies` chooses.
+    """Choose each module that at least one of `policies` chooses.
 
     Args:
         module: the module in question.
@@ -283,16 +284,16 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> Any:
 
     Source: `torch.distributed.fsdp.wrap.wrap`.
     """
-    around = _WRAPPING.get()
-    if around is None:
+    enclosing = _WRAPPING.get()
+    if enclosing is None:
         return module
-    wrapper, arguments = around
+    wrapper, arguments = enclosing
     return wrapper(module, **{**arguments, **wrap_overrides})
 
 
-def _considered(model: nn.Module, ignored: Collection[nn.Module]) -> list[nn.Module]:
-    left_out = set(ignored)
-    return [module for module in model.modules() if module not in left_out]
+def _modules_except(ignored: Collection[nn.Module], model: nn.Module) -> list[nn.Module]:
+    ignored = set(ignored)
+    return [module for module in model.modules() if module not in ignored]
 
 
 def _classes(classes: Any, what: str) -> tuple[type[nn.Module], ...]:

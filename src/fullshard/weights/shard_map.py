@@ -23,25 +23,25 @@ class ShardMap:
     boxes: tuple[Box | None, ...]  # by rank; None for an empty shard
 
     @cached_property
-    def distinct(self) -> dict[Box, tuple[int, ...]]:
+    def ranks_by_box(self) -> dict[Box, tuple[int, ...]]:
         """Ranks by box. Several ranks that store the same box are replicas."""
-        found: dict[Box, list[int]] = {}
+        ranks_by_box: dict[Box, list[int]] = {}
         for rank, box in enumerate(self.boxes):
             if box is not None:
-                found.setdefault(box, []).append(rank)
-        return {box: tuple(ranks) for box, ranks in found.items()}
+                ranks_by_box.setdefault(box, []).append(rank)
+        return {box: tuple(ranks) for box, ranks in ranks_by_box.items()}
 
     @cached_property
     def _by_row(self) -> tuple[list[int], list[tuple[Box, tuple[int, ...]]], int]:
         """(first row of each box, boxes with their ranks, rows of the largest box), in row order for bisection."""
-        shards = sorted(self.distinct.items(), key=lambda found: found[0].start)
+        shards = sorted(self.ranks_by_box.items(), key=lambda item: item[0].start)
         largest = max((box.shape[0] for box, _ in shards), default=0)
         return [box.start[0] for box, _ in shards], shards, largest
 
     def owners(self, wanted: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
         """Yield (intersection of `wanted` with a shard, ranks that store it) for each shard that intersects, in row order."""
-        if not self.shape:
-            yield from self.distinct.items()
+        if not self.shape:  # 0-dim: no rows to bisect
+            yield from self.ranks_by_box.items()
             return
         rows, shards, largest = self._by_row
         # A box that starts `largest` rows or more before `wanted` ends before it, so only boxes in this range can intersect.
@@ -51,10 +51,10 @@ class ShardMap:
                 yield box, ranks
 
     @cached_property
-    def is_by_rows(self) -> bool:
+    def is_sharded_by_rows(self) -> bool:
         """True if each rank stores complete rows that no other rank stores."""
-        whole = all(box.shape[1:] == self.shape[1:] for box in self.distinct)
-        return bool(self.shape) and whole and all(len(ranks) == 1 for ranks in self.distinct.values())
+        complete = all(box.shape[1:] == self.shape[1:] for box in self.ranks_by_box)
+        return bool(self.shape) and complete and all(len(ranks) == 1 for ranks in self.ranks_by_box.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def merge_row_ranges(ranges: Sequence[tuple[int, int, tuple[int, ...]]]) -> Iter
     for first, last, ranks in ranges:
         begin.setdefault(first, []).append(ranks)
         end.setdefault(last, []).append(ranks)
-    active: Counter[int] = Counter()  # how many open ranges have each rank
+    active: Counter[int] = Counter()  # by rank: number of its ranges that contain the row
     for first, last in pairwise(sorted({*begin, *end})):
         for ranks in end.get(first, ()):
             active.subtract(ranks)
