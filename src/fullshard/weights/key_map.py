@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.errors import InternalError
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
@@ -215,7 +216,11 @@ def _patterns(rule: Any) -> tuple[tuple[str, ...], bool]:
         return (rule.pattern,), False
     if isinstance(rule, Merge | Convert):
         return tuple(rule.sources), True
-    return ((rule.source,), True) if isinstance(rule, Split | Stack | Unstack) else ((), True)
+    if isinstance(rule, Split | Stack | Unstack):
+        return (rule.source,), True
+    if isinstance(rule, RenameBy | Sort):  # they apply to every tensor
+        return (), True
+    raise InternalError(f"key_map has no patterns of {rule!r}.")
 
 
 def _count_matches(rule: Any, state: State, *, strict: bool) -> int:
