@@ -42,9 +42,9 @@ and `Reduce`. It has a `UnitRecord` per unit.
 its `run` fails on all ranks or on none, as that of any `Ranks`. A `CollectiveCall` is one collective in flight. A
 `CollectiveLog` has an entry for each collective and each write of the user, with a `Fingerprint` that is equal on all ranks;
 `GroupFingerprints` makes those of the collectives of one group. The transport is `Collectives`, `collectives_for`,
-`StartedWork`, `together`, `Lane`, `HostStream`, `Work`, `InFlight` and `Message`. Custom collectives are `AllGather`,
-`ReduceScatter` and `Comm`. `on_release` clears caches of destroyed process groups. `UnitName` and `listed` are for texts.
-`message_length` is the length of a heartbeat.
+`StartedWork`, `together`, `Lane`, `HostStream`, `stream_for`, `Work`, `InFlight` and `Message`. Custom collectives are
+`AllGather`, `ReduceScatter` and `Comm`. `on_release` clears caches of destroyed process groups. `UnitName` and `listed` are for
+texts. `message_length` is the length of a heartbeat.
 
 The files, in the order of a unit's life:
 
@@ -101,7 +101,7 @@ from fullshard.comm.backends import collectives_for
 from fullshard.comm.base import Collectives, StartedWork, together
 from fullshard.comm.custom import AllGather, Comm, ReduceScatter
 from fullshard.comm.process_groups import on_release
-from fullshard.comm.streams import HostStream, InFlight, Lane, Work
+from fullshard.comm.streams import HostStream, InFlight, Lane, Work, stream_for
 from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
 from fullshard.core.backward import BackwardHook, NodeHooks
@@ -248,6 +248,7 @@ __all__ = [
     "restore_subclass",
     "shard_of",
     "staging_limit",
+    "stream_for",
     "subgroup_of",
     "tensors_in",
     "tensors_on_meta",

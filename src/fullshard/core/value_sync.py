@@ -87,7 +87,7 @@ def find_unequal_parameters(named: Sequence[tuple[str, Tensor]], agreement: Agre
     if agreement.all_equal(text.encode()):
         return None
     found = agreement.gather_bytes(f"rank {dist.get_rank()} has {len(named)}: {text}".encode(), at_most=256)
-    return ". ".join(content.decode(errors="ignore") for content in found.values())
+    return ". ".join(content.decode(errors="ignore").strip() for content in found.values())
 
 
 def broadcast(tensors: Sequence[Tensor], agreement: Agreement) -> None:

@@ -51,6 +51,7 @@ from fullshard.core import (
     logical_parameters,
     resolve_mesh,
     shard_of,
+    stream_for,
     unit_of,
     units_of,
 )
@@ -1244,11 +1245,14 @@ def _save_optimizer_state(
 def _ranks(model: nn.Module, group: dist.ProcessGroup | None, doing: str) -> Agreement:
     """Return the ranks that save or load together: the ranks of `group`, or of the model's mesh if `group` is None."""
     unit = next(units_of(model, True), None)
-    if group is None:
-        return Agreement(None, [], UnitName(""), doing) if unit is None else unit.agreement(doing)
-    device = torch.device("cpu") if unit is None else unit.axis.device
-    axis = resolve_mesh(DeviceMesh.from_group(group, device.type))
-    return Agreement(Runtime.of(device, CommPolicy()).communicator, [axis], UnitName(type(model).__name__), doing)
+    device, name, axes = torch.device("cpu"), UnitName(""), list[ShardAxis]()
+    if unit is not None:
+        device, name, axes = unit.axis.device, unit.unit_name, [unit.axis]
+    if group is not None:
+        axes = [resolve_mesh(DeviceMesh.from_group(group, device.type))]
+    # Streams of their own, and so a runtime and a log of their own. If the optimizers of the ranks differ, the logs of their
+    # steps have diverged already, but the ranks can still compare parameters and settings, and name the one that differs.
+    return Agreement(Runtime.of(device, CommPolicy(lanes=stream_for)).communicator, axes, name, doing)
 
 
 def _scatter_optimizer_state(
