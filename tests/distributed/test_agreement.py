@@ -38,12 +38,14 @@ def test_equal_contents_are_told_from_different_ones(world: World) -> None:
 
 @ranks(2, 4)
 def test_rows_are_compared_between_the_ranks_that_have_them(world: World) -> None:
-    """Row 0 is equal, row 1 differs, row 2 is on the last rank only, row 3 on no rank, and row 4 is equal where it is."""
+    """Row 0 is equal, row 1 is on the last rank only, row 2 on no rank, row 3 is equal where it is, and row 4 differs."""
     last = world.rank == world.size - 1
-    rows = torch.tensor([[0, 255], [0, 1 + last], [7, 7], [world.rank, 9], [3, 0 if world.rank else 5]], dtype=torch.uint8)
-    present = torch.tensor([1, 1, last, 0, world.rank > 0], dtype=torch.uint8)
+    rows = torch.tensor([[0, 255], [7, 7], [world.rank, 9], [3, 0 if world.rank else 5], [0, 1 + last]], dtype=torch.uint8)
+    present = torch.tensor([1, last, 0, world.rank > 0, 1], dtype=torch.uint8)
     for agreement in agreements(world):
-        assert agreement.unequal_rows(rows, present).tolist() == [False, True, False, False, False]
+        assert agreement.first_unequal(rows, present) == 4
+        assert agreement.first_unequal(rows[:4], present[:4]) is None
+        assert agreement.first_unequal(rows) == 2
 
 
 @ranks(1, 2, 3, 4)

@@ -173,26 +173,24 @@ class Agreement(Ranks):
 
     # --- bytes ---
 
-    def unequal_rows(self, rows: Tensor, present: Tensor | None = None) -> Tensor:
-        """Find the rows that differ between ranks. Collective, with one message.
+    def first_unequal(self, rows: Tensor, present: Tensor | None = None) -> int | None:
+        """Return the first row that differs between the ranks that have it, None if none does. Collective, with one message.
 
         Args:
             rows: (rows, bytes) of uint8.
-            present: (rows,) of uint8, 1 for the rows that this rank has and 0 for those that are not compared; None for all.
-
-        Returns:
-            (rows,) of bool, on the CPU: True for rows that differ between the ranks that have them.
+            present: (rows,) of uint8, 1 for the rows that this rank has and 0 for the others; None if it has all.
         """
         # The maximum of 255 - x is 255 minus the minimum of x. So both maxima of a byte add up to 255 if it is equal on all
         # ranks, and to more if it is not. Zeros change no maximum: ranks without a row send them.
         message = torch.cat([rows, 255 - rows], 1)
         found = self.maximum(message if present is None else message * present.view(-1, 1)).cpu().int()
-        return (found[:, : rows.shape[1]] + found[:, rows.shape[1] :] > 255).any(1)
+        differ = (found[:, : rows.shape[1]] + found[:, rows.shape[1] :] > 255).any(1).nonzero()
+        return int(differ[0]) if differ.numel() else None
 
     def all_equal(self, content: bytes) -> bool:
         """Return True if `content` is equal on all ranks. Collective, with one message of a digest."""
         digest = hashlib.sha256(content).digest()[:_DIGEST]
-        return not self.unequal_rows(torch.tensor([list(digest)], dtype=torch.uint8, device=self.device)).any()
+        return self.first_unequal(torch.tensor([list(digest)], dtype=torch.uint8, device=self.device)) is None
 
     def gather_bytes(self, content: bytes, at_most: int | None = None) -> dict[int, bytes]:
         """Return the content of each rank, by global rank in ascending order. Collective.

@@ -68,10 +68,9 @@ def find_unequal_values(named: Sequence[tuple[str, Tensor]], agreement: Agreemen
     zero = torch.zeros((), dtype=torch.int64, device=device)
     digests = torch.stack([digest(t).to(device) if has else zero for (_, t), has in zip(named, has_values)])
     rows = digests.view(torch.uint8).view(len(named), -1)
-    differ = agreement.unequal_rows(rows, torch.tensor(has_values, dtype=torch.uint8, device=device)).nonzero()
-    if not differ.numel():
+    index = agreement.first_unequal(rows, torch.tensor(has_values, dtype=torch.uint8, device=device))
+    if index is None:
         return None
-    index = int(differ[0])
     found = agreement.gather_bytes(bytes(rows[index].tolist()), at_most=rows.shape[1])
     first = next(iter(found))
     other = [rank for rank, values in found.items() if values != found[first]]
@@ -100,14 +99,11 @@ def find_partly_on_meta(named: Sequence[tuple[str, Tensor]], agreement: Agreemen
 
     Collective.
     """
-    on_meta = torch.tensor(
-        [[t.device.type == "meta", t.device.type != "meta"] for _, t in named], dtype=torch.uint8, device="cpu"
-    )
-    votes = agreement.maximum(on_meta).tolist() if named else []
-    for (name, _), (some, others) in zip(named, votes):
-        if some and others:
-            return name
-    return None
+    if not named:
+        return None
+    on_meta = torch.tensor([[tensor.device.type == "meta"] for _, tensor in named], dtype=torch.uint8, device="cpu")
+    index = agreement.first_unequal(on_meta)
+    return None if index is None else named[index][0]
 
 
 __all__ = ["BUFFERS", "SYNCS", "broadcast", "digest", "find_partly_on_meta", "find_unequal_parameters", "find_unequal_values"]

@@ -360,7 +360,8 @@ def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh
     waiting = [module for module in managed.modules if _on_meta(module, given)]
     device = _torch.device_of(mesh.device_type)
     ranks = _agreement(managed, mesh, device)
-    if not given.sync and _differs(ranks, bool(waiting)):
+    on_meta = torch.tensor([[bool(waiting)]], dtype=torch.uint8, device="cpu")
+    if not given.sync and ranks.first_unequal(on_meta) is not None:
         raise ValueError(
             "Some ranks have this module on the meta device and others have values for it. Pass sync_module_states=True to "
             "broadcast the values of the first rank."
@@ -481,11 +482,6 @@ def _agreement(managed: ManagedTensors, mesh: DeviceMesh, device: torch.device) 
     """Return the agreement of the ranks that construct the wrapper."""
     name, communicator = type(managed.modules[-1]).__name__, Runtime.of(device, CommPolicy()).communicator
     return Agreement(communicator, [resolve_mesh(mesh)], UnitName(name), "FullyShardedDataParallel()", name)
-
-
-def _differs(ranks: Agreement, flag: bool) -> bool:
-    """Return True if `flag` is True on some ranks and False on others (collective)."""
-    return all(ranks.maximum(torch.tensor([flag, not flag], dtype=torch.uint8, device="cpu")).tolist())
 
 
 def cast_buffers(module: nn.Module, managed: ManagedTensors, given: FSDP1Arguments) -> dict[str, torch.dtype]:
