@@ -93,8 +93,9 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test]' -r tests/clients/requirements.txt
 	@touch $@
 
-pictures: $(READY)  ## draw the pictures of the documentation from the scheduler, the layout and the tables of legal moves
+pictures: $(READY)  ## draw the pictures of the documentation from the code, and list the tests of each guarantee
 	@$(PYTHON) docs/pictures/draw.py
+	@$(PYTHON) scripts/proofs.py
 
 gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about six minutes)
 	@$(PYTHON) tests/gpu/gpu_check.py

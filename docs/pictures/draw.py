@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +152,17 @@ def step() -> Drawn:
     return {"report": str(explained())}
 
 
-DRAWN = {"schedule": schedule, "parameter": parameter, "gradient": gradient, "step": step}
+def calls() -> Drawn:
+    """Who calls whom in a forward and backward of one plain unit: (caller, file), as seen in a run.
+
+    Without the wrappers of torch's private parts, which every file calls.
+    """
+    script = HERE.parents[1] / "tests" / "unit" / "test_plain_path.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    return {"arrows": sorted(arrow for arrow in json.loads(done.stdout)["arrows"] if "_torch" not in arrow)}
+
+
+DRAWN = {"schedule": schedule, "parameter": parameter, "gradient": gradient, "step": step, "calls": calls}
 
 
 # --- how ------------------------------------------------------------------------------------------------------------------
@@ -310,6 +321,50 @@ def _draw_step(drawn: Drawn, plt: Any) -> Any:
     return figure_of(explained())
 
 
+def _columns(arrows: list[list[Any]]) -> list[list[str]]:
+    """Files by the smallest number of calls from torch to them."""
+    columns, known = [["torch"]], {"torch"}
+    while columns[-1]:
+        reached = [file for caller, file in arrows if caller in columns[-1]]
+        columns.append(list(dict.fromkeys(file for file in reached if file not in known)))
+        known.update(columns[-1])
+    return columns[:-1]
+
+
+def _draw_calls(drawn: Drawn, plt: Any) -> Any:
+    columns, colors = _columns(drawn["arrows"]), {"core": COLORS[1], "comm": COLORS[2]}
+    figure, axes = plt.subplots(figsize=(10, 5.2))
+    places = {
+        file: (2.3 * index, (len(column) - 1) / 2 - row + 0.12 * (index % 2))
+        for index, column in enumerate(columns)
+        for row, file in enumerate(column)
+    }
+    for caller, file in drawn["arrows"]:
+        (x, y), (to_x, to_y) = places[caller], places[file]
+        bend = 0.0 if to_x > x else 0.35  # calls back, and calls within a column, in a bow
+        axes.annotate(
+            "",
+            (to_x, to_y),
+            (x, y),
+            arrowprops={
+                "arrowstyle": "-|>",
+                "color": PALE if bend else "#9aa7b5",
+                "linewidth": 1.1,
+                "connectionstyle": f"arc3,rad={bend}",
+                "shrinkA": 26,
+                "shrinkB": 26,
+            },
+        )
+    for file, (x, y) in places.items():
+        color = colors.get(file.split("/")[0], COLORS[0])
+        box = {"boxstyle": "round,pad=0.35", "facecolor": PAPER, "edgecolor": color, "linewidth": 1.4}
+        axes.text(x, y, file.replace("/", "/\n").removesuffix(".py"), ha="center", va="center", bbox=box, fontsize=8)
+    axes.set_xlim(-0.9, 2.3 * (len(columns) - 1) + 0.9)
+    axes.set_ylim(-max(map(len, columns)) / 2 - 0.2, max(map(len, columns)) / 2 + 0.2)
+    axes.axis("off")
+    return figure
+
+
 def main() -> None:
     """Draw all of them."""
     import matplotlib
@@ -321,7 +376,13 @@ def main() -> None:
     matplotlib.rcParams.update(
         {**style, "figure.facecolor": PAPER, "text.color": INK, "axes.spines.top": False, "axes.spines.right": False}
     )
-    draw = {"schedule": _draw_schedule, "parameter": _draw_parameter, "gradient": _draw_gradient, "step": _draw_step}
+    draw = {
+        "schedule": _draw_schedule,
+        "parameter": _draw_parameter,
+        "gradient": _draw_gradient,
+        "step": _draw_step,
+        "calls": _draw_calls,
+    }
     for name, compute in DRAWN.items():
         drawn = compute()
         figure = draw[name](drawn, plt)

@@ -41,6 +41,7 @@ class Hides(nn.Module):
         return lambda: y
 
 
+@pytest.mark.proves("17a")
 @ranks(1, 2)
 def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> None:
     """Elsewhere its backward dies of a storage of size 0 that belongs to nobody, or its gradients are never reduced. Here it is
@@ -114,6 +115,7 @@ class Smooth(nn.Module):
         return x
 
 
+@pytest.mark.proves("33a")
 @pytest.mark.parametrize("linear", [True, False])
 @pytest.mark.parametrize("reshard", [True, False, None])
 @ranks(1, 2)
@@ -140,6 +142,7 @@ def test_gradient_penalties(world: World, reshard: bool | None, linear: bool) ->
         assert module._fullshard_unit.residency.value == "sharded", "the second backward freed them"
 
 
+@pytest.mark.proves("33a")
 @ranks(1, 2)
 def test_gradients_of_sharded_parameters_as_values(world: World) -> None:
     model = Stack()
@@ -167,6 +170,7 @@ def test_gradients_of_sharded_parameters_as_values(world: World) -> None:
     )
 
 
+@pytest.mark.proves("33a")
 @ranks(1)
 def test_transforms_of_torch_func_are_refused_by_name_and_write_nothing(world: World) -> None:
     """functional_call put tensors into the slots, which a unit took for assigned parameters: the weights were gone."""
@@ -196,6 +200,7 @@ def test_transforms_of_torch_func_are_refused_by_name_and_write_nothing(world: W
     assert model.weight.grad is not None
 
 
+@pytest.mark.proves("26c")
 @ranks(1, 2)
 def test_torchs_own_differentiation_by_sharded_parameters_is_refused_by_name_at_once(world: World) -> None:
     """torch.autograd.grad(loss, parameters) and backward(inputs=parameters). Elsewhere, as here before: "One of the

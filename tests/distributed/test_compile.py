@@ -105,6 +105,7 @@ class Pair:
 HOW = ["blocks before sharding", "blocks after sharding", "whole blocks, before sharding", "the whole model", "a chain"]
 
 
+@pytest.mark.proves("28a")
 @pytest.mark.parametrize("how", HOW)
 @ranks(2, limit=240)
 def test_compiled_and_eager_agree_and_nothing_is_compiled_again(world: World, how: str) -> None:

@@ -33,6 +33,7 @@ def full(value: Any) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
+@pytest.mark.proves("4d")
 @pytest.mark.parametrize("options", [{}, {"warmup": 10}, {"every": 2}])
 @pytest.mark.parametrize("cut", CUTS)
 @ranks(1, 2, 3, 4)
@@ -137,6 +138,7 @@ def test_values_that_cannot_be_are_refused(options: dict[str, Any], told: str) -
         fullshard.EMA(model, 0.9)
 
 
+@pytest.mark.proves("4d")
 @ranks(2)
 def test_a_model_that_is_sharded_after_its_averages_were_made_is_told(world: World) -> None:
     model = Net()

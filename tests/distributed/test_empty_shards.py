@@ -133,6 +133,7 @@ def as_before() -> Iterator[None]:
         yield
 
 
+@pytest.mark.proves("34a")
 @pytest.mark.parametrize("made", WAYS)
 @pytest.mark.parametrize("kind", [Uneven, Narrow])
 @ranks(2, 3)
@@ -164,6 +165,7 @@ def test_without_the_mend_ranks_with_empty_shards_train_nothing(world: World, ma
     assert all(same) if world.rank else not any(same)
 
 
+@pytest.mark.proves("34a")
 @pytest.mark.parametrize("made", WAYS)
 @ranks(2, 3)
 def test_groups_names_and_states_are_the_same_on_all_ranks_and_as_without_sharding(
@@ -210,6 +212,7 @@ def test_checkpoints_of_empty_shards_go_on_with_and_without_the_view(world: Worl
         assert_same_parameters(sharded, plain)
 
 
+@pytest.mark.proves("34a")
 @pytest.mark.parametrize("made", WAYS)
 @ranks(3)
 def test_a_step_that_raises_leaves_the_order_to_what_is_saved_loaded_and_stepped_next(
@@ -245,6 +248,7 @@ def test_a_step_that_raises_leaves_the_order_to_what_is_saved_loaded_and_stepped
     assert [id(p) for p in ours.param_groups[0]["params"]] == [id(p) for p in sharded.parameters()]
 
 
+@pytest.mark.proves("34a")
 @ranks(3)
 def test_any_number_of_empty_shards_is_stepped_by_local_view(world: World) -> None:
     """More of them in a row than a launch of the kernel has room for."""

@@ -39,6 +39,7 @@ def refused(expected: str, module: Any, error: type[Exception] = ValueError, **o
         assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(parameters, new_parameters))
 
 
+@pytest.mark.proves("30a")
 @ranks(2)
 def test_what_fully_shard_refuses(world: World) -> None:
     mesh = world.mesh
@@ -123,6 +124,7 @@ def test_what_fully_shard_refuses(world: World) -> None:
     )
 
 
+@pytest.mark.proves("7a")
 @ranks(2)
 def test_a_tie_between_units_of_different_options_is_refused_by_name(world: World) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -192,6 +194,7 @@ def test_calls_at_a_wrong_moment(world: World) -> None:
     del loss
 
 
+@pytest.mark.proves("22a")
 @ranks(2)
 def test_an_optimizer_at_a_wrong_moment(world: World) -> None:
     steps: list[torch.optim.Optimizer] = []
@@ -316,6 +319,7 @@ def test_collectives_of_another_size_are_refused_and_nothing_has_changed(world: 
     assert model.weight.grad is not None
 
 
+@pytest.mark.proves("7a")
 @ranks(2)
 def test_untying_after_sharding_is_refused_by_name(world: World) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -332,6 +336,7 @@ def test_untying_after_sharding_is_refused_by_name(world: World) -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
+@pytest.mark.proves("13a")
 @ranks(2)
 def test_clipping_refuses_gradients_that_are_not_summed(world: World) -> None:
     parameter = nn.Parameter(distribute_tensor(torch.ones(4), world.mesh, [Replicate()]))

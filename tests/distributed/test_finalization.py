@@ -122,6 +122,7 @@ def test_ranks_wait_for_several_models_in_any_order(world: World) -> None:
         assert_same_grads(each, model)
 
 
+@pytest.mark.proves("8e")
 @ranks(2)
 def test_dropped_reductions_are_said_by_wait(world: World) -> None:
     sharded = manual_model(world, Stack())

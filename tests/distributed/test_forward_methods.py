@@ -48,6 +48,7 @@ def shard(model: Writer, world: World) -> Writer:
     return model
 
 
+@pytest.mark.proves("3b")
 @ranks(1, 2)
 def test_a_registered_method_covers_units_below_that_it_reads_without_calling(world: World) -> None:
     """Elsewhere only the unit itself is gathered, and the head's weight is a DTensor in the midst of plain tensors."""

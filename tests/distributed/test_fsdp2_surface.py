@@ -163,6 +163,7 @@ def test_what_a_newer_torch_would_add_is_found() -> None:
     assert unserved_fields(NewerPolicy, MixedPrecisionPolicy) == ["stochastic_rounding"]
 
 
+@pytest.mark.proves("8d")
 def test_a_field_of_torchs_policies_that_nobody_here_knows_is_refused_unless_it_is_at_its_default() -> None:
     import torch.distributed.fsdp as theirs
 
@@ -183,6 +184,7 @@ def test_a_field_of_torchs_policies_that_nobody_here_knows_is_refused_unless_it_
         resolve_offload(newer(theirs.CPUOffloadPolicy, rounding="up"))
 
 
+@pytest.mark.proves("8d")
 @ranks(2)
 def test_every_name_of_torchs_state_objects_is_shown_or_refused_and_none_can_be_set(world: World) -> None:
     import torch.distributed.fsdp as theirs
@@ -267,6 +269,7 @@ def test_listed_modules_are_gathered_while_a_unit_computes(world: World) -> None
         sharded.set_modules_to_forward_prefetch([blocks[0].norm])
 
 
+@pytest.mark.proves("37a")
 @pytest.mark.parametrize("budget", [0, 1, 10**6])
 @ranks(2)
 def test_a_byte_budget_says_how_many_units_are_gathered_ahead(world: World, budget: int) -> None:
@@ -322,6 +325,7 @@ def test_a_unit_whose_backward_needs_no_parameters_is_not_gathered_for_it(world:
 # --- how gradients are reduced ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("14a")
 @pytest.mark.parametrize("reduce", [None, torch.float16])
 @ranks(1, 2, 4)
 def test_any_divide_factor_with_any_dtype_and_mesh(world: World, reduce: torch.dtype | None) -> None:
@@ -378,6 +382,7 @@ def test_reductions_in_flight_and_a_group_of_their_own_change_at_any_time(world:
         sharded.set_reduce_scatter_max_input_buffers(0)
 
 
+@pytest.mark.proves("42a")
 @ranks(4)
 def test_a_hook_on_reduced_gradients_sums_over_further_replicas(world: World) -> None:
     """As torchft does it: the caller's own all-reduce, in an order that is the same on every rank."""
@@ -426,6 +431,7 @@ class MyReduce(Pool, fullshard.ReduceScatter):
         dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
 
 
+@pytest.mark.proves("42a")
 @pytest.mark.parametrize(
     "mp", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]
 )
@@ -545,6 +551,7 @@ class TwoPart(torch.Tensor):
         return TwoPart(data, scale), (data, scale)
 
 
+@pytest.mark.proves("38a")
 @pytest.mark.parametrize("legacy", [False, True])
 @ranks(1, 2, 3, 4)
 def test_a_subclass_of_two_inner_tensors_travels_in_parts(world: World, legacy: bool) -> None:
@@ -761,6 +768,7 @@ def test_a_class_that_gets_the_protocol_after_wrapping_gathers_itself(world: Wor
     assert_same_grads(model, plain)
 
 
+@pytest.mark.proves("38a")
 @ranks(2)
 def test_half_of_the_protocol_is_refused_by_name(world: World) -> None:
     class Half(TwoPart):
@@ -845,6 +853,7 @@ def words(step: int) -> Tensor:
     return torch.randint(0, 11, (12, 4), generator=torch.Generator().manual_seed(step))
 
 
+@pytest.mark.proves("7a")
 @pytest.mark.parametrize("how", ["both", "embed", "head", "list", "neither", "top-down"])
 @ranks(1, 2, 3)
 @pytest.mark.filterwarnings("ignore:parameter")
@@ -872,6 +881,7 @@ def test_a_tie_has_one_owner_however_its_modules_are_sharded(world: World, how: 
     assert padded <= reduced < 2 * padded, "the tied weight travels once"
 
 
+@pytest.mark.proves("7a")
 @ranks(2)
 def test_ties_are_said(world: World) -> None:
     model = Decoder()

@@ -30,6 +30,7 @@ def step(world: World, *models: nn.Module) -> None:
 # --- full_params -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("19a")
 @ranks(1, 2, 3)
 def test_full_parameters_can_be_read_and_written(world: World) -> None:
     model = Stack()
@@ -50,6 +51,7 @@ def test_full_parameters_can_be_read_and_written(world: World) -> None:
     assert_same_parameters(sharded, model)
 
 
+@pytest.mark.proves("25a")
 @ranks(2, 3)
 def test_full_gradients_can_be_read_and_written(world: World) -> None:
     model = Stack()
@@ -103,6 +105,7 @@ def test_full_parameters_are_refused_inside_a_forward_and_restored_after_an_erro
 # --- gathered ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("3b")
 @ranks(1, 2, 3)
 def test_gathered_parameters_are_differentiable_gathered_once_and_reduced_once(world: World) -> None:
     model = Stack()
@@ -137,6 +140,7 @@ def test_gathered_parameters_alone_and_without_grad(world: World) -> None:
 # --- resident ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("23a")
 @ranks(1, 2)
 def test_resident_units_are_gathered_once_for_many_forwards(world: World) -> None:
     model = Stack()
@@ -158,6 +162,7 @@ def test_resident_units_are_gathered_once_for_many_forwards(world: World) -> Non
 # --- copies and pickles ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("27a")
 @ranks(1, 2, 3)
 def test_a_deep_copy_is_a_sharded_model_of_its_own(world: World) -> None:
     model = Stack()
@@ -200,6 +205,7 @@ def test_copies_keep_ties_attributes_buffers_and_frozen_parameters(world: World)
         assert_near(twin(batch(0)), sharded(batch(0)), "output")
 
 
+@pytest.mark.proves("27a")
 @ranks(2)
 def test_a_pickled_model_has_this_ranks_shards_and_trains_on(world: World) -> None:
     model = Stack()
@@ -230,6 +236,7 @@ def test_a_unit_that_reaches_outside_of_what_is_copied_is_refused(world: World) 
 # --- plain again -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("27a")
 @ranks(1, 2, 3)
 def test_undo_gives_plain_modules_that_train_on(world: World) -> None:
     model = Stack()
@@ -289,6 +296,7 @@ def initialise(module: nn.Module) -> None:
 _WEIGHTS: dict[str, Tensor] = {}
 
 
+@pytest.mark.proves("16c")
 @pytest.mark.parametrize("kind", ["shard", "uneven last dim", "offload"])
 @ranks(1, 2, 3, 4)
 def test_materialize_gives_the_same_full_weights_for_every_number_of_ranks(world: World, kind: str) -> None:
@@ -332,6 +340,7 @@ def plainly(model: nn.Module) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.proves("15a")
 @ranks(2)
 def test_materialize_names_what_nobody_initialises(world: World) -> None:
     with torch.device("meta"):
@@ -353,6 +362,7 @@ def test_materialize_names_what_nobody_initialises(world: World) -> None:
         fullshard.materialize(model, init=forgetful)
 
 
+@pytest.mark.proves("15a")
 @ranks(2)
 def test_to_empty_never_leaves_garbage_without_a_word(world: World) -> None:
     """Elsewhere a non-persistent buffer that `to_empty` allocated is read as whatever lay in that memory."""

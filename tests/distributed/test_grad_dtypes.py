@@ -54,6 +54,7 @@ def assert_grads(sharded: nn.Module, model: nn.Module, grad: torch.dtype, tolera
         assert off <= tolerance * largest * ROWS**0.5, f"{name}: off by {off} of {largest}"
 
 
+@pytest.mark.proves("8c")
 @pytest.mark.parametrize(("storage", "grad"), PAIRS)
 @pytest.mark.parametrize("way", ["plain", "accumulated", "not the last", "offloaded", "two reductions"])
 @ranks(1, 2, 3)
@@ -152,6 +153,7 @@ def test_a_state_dict_that_is_assigned_brings_its_dtype(world: World) -> None:
     assert sharded.weight.grad.dtype is BF16 and sharded.weight.grad_dtype is BF16
 
 
+@pytest.mark.proves("8c")
 @ranks(2)
 def test_a_dtype_set_on_the_shard_counts_until_the_first_gather_and_is_refused_by_name_later(world: World) -> None:
     sharded = fully_shard(nn.Linear(5, 3), mesh=world.mesh)

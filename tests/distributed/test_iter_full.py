@@ -56,6 +56,7 @@ def deep(world: World | Rank, **options: Any) -> Any:
     return fullshard.fully_shard(model, mesh=mesh, ignored_params={model.ignored}, **options)
 
 
+@pytest.mark.proves("24a")
 @ranks(2)
 def test_messages_are_buckets_and_what_is_here_is_not_sent(world: World) -> None:
     model, layer = deep(world), 16 * 16 * 4
@@ -114,6 +115,7 @@ def leaving(rank: Rank) -> None:
     model(torch.ones(2, 16))
 
 
+@pytest.mark.proves("24a")
 def test_a_rank_that_leaves_early_alone_is_told_on_both() -> None:
     """One rank goes on to its forward, the other asks for the next bucket: both raise, and name both."""
     for rank in run_job(leaving, 2):

@@ -59,6 +59,7 @@ def shard(model: Vision, world: World, reshard: bool | None, root: bool) -> Visi
     return model
 
 
+@pytest.mark.proves("1d")
 @pytest.mark.parametrize("root", [True, False])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("where", ["first", "midst", "last"])
@@ -82,6 +83,7 @@ def test_a_tower_that_only_some_ranks_run(world: World, where: str, recompute: b
         assert_same_parameters(sharded, model)
 
 
+@pytest.mark.proves("1d")
 @ranks(2, 3)
 def test_a_rank_without_a_batch_joins_the_whole_model(world: World) -> None:
     model = Stack()

@@ -226,6 +226,7 @@ def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:
     assert events[4:] == ["wait c", "land c"] and len(flight) == 0
 
 
+@pytest.mark.proves("9a")
 @pytest.mark.parametrize("kind", ["plain", "accumulate", "eval", "checkpoint"])
 @ranks(1, 2, 3)
 def test_collectives_that_begin_late_at_random_change_nothing(world: World, kind: str) -> None:
@@ -237,6 +238,7 @@ def test_collectives_that_begin_late_at_random_change_nothing(world: World, kind
         train(world, CommPolicy(reductions_in_flight=2, lanes=late_lanes()), kind=kind, mesh=mesh)
 
 
+@pytest.mark.proves("9a")
 @ranks(1)  # of several ranks, messages would arrive in memory that is gone with the model
 def test_poison_shows_who_computes_before_the_gather_was_waited_for(world: World) -> None:
     seen: list[Tensor] = []

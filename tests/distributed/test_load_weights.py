@@ -166,6 +166,7 @@ def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(world: Worl
         assert found.unexpected == (("blocks.0.wieght",) if kind == "unexpected" else ())
 
 
+@pytest.mark.proves("4b")
 @ranks(2)
 def test_what_is_missing_is_named_and_no_forward_takes_it_for_values(world: World) -> None:
     some = {name: one for name, one in saved().items() if name not in ("mean", "blocks.0.bias", "column")}
@@ -260,6 +261,7 @@ def lying(draw: Random, kind: str, content: bytes) -> tuple[bytes, str]:
     return len(text).to_bytes(8, "little") + text.encode() + data, told
 
 
+@pytest.mark.proves("4b")
 @pytest.mark.parametrize("kind", LIES)
 @ranks(2)
 def test_files_that_lie_are_told_on_every_rank_before_the_model_changed(world: World, kind: str) -> None:
@@ -308,6 +310,7 @@ def test_a_read_that_fails_on_one_rank_raises_on_all_and_the_next_forward_too(wo
     check(model, values())
 
 
+@pytest.mark.proves("4b")
 @pytest.mark.parametrize("kind", ["longer", "another order", "another step", "copied"])
 @ranks(2)
 def test_ranks_with_other_files_are_told(world: World, kind: str) -> None:

@@ -87,6 +87,7 @@ def named(*names: str, sizes: tuple[int, ...] = (2, 2)) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
+@pytest.mark.proves("29c")
 @ranks(4)
 def test_an_axis_to_shard_over_is_not_replicated_over_without_a_word(world: World) -> None:
     """("dp_shard", "cp") as it is holds each shard on all ranks of "dp_shard": sharded over the context-parallel ranks alone."""
@@ -107,6 +108,7 @@ def test_an_axis_to_shard_over_is_not_replicated_over_without_a_word(world: Worl
     assert type(experts) is nn.Linear
 
 
+@pytest.mark.proves("29c")
 @ranks(4)
 def test_names_that_fit_or_say_nothing_pass(world: World) -> None:
     firsts = (
@@ -128,6 +130,7 @@ def test_names_that_fit_or_say_nothing_pass(world: World) -> None:
     fullshard.any_failed(named("dp_shard", "cp"))  # neither sharded nor replicated over
 
 
+@pytest.mark.proves("29c")
 @ranks(4)
 def test_what_the_error_of_misnamed_axes_advises_works(world: World) -> None:
     for mesh in (named("dp_shard", "cp"), named("dp_shard", "cp", "tp", sizes=(2, 2, 1))["dp_shard", "cp"]):
@@ -148,6 +151,7 @@ def test_what_the_error_of_misnamed_axes_advises_works(world: World) -> None:
         assert_same_parameters(fully_shard(model, mesh=mesh, dp_mesh_dims=dims), whole)
 
 
+@pytest.mark.proves("29c")
 @ranks(4)
 def test_misnamed_axes_are_refused_of_whole_models_and_of_fsdp1_too(world: World) -> None:
     mesh = named("dp_shard", "cp")
@@ -464,6 +468,7 @@ def test_three_axes_hybrid_and_tensor_parallel(world: World) -> None:
         assert sharded.blocks[0].up.weight.device_mesh.ndim == 3
 
 
+@pytest.mark.proves("13a")
 @ranks(4)
 def test_clipping_counts_each_element_once_whatever_is_replicated(world: World) -> None:
     for names, sizes in ((("dp",), (2, 2)), (("replicate", "shard"), (2, 1, 2))):
@@ -536,6 +541,7 @@ class Experts(nn.Module):
         return torch.einsum("bi,eij->bej", self.dense(x), self.experts).sum(1)
 
 
+@pytest.mark.proves("14a")
 @ranks(4)
 def test_experts_lie_on_a_mesh_of_their_own_beside_dense_parameters(world: World) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
@@ -571,6 +577,7 @@ def test_experts_lie_on_a_mesh_of_their_own_beside_dense_parameters(world: World
 # --- offload -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("11a")
 @pytest.mark.parametrize(
     "mp", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]
 )

@@ -5,9 +5,9 @@ docs/never-silent.md has one row for each of these stories, and for those that o
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
+import importlib.util
 import itertools
 import re
 import time
@@ -159,6 +159,7 @@ class Siblings(nn.Module):
 # --- ranks that do not do the same ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("1c")
 @ranks(2)
 def test_ranks_that_run_units_of_different_shapes_are_told_both_names(world: World) -> None:
     """Rank 0 runs one tower, rank 1 another. Elsewhere: "Connection reset by peer", or a hang. Here all ranks raise, both
@@ -185,6 +186,7 @@ class Vision(nn.Module):
         return self.behind(x)
 
 
+@pytest.mark.proves("1d")
 @ranks(2)
 def test_a_tower_that_one_rank_skips_is_named_and_join_is_the_fix(world: World) -> None:
     """A batch without an image on one rank skips the vision tower. Elsewhere: a hang, or other units' weights. Here all ranks
@@ -201,6 +203,7 @@ def test_a_tower_that_one_rank_skips_is_named_and_join_is_the_fix(world: World) 
     assert_same_grads(model, plain)
 
 
+@pytest.mark.proves("1e")
 @ranks(4)
 def test_replicas_that_run_different_units_are_told(world: World) -> None:
     """Hybrid sharding, and the replicas choose different towers. Elsewhere the replicas' gradients of different units are
@@ -214,6 +217,7 @@ def test_replicas_that_run_different_units_are_told(world: World) -> None:
     assert fullshard.any_failed(mesh, True)
 
 
+@pytest.mark.proves("32b")
 @ranks(2)
 def test_a_rank_that_skips_a_backward_is_told_where_the_others_are(world: World) -> None:
     """Rank 1 finds its loss not to its taste and goes to the next batch. Elsewhere: a hang, or gradients of two steps in one
@@ -231,6 +235,7 @@ def test_a_rank_that_skips_a_backward_is_told_where_the_others_are(world: World)
     goes_on(world, model, plain)
 
 
+@pytest.mark.proves("32b")
 @ranks(2)
 def test_a_bad_loss_on_one_rank_skips_the_step_on_all(world: World) -> None:
     """The same done right, before backward. Elsewhere by a hand-written all-reduce, and what was gathered stays gathered."""
@@ -250,6 +255,7 @@ def test_a_bad_loss_on_one_rank_skips_the_step_on_all(world: World) -> None:
     assert_same_parameters(model, plain)
 
 
+@pytest.mark.proves("32c")
 @ranks(2, 3)
 def test_a_rank_of_replicas_that_fails_in_backward_leaves_nobody_waiting_for_its_sums(world: World) -> None:
     """A sum over replicas begins when the one over shards is waited for. A rank that failed never comes to that."""
@@ -282,6 +288,7 @@ def test_a_rank_of_replicas_that_fails_in_backward_leaves_nobody_waiting_for_its
         assert_same_grads(sharded, plain)
 
 
+@pytest.mark.proves("32d")
 @ranks(2)
 def test_a_rank_with_fewer_batches_is_found_by_those_that_wait_for_it(world: World) -> None:
     """Rank 1 runs out of batches and calls any_failed(); rank 0 is in its next forward. Elsewhere it waits for half an hour.
@@ -295,6 +302,7 @@ def test_a_rank_with_fewer_batches_is_found_by_those_that_wait_for_it(world: Wor
     goes_on(world, model, plain)
 
 
+@pytest.mark.proves("23b")
 @ranks(2)
 def test_an_evaluation_on_one_rank_only_is_named(world: World) -> None:
     """`if rank == 0: evaluate(model)`. Elsewhere: a hang, or a gather that pairs with the others' training. Here all ranks
@@ -313,6 +321,7 @@ def test_an_evaluation_on_one_rank_only_is_named(world: World) -> None:
     goes_on(world, model, plain)
 
 
+@pytest.mark.proves("31a")
 @ranks(2)
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(world: World) -> None:
     """Rank 1 hangs in its data loader. Elsewhere the message after half an hour names a collective by its number. Here it
@@ -335,6 +344,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(world: World) -> N
         unit.runtime.communicator.wait_state.configure(1.0, None)
 
 
+@pytest.mark.proves("13b")
 @ranks(2)
 def test_clipping_on_one_rank_only_is_named(world: World) -> None:
     """`if rank == 0: log(clip_grad_norm_(...))`. Elsewhere: a hang, or the norm is added to somebody's gradient."""
@@ -351,6 +361,7 @@ def test_clipping_on_one_rank_only_is_named(world: World) -> None:
     goes_on(world, model, plain)
 
 
+@pytest.mark.proves("40b")
 @ranks(2)
 def test_options_that_differ_between_ranks_are_an_error(world: World) -> None:
     """A configuration file that was edited on one machine only. Elsewhere: a hang. Here both calls are named."""
@@ -364,6 +375,7 @@ def test_options_that_differ_between_ranks_are_an_error(world: World) -> None:
 # --- parameters that nobody would train together -------------------------------------------------------------------------
 
 
+@pytest.mark.proves("29a")
 @ranks(2)
 def test_parameters_that_are_ignored_and_trainable_are_remarked(world: World) -> None:
     """Elsewhere each rank trains its own copy of an ignored parameter, without a word. Here there is one line."""
@@ -377,6 +389,7 @@ def test_parameters_that_are_ignored_and_trainable_are_remarked(world: World) ->
         says("ignored", line)
 
 
+@pytest.mark.proves("10b")
 @ranks(2)
 def test_a_forgotten_root_is_remarked_at_the_first_optimizer_step(world: World) -> None:
     """fully_shard on the blocks, and not on the model: head and norm are plain and drift apart. Elsewhere: silence."""
@@ -392,6 +405,7 @@ def test_a_forgotten_root_is_remarked_at_the_first_optimizer_step(world: World) 
         says("root forgotten", line)
 
 
+@pytest.mark.proves("26d")
 @ranks(2)
 def test_a_backward_that_reaches_no_sharded_parameter_is_remarked_at_the_first_optimizer_step(world: World) -> None:
     """backward(inputs=x): no parameter gets a gradient. Elsewhere nothing trains, without a word."""
@@ -410,6 +424,7 @@ def test_a_backward_that_reaches_no_sharded_parameter_is_remarked_at_the_first_o
             assert not found
 
 
+@pytest.mark.proves("26c")
 @ranks(2)
 def test_differentiation_by_sharded_parameters_is_refused_by_name(world: World) -> None:
     """backward(inputs=model.parameters()), or torch.autograd.grad(loss, model.parameters()). Elsewhere, modules compute with
@@ -428,6 +443,7 @@ def test_differentiation_by_sharded_parameters_is_refused_by_name(world: World) 
     assert all(gradient is not None for gradient in fullshard.grad(loss, parameters))
 
 
+@pytest.mark.proves("10a")
 @ranks(2)
 def test_a_root_that_holds_most_of_the_model_is_remarked(world: World) -> None:
     """Memory does not shrink, since the large table landed in the root. Elsewhere: profile it. Here there is one line, and
@@ -445,6 +461,7 @@ def test_a_root_that_holds_most_of_the_model_is_remarked(world: World) -> None:
             assert not found
 
 
+@pytest.mark.proves("12c")
 @ranks(2)
 def test_parameters_that_come_after_sharding_are_refused_by_name(world: World) -> None:
     """A new head for fine-tuning, or an adapter, put in after fully_shard. Elsewhere each rank trains its own, silently. Here
@@ -466,6 +483,7 @@ def test_parameters_that_come_after_sharding_are_refused_by_name(world: World) -
     assert_same_grads(model, plain)
 
 
+@pytest.mark.proves("19c")
 @ranks(2)
 def test_freezing_and_thawing_while_gathered_is_kept(world: World) -> None:
     """requires_grad_() inside a forward, or between unshard() and reshard(). Elsewhere it is lost when the unit is freed."""
@@ -499,6 +517,7 @@ class Late(nn.Module):
         return self.late(x) if late else x
 
 
+@pytest.mark.proves("8b")
 @ranks(2)
 def test_a_parameter_first_used_by_the_last_microbatch_is_reduced_with_the_others(world: World) -> None:
     """Elsewhere: "expects uniform gradient dtype", of no parameter in particular."""
@@ -512,6 +531,7 @@ def test_a_parameter_first_used_by_the_last_microbatch_is_reduced_with_the_other
     assert_same_grads(model, plain, rounding(torch.bfloat16))
 
 
+@pytest.mark.proves("22a")
 @ranks(2)
 def test_an_exception_inside_accumulate_leaves_no_setting_behind(world: World) -> None:
     """Elsewhere the flag stays as it was when the microbatch raised, and no gradient is ever reduced again."""
@@ -526,6 +546,7 @@ def test_an_exception_inside_accumulate_leaves_no_setting_behind(world: World) -
     assert_same_grads(model, plain)
 
 
+@pytest.mark.proves("29b")
 @ranks(2)
 def test_replicas_of_a_single_shard_reduce_their_gradients(world: World) -> None:
     """A hybrid mesh whose shard axis has one rank. Elsewhere that once turned the reduction off, silently."""
@@ -549,6 +570,7 @@ class Quantized(nn.Module):
         return x @ (self.base.float() * 0.1).t() + self.adapter(x)
 
 
+@pytest.mark.proves("12b")
 @ranks(2)
 def test_a_frozen_base_of_bytes_travels_as_bytes_and_its_adapter_trains(world: World) -> None:
     """Elsewhere bytes are refused, or the adapter's loss is 0 and nothing is said."""
@@ -561,6 +583,7 @@ def test_a_frozen_base_of_bytes_travels_as_bytes_and_its_adapter_trains(world: W
     assert model.base.dtype == torch.uint8 and model.base.to_local().numel() < 35
 
 
+@pytest.mark.proves("38a")
 @ranks(2)
 def test_a_subclass_that_would_be_stripped_is_refused_by_name(world: World) -> None:
     """Elsewhere the gathered weight is a plain tensor, and what its class did (fp8, say) is silently not done."""
@@ -585,6 +608,7 @@ class Shuffled(Stack):
         return self.head(x)
 
 
+@pytest.mark.proves("43a")
 @ranks(2)
 def test_an_order_that_changes_with_every_step_is_right_and_said_once_if_asked(world: World) -> None:
     """Elsewhere: "Invalidate trace cache", thousands of times, and parameters that say they have no elements."""
@@ -607,6 +631,7 @@ def test_an_order_that_changes_with_every_step_is_right_and_said_once_if_asked(w
 # --- options, and reading and saving ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("40a")
 @ranks(2)
 def test_an_unknown_option_is_an_error(world: World) -> None:
     """A typing error, or an option of another version. Elsewhere configurations drop it and take the default."""
@@ -618,6 +643,7 @@ def test_an_unknown_option_is_an_error(world: World) -> None:
     assert type(module) is nn.Linear
 
 
+@pytest.mark.proves("4a")
 @ranks(2)
 def test_full_parameters_for_the_first_rank_are_one_copy_and_all_others_take_part(world: World) -> None:
     """How to get an ordinary model out. Elsewhere each rank builds the full copy, or a script merges files afterwards."""
@@ -635,6 +661,7 @@ def test_full_parameters_for_the_first_rank_are_one_copy_and_all_others_take_par
     assert_near(model(batch(0)), plain(batch(0)), "output")
 
 
+@pytest.mark.proves("3b", "3c")
 @ranks(2)
 def test_a_penalty_on_sharded_weights_needs_no_gathering(world: World) -> None:
     """Weight decay in the loss, outside of any forward: arithmetic among DTensors alone is right, and so is gathered()."""
@@ -768,6 +795,7 @@ NOTICED = [done for done in ALONE if _torch.HONOURS_SUBCLASSES or done not in (w
 OTHERS = ("rank 1", "rank 2", "ranks 1 and 2", "the others")
 
 
+@pytest.mark.proves("32e", "32f", "32g", "32h", "32i")
 @pytest.mark.parametrize("done", NOTICED, ids=lambda done: done.__name__)
 @ranks(2, 3)
 def test_what_one_rank_alone_does_to_its_shards_is_named_on_all(world: World, done: Any) -> None:
@@ -791,6 +819,7 @@ def test_what_one_rank_alone_does_to_its_shards_is_named_on_all(world: World, do
     assert any(said.startswith(text) for text in told), said
 
 
+@pytest.mark.proves("32e")
 @ranks(2)
 def test_a_step_that_one_rank_skips_is_named_also_after_groups_were_made_anew(world: World) -> None:
     """The entry of an optimizer outlives the groups that it was first made for."""
@@ -814,21 +843,17 @@ def test_a_step_that_one_rank_skips_is_named_also_after_groups_were_made_anew(wo
 
 
 def test_the_table_tells_what_the_tests_saw() -> None:
-    """Every test that the document names exists, every row has one or says why not, and every text is one of a test."""
-    page = (ROOT / "docs" / "never-silent.md").read_text()
-    rows = [line for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
-    assert sorted({int(row.split("|")[1]) for row in rows}) == list(range(1, 44))
-    for row in rows:
-        assert "::" in row or "not there" in row or "docs/performance.md" in row, row
-        assert row.count("|") == 6, f"five columns: {row}"
-    defined: dict[str, set[str]] = {}
-    for file, name in re.findall(r"([\w/]+\.py)::(\w+)", page):
-        if file not in defined:
-            tree = ast.parse((ROOT / "tests" / file).read_text())
-            defined[file] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        assert name in defined[file], f"{file} has no {name}"
+    """Every row has a test, the page that lists them is of today's tests, and every text of these tests is in the guide."""
+    spec = importlib.util.spec_from_file_location("proofs", ROOT / "scripts" / "proofs.py")
+    assert spec is not None and spec.loader is not None
+    proofs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(proofs)
+    assert sorted({int(row[:-1]) for row in proofs.rows()}) == list(range(1, 44))
+    assert proofs.PAGE.read_text() == proofs.page(), "write it anew: make pictures"
+    page = proofs.GUIDE.read_text()
     here = {name for name in globals() if name.startswith("test_")} - {"test_the_table_tells_what_the_tests_saw"}
-    assert not [name for name in here if f"distributed/test_never_silent.py::{name}" not in page]
+    named = {test.split("::")[1] for _, test in proofs.marked() if test.startswith("distributed/test_never_silent.py")}
+    assert here == named | set(re.findall(r"distributed/test_never_silent\.py::(\w+)", page))
     for key, text in TEXTS.items():
         assert text in page, f"the document lacks {key!r}: {text}"
     for first, second in ALONE.values():

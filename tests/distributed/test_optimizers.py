@@ -18,6 +18,7 @@ import fullshard
 from fullshard.core.sharded_param import to_local
 
 
+@pytest.mark.proves("13a")
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("who", ["torch", "fullshard"])
 @ranks(1, 2, 3)
@@ -37,6 +38,7 @@ def test_clipping_equals_clipping_unsharded(world: World, who: str, norm_type: f
         sharded.zero_grad(), model.zero_grad()
 
 
+@pytest.mark.proves("13a")
 @ranks(2)
 def test_clipping_mixes_sharded_and_plain_parameters(world: World) -> None:
     model = Stack()
@@ -87,6 +89,7 @@ def _clipped_by_torch(world: World, model: nn.Module, sharded: nn.Module) -> Non
                 sharded.zero_grad(), model.zero_grad()
 
 
+@pytest.mark.proves("13a")
 @ranks(2, 3)
 def test_torchs_own_clipping_mixes_sharded_and_plain_parameters(world: World) -> None:
     """Elsewhere, and here before: "got mixed torch.Tensor and DTensor". A part of the shards is empty."""
@@ -108,6 +111,7 @@ def test_torchs_own_clipping_mixes_sharded_and_plain_parameters(world: World) ->
     assert early_clip_grad_norm_([], 1.0) == 0
 
 
+@pytest.mark.proves("13a")
 @ranks(4)
 def test_torchs_own_clipping_takes_gradients_of_several_meshes(world: World) -> None:
     """A part on all ranks, a part hybrid or on halves of them, and a plain one. Elsewhere: a text about meshes."""
@@ -129,6 +133,7 @@ def test_torchs_own_clipping_takes_gradients_of_several_meshes(world: World) -> 
         assert_same_grads(sharded, model)
 
 
+@pytest.mark.proves("13a")
 @ranks(2)
 def test_torchs_own_clipping_of_one_mesh_stays_torchs_own(world: World) -> None:
     """Bit for bit: what torch computes when nothing stands in for its functions."""

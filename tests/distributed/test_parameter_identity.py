@@ -17,6 +17,7 @@ from fullshard import StateError, fully_shard, undo
 from fullshard._torch import HONOURS_SUBCLASSES
 
 
+@pytest.mark.proves("19b")
 @ranks(2)
 def test_attributes_gradients_and_requires_grad_carry_over(world: World) -> None:
     model = nn.Linear(5, 3)
@@ -29,6 +30,7 @@ def test_attributes_gradients_and_requires_grad_carry_over(world: World) -> None
     assert torch.equal(full(model.weight.grad), torch.arange(15.0).view(3, 5))
 
 
+@pytest.mark.proves("19b")
 @pytest.mark.parametrize("when", ["before", "after"])
 @ranks(1, 2)
 def test_hooks_on_parameters_fire_with_the_reduced_gradient(world: World, when: str) -> None:
@@ -60,6 +62,7 @@ def test_hooks_on_parameters_fire_with_the_reduced_gradient(world: World, when: 
     assert_same_grads(sharded, model)
 
 
+@pytest.mark.proves("41a")
 @ranks(2)
 def test_an_optimizer_step_inside_backward(world: World) -> None:
     def step_in_backward(m: nn.Module) -> None:
@@ -82,6 +85,7 @@ def test_an_optimizer_step_inside_backward(world: World) -> None:
     assert_same_parameters(sharded, model)
 
 
+@pytest.mark.proves("26a")
 @pytest.mark.parametrize(
     "when", ["before sharding", "before sharding, stepped", "between forward and backward", "inside forward"]
 )
@@ -120,6 +124,7 @@ def test_an_optimizer_built_at_any_time_trains_the_shards(world: World, when: st
     assert all(isinstance(p, DTensor) for p in ours[0].param_groups[0]["params"])
 
 
+@pytest.mark.proves("19c")
 @ranks(2)
 def test_a_parameter_assigned_after_sharding_is_taken_over(world: World) -> None:
     model = Stack()
@@ -142,6 +147,7 @@ def test_a_parameter_assigned_after_sharding_is_taken_over(world: World) -> None
     assert_same_parameters(sharded, model)
 
 
+@pytest.mark.proves("19c")
 @ranks(2)
 def test_removing_a_parameter_after_sharding_is_refused_by_name(world: World) -> None:
     model = shard_stack(Stack(), world.mesh)
@@ -150,6 +156,7 @@ def test_removing_a_parameter_after_sharding_is_refused_by_name(world: World) ->
         model(batch(0))
 
 
+@pytest.mark.proves("19c")
 @ranks(2)
 def test_a_parameter_of_another_shape_is_refused_by_name(world: World) -> None:
     model = shard_stack(Stack(), world.mesh)
@@ -200,6 +207,7 @@ def test_a_step_of_another_model_between_forward_and_backward_is_none_of_our_bus
     assert_same_parameters(critic, plain[1])
 
 
+@pytest.mark.proves("21a")
 @ranks(2)
 def test_parameters_are_the_sharded_ones_outside_forward(world: World) -> None:
     model = shard_stack(Stack(), world.mesh, reshard_after_forward=False)
@@ -211,6 +219,7 @@ def test_parameters_are_the_sharded_ones_outside_forward(world: World) -> None:
     assert_near(model.head.weight, full(before[-2]), "head")
 
 
+@pytest.mark.proves("26b")
 @ranks(2)
 def test_a_list_made_before_sharding_is_clipped_and_zeroed_by_torch(world: World) -> None:
     model = Stack(1)
@@ -227,6 +236,7 @@ def test_a_list_made_before_sharding_is_clipped_and_zeroed_by_torch(world: World
     assert all(p.grad is None for p in (*before, *sharded.parameters()))
 
 
+@pytest.mark.proves("26b")
 @ranks(2)
 def test_a_parameter_of_before_sharding_stands_for_the_one_that_took_its_place(world: World) -> None:
     model = Stack(1)
@@ -268,6 +278,7 @@ class Penalised(nn.Module):
         return x * self.held[0].sum()
 
 
+@pytest.mark.proves("26b")
 @ranks(2)
 def test_a_parameter_that_a_list_holds_is_the_full_one_in_forward_and_named_outside(world: World) -> None:
     model = Stack(1)

@@ -153,6 +153,7 @@ def test_parameters_with_few_rows_are_summed_instead_of_padded(world: World, kin
     assert small * 4 <= nbytes * (2 if "bf16" in kind else 1) <= small * 4 + 256, messages
 
 
+@pytest.mark.proves("34b")
 @ranks(2, 3)
 def test_more_ranks_than_rows_leave_empty_shards(world: World) -> None:
     model = nn.Sequential(nn.Linear(5, 1), nn.Linear(1, 2))
@@ -160,6 +161,7 @@ def test_more_ranks_than_rows_leave_empty_shards(world: World) -> None:
     assert sharded[0].weight.to_local().shape[0] == (1 if world.rank == 0 else 0)
 
 
+@pytest.mark.proves("34b")
 @ranks(2)
 def test_a_parameter_without_elements_is_carried_along(world: World) -> None:
     class WithEmpty(nn.Module):
@@ -188,6 +190,7 @@ class Mixed(nn.Module):
         return self.last(x) + self.table.sum()
 
 
+@pytest.mark.proves("8a")
 @ranks(1, 2, 3)
 def test_several_dtypes_and_frozen_parameters_share_a_unit(world: World) -> None:
     sharded, _ = train_both(world, Mixed(), lambda m: fully_shard(m, mesh=world.mesh))
@@ -209,6 +212,7 @@ class Lora(nn.Module):
         return x
 
 
+@pytest.mark.proves("12a")
 @ranks(2)
 def test_frozen_units_pass_gradients_on_and_are_freed(world: World) -> None:
     def shard(m: Lora) -> None:
@@ -241,6 +245,7 @@ def test_a_parameter_that_nobody_uses_keeps_no_gradient(world: World, where: lis
     assert sharded.blocks[where[0]].spare.weight.grad is None
 
 
+@pytest.mark.proves("1a")
 @ranks(2, 3)
 def test_a_parameter_used_on_one_rank_only_gets_its_part_of_the_mean_everywhere(world: World) -> None:
     class Routed(nn.Module):
@@ -340,6 +345,7 @@ def test_modules_that_write_to_their_input_and_output_in_place(world: World) -> 
     train_both(world, model, lambda m: [fully_shard(x, mesh=world.mesh) for x in (m[1], m[2], m)])
 
 
+@pytest.mark.proves("17b")
 @ranks(2)
 def test_writing_to_a_view_that_a_unit_returned(world: World) -> None:
     class Viewing(nn.Module):
@@ -381,6 +387,7 @@ class Slotted:
 Named = collections.namedtuple("Named", ["hidden", "other"])
 
 
+@pytest.mark.proves("17a")
 @pytest.mark.parametrize("kind", ["list", "tuple", "dict", "nested", "dataclass", "namedtuple", "object", "slots"])
 @ranks(2)
 def test_outputs_may_be_nested_in_anything(world: World, kind: str) -> None:
@@ -420,6 +427,7 @@ def test_outputs_may_be_nested_in_anything(world: World, kind: str) -> None:
     train_both(world, Model(), lambda m: [fully_shard(x, mesh=world.mesh) for x in (m.first, m.second, m)])
 
 
+@pytest.mark.proves("22a")
 @pytest.mark.parametrize("communicate", [True, False])
 @pytest.mark.parametrize("reduce", [None, torch.float32])
 @ranks(2, 3)
@@ -444,6 +452,7 @@ def test_gradient_accumulation_with_and_without_communication(world: World, comm
         sharded.zero_grad(), model.zero_grad()
 
 
+@pytest.mark.proves("8b")
 @ranks(2)
 def test_low_precision_accumulates_in_the_reduce_dtype(world: World) -> None:
     mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -624,6 +633,7 @@ def test_blocks_without_a_root_train_too(world: World) -> None:
         sharded.zero_grad(), model.zero_grad()
 
 
+@pytest.mark.proves("20a")
 @ranks(2)
 def test_any_unit_may_run_first(world: World) -> None:
     model = Stack()
@@ -674,6 +684,7 @@ def test_freezing_and_thawing_after_sharding_is_honoured(world: World) -> None:
     assert_same_parameters(sharded, model)
 
 
+@pytest.mark.proves("5a")
 @pytest.mark.parametrize("optimizer", ["foreach", "fused", "plain"])
 @ranks(2)
 def test_every_form_of_adamw(world: World, optimizer: str) -> None:

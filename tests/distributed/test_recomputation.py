@@ -57,6 +57,7 @@ class Inside(nn.Module):
         return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
 
+@pytest.mark.proves("18a")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("where", ["outside", "inside", "pairs", "nested"])
 @ranks(1, 2)

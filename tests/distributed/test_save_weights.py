@@ -126,6 +126,7 @@ def test_what_cannot_be_is_told_on_every_rank_and_leaves_nothing(world: World, k
 CALLS = ["posix_fallocate", "pwrite", "fsync", "rename"]
 
 
+@pytest.mark.proves("4c")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("failing", [0, 1])
 @ranks(2)

@@ -27,6 +27,7 @@ class Texts(expecttest.TestCase):
     def runTest(self) -> None: ...
 
 
+@pytest.mark.proves("3a")
 @pytest.mark.skipif(not _torch.HONOURS_SUBCLASSES, reason="this torch calls no dispatch of DTensor's subclasses")
 @ranks(2)
 def test_a_mix_with_plain_tensors_names_the_parameter(world: World) -> None:
@@ -78,6 +79,7 @@ def test_a_face_is_a_dtensor_in_all_else(world: World) -> None:
     assert type(weight) is type(copied)
 
 
+@pytest.mark.proves("19d")
 @pytest.mark.skipif(not _torch.HONOURS_SUBCLASSES, reason="this torch asks no subclass of DTensor")
 @ranks(1, 2)
 def test_assigning_data_is_honoured_or_refused_by_name(world: World) -> None:
@@ -98,6 +100,7 @@ def test_assigning_data_is_honoured_or_refused_by_name(world: World) -> None:
         model.weight.data = torch.ones(4, 4).double()
 
 
+@pytest.mark.proves("19e")
 @pytest.mark.skipif(not _torch.HONOURS_SUBCLASSES, reason="this torch asks no subclass of DTensor")
 @ranks(1, 2)
 def test_writes_that_move_no_version_counter_are_seen_by_the_next_forward(world: World) -> None:
@@ -118,6 +121,7 @@ def test_writes_that_move_no_version_counter_are_seen_by_the_next_forward(world:
         assert torch.equal(model(x), 2 * before)
 
 
+@pytest.mark.proves("19d")
 @ranks(1, 2)
 def test_writing_to_a_parameter_that_was_unsharded_by_hand_is_refused_when_it_goes(world: World) -> None:
     """Elsewhere what was written is gone after `reshard()`."""
@@ -135,6 +139,7 @@ def test_writing_to_a_parameter_that_was_unsharded_by_hand_is_refused_when_it_go
     model.reshard()
 
 
+@pytest.mark.proves("19d")
 @ranks(1, 2)
 def test_writing_to_a_parameter_that_was_unsharded_by_hand_is_refused_when_forward_or_backward_frees_it(world: World) -> None:
     x = torch.ones(2, 4)
@@ -178,6 +183,7 @@ FILLS = {
 }
 
 
+@pytest.mark.proves("16f")
 @needs_subclasses
 @ranks(1, 2, 3)
 def test_a_random_fill_of_a_shard_gives_the_weights_of_the_unsharded_model_on_any_number_of_ranks(world: World) -> None:
@@ -197,6 +203,7 @@ def test_a_random_fill_of_a_shard_gives_the_weights_of_the_unsharded_model_on_an
         assert torch.equal(model(x), plain(x)), name
 
 
+@pytest.mark.proves("16f")
 @needs_subclasses
 @ranks(1, 2, 3)
 def test_memory_first_and_reset_parameters_then_gives_the_weights_of_the_unsharded_model(world: World) -> None:
@@ -223,6 +230,7 @@ def test_memory_first_and_reset_parameters_then_gives_the_weights_of_the_unshard
             assert torch.equal(full(mine), theirs.detach()), name
 
 
+@pytest.mark.proves("16f")
 @needs_subclasses
 @ranks(2)
 def test_initialisers_that_cannot_be_computed_on_parts_name_the_parameter(world: World) -> None:

@@ -55,6 +55,7 @@ def test_state_dict_inside_forward_is_refused_by_name(world: World) -> None:
     model.state_dict()
 
 
+@pytest.mark.proves("2a")
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "dtensor", "parameters"])
 @ranks(1, 2, 3)
@@ -82,6 +83,7 @@ def test_full_and_sharded_tensors_load(world: World, kind: str, assign: bool) ->
     assert_same_parameters(model, source)
 
 
+@pytest.mark.proves("2a")
 @ranks(2)
 def test_loading_reports_wrong_shapes_and_names(world: World) -> None:
     model = shard_stack(Stack(), world.mesh)
@@ -94,6 +96,7 @@ def test_loading_reports_wrong_shapes_and_names(world: World) -> None:
         model.load_state_dict(state)
 
 
+@pytest.mark.proves("2a")
 @pytest.mark.parametrize("way", ["to_empty", "assign"])
 @ranks(1, 2, 3)
 def test_a_model_built_on_meta_is_materialized_and_loaded(world: World, way: str) -> None:
@@ -174,6 +177,7 @@ def test_casting_only_a_part_of_a_unit_makes_a_group_of_its_own(world: World) ->
     assert len(sharded.blocks[0]._fullshard_unit.groups) == 2
 
 
+@pytest.mark.proves("36a")
 @ranks(2, 3)
 def test_checkpoints_are_saved_and_loaded_by_dcp(world: World) -> None:
     folder = world.folder("dcp")
@@ -223,6 +227,7 @@ def test_a_rank_whose_shards_are_empty_saves_asynchronously_as_the_others(world:
         assert torch.equal(full(a), full(b))
 
 
+@pytest.mark.proves("4a")
 @ranks(2)
 def test_torchs_full_state_dict_option_gives_plain_full_tensors(world: World) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions

@@ -28,6 +28,7 @@ def text_of(error: type[Exception], fn: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.proves("16a")
 @ranks(2, 4)
 def test_ranks_built_with_different_seeds_are_found_at_wrap(world: World) -> None:
     """Elsewhere the sharded weight is a patchwork of several initialisations, or replicas train different models."""
@@ -49,6 +50,7 @@ def test_ranks_built_with_different_seeds_are_found_at_wrap(world: World) -> Non
         assert all(torch.equal(value, before[name]) for name, value in block.state_dict().items())
 
 
+@pytest.mark.proves("16a")
 @ranks(2, 4)
 def test_a_broadcast_repairs_it_and_off_lets_it_be(world: World) -> None:
     meshes = [world.mesh]
@@ -70,6 +72,7 @@ def test_a_broadcast_repairs_it_and_off_lets_it_be(world: World) -> None:
     fully_shard(nn.Linear(4, 4), mesh=world.mesh, sync="off")
 
 
+@pytest.mark.proves("16c")
 @ranks(4)
 def test_replicas_that_were_initialised_after_sharding_are_compared_at_the_first_forward(world: World) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -105,6 +108,7 @@ def test_any_changed_byte_changes_the_digest(world: World) -> None:
     assert int(digest(swapped)) != int(digest(swapped.flip(0))), "the order counts, too"
 
 
+@pytest.mark.proves("39a")
 @pytest.mark.parametrize("how", ["local", "mean", "broadcast"])
 @ranks(2, 3)
 def test_running_statistics_of_batch_norms(world: World, how: str) -> None:
@@ -131,6 +135,7 @@ def test_running_statistics_of_batch_norms(world: World, how: str) -> None:
     assert torch.equal(model[1].running_mean, before)
 
 
+@pytest.mark.proves("16b")
 @ranks(2, 3)
 def test_ranks_that_build_different_models_are_told_what_each_has(world: World) -> None:
     """Elsewhere messages of different lengths meet, and one process is aborted."""

@@ -91,6 +91,7 @@ def test_it_learns_and_equals_the_unsharded_run(uninterrupted: tuple[Path, dict[
     assert set(figures["validation"]) == {"5", "10"}
 
 
+@pytest.mark.proves("36a")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_resumes_to_the_same_losses_on_another_number_of_ranks(
     uninterrupted: tuple[Path, dict[str, Any], str], tmp_path: Path, ranks: int

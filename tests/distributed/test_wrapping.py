@@ -526,6 +526,7 @@ def half_frozen() -> nn.Module:
     return model
 
 
+@pytest.mark.proves("12a")
 @ranks(1)
 def test_units_that_mix_trainable_and_frozen_parameters_are_told(world: World) -> None:
     assert_expected_inline(
@@ -558,6 +559,7 @@ def test_units_that_mix_trainable_and_frozen_parameters_are_told(world: World) -
 FAMILIES = {decoder: tokens, tied: tokens, convnet: images, nested: batch, half_frozen: batch}
 
 
+@pytest.mark.proves("30a")
 @pytest.mark.parametrize("build", FAMILIES)
 @ranks(2)
 def test_a_model_sharded_in_one_call_trains_as_the_plain_one(world: World, build: Any) -> None:

@@ -43,6 +43,7 @@ class Siblings(nn.Module):
         return getattr(self, which)(x)
 
 
+@pytest.mark.proves("1b")
 @ranks(2, 3)
 def test_ranks_that_run_different_units_of_equal_shape_are_told_both_names(world: World) -> None:
     """Elsewhere each rank received the other unit's weights: wrong outputs, no error."""

@@ -79,6 +79,7 @@ def part(rank: Rank, ending: str) -> None:
     meet(ending)
 
 
+@pytest.mark.proves("31d")
 @pytest.mark.parametrize(
     ("store", "ending"), share(list(product(["tcp", "agent", "file"], ["live on", "sys.exit", "os._exit", "raise"])))
 )
@@ -120,6 +121,7 @@ def leave(rank: Rank, where: str, ending: str) -> None:
     time.sleep(20)
 
 
+@pytest.mark.proves("31c")
 @pytest.mark.parametrize("ending", ["live on", "barrier", "destroy"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_all_learn_by_what_a_rank_left_though_it_lives_on(where: str, ending: str) -> None:
@@ -167,6 +169,7 @@ def around(rank: Rank, where: str, ending: str) -> None:
     time.sleep(20)
 
 
+@pytest.mark.proves("31c")
 @pytest.mark.parametrize(("where", "ending"), [("wrap", "raise"), ("materialize", "raise"), ("materialize", "live on")])
 def test_all_learn_of_a_failure_around_wrapping(where: str, ending: str) -> None:
     """Of a rank that raises in code of its own, and lives on, nobody can know."""
@@ -212,6 +215,7 @@ def destroy(rank: Rank) -> None:
     steps(model)
 
 
+@pytest.mark.proves("31e")
 @pytest.mark.parametrize("store", ["tcp", "agent"])
 def test_all_learn_at_once_that_a_rank_destroyed_the_process_group(store: str) -> None:
     for job in together([partial(run_job, destroy, size, store=store, lives=(1,)) for size in (2, 3)]):
@@ -235,6 +239,7 @@ def rounds(rank: Rank, ports: list[int], shard: bool) -> None:
         rank.say("round", files=len(os.listdir("/proc/self/fd")), threads=len(os.listdir("/proc/self/task")))
 
 
+@pytest.mark.proves("31e")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="files and threads are counted in /proc")
 def test_rounds_of_init_and_destroy_leave_nothing_behind() -> None:
     """Between the third and the tenth round no more files and threads are left than by torch's own DDP."""
@@ -273,6 +278,7 @@ def gone_ranks(text: str) -> set[int]:
     return found
 
 
+@pytest.mark.proves("31b")
 @pytest.mark.parametrize(("victim", "store"), share([(0, "tcp"), (5, "tcp"), (0, "agent"), (5, "agent")]))
 def test_after_one_of_eight_was_killed_all_others_name_it_and_nobody_else(victim: int, store: str) -> None:
     job = run_job(killed, 8, victim=victim, store=store)

@@ -70,6 +70,7 @@ def equal(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> 
     )
 
 
+@pytest.mark.proves("32a")
 @pytest.mark.parametrize("accumulate", [False, True])
 @ranks(1)
 def test_an_interrupt_at_any_line_of_a_step_leaves_its_gradients_whole_and_the_next_step_right(
@@ -114,6 +115,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_its_gradients_whole_and_the_n
             assert "kept without communication" in str(said[0].message), interrupt.where
 
 
+@pytest.mark.proves("32a")
 @ranks(2)
 def test_of_two_ranks_one_is_interrupted_at_any_line(world: World) -> None:
     plain = Stack(depth=2)

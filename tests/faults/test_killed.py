@@ -100,6 +100,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[float]]:
     return {rank: losses for rank, (losses, _, _) in run(SIZE, tmp_path_factory.mktemp("whole")).items()}
 
 
+@pytest.mark.proves("31b")
 @pytest.mark.processes
 @pytest.mark.parametrize("kill", ["forward", "backward", "backward, late"])
 def test_the_others_name_the_unit_and_the_checkpoint_goes_on(whole: dict[int, list[float]], tmp_path: Path, kill: str) -> None:

@@ -114,6 +114,7 @@ def saved(
     )
 
 
+@pytest.mark.proves("4c")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
 def test_a_rank_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(

@@ -75,6 +75,7 @@ def asked(rank: Rank) -> None:
     loss.backward()
 
 
+@pytest.mark.proves("31f")
 @pytest.mark.processes
 def test_a_signal_has_all_ranks_say_where_they_are() -> None:
     """A thread that waits in C++ runs no Python handlers."""
@@ -454,3 +455,17 @@ def test_calls_of_a_device_are_forgotten_when_they_are_done_or_the_device_fails(
     for _ in range(2000):  # nobody polls: the thread of the watchdog ended
         calls.queue(state)
     assert len(state.in_flight) < 2000
+
+
+def test_a_closed_log_without_tags_is_dealt_with_once() -> None:
+    """Its messages cannot be answered, and the ranks went on reading notices for it until the program ended."""
+    job = Job(3)
+    for line in job.lines:
+        line.log_call("gather")
+    job.watches[0]._notices.post_verdict(job.ledgers[0], "diverged")
+    job.watches[1]._notices.read_notices()
+    job.run(25)
+    for board in job.boards[:2]:
+        board._store = None  # whatever is sent now raises
+    job.run(5, dead=[2])
+    assert [ledger.desync_error for ledger in job.ledgers[:2]] == ["diverged", "diverged"]

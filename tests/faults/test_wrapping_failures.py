@@ -46,6 +46,7 @@ def goes_on(world: World) -> None:
     train_both(world, Stack(depth=1), lambda model: shard_stack(model, world.mesh), steps=2)
 
 
+@pytest.mark.proves("16d")
 @ranks(2, 3)
 def test_ranks_that_wrap_different_modules_are_told_both(world: World) -> None:
     model = Stack()
@@ -64,6 +65,7 @@ def test_ranks_that_wrap_different_modules_are_told_both(world: World) -> None:
     goes_on(world)
 
 
+@pytest.mark.proves("16d")
 @ranks(2, 3)
 def test_a_rank_that_leaves_a_module_unwrapped_is_told_at_the_next_of_another_class(world: World) -> None:
     torch.manual_seed(0)
@@ -81,6 +83,7 @@ def test_a_rank_that_leaves_a_module_unwrapped_is_told_at_the_next_of_another_cl
     goes_on(world)
 
 
+@pytest.mark.proves("16d")
 @pytest.mark.parametrize("sync", ["check", "broadcast", "off"])
 @ranks(2, 3)
 def test_a_rank_that_materializes_while_others_still_wrap_is_told(world: World, sync: str) -> None:
@@ -121,6 +124,7 @@ def test_ranks_that_undo_and_read_the_whole_model_at_once_are_told(world: World)
     goes_on(world)
 
 
+@pytest.mark.proves("16d")
 @ranks(2, 3)
 def test_fsdp1_wrappers_of_different_modules_are_told_both(world: World) -> None:
     model = Stack(depth=1)
@@ -230,6 +234,7 @@ def program(rank: int, size: int, folder: str, how: str, results: Any) -> None:
         os._exit(1)
 
 
+@pytest.mark.proves("16e")
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("how", ["raises", "exits"])

@@ -749,6 +749,7 @@ def test_what_is_ignored_is_left_alone(world: World) -> None:
         sharded(world.mine(batch(0)))
 
 
+@pytest.mark.proves("40a")
 @ranks(2)
 def test_what_cannot_be_done_is_refused_before_anything_changed(world: World) -> None:
     model = Stack()
@@ -1103,6 +1104,7 @@ def stepped(world: World, model: nn.Module, choose: Callable[[list[Any]], Any] =
     return sharded, optimizer
 
 
+@pytest.mark.proves("36b")
 @pytest.mark.parametrize("kind", list(StateDictType), ids=lambda kind: kind.name)
 @ranks(2, 3)
 def test_parameters_listed_in_another_order_on_one_rank_are_saved_and_loaded_by_name(world: World, kind: StateDictType) -> None:
@@ -1132,6 +1134,7 @@ def test_parameters_listed_in_another_order_on_one_rank_are_saved_and_loaded_by_
         assert torch.equal(full(other.state[parameter]["exp_avg"]), full(optimizer.state[parameter]["exp_avg"]))
 
 
+@pytest.mark.proves("36b")
 @ranks(2, 3)
 def test_optimizers_that_differ_between_ranks_are_named_on_every_rank_before_anything_travels(world: World) -> None:
     last = world.rank == world.size - 1
@@ -1169,6 +1172,7 @@ def test_optimizers_that_differ_between_ranks_are_named_on_every_rank_before_any
     )
 
 
+@pytest.mark.proves("36b")
 @ranks(2)
 def test_what_one_rank_alone_cannot_save_or_load_is_an_error_on_all(world: World) -> None:
     sharded, optimizer = stepped(world, Stack())
@@ -1294,6 +1298,7 @@ def test_sharded_tensors_are_loaded_where_weights_are_replicated_too(world: Worl
         assert all(torch.equal(full(p), expected.get_parameter(name)) for name, p in sharded.named_parameters())
 
 
+@pytest.mark.proves("40a")
 @ranks(1)
 def test_arguments_of_the_wrong_type_are_named_before_anything_changed(world: World) -> None:
     model = Stack()

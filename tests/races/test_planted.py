@@ -83,6 +83,7 @@ def test_each_order_that_is_left_out_is_found() -> None:
     assert not missed, missed
 
 
+@pytest.mark.proves("9b")
 @pytest.mark.parametrize("name", rotation.share(list(FAULTS)))
 def test_planted_faults_are_found(name: str) -> None:
     with planted(FAULTS[name]):

@@ -37,6 +37,7 @@ def test_no_program_has_a_race(name: str) -> None:
     assert all(sequence == sequences[0] for sequence in sequences)
 
 
+@pytest.mark.proves("9a")
 @rotation.random_cases(500)
 @given(program=PROGRAMS, seed=st.integers(0, 1000))
 def test_no_random_program_has_a_race(program: Program, seed: int) -> None:

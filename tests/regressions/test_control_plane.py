@@ -138,6 +138,7 @@ def test_gathered_while_unsharded_by_hand_and_with_names_of_its_own(world: World
     assert_same_grads(sharded, model)
 
 
+@pytest.mark.proves("26a")
 @ranks(1, 2)
 def test_optimizers_follow_a_copy_and_an_undone_model(world: World) -> None:
     """The copied optimizer trained tensors that nobody else had; after undo() it trained nothing."""
@@ -198,6 +199,7 @@ def test_undo_in_the_midst_of_accumulation_is_refused(world: World) -> None:
     fullshard.undo(sharded)
 
 
+@pytest.mark.proves("19a")
 @ranks(1, 2)
 def test_full_params_refuses_what_would_lose_writes(world: World) -> None:
     sharded = shard_stack(Stack(), world.mesh)
@@ -300,6 +302,7 @@ def test_torchs_own_fully_shard_still_works_while_installed(world: World) -> Non
         other(torch.ones(1, 4)).sum().backward()
 
 
+@pytest.mark.proves("27a")
 @ranks(1, 2)
 def test_a_backward_through_a_unit_that_was_undone_says_so(world: World) -> None:
     sharded = shard_stack(Stack(), world.mesh)

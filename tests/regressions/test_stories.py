@@ -56,6 +56,7 @@ class Unlucky(Stack):
         return self.head(x)
 
 
+@pytest.mark.proves("32a")
 @pytest.mark.parametrize("where", ["forward 0", "forward 2", "backward 0", "backward 1", "backward 2"])
 @ranks(1, 2)
 def test_a_step_that_raised_leaves_the_next_one_clean(world: World, where: str) -> None:
@@ -85,6 +86,7 @@ def test_a_step_that_raised_leaves_the_next_one_clean(world: World, where: str) 
     assert_same_parameters(sharded, model)
 
 
+@pytest.mark.proves("21a")
 @ranks(2)
 def test_the_root_is_fresh_after_evaluation_and_a_step(world: World) -> None:
     """An evaluation used to leave the outermost unit gathered; the optimizer then wrote the shards, and the next forward
@@ -119,6 +121,7 @@ def test_parameters_gathered_by_hand_are_fresh_after_a_step(world: World) -> Non
             assert_near(sharded(batch(1)), model(batch(1)), "output")
 
 
+@pytest.mark.proves("1a")
 @ranks(2)
 def test_different_parameters_on_different_ranks_are_never_summed_into_each_other(world: World) -> None:
     """Rank 0 used `a`, rank 1 the same-shaped `b`; the layout of the message was made of what each rank happened to use,
@@ -234,6 +237,7 @@ def test_torchs_grad_scaler_works_on_sharded_gradients(world: World) -> None:
     assert_same_parameters(sharded, model)
 
 
+@pytest.mark.proves("35a")
 @ranks(1)
 def test_a_mesh_of_one_rank_computes_in_the_same_dtypes(world: World) -> None:
     """At world size 1 sharding was skipped, and mixed precision with it."""
@@ -703,6 +707,7 @@ def test_hooks_do_not_fire_for_a_backward_that_raised(world: World) -> None:
     assert model[1].weight.grad is None and not fired
 
 
+@pytest.mark.proves("32a")
 @ranks(2)
 def test_skipping_a_batch_whose_backward_raised(world: World) -> None:
     model = Unlucky()
@@ -803,6 +808,7 @@ def test_gradients_not_delivered_are_never_lost_and_never_left_over(world: World
         assert_same_grads(sharded, model)
 
 
+@pytest.mark.proves("32a")
 @ranks(1, 2)
 def test_a_backward_that_raised_is_over_for_the_next_forward_though_the_engine_drops_it_late(world: World) -> None:
     """A thread of the engine holds it after the caller has the exception, on accelerators always: the next forward took the unit for
@@ -869,6 +875,7 @@ def test_a_step_after_a_deferred_backward_of_one_unit_is_refused(world: World) -
         torch.optim.SGD(sharded.parameters(), lr=0.1).step()
 
 
+@pytest.mark.proves("8a")
 @ranks(2)
 def test_clipping_gradients_of_several_dtypes_scales_all_alike(world: World) -> None:
     """One coefficient was rounded to the dtype of the first gradient."""
@@ -982,6 +989,7 @@ class OutOfMemory:
         unsharded.FlatBuffer.allocate, reduction.Reduction.__init__ = self._grow, self._reduce
 
 
+@pytest.mark.proves("32a")
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("reshard", [True, None])
 @ranks(2)
@@ -1047,6 +1055,7 @@ def whole(tensor: Any) -> Any:
 KEPT = [{}, {"check_policy": CheckPolicy(heartbeat=False)}, {"check_policy": CheckPolicy(every=3)}]
 
 
+@pytest.mark.proves("22b")
 @pytest.mark.parametrize("options", KEPT, ids=["heartbeat", "no heartbeat", "every third"])
 @pytest.mark.parametrize("none", [False, True])
 @ranks(2, 3)
@@ -1071,6 +1080,7 @@ def test_what_a_unit_kept_is_reduced_though_the_last_microbatch_runs_another_uni
         )
 
 
+@pytest.mark.proves("22b")
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("none", [False, True])
 @ranks(2, 3)
@@ -1094,6 +1104,7 @@ def test_what_one_rank_alone_kept_is_reduced_on_all(world: World, none: bool, jo
         assert torch.allclose(whole(model.image.weight.grad), torch.full((2, 2), 1.0 + more)), step
 
 
+@pytest.mark.proves("22b")
 @ranks(2)
 def test_sums_over_replicas_that_were_put_off_happen_though_the_last_microbatch_runs_another_unit(world: World) -> None:
     """`set_requires_all_reduce(False)`: the gradient of `text` was summed over its shards only, and stayed there."""
@@ -1124,6 +1135,7 @@ def test_what_other_models_kept_stays_kept(world: World) -> None:
     assert torch.equal(whole(one.text.weight.grad), torch.full((2, 2), 2.0))
 
 
+@pytest.mark.proves("22b")
 @ranks(2)
 def test_an_optimizer_does_not_step_over_gradients_that_are_only_kept(world: World) -> None:
     """There was a gradient of zeros already, so nobody noticed that the one of this step was still kept on each rank."""
@@ -1214,6 +1226,7 @@ def test_an_ignored_parameter_built_on_meta_stays_ignored(world: World) -> None:
     assert torch.equal(model(torch.ones(2, 3)), torch.full((2, 3), 4.0))
 
 
+@pytest.mark.proves("8f")
 @ranks(2)
 def test_a_forward_that_raised_leaves_nothing_gathered_for_the_next_one(world: World) -> None:
     """The outermost unit keeps its parameters for backward. Its forward raised on all ranks, so none came, and they stayed: when

@@ -154,6 +154,7 @@ def test_memory_of_the_group_falls_back_to_other_memory_where_nccl_has_none(monk
         ] * (not able)
 
 
+@pytest.mark.proves("9c")
 @ranks(1)
 def test_a_graph_of_the_device_that_is_captured_is_refused(world: World) -> None:
     model = fully_shard(Stack(), mesh=world.mesh)

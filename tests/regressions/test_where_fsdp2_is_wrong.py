@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, UserDict
 from typing import Any
 
+import pytest
 import torch
 from harness import World, ranks
 from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, full, shard_stack, square, train_both
@@ -80,6 +81,7 @@ def test_c_a_hundred_evaluations_leave_nothing_behind_and_cost_no_gather_later(w
     assert kinds(messages) == {"all_gather": 8, "reduce_scatter": 4, "heartbeat": 1}
 
 
+@pytest.mark.proves("23a")
 @ranks(2)
 def test_d_inference_mode_first_and_training_afterwards(world: World) -> None:
     model = Stack()
@@ -174,6 +176,7 @@ def test_h_parameters_are_right_between_forward_and_backward_under_an_int_reshar
         assert_same_grads(sharded, model)
 
 
+@pytest.mark.proves("35a")
 @ranks(1)
 def test_i_a_world_of_one_divides_once(world: World) -> None:
     for reduce in (torch.float16, torch.float32):
@@ -258,11 +261,13 @@ def test_l_scalars_on_a_hybrid_mesh(world: World) -> None:
     train_both(world, Mixed(), lambda m: fully_shard(m, mesh=mesh), steps=2)
 
 
+@pytest.mark.proves("34b")
 @ranks(2)
 def test_l_uneven_shards_along_any_dim_and_gradients_of_two_dtypes(world: World) -> None:
     train_both(world, Stack(), lambda m: shard_stack(m, world.mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1)), steps=2)
 
 
+@pytest.mark.proves("20a")
 @ranks(2)
 def test_m_an_encoder_may_run_first_and_alone(world: World) -> None:
     model = Stack()

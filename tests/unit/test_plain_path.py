@@ -37,17 +37,27 @@ class Block(nn.Module):
         return x
 
 
-def calls_of_a_step(units: int) -> Counter[tuple[str, str]]:
-    """By file and function: how often each was called in the forward and backward of a model of so many units."""
+def file_of(frame: FrameType | None) -> str | None:
+    """The file of the package that a frame is in. Wrappers of torch's private parts count as one: a reader needs their names."""
+    if frame is None or not frame.f_code.co_filename.startswith(SOURCE):
+        return None
+    name = Path(frame.f_code.co_filename).relative_to(SOURCE)
+    return name.parts[0] if name.parts[0] == "_torch" else str(name)
+
+
+def calls_of_a_step(units: int) -> Counter[tuple[str, str, str]]:
+    """How often each function was called in a forward and backward of so many units: (file of the caller, file, function)."""
     model = nn.Sequential(*[Block() for _ in range(units)])
     for module in (*model, model):
         fullshard.fully_shard(module, mesh=init_device_mesh("cpu", (8,)))
-    x, counts = torch.ones(2, 8), Counter[tuple[str, str]]()
+    x, counts = torch.ones(2, 8), Counter[tuple[str, str, str]]()
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(SOURCE):
-            counts[code.co_filename, f"{code.co_name} {code.co_firstlineno}"] += 1
+        file, caller = file_of(frame), frame.f_back
+        if event == "call" and file is not None:
+            while caller is not None and file_of(caller) is None:
+                caller = caller.f_back
+            counts[file_of(caller) or "torch", file, f"{frame.f_code.co_name} {frame.f_code.co_firstlineno}"] += 1
 
     for _ in range(3):  # orders are known then
         model(x).sum().backward()
@@ -72,9 +82,13 @@ def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     few, many = calls_of_a_step(8), calls_of_a_step(16)
     per_unit = {key: (many[key] - few[key]) / 8 for key in many if many[key] != few[key]}
-    # Wrappers of torch's private parts count as one file: the reader of a unit's path needs their names, not their files.
-    files = {"_torch" if Path(file).parent.name == "_torch" else file for file, _ in per_unit}
-    found = {"calls": sum(per_unit.values()), "functions": len(per_unit), "files": len(files)}
+    found = {
+        "calls": sum(per_unit.values()),
+        "functions": len({(file, function) for _, file, function in per_unit}),
+        "files": len({file for _, file, _ in per_unit}),
+        # Drawn by docs/pictures/draw.py.
+        "arrows": sorted({(caller, file) for caller, file, _ in per_unit if caller != file}),
+    }
     print(json.dumps(found))
 
 

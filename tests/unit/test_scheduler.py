@@ -193,6 +193,7 @@ def test_ending_a_forward_that_never_began_is_an_internal_error() -> None:
         scheduler.after_forward(0, grad=True)
 
 
+@pytest.mark.proves("43a")
 def test_a_wrong_guess_costs_one_unused_gather_and_is_counted() -> None:
     run = SimulatedRun([ReshardPolicy.NEVER] * 3)
     run.forward([0, [1]], [], grad=False)

@@ -60,13 +60,14 @@ class ClosedLogs:
 
     def _publish_needs(self, log: CollectiveLog) -> None:
         """Publish the messages that this rank still waits for."""
-        if not log.tagged:
-            return  # without tags, other ranks cannot complete single messages
+        others = [rank for rank in log.ranks if rank != self._local.rank]
+        if not log.tagged:  # other ranks cannot complete single messages, so there is nothing to drain
+            self._closing[log.key] = _Closing(log, log.epoch, [], set(others))
+            return
         self._closing[log.key] = _Closing(log, log.epoch, channels())
         needs = {channel.name: [(posted.tag, posted.sizes) for posted in channel.under_way(log.name)] for channel in channels()}
         with contextlib.suppress(Exception):
             self._records.publish_needs(log, {name: posted for name, posted in needs.items() if posted})
-            others = [rank for rank in log.ranks if rank != self._local.rank]
             self._store.wake(others)
 
     def republish_needs(self) -> None:
@@ -103,7 +104,7 @@ class ClosedLogs:
     def drain_all(self, log: CollectiveLog) -> None:
         """Complete all pending messages of a closed log. All other ranks must have published their needs."""
         closing = self._closing.get(log.key)
-        if closing is not None:
+        if closing is not None and log.tagged:
             closing.drained.clear()
             closing.channels = channels()
             self._drain(closing)
