@@ -1,4 +1,4 @@
-"""StateError and InternalError, a common check, and warnings that are issued once."""
+"""StateError and InternalError, a common check, printable texts, and warnings that are issued once."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def check_positive_int(name: str, value: object, *, otherwise: str = "") -> int:
     return value
 
 
+def printable(text: str) -> str:
+    """Return the text with unprintable characters and lone surrogates escaped.
+
+    Unprintable characters could control a terminal, and lone surrogates cannot be encoded to send the text to other ranks.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
 _SAID: set[str] = set()
 
 
@@ -42,4 +50,4 @@ def warn_once(text: str, category: type[Warning] = UserWarning, *, subject: str 
         warnings.warn(text, category, stacklevel=2)
 
 
-__all__ = ["InternalError", "StateError", "check_positive_int", "warn_once"]
+__all__ = ["InternalError", "StateError", "check_positive_int", "printable", "warn_once"]

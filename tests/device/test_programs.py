@@ -118,9 +118,9 @@ IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those th
     ("core/heartbeat.py _send (run)", EVENT),
     ("core/heartbeat.py read (block)", HOST),
     ("core/heartbeat.py read_now (block)", HOST),
-    ("core/setup_collectives.py _send (run)", EVENT),
-    ("core/setup_collectives.py _send (run)", MESSAGE),
-    ("core/setup_collectives.py _send (wait)", EVENT),
+    ("core/agreement.py _send (run)", EVENT),
+    ("core/agreement.py _send (run)", MESSAGE),
+    ("core/agreement.py _send (wait)", EVENT),
     ("core/reducer.py _send_heartbeats (wait)", EVENT),  # as long as pages of heartbeats are new
 }
 HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the last one the detector finds

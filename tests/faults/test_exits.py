@@ -27,6 +27,7 @@ from torch import nn
 
 import fullshard
 from fullshard import _torch
+from fullshard.compat import FSDP
 
 pytestmark = pytest.mark.processes
 TIGHT = 2.0  # seconds until all ranks know, where one of them can tell
@@ -179,6 +180,25 @@ def test_all_learn_of_a_failure_around_wrapping(where: str, ending: str) -> None
                 assert one.raised, f"rank {one.rank} waits\n{job}"
                 assert "rank 1" in one.raised, f"rank {one.rank}: {one.raised}\n{job}"
                 assert one.seconds < soon(GONE), f"rank {one.rank} took {one.seconds:.1f} seconds\n{job}"
+
+
+def save(rank: Rank) -> None:
+    """Rank 1 raises while the others save the optimizer of an FSDP1 wrapper."""
+    rank.begin()
+    torch.manual_seed(0)
+    model = FSDP(Stack(), device_mesh=rank.mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    FSDP.optim_state_dict(model, optimizer)
+    if rank.rank == 1:
+        time.sleep(1.0)
+        rank.event()
+        raise RuntimeError("bad batch")
+    FSDP.optim_state_dict(model, optimizer)
+
+
+def test_all_learn_of_a_rank_that_ends_while_they_save_an_fsdp1_optimizer() -> None:
+    for job in together([partial(run_job, save, size) for size in (2, 3)]):
+        check_all_raise(job, r"rank 1 is gone.* in collective 2, optim_state_dict\(\) of 'Stack'", GONE, but=(1,))
 
 
 # --- the process group is destroyed ---

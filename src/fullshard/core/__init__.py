@@ -15,10 +15,11 @@ of DTensors, and `back_references` the references that lead there. `needs_own_gr
 all-gather hooks. `is_ignored` is True for parameters that the user excluded. `replacement_of` returns the parameter that took
 the place of one from before sharding or from before undo(); it is the same as long as `replacement_count` does not grow.
 
-**Values of parameters.** `shard_of` slices this rank's shard from a full tensor, `full_tensor` all-gathers a DTensor,
-`to_local` returns its local tensor. `replace_rows` and `write_unsharded` write a shard, `clone_shard` copies it, and
-`unshard_permanently` puts a plain Parameter in its place. `tensors_on_meta`, `mark_unwritten` and `UninitializedTensors` track
-memory without values; `mark_tensor` fills such memory with a mark, and `is_marked` finds the mark again.
+**Values of parameters.** `shard_of` slices this rank's shard from a full tensor. `all_gather_full` returns the full tensor of a
+parameter or gradient in an `Agreement`, `full_tensor` that of any DTensor, without the log, and `to_local` its local tensor.
+`replace_rows` and `write_unsharded` write a shard, `clone_shard` copies it, and `unshard_permanently` puts a plain Parameter in
+its place. `tensors_on_meta`, `mark_unwritten` and `UninitializedTensors` track memory without values; `mark_tensor` fills such
+memory with a mark, and `is_marked` finds the mark again.
 
 **Steps of optimizers.** `StepCheck` is the check before the parameters of a group are written; it leads to the group and its
 unit. `use_plain_dtensor` spares a step the dispatch of sharded parameters, and `restore_subclass` ends that. `flat_gradient`
@@ -29,20 +30,21 @@ missing or that no unit reduces.
 `MIN_MESSAGE` and `LARGE_MESSAGE`) chooses the parameters with a message of their own. `ReductionLayout`, `Slice` and
 `staging_limit` describe reductions.
 
-**Meshes and modules.** `resolve_mesh` makes a `ShardAxis` of a DeviceMesh (`DataParallelMeshDims`, `check_names`). `group_of`
-and `subgroup_of` return process groups. `ParamSharding` describes how one parameter is sharded (`PlacementFn`). `collect`
-returns the `ManagedTensors` of modules, as `ParamRef`s with `Slot`s. `children_first` and `clean_name` are for walks over
-modules.
+**Meshes and modules.** `resolve_mesh` makes a `ShardAxis` of a DeviceMesh (`DataParallelMeshDims`, `check_names`), and
+`subgroup_of` returns a process group of some of its ranks. `ParamSharding` describes how one parameter is sharded
+(`PlacementFn`). `collect` returns the `ManagedTensors` of modules, as `ParamRef`s with `Slot`s. `children_first` and
+`clean_name` are for walks over modules.
 
 **Schedule.** The `Scheduler` turns events (`ForwardCall`) into `Action`s: `Unshard`, `Wait`, `SaveSubgroupShard`, `Reshard`
 and `Reduce`. It has a `UnitRecord` per unit.
 
-**Communication.** `SetupCollectives` runs logged collectives outside of a step, and a `CollectiveCall` is one in flight. A
+**Communication.** An `Agreement` is the ranks in one call outside of a step. It compares and gathers by logged collectives, and
+its `run` fails on all ranks or on none, as that of any `Ranks`. A `CollectiveCall` is one collective in flight. A
 `CollectiveLog` has an entry for each collective and each write of the user, with a `Fingerprint` that is equal on all ranks;
 `GroupFingerprints` makes those of the collectives of one group. The transport is `Collectives`, `collectives_for`,
-`StartedWork`, `together`, `Lane`, `HostStream`, `Work`, `InFlight` and `Message`. Custom collectives are `AllGather`,
-`ReduceScatter` and `Comm`. `on_release` clears caches of destroyed process groups. `UnitName` and `listed` are for texts.
-`message_length` is the length of a heartbeat.
+`StartedWork`, `together`, `Lane`, `HostStream`, `stream_for`, `Work`, `InFlight` and `Message`. Custom collectives are
+`AllGather`, `ReduceScatter` and `Comm`. `on_release` clears caches of destroyed process groups. `UnitName` and `listed` are for
+texts. `message_length` is the length of a heartbeat.
 
 The files, in the order of a unit's life:
 
@@ -57,12 +59,13 @@ grad_commit.py         GradCommit: sets `.grad` of all parameters or none
 heartbeat.py           the all-reduce at the end of a synchronized backward
 communicator.py        streams, process groups, and the log of collectives
 collectives_pool.py    the collectives of process groups, one object per group and role
-setup_collectives.py   collectives outside of forward and backward
+agreement.py           Agreement: the ranks in one call outside of forward and backward, and their collectives
 
 One parameter, one layout, one mesh:
 
 sharded_param.py       ShardedParameter: the sharded and the unsharded parameter, and the slots where one of them is registered
 sharded_tensor.py      ShardedDTensor: the class of sharded parameters; its errors name the parameter
+full_tensors.py        full and unsharded tensors of sharded parameters
 shard_values.py        copies into and out of shards: sharding and unsharding for good, assigned parameters, loading
 group_grads.py         GroupGradients: gradients kept between backwards; ReductionPlan: layout of the gradients in collectives
 layout.py              integers only: Extent, Bucket, GroupLayout, padding, alignment
@@ -98,11 +101,13 @@ from fullshard.comm.backends import collectives_for
 from fullshard.comm.base import Collectives, StartedWork, together
 from fullshard.comm.custom import AllGather, Comm, ReduceScatter
 from fullshard.comm.process_groups import on_release
-from fullshard.comm.streams import HostStream, InFlight, Lane, Work
+from fullshard.comm.streams import HostStream, InFlight, Lane, Work, stream_for
 from fullshard.comm.traffic import Message
+from fullshard.core.agreement import Agreement, Ranks
 from fullshard.core.backward import BackwardHook, NodeHooks
 from fullshard.core.communicator import CollectiveCall
 from fullshard.core.extension import needs_own_group
+from fullshard.core.full_tensors import all_gather_full, full_tensor
 from fullshard.core.grad_commit import flat_gradient
 from fullshard.core.heartbeat import message_length
 from fullshard.core.hooks import cast_floats, install_hooks, remove_hooks, remove_hooks_from_copies, tensors_in
@@ -120,7 +125,7 @@ from fullshard.core.layout import (
     staging_limit,
 )
 from fullshard.core.lint import is_ignored, remark_on_gradients, remark_on_optimizer
-from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, check_names, group_of, resolve_mesh, subgroup_of
+from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, check_names, resolve_mesh, subgroup_of
 from fullshard.core.meta_init import mark_unwritten, tensors_on_meta
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect
 from fullshard.core.param_group import ParamGroup
@@ -138,10 +143,8 @@ from fullshard.core.scheduler import (
     Unshard,
     Wait,
 )
-from fullshard.core.setup_collectives import SetupCollectives
 from fullshard.core.shard_values import (
     clone_shard,
-    full_tensor,
     replace_rows,
     shard_of,
     unshard_permanently,
@@ -159,6 +162,7 @@ __all__ = [
     "MIN_CHUNK",
     "MIN_MESSAGE",
     "Action",
+    "Agreement",
     "AllGather",
     "BackwardHook",
     "Bucket",
@@ -184,6 +188,7 @@ __all__ = [
     "ParamRef",
     "ParamSharding",
     "PlacementFn",
+    "Ranks",
     "Reduce",
     "ReduceScatter",
     "ReductionLayout",
@@ -191,7 +196,6 @@ __all__ = [
     "Runtime",
     "SaveSubgroupShard",
     "Scheduler",
-    "SetupCollectives",
     "ShardAxis",
     "ShardedParameter",
     "Slice",
@@ -206,6 +210,7 @@ __all__ = [
     "Unshard",
     "Wait",
     "Work",
+    "all_gather_full",
     "attach_unit",
     "back_references",
     "cast_floats",
@@ -218,7 +223,6 @@ __all__ = [
     "detach_unit",
     "flat_gradient",
     "full_tensor",
-    "group_of",
     "install_hooks",
     "is_ignored",
     "is_marked",
@@ -244,6 +248,7 @@ __all__ = [
     "restore_subclass",
     "shard_of",
     "staging_limit",
+    "stream_for",
     "subgroup_of",
     "tensors_in",
     "tensors_on_meta",

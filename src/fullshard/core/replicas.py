@@ -33,11 +33,11 @@ def check_replicas(unit: Unit) -> None:
         name = f"Parameter '{p.name}' of unit '{unit.name}'"
         axes.setdefault(id(p.sharding.axis), (p.sharding.axis, []))[1].append((name, p.local))
     for axis, shards in axes.values():
-        setup = unit.setup_collectives("comparison of replicas", shards=False).on_axis(axis)
+        agreement = unit.agreement("comparison of replicas", shards=False).on_axis(axis)
         if unit.options.sync == "broadcast":
-            broadcast([shard for _, shard in shards], setup)
+            broadcast([shard for _, shard in shards], agreement)
         else:
-            wrong = wrong or find_unequal_values(shards, setup)
+            wrong = wrong or find_unequal_values(shards, agreement)
     if wrong is not None:
         raise StateError(
             f"{wrong}, which hold the same rows. Initialize it from one seed on all replicas, as fullshard.materialize() "

@@ -1,8 +1,7 @@
-"""Copies into and out of shards: sharding and unsharding for good, assigned parameters, loading, unsharded tensors."""
+"""Copies into and out of shards: sharding and unsharding for good, assigned parameters, loading."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core.param_sharding import ParamSharding
+from fullshard.core.agreement import Agreement
+from fullshard.core.full_tensors import all_gather_unsharded
 from fullshard.core.parameter_alias import replace, set_replacement
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
@@ -72,21 +72,19 @@ def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) ->
     parameter.put(sharded)
 
 
-def unshard_permanently(parameter: ShardedParameter, gather: Callable[[ParamSharding, Any], Tensor]) -> None:
-    """Register an ordinary, unsharded Parameter in all slots, with gradient, attributes and hooks. Collective.
-
-    Args:
-        parameter: the sharded parameter.
-        gather: all-gathers a DTensor with the given sharding, and returns the tensor that this rank computes with.
-    """
-    sharded, sharding = parameter.sharded, parameter.sharding
-    plain = nn.Parameter(sharding.to_module(gather(sharding, sharded)), requires_grad=sharded.requires_grad)
+def unshard_permanently(parameter: ShardedParameter, agreement: Agreement) -> None:
+    """Register an ordinary, unsharded Parameter in all slots, with gradient, attributes and hooks. Collective."""
+    sharded: Any = parameter.sharded
+    sharding = parameter.sharding
+    plain = nn.Parameter(
+        sharding.to_module(all_gather_unsharded(agreement, sharding, sharded)), requires_grad=sharded.requires_grad
+    )
     plain.__dict__.update(parameter.user_attributes)
     _torch.carry_hooks(sharded, plain)
     if parameter.grad_dtype.explicit:
         _torch.set_grad_dtype(plain, parameter.grad_dtype.dtype)
     if sharded.grad is not None:
-        plain.grad = sharding.to_module(gather(sharding, sharded.grad))
+        plain.grad = sharding.to_module(all_gather_unsharded(agreement, sharding, sharded.grad))
     set_replacement(sharded, plain)
     sharded.__dict__.pop(LOGICAL, None)
     parameter.put(plain)
@@ -167,19 +165,6 @@ def write_unsharded(parameter: ShardedParameter, full: Tensor, *, grad: bool) ->
     elif grad:
         rows = parameter.slice(full.grad).to(parameter.local.device, parameter.local.dtype, copy=True)  # type: ignore[arg-type]
         parameter.sharded.grad = parameter.dtensor_like_shard(rows.contiguous())
-
-
-def full_tensor(sharded: DTensor) -> Tensor:
-    """Return the unsharded tensor of a DTensor, on the device of its local tensor. Collective.
-
-    With CPU offload the local tensor is copied to the device of the mesh, because its backend cannot all-gather host memory.
-    """
-    local = _torch.local_tensor(sharded).detach()
-    kind = sharded.device_mesh.device_type
-    if local.device.type in (kind, "meta"):
-        return sharded.detach().full_tensor()  # type: ignore[attr-defined]
-    moved = local.to(_torch.device_of(kind))
-    return _torch.dtensor(moved, _torch.spec_of(sharded)).full_tensor().to(local.device)
 
 
 def discard_gradient(parameter: ShardedParameter, *, set_to_none: bool) -> None:

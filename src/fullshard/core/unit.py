@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.checks.collective_log import Fingerprint, GroupFingerprints, UnitName, described
+from fullshard.core.agreement import Agreement
 from fullshard.core.extension import check_extension, needs_own_group
 from fullshard.core.interrupts import recovers_first
 from fullshard.core.late_grads import hook_late_grads
@@ -23,7 +24,6 @@ from fullshard.core.module_tree import clean_name
 from fullshard.core.param_group import ParamGroup, group_class, group_parameters
 from fullshard.core.replicas import check_replicas
 from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
-from fullshard.core.setup_collectives import SetupCollectives
 from fullshard.core.shard_values import read_slots
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.uninitialized import UninitializedTensors
@@ -602,13 +602,12 @@ class Unit:
     @recovers_first
     def barrier(self, *, doing: str) -> None:
         """Wait until all ranks are about to begin what follows, before this rank changes anything."""
-        self.setup_collectives(doing).barrier()
+        self.agreement(doing).barrier()
 
-    def setup_collectives(self, doing: str, *, shards: bool = True) -> SetupCollectives:
-        """Return the collectives of a call about the unit that is neither forward nor backward."""
-        return SetupCollectives(
-            self.runtime.communicator, self.axis, self.unit_name, doing, f"{self.global_id} {doing}", shards=shards
-        )
+    def agreement(self, doing: str, *, shards: bool = True) -> Agreement:
+        """Return the agreement of ranks in a call about the unit that is neither forward nor backward."""
+        subject = f"{self.global_id} {doing}"
+        return Agreement(self.runtime.communicator, [self.axis], self.unit_name, doing, subject, shards=shards)
 
     def log_write(self, action: str) -> None:
         """Record in the logs that the user did `action` to the unit's shards, as all ranks must."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.checks.collective_log import listed
-from fullshard.core.setup_collectives import SetupCollectives
+from fullshard.core.agreement import Agreement
 
 SYNCS = ("check", "broadcast", "off")  # values of fully_shard(sync=)
 BUFFERS = ("local", "broadcast", "mean")  # values of fully_shard(buffers=)
@@ -57,82 +56,54 @@ def _plain_parts(tensor: Tensor) -> list[Tensor]:
     return []
 
 
-def find_unequal_values(named: Sequence[tuple[str, Tensor]], setup: SetupCollectives) -> str | None:
+def find_unequal_values(named: Sequence[tuple[str, Tensor]], agreement: Agreement) -> str | None:
     """Return a text that names the first tensor whose values differ between ranks, equal on all ranks; None if none does.
 
     Collective. Tensors on meta have no values and are not compared.
     """
-    if not setup.groups or not named:
+    if not agreement.groups or not named:
         return None
-    device = setup.axis.device
+    device = agreement.device
     has_values = [tensor.device.type != "meta" and bool(_plain_parts(tensor)) for _, tensor in named]
     zero = torch.zeros((), dtype=torch.int64, device=device)
     digests = torch.stack([digest(t).to(device) if has else zero for (_, t), has in zip(named, has_values)])
-    rows = digests.view(torch.uint8).view(len(named), 8)
-    has = torch.tensor(has_values, dtype=torch.uint8, device=device).view(-1, 1)
-    # The maximum of 255 - x is 255 minus the minimum of x, so both maxima of a byte add up to 255 if it is equal on all ranks.
-    # Ranks without values send zeros, which change no maximum.
-    message = setup.maximum(torch.cat([rows * has, (255 - rows) * has, has], 1)).cpu()
-    differ = ((message[:, :8].int() + message[:, 8:16].int() != 255).any(1) & (message[:, 16] > 0)).nonzero()
-    if not differ.numel():
+    rows = digests.view(torch.uint8).view(len(named), -1)
+    index = agreement.first_unequal(rows, torch.tensor(has_values, dtype=torch.uint8, device=device))
+    if index is None:
         return None
-    index = int(differ[0])
-    return f"{named[index][0]} differs between {_ranks_that_differ(digests[index], setup)}"
+    found = agreement.gather_bytes(bytes(rows[index].tolist()), at_most=rows.shape[1])
+    first = next(iter(found))
+    other = [rank for rank, values in found.items() if values != found[first]]
+    return f"{named[index][0]} differs between rank {first} and {listed(other)}"
 
 
-def find_unequal_parameters(named: Sequence[tuple[str, Tensor]], setup: SetupCollectives) -> str | None:
+def find_unequal_parameters(named: Sequence[tuple[str, Tensor]], agreement: Agreement) -> str | None:
     """Return a text with the parameters of each rank if they differ between ranks, equal on all ranks; None if they are equal.
 
     Collective.
     """
-    if not setup.groups:
+    text = "; ".join(f"{name} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named)
+    if agreement.all_equal(text.encode()):
         return None
-    parts = [f"{name} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named]
-    hashed = hashlib.sha256("; ".join(parts).encode()).digest()[:8]
-    mine = torch.tensor(list(hashed), dtype=torch.uint8, device=setup.axis.device)
-    head = setup.maximum(torch.cat([mine, 255 - mine])).cpu().int()
-    if bool((head[:8] + head[8:] == 255).all()):
-        return None
-    length = 256  # bytes of the text of each rank; it is cut or padded, since an all-gather needs equal lengths
-    rank = dist.get_rank()
-    text = f"rank {rank} has {len(named)}: {'; '.join(parts)}".encode()[:length].ljust(length)
-    found = setup.all_gather(torch.tensor(list(text), dtype=torch.uint8, device=setup.axis.device), setup.groups[-1])
-    texts = [bytes(one).decode(errors="ignore").strip() for one in found.tolist()]
-    return ". ".join(dict.fromkeys(texts))
+    found = agreement.gather_bytes(f"rank {dist.get_rank()} has {len(named)}: {text}".encode(), at_most=256)
+    return ". ".join(content.decode(errors="ignore").strip() for content in found.values())
 
 
-def _ranks_that_differ(mine: Tensor, setup: SetupCollectives) -> str:
-    """Return a text with the ranks whose values differ from the first rank's, as far as one group shows them. Collective."""
-    for group in reversed(setup.groups):
-        found = setup.all_gather(mine, group).tolist()
-        ranks = dist.get_process_group_ranks(group)
-        other = [rank for rank, value in zip(ranks, found) if value != found[0]]
-        seen = setup.maximum(torch.tensor([bool(other)], dtype=torch.uint8, device=setup.axis.device))
-        if bool(seen.item()):
-            return f"rank {ranks[0]} and {listed(other)}" if other else "other ranks of the mesh"
-    return "ranks"
-
-
-def broadcast(tensors: Sequence[Tensor], setup: SetupCollectives) -> None:
+def broadcast(tensors: Sequence[Tensor], agreement: Agreement) -> None:
     """Copy the first rank's values to all ranks, in place. Collective."""
-    setup.broadcast(part for tensor in tensors for part in _plain_parts(tensor) if part.device.type != "meta")
+    agreement.broadcast(part for tensor in tensors for part in _plain_parts(tensor) if part.device.type != "meta")
 
 
-def find_partly_on_meta(named: Sequence[tuple[str, Tensor]], setup: SetupCollectives) -> str | None:
+def find_partly_on_meta(named: Sequence[tuple[str, Tensor]], agreement: Agreement) -> str | None:
     """Return the name of the first tensor that is on meta on some ranks only, equal on all ranks; None if there is none.
 
     Collective.
     """
-    on_meta = torch.tensor(
-        [[t.device.type == "meta", t.device.type != "meta"] for _, t in named], dtype=torch.uint8, device="cpu"
-    )
-    votes = on_meta.to(setup.axis.device)
-    if votes.numel():
-        setup.maximum(votes)
-    for (name, _), (some, others) in zip(named, votes.tolist()):
-        if some and others:
-            return name
-    return None
+    if not named:
+        return None
+    on_meta = torch.tensor([[tensor.device.type == "meta"] for _, tensor in named], dtype=torch.uint8, device="cpu")
+    index = agreement.first_unequal(on_meta)
+    return None if index is None else named[index][0]
 
 
 __all__ = ["BUFFERS", "SYNCS", "broadcast", "digest", "find_partly_on_meta", "find_unequal_parameters", "find_unequal_values"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -19,6 +20,7 @@ from fullshard.comm.backends import collectives_for
 from fullshard.comm.base import Collectives
 from fullshard.comm.gloo import MessageTag, channels
 from fullshard.comm.process_groups import held, on_release
+from fullshard.comm.streams import HostStream, nothing
 from fullshard.core.mesh import resolve_mesh
 from fullshard.core.runtime import Runtime
 from fullshard.errors import StateError
@@ -62,11 +64,7 @@ class FailureVote:
             self._tag.hash, self._tag.gate = self._log.hash, self._log
             before = self._wait_state.enter(entry)
             try:
-                pending = collectives.all_reduce_max(message)
-                for work in pending.works:
-                    work.wait()
-                if pending.then is not None:
-                    pending.then()
+                HostStream().run(partial(collectives.all_reduce_max, message), nothing).wait()
                 flag = bool(message.item())  # on an asynchronous device the host waits here
             except Exception as failure:
                 where = "" if self.watch is None else self.watch.describe_peers(self._log)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
 from fullshard.checks.collective_log import UnitName
+from fullshard.core.agreement import Agreement
 from fullshard.core.extension import is_plain, missing_extension_method, needs_own_group, own_shard
 from fullshard.core.lint import mark_ignored
 from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh
@@ -22,7 +23,6 @@ from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, roots_
 from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
 from fullshard.core.parameter_alias import replacement_of
 from fullshard.core.runtime import Runtime, make_unit
-from fullshard.core.setup_collectives import SetupCollectives
 from fullshard.core.shard_values import move_data, replace_with_sharded
 from fullshard.core.sharded_param import ShardedParameter, to_local
 from fullshard.core.unit import name_units_in
@@ -186,7 +186,7 @@ def _make_unit(
     patches.install()
     found = _inspect(modules, shaped, ignored, planned)
     axis, options, refs = shaped.axis, shaped.options, found.refs
-    _check_or_sync_values(found, _setup(modules, shaped), options.sync)
+    _check_or_sync_values(found, _agreement(modules, shaped), options.sync)
     # All checks have passed, so that an error of the caller leaves the module intact. From here on it changes.
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
     _move(refs, found.managed, home, axis.device)
@@ -325,15 +325,15 @@ class PreparedShard:
         _shard(self._modules, self._shaped, self._ignored, self._planned)
 
 
-def _setup(modules: list[nn.Module], shaped: _ResolvedArguments) -> SetupCollectives:
-    """Return the setup collectives of this call."""
+def _agreement(modules: list[nn.Module], shaped: _ResolvedArguments) -> Agreement:
+    """Return the agreement of the ranks in this call."""
     runtime = Runtime.of(shaped.axis.device, shaped.options.comm)
     runtime.update_timeouts(shaped.options.checks)
     classes = ", ".join(type(module).__name__ for module in modules)
-    return SetupCollectives(runtime.communicator, shaped.axis, UnitName(type(modules[0]).__name__), "fully_shard()", classes)
+    return Agreement(runtime.communicator, [shaped.axis], UnitName(type(modules[0]).__name__), "fully_shard()", classes)
 
 
-def _check_or_sync_values(found: _Inspection, setup: SetupCollectives, how: str) -> None:
+def _check_or_sync_values(found: _Inspection, agreement: Agreement, how: str) -> None:
     """Compare the parameters of all ranks, then compare or broadcast their values as `how` requires. Collective.
 
     Raises ValueError on every rank if the ranks have different parameters, or different values where these are checked.
@@ -343,19 +343,19 @@ def _check_or_sync_values(found: _Inspection, setup: SetupCollectives, how: str)
         explicit, grad_dtype = _torch.grad_dtype_of(ref.parameter)
         name = f"'{ref.name}'{' not cast' if keeps else ''}{f' with grad_dtype {grad_dtype}' if explicit else ''}"
         named.append((name, ref.parameter))
-    wrong = find_unequal_parameters(named, setup)
+    wrong = find_unequal_parameters(named, agreement)
     if wrong is not None:
         raise ValueError(f"The ranks call fully_shard for different parameters: {wrong}. Build the same model on all ranks.")
     if how == "off" or not (found.refs or found.managed.buffers):
         return
-    axis = setup.axis
+    (axis,) = agreement.axes
     sets: dict[tuple[int, int], tuple[ShardAxis, list[tuple[str, torch.Tensor]]]] = {}  # by ranks with equal values
     for ref, sharding in zip(found.refs, found.shardings):
         where = axis if sharding.axis.is_replicated else sharding.axis
         sets.setdefault(where.key, (where, []))[1].append((f"parameter '{ref.name}'", ref.parameter))
     if how == "check":
         for where, named in sets.values():
-            wrong = find_unequal_values(named, setup.on_axis(where))
+            wrong = find_unequal_values(named, agreement.on_axis(where))
             if wrong is not None:
                 raise ValueError(
                     f"{wrong}: each rank would keep a shard of a different model. Seed all ranks equally before the model is "
@@ -366,14 +366,14 @@ def _check_or_sync_values(found: _Inspection, setup: SetupCollectives, how: str)
     own = sets.setdefault(axis.key, (axis, []))[1]
     own += [(f"buffer '{name}'", buffer) for name, _, buffer in found.managed.buffers]
     for where, named in sets.values():
-        partly = find_partly_on_meta(named, setup.on_axis(where))
+        partly = find_partly_on_meta(named, agreement.on_axis(where))
         if partly is not None:
             raise ValueError(
                 f"sync='broadcast' cannot be applied: {partly} is on meta on some ranks and not on others. Call to_empty() on "
                 "the ranks with meta tensors first."
             )
     for where, named in sets.values():
-        broadcast([tensor for _, tensor in named], setup.on_axis(where))
+        broadcast([tensor for _, tensor in named], agreement.on_axis(where))
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from fullshard import _torch
 from fullshard.core import (
+    Agreement,
     ManagedTensors,
     ParamRef,
     Runtime,
-    SetupCollectives,
     UnitName,
     check_names,
     clean_name,
@@ -30,7 +30,7 @@ from fullshard.core import (
     subgroup_of,
     unit_of,
 )
-from fullshard.fsdp1.agreement import ComparedValues, Ranks
+from fullshard.fsdp1.agreement import ComparedValues, agree
 from fullshard.policies import CommPolicy
 from fullshard.state.materialize import common_seed, seeded
 
@@ -359,15 +359,15 @@ def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh
     shared = _shared_buffers(managed)
     waiting = [module for module in managed.modules if _on_meta(module, given)]
     device = _torch.device_of(mesh.device_type)
-    setup = _setup_collectives(managed, mesh, device)
-    if not given.sync and len(_flags_of_all_ranks(setup, bool(waiting))) > 1:
+    ranks = _agreement(managed, mesh, device)
+    on_meta = torch.tensor([[bool(waiting)]], dtype=torch.uint8, device="cpu")
+    if not given.sync and ranks.first_unequal(on_meta) is not None:
         raise ValueError(
             "Some ranks have this module on the meta device and others have values for it. Pass sync_module_states=True to "
             "broadcast the values of the first rank."
         )
-    ranks = Ranks(tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1), device)
     # Without a broadcast, all ranks must draw equal random numbers: seed them with a common seed.
-    drawing: Any = seeded(device, common_seed(setup)) if waiting and not given.sync else nullcontext()
+    drawing: Any = seeded(device, common_seed(ranks)) if waiting and not given.sync else nullcontext()
 
     def give_values() -> ManagedTensors:
         with torch.no_grad(), drawing:
@@ -375,7 +375,8 @@ def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh
         return managed
 
     if waiting or given.sync:
-        ranks.agree(
+        agree(
+            ranks,
             give_values,
             _layout if given.sync else None,
             subject="sync_module_states: the modules",
@@ -383,7 +384,7 @@ def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh
         )
     if given.sync:
         tensors = [ref.parameter for ref in managed.refs] + [buffer for _, _, buffer in managed.buffers]
-        setup.broadcast(tensor.detach() for tensor in tensors)
+        ranks.broadcast(tensor.detach() for tensor in tensors)
 
 
 def _initialize(
@@ -477,18 +478,10 @@ def _reset(module: nn.Module, device: torch.device) -> None:
     reset()
 
 
-def _setup_collectives(managed: ManagedTensors, mesh: DeviceMesh, device: torch.device) -> SetupCollectives:
-    """Return the setup collectives of the wrapper under construction."""
-    name = type(managed.modules[-1]).__name__
-    return SetupCollectives(
-        Runtime.of(device, CommPolicy()).communicator, resolve_mesh(mesh), UnitName(name), "FullyShardedDataParallel()", name
-    )
-
-
-def _flags_of_all_ranks(setup: SetupCollectives, flag: bool) -> set[bool]:
-    """Return the set of the values that `flag` has on the ranks (collective)."""
-    votes = setup.maximum(torch.tensor([flag, not flag], dtype=torch.uint8, device=setup.axis.device))
-    return {value for value, present in zip((True, False), votes.tolist()) if present}
+def _agreement(managed: ManagedTensors, mesh: DeviceMesh, device: torch.device) -> Agreement:
+    """Return the agreement of the ranks that construct the wrapper."""
+    name, communicator = type(managed.modules[-1]).__name__, Runtime.of(device, CommPolicy()).communicator
+    return Agreement(communicator, [resolve_mesh(mesh)], UnitName(name), "FullyShardedDataParallel()", name)
 
 
 def cast_buffers(module: nn.Module, managed: ManagedTensors, given: FSDP1Arguments) -> dict[str, torch.dtype]:

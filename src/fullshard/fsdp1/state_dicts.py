@@ -13,8 +13,8 @@ from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, clean_name, full_tensor, logical_parameters, shard_of
-from fullshard.fsdp1.agreement import ComparedValues, Ranks
+from fullshard.core import Agreement, ShardedParameter, clean_name, full_tensor, logical_parameters, shard_of
+from fullshard.fsdp1.agreement import ComparedValues, agree
 from fullshard.optim.optimizer_hooks import rebind
 
 FULL, SHARDED, LOCAL = (
@@ -198,7 +198,7 @@ def optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state_format: StateDictFormat,
-    ranks: Ranks,
+    ranks: Agreement,
     *,
     given: dict[str, Any] | None = None,
     first: bool,
@@ -219,7 +219,8 @@ def optimizer_state(
     Raises:
         ValueError: on every rank, before any state is communicated, if parameters, states or numeric settings differ.
     """
-    collected = ranks.agree(
+    collected = agree(
+        ranks,
         lambda: _collect_optimizer_state(model, optimizer, given, state_format),
         _OptimizerState.compared,
         subject="The optimizers",
@@ -239,7 +240,7 @@ def load_optimizer_state(
     model: nn.Module,
     saved: dict[str, Any],
     groups: Sequence[Sequence[Tensor]],
-    ranks: Ranks,
+    ranks: Agreement,
     *,
     local: bool = False,
     by_name: bool = False,
@@ -263,7 +264,8 @@ def load_optimizer_state(
         ValueError: on every rank, with the name, for a parameter that is missing in the groups of `saved` or in the optimizer,
             and for states that do not match.
     """
-    ready = ranks.agree(
+    ready = agree(
+        ranks,
         lambda: _prepare_to_load(model, saved, groups, local=local),
         _LoadedState.compared,
         subject="The saved optimizers",

@@ -35,18 +35,23 @@ from torch.distributed.fsdp import (
 
 from fullshard import _torch
 from fullshard.core import (
+    Agreement,
     Collectives,
     ManagedTensors,
     ReduceScatter,
+    Runtime,
     ShardAxis,
     StartedWork,
     Unit,
+    UnitName,
     cast_floats,
     clean_name,
     collect,
     collectives_for,
     logical_parameters,
+    resolve_mesh,
     shard_of,
+    stream_for,
     unit_of,
     units_of,
 )
@@ -63,7 +68,6 @@ from fullshard.frontend.module import (
     unit_summary,
 )
 from fullshard.fsdp1 import state_dicts
-from fullshard.fsdp1.agreement import Ranks
 from fullshard.fsdp1.arguments import HYBRID, FSDP1Arguments, cast_buffers, device_type_of, materialize, mesh_of
 from fullshard.fsdp1.state_dicts import StateDictFormat
 from fullshard.optim.clipping import clip_grad_norm_
@@ -73,6 +77,7 @@ from fullshard.state.full_params import full_params
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import check_policy, plan_model, warn_about_mixtures
 
+_LOADING = "optim_state_dict_to_load()"  # name of the call in the collective log, also for FSDP1's older functions
 _WRAPPED_MODULE = "_fsdp_wrapped_module"
 _OTHER_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # set by activation checkpointing, torch.compile
 _NO_RESHARD_AFTER_FORWARD = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD, _torch.HYBRID_ZERO2)
@@ -842,7 +847,7 @@ class FullyShardedDataParallel(nn.Module):
             optim_state_dict = _scatter_optimizer_state(model, optim_state_dict, groups, group)
         local = state_format.kind is state_dicts.LOCAL
         ready = state_dicts.load_optimizer_state(
-            model, optim_state_dict, groups, _ranks(model, group), local=local, by_name=is_named_optimizer
+            model, optim_state_dict, groups, _ranks(model, group, _LOADING), local=local, by_name=is_named_optimizer
         )
         if load_directly:
             optim.load_state_dict(ready if "param_groups" in ready else {**optim.state_dict(), **ready})
@@ -915,7 +920,7 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: see `optim_state_dict_to_load`.
         """
         groups = state_dicts.groups_of(model, optim, optim_input)
-        return state_dicts.load_optimizer_state(model, full_optim_state_dict, groups, _ranks(model, None))
+        return state_dicts.load_optimizer_state(model, full_optim_state_dict, groups, _ranks(model, None, _LOADING))
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -935,7 +940,7 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: see `optim_state_dict_to_load`.
         """
         return state_dicts.load_optimizer_state(
-            model, sharded_optim_state_dict, state_dicts.groups_of(model, optim), _ranks(model, None)
+            model, sharded_optim_state_dict, state_dicts.groups_of(model, optim), _ranks(model, None, _LOADING)
         )
 
     @staticmethod
@@ -964,7 +969,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         groups = state_dicts.groups_of(model, optim, optim_input)
         whole = _scatter_optimizer_state(model, full_optim_state_dict, groups, group)
-        return state_dicts.load_optimizer_state(model, whole, groups, _ranks(model, group))
+        return state_dicts.load_optimizer_state(model, whole, groups, _ranks(model, group, _LOADING))
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -1233,19 +1238,21 @@ def _save_optimizer_state(
     group: dist.ProcessGroup | None,
     given: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    return state_dicts.optimizer_state(
-        model, optimizer, state_format, _ranks(model, group), given=given, first=_is_first_rank(model, group)
-    )
+    ranks, first = _ranks(model, group, "optim_state_dict()"), _is_first_rank(model, group)
+    return state_dicts.optimizer_state(model, optimizer, state_format, ranks, given=given, first=first)
 
 
-def _ranks(model: nn.Module, group: dist.ProcessGroup | None) -> Ranks:
-    """Return the ranks that save and load together: the ranks of `group`, or of the model's mesh if `group` is None."""
+def _ranks(model: nn.Module, group: dist.ProcessGroup | None, doing: str) -> Agreement:
+    """Return the ranks that save or load together: the ranks of `group`, or of the model's mesh if `group` is None."""
     unit = next(units_of(model, True), None)
-    device = torch.device("cpu") if unit is None else unit.axis.device
+    device, name, axes = torch.device("cpu"), UnitName(""), list[ShardAxis]()
+    if unit is not None:
+        device, name, axes = unit.axis.device, unit.unit_name, [unit.axis]
     if group is not None:
-        return Ranks((group,), device)
-    axes = () if unit is None else (unit.axis.replicas.group if unit.axis.replicas is not None else None, unit.axis.group)
-    return Ranks(tuple(axis for axis in axes if axis is not None), device)
+        axes = [resolve_mesh(DeviceMesh.from_group(group, device.type))]
+    # Streams of their own, and so a runtime and a log of their own. If the optimizers of the ranks differ, the logs of their
+    # steps have diverged already, but the ranks can still compare parameters and settings, and name the one that differs.
+    return Agreement(Runtime.of(device, CommPolicy(lanes=stream_for)).communicator, axes, name, doing)
 
 
 def _scatter_optimizer_state(

@@ -211,10 +211,10 @@ def undo(root: nn.Module, unwrap_class: ClassMap) -> None:
     for unit in units[:1]:
         unit.barrier(doing="undo()")
     for unit in units:
-        setup = unit.setup_collectives("undo()")
+        agreement = unit.agreement("undo()")
         unit.reshard(doing="undo()")
         unit.refresh()
         for parameter in unit.parameters:
-            unshard_permanently(parameter, setup.unsharded)
+            unshard_permanently(parameter, agreement)
     for unit in units:
         remove_unit(unit, unwrap_class)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.core import BackwardHook, ParamGroup, ShardedParameter, Unit, units_of, write_unsharded
+from fullshard.core import BackwardHook, ParamGroup, ShardedParameter, Unit, all_gather_full, units_of, write_unsharded
 from fullshard.errors import StateError
 
 
@@ -104,15 +104,15 @@ def _install_full(
     Each pair (sharded, plain) is appended to `installed` before the next all-gather, so that after an error the caller can
     restore the sharded parameters.
     """
-    setup = unit.setup_collectives("full_params()")
+    agreement = unit.agreement("full_params()")
     for parameter in unit.parameters:
         sharded: Any = parameter.sharded
-        full = setup.full(parameter.sharding, sharded)
-        grad = setup.full(parameter.sharding, sharded.grad) if grads and sharded.grad is not None else None
+        whole = all_gather_full(agreement, parameter.sharding, sharded)
+        grad = all_gather_full(agreement, parameter.sharding, sharded.grad) if grads and sharded.grad is not None else None
         # Only after the all-gathers: every rank must take part in them.
         if rank0_only and any(coordinate != 0 for coordinate in parameter.sharding.mesh.get_coordinate() or ()):
             continue
-        plain = nn.Parameter(full.to(dtype=dtype, device=device), requires_grad=parameter.requires_grad)
+        plain = nn.Parameter(whole.to(dtype=dtype, device=device), requires_grad=parameter.requires_grad)
         if grad is not None:
             plain.grad = grad.to(dtype=plain.dtype, device=plain.device)
         installed.append((parameter, plain))

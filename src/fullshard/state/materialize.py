@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core import SetupCollectives, ShardedParameter, is_marked, mark_tensor, replace_rows, units_of
+from fullshard.core import Agreement, ShardedParameter, is_marked, mark_tensor, replace_rows, units_of
 from fullshard.errors import StateError
 
 Init = Callable[[nn.Module], object]
@@ -55,7 +55,7 @@ def materialize(
         unit.reshard(doing="materialize()")
     compute_device = torch.device(device) if device is not None else units[0].axis.device
     if seed is None:
-        seed = common_seed(units[0].setup_collectives("materialize()"))
+        seed = common_seed(units[0].agreement("materialize()"))
     groups = [group for unit in units for group in unit.groups]
     owners = {id(parameter.sharded): (parameter, group.storage.home) for group in groups for parameter in group.parameters}
     filled: dict[int, Tensor] = {}
@@ -196,9 +196,9 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def common_seed(setup: SetupCollectives) -> int:
+def common_seed(agreement: Agreement) -> int:
     """Draw a seed on the first rank and broadcast it to all ranks. Collective."""
-    return int(setup.from_first_rank(torch.randint(2**62, (1,), dtype=torch.int64).to(setup.axis.device)).item())
+    return int(agreement.from_first_rank(torch.randint(2**62, (1,), dtype=torch.int64)).item())
 
 
 __all__ = ["common_seed", "materialize", "seeded"]

@@ -1,6 +1,6 @@
 """Load and save model weights: each rank reads and writes its own bytes of ordinary checkpoints; full tensors are streamed.
 
-texts.py      printable error texts
+texts.py      hints of similar names for error texts
 progress.py   progress callbacks of loads and saves
 boxes.py      boxes: rectangular parts of tensors
 headers.py    headers of safetensors files, and the files of a checkpoint
@@ -11,7 +11,6 @@ shard_map.py  tensors of a model, and the box of each tensor that each rank has
 rounds.py     batch rows that one rank reads or writes for several ranks into rounds
 plan.py       plan a load: which rank reads which bytes
 targets.py    tensors of a model: names, local memory, shards of all ranks
-meeting.py    communication between all ranks of a model in one call
 staging.py    fixed-size memory through which rows pass
 exchange.py   exchange values between ranks in one collective
 reading.py    read bytes of files into memory with several threads

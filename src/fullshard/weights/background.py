@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fullshard import _torch
-from fullshard.weights.texts import printable
+from fullshard.core import Ranks
+from fullshard.errors import printable
 
 T = TypeVar("T")
 
@@ -18,8 +19,8 @@ PATIENCE = 60.0  # seconds; a rank without a heartbeat for so long counts as los
 _BEAT = 1.0  # seconds between two heartbeats
 
 
-class StoreRankGroup:
-    """The threads of all ranks in one background save. `run` works as in `RankGroup`.
+class StoreRankGroup(Ranks):
+    """The threads of all ranks in one background save.
 
     Every rank increments a key in the store periodically (a heartbeat). The first rank checks the heartbeats of the others, and
     they check the heartbeat of the first rank. A lost rank is published in the store, so that no rank waits for it.
@@ -52,30 +53,22 @@ class StoreRankGroup:
             except Exception:  # the store is lost: `run` fails as well and raises the error
                 return
 
-    def run(self, work: Callable[[], T]) -> T:
-        """Call `work` on every rank and return its result. If it fails on any rank, raise on all ranks.
+    def first_failure(self, failure: Exception | None) -> Exception | None:
+        """Return a RuntimeError with the text of a rank that failed, or about a lost rank; None if no rank failed.
 
         Raises:
-            RuntimeError: with the text of a rank that failed, or if a rank or the store is lost.
+            RuntimeError: if the store is lost.
         """
-        failure: Exception | None = None
-        try:
-            result = work()
-        except Exception as caught:
-            failure = caught
         if self._store is None:
-            if failure is not None:
-                raise RuntimeError(str(failure) or type(failure).__name__) from failure
-            return result
-        try:
-            text = self._wait_for_ranks(failure)
-        except Exception as lost:
-            raise RuntimeError(
-                f"The store of the process group does not respond. The process that hosts it may have ended: {lost}"
-            ) from (failure or lost)
-        if text is not None:
-            raise RuntimeError(text) from failure
-        return result
+            text = None if failure is None else str(failure) or type(failure).__name__
+        else:
+            try:
+                text = self._wait_for_ranks(failure)
+            except Exception as lost:
+                raise RuntimeError(
+                    f"The store of the process group does not respond. The process that hosts it may have ended: {lost}"
+                ) from (failure or lost)
+        return None if text is None else RuntimeError(text)
 
     def _wait_for_ranks(self, failure: Exception | None) -> str | None:
         """Wait until all ranks have made this call. Return the text of an error, None if there is none."""

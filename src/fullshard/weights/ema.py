@@ -14,7 +14,6 @@ from fullshard import _torch
 from fullshard.core import ParamGroup, units_of
 from fullshard.errors import StateError, check_positive_int
 from fullshard.weights.allocating import check_values, has_marks
-from fullshard.weights.meeting import RankGroup
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
 
 
@@ -89,7 +88,7 @@ class EMA:
         if on_meta:
             raise ValueError(f"'{on_meta[0]}' is on meta and has no values. Call load_weights() or materialize() first.")
         if has_marks(model, tensors.units):
-            RankGroup(tensors, "EMA()").run(lambda: check_values(model, tensors.units, "EMA()"))
+            tensors.agreement("EMA()").run(lambda: check_values(model, tensors.units, "EMA()"))
         self._units = tensors.units
         self._averages = [self._averages_of(group) for group in self._groups()]
         slots = {id(one): (module, key) for module in model.modules() for key, one in _torch.parameters_of(module).items()}

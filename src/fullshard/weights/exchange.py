@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fullshard.weights.meeting import RankGroup
+from fullshard.core import Agreement
 from fullshard.weights.staging import StagingBuffer, padded
 
 
@@ -52,7 +52,7 @@ class Exchange:
         sent: bytes of values sent so far.
     """
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: Agreement) -> None:
         self._group = group
         self._buffers: dict[tuple[str, torch.device], StagingBuffer] = {}
         self.sent = 0
@@ -70,7 +70,7 @@ class Exchange:
             packed.view(send.value.shape).copy_(send.value)
             self.sent += send.nbytes
         incoming = self._buffer("in", device, sum(receive_sizes))
-        self._group.exchange(outgoing.to(device), send_sizes, incoming, receive_sizes)
+        self._group.all_to_all(incoming, outgoing.to(device), receive_sizes, send_sizes)
         receive_device = receives[0].into.device if receives else device
         incoming = incoming.to(receive_device)
         for receive, at in zip(receives, receive_offsets):

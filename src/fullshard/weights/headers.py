@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fullshard.weights.texts import printable
+from fullshard.errors import printable
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.errors import InternalError
+from fullshard.errors import InternalError, printable
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
 from fullshard.weights.shard_map import ModelTensor
-from fullshard.weights.texts import nearest, printable
+from fullshard.weights.texts import nearest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

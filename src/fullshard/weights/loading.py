@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fullshard.core import Agreement
 from fullshard.errors import check_positive_int
 from fullshard.weights.allocating import allocate, mark_all
 from fullshard.weights.background import join_saves
@@ -34,7 +35,6 @@ from fullshard.weights.headers import (
     samples,
 )
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, State, map_keys
-from fullshard.weights.meeting import RankGroup
 from fullshard.weights.plan import Destination, LoadPlan, ReadRange, plan_load
 from fullshard.weights.progress import Progress, check_progress, with_total
 from fullshard.weights.reading import Read, Reader, offset_of_row
@@ -143,7 +143,7 @@ def load_weights(
     for unit in tensors.units:
         unit.reshard(doing="load_weights()")
         unit.refresh()
-    group = RankGroup(tensors, "load_weights()")
+    group = tensors.agreement("load_weights()")
     group.run(join_saves)
     built = group.run(partial(built_buffers, model, buffers))
     limit = max(1, buffer_bytes // 4)
@@ -152,7 +152,8 @@ def load_weights(
             files.close()  # every attempt opens the files again, because a save may have replaced them
             state, known = _state_of(group, source, files)
             match = group.run(partial(_match, tensors, key_map, state, strict=strict, missing=missing))
-            group.check_equal("The tensors that key_map makes", match.digest())
+            if not group.all_equal(match.description()):
+                raise ValueError("The tensors that key_map makes differ between ranks. Pass the same on all ranks.")
             plan = plan_load(
                 [(entry.target, mapped) for entry, mapped in match.found],
                 rank=tensors.index,
@@ -222,7 +223,7 @@ def _check(*, strict: object, missing: object, threads: object, buffer_bytes: ob
         raise ValueError(f"replicas must be 'auto' or 'read', got {replicas!r}.")
 
 
-def _state_of(group: RankGroup, source: Any, files: OpenFiles) -> tuple[State, dict[str, FileIdentity]]:
+def _state_of(group: Agreement, source: Any, files: OpenFiles) -> tuple[State, dict[str, FileIdentity]]:
     """Return the tensors of a checkpoint by name, and the identities of its files by path. Collective.
 
     The first rank reads the headers, keeps the files open and broadcasts the result.
@@ -240,7 +241,7 @@ def _state_of(group: RankGroup, source: Any, files: OpenFiles) -> tuple[State, d
         ]
         return json.dumps([identities, rows]).encode()
 
-    known, rows = json.loads(group.broadcast(group.run(read)))
+    known, rows = json.loads(group.first_rank_bytes(group.run(read)))
     state = {
         name: MappedTensor.of(FileTensor(name, known[number][0], DTYPES[dtype], tuple(shape), offset))
         for name, number, dtype, shape, offset in rows
@@ -249,7 +250,7 @@ def _state_of(group: RankGroup, source: Any, files: OpenFiles) -> tuple[State, d
 
 
 def _ranks_have_same_files(
-    group: RankGroup, files: OpenFiles, mine: Sequence[str], known: dict[str, FileIdentity], *, last: bool
+    group: Agreement, files: OpenFiles, mine: Sequence[str], known: dict[str, FileIdentity], *, last: bool
 ) -> bool:
     """Open the files that this rank reads. Return True if all ranks have opened the files of the first rank or copies of them.
 
@@ -274,7 +275,7 @@ def _ranks_have_same_files(
     def sampled() -> bytes:
         return json.dumps({file: samples(files.file(file)) for file in known}).encode() if group.index == 0 else b""
 
-    digests = json.loads(group.broadcast(group.run(sampled)))
+    digests = json.loads(group.first_rank_bytes(group.run(sampled)))
 
     def compare() -> str | None:
         if missing is not None:
@@ -341,7 +342,7 @@ class _Match:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise ValueError(f"The checkpoint does not match the model: {'; '.join(wrong[:8])}{more}.")
 
-    def digest(self) -> bytes:
+    def description(self) -> bytes:
         """Return a description of the assignment that must be equal on all ranks, because each plans the reads by itself."""
         pieces = (
             (entry.target.name, one.dtype, [(p.source.name, p.at, p.origin, p.dims) for p in one.pieces])
@@ -403,7 +404,7 @@ class _Load:
 
     def __init__(
         self,
-        group: RankGroup,
+        group: Agreement,
         local: Sequence[Tensor],
         files: OpenFiles,
         *,

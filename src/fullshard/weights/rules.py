@@ -222,8 +222,8 @@ class Sort:
     """
 
 
-# A new rule is an entry here, in `__all__`, in `_patterns` and `_apply` of key_map.py, and in docs/api/weights.md. Its fields with
-# names are `pattern`, `source`, `sources` or `to`, whose types `_check` checks.
+# A new rule is an entry here, in `__all__`, in `_patterns` and `_apply` of key_map.py, and in docs/api/weights.md. Names of
+# tensors are in fields `pattern`, `source`, `sources` and `to`, whose types `_check` checks.
 Rule = Rename | RenameBy | Drop | Keep | Merge | Split | Stack | Unstack | Transpose | Convert | Sort
 
 __all__ = ["Convert", "Drop", "Keep", "Merge", "Rename", "RenameBy", "Rule", "Sort", "Split", "Stack", "Transpose", "Unstack"]

@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from fullshard.core import Agreement, Ranks
 from fullshard.errors import check_positive_int
 from fullshard.weights.allocating import check_values
 from fullshard.weights.background import Saving, StoreRankGroup, join_saves
@@ -23,7 +24,6 @@ from fullshard.weights.exchange import Exchange, Receive, Send
 from fullshard.weights.headers import SINGLE, FileTensor
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
-from fullshard.weights.meeting import RankGroup
 from fullshard.weights.progress import Progress, check_progress, with_total
 from fullshard.weights.reading import offset_of_row
 from fullshard.weights.rounds import Round
@@ -190,15 +190,16 @@ def save_weights(
         unit.refresh()
     if weights is not None:
         tensors = with_values(tensors_of(model), weights.values())
-    group = RankGroup(tensors, "save_weights()")
+    group = tensors.agreement("save_weights()")
     group.run(join_saves)
     group.run(lambda: check_values(model, tensors.units, "save_weights()"))
     layout, outputs = group.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes, filename))
-    group.check_equal("key_map, dtype or max_shard_bytes", _fingerprint(layout, outputs))
+    if not group.all_equal(_fingerprint(layout, outputs)):
+        raise ValueError("key_map, dtype or max_shard_bytes differ between ranks. Pass the same on all ranks.")
     limit = max(1, buffer_bytes // 4)
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
     where = directory if steps is None else steps.directory
-    token = group.broadcast(group.run(lambda: new_token(where)).encode()).decode()
+    token = group.first_rank_bytes(group.run(lambda: new_token(where)).encode()).decode()
     replacement = Replacement(where, token, filename)
     writer = Writer(replacement.path, threads=threads, on_progress=with_total(progress, plan.nbytes(tensors.index)))
     save = _Save(group, tensors, layout, replacement, steps, began, writer, limit=limit, in_background=background)
@@ -275,7 +276,7 @@ class _Save:
 
     def __init__(
         self,
-        group: RankGroup,
+        group: Agreement,
         tensors: ModelTensors,
         layout: CheckpointLayout,
         replacement: Replacement,
@@ -345,7 +346,7 @@ class _Save:
         self.replacement.check_weights(before, "each_rank")
         self.replacement.sync_others()
 
-    def finish(self, group: RankGroup | StoreRankGroup) -> Saved:
+    def finish(self, group: Ranks) -> Saved:
         """Finish the writes, sync them to disk and move the checkpoint into place. Collective."""
         try:
             group.run(self.writer.finish)

@@ -22,13 +22,13 @@ from fullshard.core import (
     ShardedParameter,
     StartedWork,
     Unit,
+    all_gather_full,
     needs_own_group,
 )
 from fullshard.errors import StateError
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.ema import EMA
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, map_keys
-from fullshard.weights.meeting import RankGroup
 from fullshard.weights.shard_map import ModelTensor
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
 
@@ -91,7 +91,7 @@ def iter_full(
     tensors = tensors_of(model)  # again: a refreshed unit may have new groups and shards
     # Collective, so that all ranks raise if one of them has a tensor without values.
     if has_marks(model, tensors.units):
-        RankGroup(tensors, "iter_full()").run(lambda: check_values(model, tensors.units, "iter_full()"))
+        tensors.agreement("iter_full()").run(lambda: check_values(model, tensors.units, "iter_full()"))
     if weights is not None:
         tensors = with_values(tensors_of(model), weights.values())
     entries = {one.target.name: one for one in tensors.entries}
@@ -366,9 +366,9 @@ class _Bucket:
             self._values |= {name: partial(all_gather.value, name) for name in all_gather.names()}
         for entry in self._single:
             parameter = _parameter(entry)
-            setup = self._owners[id(parameter)].unit.setup_collectives("iter_full()")
+            agreement = self._owners[id(parameter)].unit.agreement("iter_full()")
             sharded: Any = parameter.sharded if entry.value is None else parameter.dtensor_like_shard(entry.value)
-            full = setup.full(parameter.sharding, sharded).to(self._output_dtype(entry))
+            full = all_gather_full(agreement, parameter.sharding, sharded).to(self._output_dtype(entry))
             self._values[entry.target.name] = partial(_identity, full)
         for entry in self._entries:
             if entry.target.name not in self._values:

@@ -12,7 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ParamSharding, ShardedParameter, Unit, logical_parameters, units_of
+from fullshard.core import (
+    Agreement,
+    ParamSharding,
+    ShardedParameter,
+    Unit,
+    UnitName,
+    logical_parameters,
+    resolve_mesh,
+    units_of,
+)
 from fullshard.errors import StateError
 from fullshard.weights.boxes import Box
 from fullshard.weights.shard_map import ModelTensor, ShardMap
@@ -54,6 +63,20 @@ class ModelTensors:
     units: tuple[Unit, ...]
     ranks: tuple[int, ...]  # global ranks of the model, in the order of `ShardMap.boxes`; (0,) without units
     index: int  # position of this rank in `ranks`
+
+    def agreement(self, doing: str) -> Agreement:
+        """Return the agreement of all ranks of the model in one call, whose name is `doing`."""
+        if len(self.ranks) == 1:
+            return Agreement(None, [], UnitName(""), doing)
+        # The largest mesh has all ranks. Its FSDP axis and its tensor parallel axes together connect all of them.
+        unit, sharding = max(
+            ((unit, p.sharding) for unit in self.units for p in unit.parameters),
+            key=lambda found: found[1].mesh.size(),
+        )
+        names = sharding.mesh.mesh_dim_names or ()
+        axes = [unit.axis, *(resolve_mesh(sharding.mesh[names[axis]]) for axis in sharding.tensor_parallel_axes)]
+        communicator, subject = unit.runtime.communicator, f"{unit.global_id} {doing}"
+        return Agreement(communicator, axes, unit.unit_name, doing, subject, ranks=self.ranks)
 
 
 def with_values(tensors: ModelTensors, values: Mapping[str, Tensor]) -> ModelTensors:

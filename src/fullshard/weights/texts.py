@@ -1,4 +1,4 @@
-"""Helpers for error texts with names of files and tensors from untrusted files."""
+"""Hints of similar names, for error texts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ from collections.abc import Iterable
 from itertools import islice
 
 _MOST = 2000  # names that are compared character by character
-
-
-def printable(text: str) -> str:
-    """Return the text with unprintable characters and lone surrogates escaped.
-
-    Unprintable characters could control a terminal, and lone surrogates cannot be encoded to send the text to other ranks.
-    """
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -31,4 +23,4 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" (nearest: {', '.join(repr(one) for one in found)})" if found else ""
 
 
-__all__ = ["nearest", "printable"]
+__all__ = ["nearest"]

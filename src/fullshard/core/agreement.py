@@ -1,0 +1,306 @@
+"""Agreement of ranks outside of forward and backward: small collectives of one call, equality, and failure on all or none."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.checks.collective_log import GroupFingerprints, LoggedCall, UnitName
+from fullshard.comm.base import Collectives, StartedWork
+from fullshard.core.communicator import Communicator
+from fullshard.core.mesh import ShardAxis, group_of
+from fullshard.errors import printable
+
+KIND = "talk"  # `Message.kind` of these collectives, which users see in `counting()`
+
+T = TypeVar("T")
+
+_DIGEST = 8  # bytes of a digest, as of the hashes in the collective log
+_HEADER = struct.Struct("<qq")  # before gathered bytes: the global rank, and their length
+
+
+class Ranks(ABC):
+    """Ranks that call the same methods in the same order, even if the work of some of them fails."""
+
+    @abstractmethod
+    def first_failure(self, failure: Exception | None) -> Exception | None:
+        """Return the error that every rank raises if one of them failed, None if none did. Collective.
+
+        Args:
+            failure: the exception of this rank, None if it did not fail.
+        """
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Call `work` on every rank and return its result. If it fails on any rank, raise on all ranks. Collective.
+
+        Raises:
+            Exception: the error of `first_failure`, with the text of the first rank that failed.
+        """
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            failure = caught
+        first = self.first_failure(failure)
+        if first is not None:
+            raise first from failure
+        return result
+
+
+class Agreement(Ranks):
+    """The ranks in one call of the user, such as `fully_shard()`, `materialize()` or `save_weights()`, and their collectives.
+
+    Each collective is logged under the name of the call. So if ranks are in different calls, the watchdog reports both, and an
+    error of the backend names the call and the states of the other ranks.
+
+    Attributes:
+        axes: the axes that together connect the ranks; none if this rank is alone.
+        groups: the process groups of these axes, replicas first, each with its axis.
+        device: device of the tensors in the collectives.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator | None,
+        axes: Sequence[ShardAxis],
+        unit_name: UnitName,
+        doing: str,
+        subject: str = "",
+        *,
+        ranks: Sequence[int] | None = None,
+        shards: bool = True,
+    ) -> None:
+        """Begin a call.
+
+        Args:
+            communicator: runs the collectives; None without axes.
+            axes: the axes whose ranks take part: that of a unit, and with tensor parallelism those of the other ranks.
+            unit_name: the name of the unit, for error messages.
+            doing: the name of the call.
+            subject: a text that must be equal on all ranks; it is part of the log's hash.
+            ranks: global ranks that take part; None for those of the only axis.
+            shards: False if only ranks with equal shards take part, i.e. the ranks of the replicate axis.
+        """
+        self.axes = tuple(axes)
+        self.device = axes[0].device if axes else torch.device("cpu")
+        self._communicator, self._unit_name, self._doing, self._subject = communicator, unit_name, doing, subject
+        self._ranks, self._shards = ranks, shards
+        self.groups: dict[dist.ProcessGroup, ShardAxis] = {}
+        for axis in axes:
+            if axis.replicas is not None and axis.replicas.ranks > 1:
+                self.groups[axis.replicas.group] = axis
+            if shards and axis.group is not None and axis.ranks > 1:
+                self.groups[axis.group] = axis
+        self._fingerprints: dict[tuple[int, int], GroupFingerprints] = {}  # by `ShardAxis.key`
+        self._last: LoggedCall | None = None
+
+    def on_axis(self, axis: ShardAxis) -> Agreement:
+        """Return the agreement of the same call for parameters on another axis."""
+        if [axis.key] == [one.key for one in self.axes]:
+            return self
+        return Agreement(self._communicator, [axis], self._unit_name, self._doing, self._subject, shards=self._shards)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that take part, in ascending order."""
+        if self._ranks is not None:
+            return tuple(sorted(self._ranks))
+        if len(self.groups) > 1:
+            return tuple(sorted(self.axes[0].members))
+        return tuple(rank for group in self.groups for rank in sorted(dist.get_process_group_ranks(group))) or (0,)
+
+    @cached_property
+    def index(self) -> int:
+        """Position of this rank in `ranks`."""
+        return self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
+
+    # --- small tensors ---
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Return the element-wise maximum over all ranks, on the device of `tensor`; in place if that is `device`."""
+        moved = tensor.to(self.device)
+        for group in self.groups:
+            self._run(group, [moved], lambda collectives: collectives.all_reduce_max(moved))
+        return moved.to(tensor.device)
+
+    def from_first_rank(self, tensor: Tensor) -> Tensor:
+        """Return the first rank's values of a tensor of integers, which are not negative."""
+        return self._from_rank(0, tensor)
+
+    def _from_rank(self, index: int, tensor: Tensor) -> Tensor:
+        # The maximum with the zeros of all other ranks spans all axes, also if the rank is not the first one of each.
+        return self.maximum(tensor if self.index == index else torch.zeros_like(tensor))
+
+    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """All-gather a tensor over one of the groups. Return (ranks, ...)."""
+        part, found = tensor.contiguous(), tensor.new_empty((group.size(), *tensor.shape))
+        if part.numel():
+            # As bytes, since not every backend has every dtype.
+            out, mine = found.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8)
+            self._run(group, [found], lambda collectives: collectives.gatherer([out], [mine])())
+        return found
+
+    def barrier(self) -> None:
+        """Wait until all ranks are in this call. If ranks are in different calls, this raises before anything is changed."""
+        self.maximum(torch.zeros(1, dtype=torch.uint8, device=self.device))
+
+    def unlogged(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, whose collectives are not logged, as those of DTensor are not.
+
+        A barrier first makes sure that all ranks are in this call, and the watchdog sees the wait as a wait for that barrier.
+        """
+        self.barrier()
+        communicator, last = self._communicator, self._last
+        if communicator is None or communicator.wait_state is None or last is None:
+            return work()
+        wait_state = communicator.wait_state
+        before = wait_state.enter(last)
+        try:
+            return work()
+        except RuntimeError as failure:
+            raise communicator.error_for(failure, last) from failure
+        finally:
+            wait_state.leave(before)
+
+    # --- bytes ---
+
+    def first_unequal(self, rows: Tensor, present: Tensor | None = None) -> int | None:
+        """Return the first row that differs between the ranks that have it, None if none does. Collective, with one message.
+
+        Args:
+            rows: (rows, bytes) of uint8.
+            present: (rows,) of uint8, 1 for the rows that this rank has and 0 for the others; None if it has all.
+        """
+        # The maximum of 255 - x is 255 minus the minimum of x. So both maxima of a byte add up to 255 if it is equal on all
+        # ranks, and to more if it is not. Zeros change no maximum: ranks without a row send them.
+        message = torch.cat([rows, 255 - rows], 1)
+        found = self.maximum(message if present is None else message * present.view(-1, 1)).cpu().int()
+        differ = (found[:, : rows.shape[1]] + found[:, rows.shape[1] :] > 255).any(1).nonzero()
+        return int(differ[0]) if differ.numel() else None
+
+    def all_equal(self, content: bytes) -> bool:
+        """Return True if `content` is equal on all ranks. Collective, with one message of a digest."""
+        digest = hashlib.sha256(content).digest()[:_DIGEST]
+        return self.first_unequal(torch.tensor([list(digest)], dtype=torch.uint8, device=self.device)) is None
+
+    def gather_bytes(self, content: bytes, at_most: int | None = None) -> dict[int, bytes]:
+        """Return the content of each rank, by global rank in ascending order. Collective.
+
+        Args:
+            content: the bytes of this rank.
+            at_most: bytes that are sent of each content; None sends all, after one more message about their number.
+        """
+        if at_most is None:
+            at_most = int(self.maximum(torch.tensor([len(content)], device="cpu")).item())
+        mine = content[:at_most]
+        padded = _HEADER.pack(dist.get_rank() if self.groups else 0, len(mine)) + mine.ljust(at_most)
+        rows = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
+        for group in self.groups:  # each group also forwards what the ones before gathered
+            rows = self.all_gather(rows, group)
+        every, found = _bytes_in(rows), dict[int, bytes]()
+        for start in range(0, len(every), len(padded)):
+            rank, length = _HEADER.unpack_from(every, start)
+            found[rank] = every[start + _HEADER.size :][:length]
+        return dict(sorted(found.items()))
+
+    def first_rank_bytes(self, content: bytes) -> bytes:
+        """Return the bytes of the first rank. Collective; other ranks may pass anything."""
+        return self._bytes_of_rank(0, content)
+
+    def _bytes_of_rank(self, index: int, content: bytes) -> bytes:
+        length = int(self._from_rank(index, torch.tensor([len(content)], device="cpu")).item())
+        if not length:
+            return b""
+        mine = bytearray(content if self.index == index else length)
+        return _bytes_in(self._from_rank(index, torch.frombuffer(mine, dtype=torch.uint8)))
+
+    def first_failure(self, failure: Exception | None) -> Exception | None:
+        """Return the error of the first rank that failed: a ValueError if it raised one, else a RuntimeError. Collective."""
+        # The maximum of `last - index` is that of the first rank that failed; 0 if none did.
+        last = len(self.ranks)
+        found = int(self.maximum(torch.tensor([0 if failure is None else last - self.index], device="cpu")).item())
+        if not found:
+            return None
+        kind, text = ("V" if isinstance(failure, ValueError) else "R"), str(failure) or type(failure).__name__
+        message = self._bytes_of_rank(last - found, printable(kind + text).encode()).decode()
+        return (ValueError if message[0] == "V" else RuntimeError)(message[1:])
+
+    # --- large tensors ---
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the first rank's values to all ranks, in place.
+
+        torch's own broadcast sends each value once, while an all-reduce would send it twice. Its messages carry no tags, so a
+        barrier first makes sure that all ranks are in this call.
+        """
+        if not self.groups:
+            return
+        self.barrier()
+        for tensor in tensors:
+            mine = tensor.detach()
+            moved = mine.to(self.device).contiguous()
+            for group in self.groups:
+                source = dist.get_process_group_ranks(group)[0]
+                start = partial(dist.broadcast, moved, source, group=group, async_op=True)
+                self._send(self.groups[group], group, [moved], partial(_as_started, start))
+            if moved is not mine:
+                mine.copy_(moved)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]) -> None:
+        """Exchange parts of 1-D tensors, on `device`, between all ranks.
+
+        Args:
+            received: output, with the parts from all ranks in rank order.
+            sent: input, with the parts for all ranks in rank order.
+            received_sizes: number of elements from each rank.
+            sent_sizes: number of elements for each rank.
+        """
+        first, axis = next(iter(self.groups.items()))
+        group = group_of(self.ranks, first)
+        sizes = list(received_sizes), list(sent_sizes)
+        start = partial(dist.all_to_all_single, received, sent, *sizes, group=group, async_op=True)
+        self._send(axis, group, [received], partial(_as_started, start))
+
+    # --- running and logging ---
+
+    def _run(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[Collectives], StartedWork]) -> None:
+        assert self._communicator is not None
+        collectives = self._communicator.collectives.of_process_group(group)
+        self._send(self.groups[group], group, fulls, partial(start, collectives))
+
+    def _send(
+        self, axis: ShardAxis, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], StartedWork]
+    ) -> None:
+        communicator = self._communicator
+        assert communicator is not None
+        fingerprints = self._fingerprints.get(axis.key)
+        if fingerprints is None:
+            fingerprints = GroupFingerprints(communicator.log_of(axis), self._unit_name, self._subject)
+            self._fingerprints[axis.key] = fingerprints
+        communicator.traffic.record(KIND, fulls, group.size())
+        sent = communicator.send(communicator.reduce_scatter_stream, fingerprints, self._doing, start)
+        sent.wait()
+        self._last = sent
+
+
+def _bytes_in(tensor: Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor."""
+    moved = tensor.cpu()
+    return ctypes.string_at(moved.data_ptr(), moved.nbytes)
+
+
+def _as_started(begin: Callable[[], Any]) -> StartedWork:
+    return StartedWork((begin(),))
+
+
+__all__ = ["KIND", "Agreement", "Ranks"]
