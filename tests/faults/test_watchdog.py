@@ -341,8 +341,9 @@ def test_a_ledger_that_is_closed_says_nothing_until_it_is_opened_anew() -> None:
     assert line.log_call("gather").number == 1 and ledger.hash != before, "of another epoch"
 
 
-def test_an_interrupt_at_any_line_of_a_turned_page_blocks_nobody() -> None:
-    """A lock that was held while a page was turned stayed held for ever when Ctrl-C came behind its last line."""
+def test_an_interrupt_while_a_forward_hook_turns_a_page_blocks_nobody() -> None:
+    """Promised for every line of `roll_block`, which the hook before an outermost forward calls. A lock that was held while a
+    page was turned stayed held for ever when Ctrl-C came behind its last line."""
 
     def interrupt(frame: types.FrameType, event: str, _: object) -> object:
         if frame.f_code.co_filename.endswith("collective_log.py") and event == "line":

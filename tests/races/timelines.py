@@ -51,7 +51,7 @@ def stack(most: int = 8) -> tuple[Frame, ...]:
     return tuple(found)
 
 
-PLUMBING = ("comm/streams.py", "core/communicator.py", "core/interrupts.py")  # that every message passes
+PLUMBING = ("comm/streams.py", "core/communicator.py")  # that every message passes
 
 
 def site() -> str:

@@ -80,7 +80,6 @@ backward.py            hooks on autograd graphs, and the backward in progress
 Rare features, each called from one place:
 
 recovery.py            cleans up after an exception or an interrupt
-interrupts.py          the guard against interrupts
 join.py                join(): take part in collectives without computing
 joined_calls.py        forward calls that a rank joined, until their backward
 late_grads.py          gradients that arrive without a hook on an output
@@ -154,7 +153,7 @@ from fullshard.core.sharded_param import ShardedParameter, back_references, logi
 from fullshard.core.sharded_tensor import restore_subclass, use_plain_dtensor
 from fullshard.core.uninitialized import UninitializedTensors, is_marked, mark_tensor
 from fullshard.core.unit import StepCheck, Unit, owner_of
-from fullshard.core.unit_modules import ForwardProgress, attach_unit, detach_unit, own_modules, unit_of, units_of
+from fullshard.core.unit_modules import ForwardProgress, attach_unit, detach_unit, own_modules, recovered, unit_of, units_of
 from fullshard.core.unit_options import UnitOptions
 
 __all__ = [
@@ -237,6 +236,7 @@ __all__ = [
     "own_modules",
     "owner_of",
     "plan_layout",
+    "recovered",
     "remark_on_gradients",
     "remark_on_optimizer",
     "remove_hooks",

@@ -69,10 +69,9 @@ class CollectiveCall(LoggedCall):
 
         Raises StateError if the collective failed, or ended because the ranks diverged.
         """
-        work, state = self.work, self.communicator.wait_state
-        if state is None:
-            return work.block() if block else work.wait()
-        before, state.call = state.call, self
+        work, state, before = self.work, self.communicator.wait_state, None
+        if state is not None:
+            before, state.call = state.call, self
         try:
             if block:
                 work.block()
@@ -81,9 +80,15 @@ class CollectiveCall(LoggedCall):
         except Interrupted as failure:  # the cause is on this rank, so the states of the other ranks are not requested
             raise StateError(f"rank {self.log.rank}, {self}: {failure}") from failure
         except Exception as failure:
+            if state is None:
+                raise
             raise self.communicator.error_for(failure, self) from failure
+        except BaseException:  # Ctrl-C comes here most often
+            self.communicator.interrupted = True
+            raise
         finally:
-            state.call = before
+            if state is not None:
+                state.call = before
         # The watchdog may have ended the wait by completing the messages with meaningless data. It closes the log before that.
         if self.log.desync_error is not None:
             raise StateError(self.log.desync_error)
@@ -137,6 +142,7 @@ class Communicator:
             not wait for the all-gather of this one; None on the CPU, where they are part of the all-gather.
         async_device: the device if it runs asynchronously, as an accelerator does; None for the CPU.
         next_event: event of the user, which the next outermost forward or `unshard()` is ordered behind; None if there is none.
+        interrupted: True if an interrupt (Ctrl-C) left an event or a wait. The next event or request starts over (recovery.py).
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
@@ -153,6 +159,7 @@ class Communicator:
         self._starts_at_once = kinds <= _IMMEDIATE_STREAMS
         self._in_flight: deque[CollectiveCall] | None = None  # for the watchdog; None on the CPU, where the host waits itself
         self.next_event: object = None
+        self.interrupted = False
         self._logs: dict[tuple[int, int], _AxisLog] = {}  # by `ShardAxis.key`
         self._limits: tuple[float, float | None] = (1.0, None)  # patience and timeout in seconds
 

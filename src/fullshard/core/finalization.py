@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from fullshard import _torch
-from fullshard.core.interrupts import recovers_first
 from fullshard.core.reduction import Reduction
 from fullshard.core.runtime import Runtime
 from fullshard.core.unit import Unit
@@ -51,12 +50,11 @@ class Finalization:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._reducer, self.recovery = runtime.reducer, runtime.recovery
+        self._reducer, self._recovery = runtime.reducer, runtime.recovery
 
-    @recovers_first
     def set_manual(self, units: Sequence[Unit], enabled: bool) -> None:
         """Choose whether the user ends the backwards of these units (True), or autograd does (False)."""
-        self.recovery.recover()
+        self._recovery.recover()
         for unit in units:
             if unit.options.manual == enabled:
                 continue
@@ -74,7 +72,6 @@ class Finalization:
     def _is_open(self, unit: Unit) -> bool:
         return self._reducer.is_undelivered(unit) or any(group.grads.has_local for group in unit.groups)
 
-    @recovers_first
     def start(self, units: Sequence[Unit]) -> PendingReduction:
         """Reduce the remaining gradients and start to end the step. Raises StateError where that is not legal."""
         reducer = self._reducer
@@ -122,7 +119,6 @@ class Finalization:
                     "backward. Call set_requires_all_reduce(True) first."
                 )
 
-    @recovers_first
     def finish(self, pending: PendingReduction) -> None:
         """Wait for the reductions and set `.grad`. Raises StateError if they were dropped, or if ranks diverged."""
         if pending.lost:

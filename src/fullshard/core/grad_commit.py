@@ -1,7 +1,8 @@
-"""Gradient commit: set `.grad` of all parameters or none, exactly once, even if an interrupt (Ctrl-C) comes in between."""
+"""Gradient commit: set `.grad` of all parameters or none."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +21,16 @@ if TYPE_CHECKING:
 class GradCommit:
     """Commit of one group: sets `.grad` of its parameters to parts of the flat gradient, or adds to existing gradients.
 
-    Python may be interrupted between any two calls, so `commit` can be repeated after an interrupt. Two records make it
-    idempotent:
-
-    - The mark of a gradient that this commit has set, (layout, flat gradient), is an attribute of that gradient. The attribute
-      has a name per parameter, so a gradient that the caller moved from one parameter to another does not count.
-    - The version counter of a tensor that this commit adds to shows whether the addition has run.
+    Each gradient that it sets gets a mark, (layout, flat gradient), as an attribute. The attribute has a name per parameter, so
+    a gradient that the caller moved from one parameter to another does not count. Gradients of a group that share one mark are
+    parts of one flat gradient (`flat_gradient`).
 
     Attributes:
         gradients: the gradients as the hooks returned them, None for a parameter without one. None instead of a list if all
             gradients are unchanged parts of the flat gradient.
     """
 
-    __slots__ = ("_flat", "_group", "_mark", "_versions", "gradients")
+    __slots__ = ("_flat", "_group", "gradients")
 
     def __init__(self, group: ParamGroup, flat: Tensor, used: Sequence[bool], *, has_hooks: bool) -> None:
         """Run the gradient hooks of the parameters (`register_hook`) and check what `commit` would set or add to.
@@ -50,10 +48,7 @@ class GradCommit:
         """
         self._group, self._flat = group, flat
         plan = group.reduction
-        self._mark = (plan.views, flat)
         self.gradients: list[Any] | None = None
-        # Version counters of the tensors that are added to, before the addition; -1 is the key of the whole flat gradient.
-        self._versions: dict[int, int] = {}
         if has_hooks or not all(used):
             self.gradients = [
                 _hooked(parameter, flat.as_strided(*view)) if is_used else None
@@ -82,20 +77,17 @@ class GradCommit:
                     _check(parameter, grad, "was assigned to its `.grad`, to which the next gradient is added")
 
     def commit(self) -> None:
-        """Set `.grad` of the parameters, or add to the existing gradients. Calling this again after an interrupt is safe."""
+        """Set `.grad` of the parameters, or add to the existing gradients."""
         if self.gradients is not None:
             return self._commit_each(self.gradients)
-        mark = _common_mark(self._group)
-        if mark is not None and mark[0] is self._mark[0]:
-            # All gradients are parts of one flat gradient with this layout, so a single addition does for the whole group. If
-            # the mark is ours, an earlier call has set the gradients already.
-            if mark is not self._mark:
-                self._add(-1, mark[1], self._flat)
+        total = flat_gradient(self._group)
+        if total is not None:  # all gradients are parts of it, so a single addition does for the whole group
+            total.add_(self._flat)
             return
         group, flat, plan = self._group, self._flat, self._group.reduction
         new: list[Any] = []  # arguments of set_gradients, for parameters without a gradient
         same_dtype = flat.dtype == group.dtypes.storage
-        for index, (parameter, key, view) in enumerate(zip(group.parameters, plan.keys, plan.views)):
+        for parameter, key, view in zip(group.parameters, plan.keys, plan.views):
             sharded = parameter.sharded
             grad = sharded.grad
             if grad is None:
@@ -104,19 +96,25 @@ class GradCommit:
                     new.append((sharded, parameter.local, local, parameter.spec, key))
                 else:
                     new.append((sharded, local, local, parameter.sharding.spec(flat.dtype), key))
-            elif grad.__dict__.get(key) is not self._mark:
-                self._add(index, grad, parameter.dtensor_like_shard(flat.as_strided(*view)))
-        _torch.set_gradients(new, self._mark)
+            else:
+                _add(grad, parameter.dtensor_like_shard(flat.as_strided(*view)))
+        _torch.set_gradients(new, (plan.views, flat))
 
     def _commit_each(self, gradients: Sequence[Any]) -> None:
-        for index, (parameter, gradient) in enumerate(zip(self._group.parameters, gradients)):
-            grad = parameter.sharded.grad
-            if gradient is None or grad is gradient:
+        for parameter, gradient in zip(self._group.parameters, gradients):
+            if gradient is None:
                 continue
+            grad = parameter.sharded.grad
             if grad is None:
                 parameter.sharded.grad = gradient
             else:
-                self._add(index, grad, gradient)
+                _add(grad, gradient)
+
+    def discard(self) -> str:
+        """Set `.grad` of all parameters of the group to None, and return the name of their unit."""
+        for parameter in self._group.parameters:
+            parameter.sharded.grad = None
+        return self._group.parameters[0].unit_name.name
 
     def run_post_grad_hooks(self) -> None:
         """Call the post-accumulate-grad hooks of the parameters."""
@@ -125,25 +123,11 @@ class GradCommit:
                 for hook in _torch.parameter_hooks(parameter.sharded)[1]:
                     hook(parameter.sharded)
 
-    def _add(self, index: int, total: Tensor, more: Tensor) -> None:
-        """Add `more` to `total` once, even if this is called again for the same index."""
-        total, more = _torch.insides(total, more)
-        if index not in self._versions:
-            self._versions[index] = total._version
-        if total._version == self._versions[index]:
-            total.add_(more)
 
-
-def _common_mark(group: ParamGroup) -> Any:
-    """Return the mark that all gradients of the group share, or None if they share none."""
-    before: Any = None
-    for parameter, key in zip(group.parameters, group.reduction.keys):
-        grad = parameter.sharded.grad
-        mark = None if grad is None else grad.__dict__.get(key)
-        if mark is None or (before is not None and mark is not before):
-            return None
-        before = mark
-    return before
+def _add(total: Tensor, more: Tensor) -> None:
+    """Add `more` to `total` in place."""
+    total, more = _torch.insides(total, more)
+    total.add_(more)
 
 
 def flat_gradient(group: ParamGroup) -> Tensor | None:
@@ -151,8 +135,14 @@ def flat_gradient(group: ParamGroup) -> Tensor | None:
 
     Padding between the parameters is zero.
     """
-    mark = _common_mark(group)
-    return mark[1] if mark is not None and mark[0] is group.reduction.views else None
+    common: Any = None
+    for parameter, key in zip(group.parameters, group.reduction.keys):
+        grad = parameter.sharded.grad
+        mark = None if grad is None else grad.__dict__.get(key)
+        if mark is None or (common is not None and mark is not common):
+            return None
+        common = mark
+    return common[1] if common is not None and common[0] is group.reduction.views else None
 
 
 def _hooked(parameter: ShardedParameter, local: Tensor) -> Any:
@@ -189,22 +179,22 @@ def _check(parameter: ShardedParameter, gradient: Any, origin: str, dtype: torch
 
 
 def commit_all(commits: Sequence[GradCommit]) -> None:
-    """Commit all groups, then run the post-accumulate-grad hooks. Raise an interrupt only after all commits."""
-    interrupt: BaseException | None = None
-    done = False
-    while not done:
-        try:
-            for one in commits:
-                one.commit()
-            done = True
-        except Exception:
-            raise
-        except BaseException as caught:
-            # Ctrl-C in the middle of the loop: run it again, since each commit continues where it was interrupted. Raising here
-            # would leave some parameters with a gradient and some without.
-            interrupt = interrupt or caught
-    if interrupt is not None:
-        raise interrupt
+    """Commit all groups, then run the post-accumulate-grad hooks.
+
+    If an exception or interrupt leaves a commit, some gradients are set and some are not, and additions cannot be undone. Then
+    all gradients of these groups are discarded, with a warning.
+    """
+    try:
+        for one in commits:
+            one.commit()
+    except BaseException as failure:
+        names = ", ".join(f"'{name}'" for name in dict.fromkeys([one.discard() for one in commits]))
+        warnings.warn(
+            f"{type(failure).__name__} came while .grad of {names} was being set. These gradients are discarded, together with "
+            "what earlier backwards of the step added to them.",
+            stacklevel=2,
+        )
+        raise
     for one in commits:
         if one.gradients is not None:
             one.run_post_grad_hooks()

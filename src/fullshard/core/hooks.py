@@ -23,6 +23,7 @@ from fullshard.core.scheduler import ForwardCall, Residency
 from fullshard.core.shard_values import shard_of
 from fullshard.core.sharded_tensor import restore_subclass
 from fullshard.core.unit import Unit
+from fullshard.core.unit_modules import recovered
 from fullshard.errors import StateError
 
 _DEPTH = 16  # maximum depth of the search in nested outputs
@@ -186,7 +187,7 @@ class StateHooks:
         """Register the sharded parameters on the modules before `state_dict()`."""
         if self._unit is None:
             return
-        if self._unit.residency is not Residency.SHARDED:
+        if recovered(self._unit).residency is not Residency.SHARDED:
             self._unit.ensure_sharded(doing="state_dict()")
         if self._unit.checks.uninitialized is not None:
             warn_if_unwritten(self._unit)
@@ -201,7 +202,7 @@ class StateHooks:
         restore_subclass()
         if self._unit is None:
             return
-        if self._unit.residency is not Residency.SHARDED:
+        if recovered(self._unit).residency is not Residency.SHARDED:
             self._unit.ensure_sharded(doing="load_state_dict()")
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))
@@ -220,7 +221,7 @@ class StateHooks:
     def after_load(self, module: nn.Module, *_: Any) -> None:
         """Copy assigned parameters into the flat shards, and log the load once per state dict with parameters of the unit."""
         if self._unit is not None:
-            self._unit.refresh()
+            recovered(self._unit).refresh()
             if self._loads:
                 self._loads = False
                 self._unit.log_write("load_state_dict()")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core.interrupts import recovers_first
 from fullshard.core.joined_calls import Joined
 from fullshard.core.replicas import share_buffers
 from fullshard.core.runtime import Runtime
@@ -18,7 +17,6 @@ from fullshard.core.unit_modules import unit_of
 from fullshard.errors import StateError
 
 
-@recovers_first
 def join(unit: Unit) -> Tensor:
     """Take part in the collectives of a forward of the unit without computing, in the order of its last forward on this rank.
 
@@ -57,13 +55,16 @@ def join(unit: Unit) -> Tensor:
     return zero
 
 
-@recovers_first
 def _begin_joined_backward(runtime: Runtime, joined: Joined, *_: object) -> None:
     """Begin a backward in which this rank computes nothing, or nothing yet."""
-    runtime.recovery.recover()
-    runtime.begin_backward()
-    runtime.joined.backward_reached(joined.call)
-    runtime.join_backward(beyond=joined.call.end - 1)
+    try:
+        runtime.recovery.recover()
+        runtime.begin_backward()
+        runtime.joined.backward_reached(joined.call)
+        runtime.join_backward(beyond=joined.call.end - 1)
+    except BaseException as failure:
+        runtime.recovery.note_interrupt(failure)
+        raise
 
 
 def order_of(unit: Unit) -> Sequence[tuple[int, bool]]:

@@ -30,8 +30,13 @@ class LateGradHook:
     def __call__(self, _: Tensor) -> None:
         """Enter the unit's backward, after the gradient was accumulated."""
         unit = self._unit()
-        if unit is not None:
+        if unit is None:
+            return
+        try:
             unit.late_backward()
+        except BaseException as failure:
+            unit.runtime.recovery.note_interrupt(failure)
+            raise
 
 
 def hook_late_grads(unit: Unit) -> None:

@@ -1,4 +1,4 @@
-"""Recovery: cleans up after an exception or an interrupt, before the next event begins."""
+"""Recovery: cleans up after an exception or an interrupt (Ctrl-C), before the next event or request begins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import warnings
 from typing import TYPE_CHECKING
 
 from fullshard import _torch
-from fullshard.core.interrupts import recovers_first
 from fullshard.core.sharded_tensor import restore_subclass
 from fullshard.core.unit import Unit
 from fullshard.core.unit_modules import unit_of
@@ -19,30 +18,23 @@ class Recovery:
     """Cleans up after a failed step, so that the next forward is right.
 
     Three things can go wrong. A backward raises, or a forward ends without running its hooks: the next event finds that and
-    aborts the step (`abort_in_progress`). Or an interrupt (Ctrl-C) comes between any two lines: all unsharded state is
-    discarded (`start_over`).
-
-    Attributes:
-        interrupted: True if an interrupt cut an event short.
+    aborts the step (`abort_in_progress`). Or an interrupt (Ctrl-C) leaves an event or a wait, at any line of it: all unsharded
+    state is discarded (`start_over`). Events are the hooks on modules and graphs, and the end of a backward; waits are
+    `CollectiveCall.wait`. Both set the mark `Communicator.interrupted`. Events read it first, and so does every place that
+    takes the unit of a module for a request (`require_unit`, `units_of`, `recovered`).
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self.interrupted = False
-
-    @property
-    def recovery(self) -> Recovery:
-        """This object, for `recovers_first`."""
-        return self
 
     def note_interrupt(self, failure: BaseException) -> None:
-        """Set the mark if `failure` is an interrupt (KeyboardInterrupt, SystemExit), which can come between any two lines."""
+        """Set the mark if `failure`, which leaves an event, is an interrupt (KeyboardInterrupt, SystemExit)."""
         if not isinstance(failure, Exception):
-            self.interrupted = True
+            self._runtime.communicator.interrupted = True
 
     def recover(self) -> None:
-        """Clean up if the last event was interrupted or the last backward raised. Every event begins with this."""
-        if self.interrupted:
+        """Clean up if the last event or wait was interrupted, or the last backward raised."""
+        if self._runtime.communicator.interrupted:
             self.start_over()
         runtime = self._runtime
         if not runtime.backward.has_raised():
@@ -57,16 +49,16 @@ class Recovery:
         if self._runtime.scheduler.is_running(unit.number) and not any(_torch.is_in_forward(module) for module in unit.modules):
             self.abort_in_progress()
 
-    @recovers_first
     def forget_step(self, unit: Unit) -> None:
         """Abort an interrupted step as the next forward of the unit would, and discard its gradients."""
         self.recover()
         self.abort_if_left(unit)
         self._runtime.reducer.discard(unit)
 
-    @recovers_first
     def abort_step(self) -> None:
         """Abort the running step on all ranks, and discard the gradients that are not in `.grad` yet."""
+        if self._runtime.communicator.interrupted:
+            self.start_over()
         restore_subclass()
         self.abort_in_progress()
         self._runtime.scheduler.reset_orders()
@@ -117,7 +109,7 @@ class Recovery:
             runtime.reducer.discard(unit)
         runtime.scheduler.start_over()
         runtime.backward.units.clear()
-        self.interrupted = False
+        runtime.communicator.interrupted = False  # last: if this is interrupted as well, the next request starts over again
 
     def _warn_of_backward(self) -> list[Unit]:
         """Warn that a backward raised.

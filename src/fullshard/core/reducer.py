@@ -370,7 +370,7 @@ class GradientReducer:
     # --- `.grad` ---
 
     def assign_grads(self) -> None:
-        """Set the gradients that `collect` or `end` decided on. An interrupt is raised only after all of them are set."""
+        """Set the gradients that `collect` or `end` decided on: all of them or none. See `commit_all`."""
         decided = self.decided
         if decided is not None:
             try:

@@ -19,7 +19,6 @@ from fullshard.checks.collective_log import CollectiveLog, Fingerprint
 from fullshard.comm.streams import Lane, Work, nothing, stream_for
 from fullshard.core.backward import RunningBackward
 from fullshard.core.communicator import Communicator
-from fullshard.core.interrupts import recovers_first
 from fullshard.core.joined_calls import JoinedCalls
 from fullshard.core.mesh import ShardAxis
 from fullshard.core.param_group import ParamGroup
@@ -305,19 +304,19 @@ class Runtime:
                 with torch.no_grad():
                     self.run(self.scheduler.before_backward(joined.call, stale=stale))
 
-    @recovers_first
     def end_backward(self) -> None:
         """End the outermost backward that entered a unit: set `.grad` of all parameters, or of none."""
         with torch.no_grad():
             try:
                 self._reduce_rest()
-            except BaseException:
-                if self.reducer.decided is None:
-                    self.backward.mark_raised()
-                    raise
                 self.commit_gradients()
+            except BaseException as failure:
+                self.recovery.note_interrupt(failure)
+                if self.reducer.decided is not None:
+                    self.commit_gradients()
+                elif self.backward.underway:
+                    self.backward.mark_raised()
                 raise
-            self.commit_gradients()
 
     def _reduce_rest(self) -> None:
         """Reduce what no unit has reduced yet, and decide which gradients to set."""

@@ -15,7 +15,6 @@ from fullshard import _torch
 from fullshard.checks.collective_log import Fingerprint, GroupFingerprints, UnitName, described
 from fullshard.core.agreement import Agreement
 from fullshard.core.extension import check_extension, needs_own_group
-from fullshard.core.interrupts import recovers_first
 from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.layout import DirectRule
 from fullshard.core.mesh import ShardAxis
@@ -34,7 +33,6 @@ from fullshard.errors import StateError, warn_once
 from fullshard.policies import CPUOffloadPolicy
 
 if TYPE_CHECKING:
-    from fullshard.core.recovery import Recovery
     from fullshard.core.runtime import Runtime
 
 _MAX_ITEMSIZE = 16  # bytes of the widest dtype in which an element may travel
@@ -132,11 +130,6 @@ class Unit:
         )
 
     @property
-    def recovery(self) -> Recovery:
-        """The recovery of the runtime, for `recovers_first`."""
-        return self.runtime.recovery
-
-    @property
     def number(self) -> int:
         """Its number in this rank's runtime."""
         return self.record.number
@@ -161,7 +154,7 @@ class Unit:
     def pre_forward(self, module: nn.Module) -> None:
         """Unshard the parameters, prefetch the next unit, and put the unsharded parameters on the modules."""
         runtime = self.runtime
-        if runtime.recovery.interrupted or runtime.backward.underway:
+        if runtime.communicator.interrupted or runtime.backward.underway:
             runtime.recovery.recover()
         self._refuse_illegal_forward(module)
         if _torch.current_graph_task() != -1:
@@ -197,7 +190,7 @@ class Unit:
             and not self.progress.methods
             and not _torch.is_in_forward(module, outer=True)
         ):
-            self.recovery.abort_in_progress()  # the previous forward was cut short in a way that runs no hooks
+            self.runtime.recovery.abort_in_progress()  # the previous forward was cut short in a way that runs no hooks
 
     def begin_forward(self, module: nn.Module) -> None:
         """Unshard for a forward in which this rank computes, or which it only joins."""
@@ -291,7 +284,7 @@ class Unit:
                 f"Unit '{self.name}' was undone, or became part of another unit, between its forward and this backward. Run "
                 "the backward before undo() or fully_shard(), or run the forward again."
             )
-        if runtime.recovery.interrupted or runtime.backward.raised:
+        if runtime.communicator.interrupted or runtime.backward.raised:
             runtime.recovery.recover()
         first = runtime.begin_backward()
         runtime.backward.units[record.number] = self
@@ -313,7 +306,6 @@ class Unit:
             for group in self.groups:  # a recomputation inside of the unit runs without the unit's hooks
                 group.install()
 
-    @recovers_first
     def late_backward(self) -> None:
         """Enter a backward in which a gradient arrived that no output of the unit announced."""
         units = self.runtime.backward.units
@@ -458,8 +450,8 @@ class Unit:
                 group.adopt_values([found[id(parameter)] for parameter in group.parameters])
 
     # --- requests of the user: each one checks first that it is legal, and changes nothing if it is not ---
+    # Callers take the unit from `require_unit` or `units_of`, which start over after an interrupt.
 
-    @recovers_first
     def unshard(self) -> None:
         """Start the all-gather for the user. Raise StateError inside of full_params()."""
         refuse_inside_full_params(self, doing="unshard()")
@@ -467,7 +459,6 @@ class Unit:
         self.drop_if_replaced()
         self.runtime.run(self.runtime.scheduler.unshard(self.number, stale=self.stale))
 
-    @recovers_first
     def ensure_unsharded(self) -> None:
         """Put the unsharded parameters on the modules for the user; all-gather again if they were freed or are stale."""
         self.unshard()
@@ -477,7 +468,6 @@ class Unit:
         self.expose()
         self.show_kept_gradients()
 
-    @recovers_first
     def set_resident(self, resident: bool) -> None:
         """Keep the unit unsharded, whatever forwards and backwards end, until called with False."""
         if not self.record.count_resident_block(1 if resident else -1):
@@ -492,7 +482,6 @@ class Unit:
             self.record.count_resident_block(-1)
             raise
 
-    @recovers_first
     def refresh_for_read(self) -> None:
         """Adopt the user's changes before the shards are read, also those of a unit that the user unsharded."""
         unsharded_by_user = self.record.unsharded_by_user and self.record.is_pinned
@@ -501,12 +490,10 @@ class Unit:
         if unsharded_by_user:
             self.ensure_unsharded()
 
-    @recovers_first
     def refresh(self, unwritten: Container[int] = ()) -> None:
         """Adopt the user's changes on the modules. See `refresh_groups`."""
         self.refresh_groups(unwritten)
 
-    @recovers_first
     def all_gather_copy(self, group: ParamGroup) -> list[Tensor]:
         """All-gather a group into memory of its own, and return one tensor per parameter. Collective."""
         communicator = self.runtime.communicator
@@ -520,7 +507,6 @@ class Unit:
             group.note_copy_to_device(sent.work)
         return group.values_in(copy)
 
-    @recovers_first
     def reshard(self, *, doing: str = "reshard()") -> None:
         """Free the unsharded parameters. Raise StateError while the unit's forward or backward needs them."""
         self.check_idle(doing=doing)
@@ -531,7 +517,6 @@ class Unit:
             group.drop_subgroup_shard()
             group.synchronize_host()
 
-    @recovers_first
     def ensure_sharded(self, *, doing: str) -> None:
         """Register the sharded parameters on the modules, to be written.
 
@@ -544,7 +529,6 @@ class Unit:
         if not self.runtime.scheduler.expects_backward(self.number):
             self.runtime.run(self.runtime.scheduler.reshard(self.number))
 
-    @recovers_first
     def allocate(self, device: torch.device) -> None:
         """Allocate memory, which the user writes, for parameters that are on the meta device."""
         unwritten = {id(parameter) for parameter in self.parameters if parameter.local.device.type == "meta"}
@@ -554,7 +538,6 @@ class Unit:
             values = [shard if shard.device.type != "meta" else torch.empty_like(shard, device=device) for shard in shards]
             self.rebuild_groups(values, unwritten)
 
-    @recovers_first
     def reduce_now(self, group: ParamGroup) -> None:
         """Reduce the gradients of one group, for a caller that runs backward piece by piece."""
         self.check_idle(doing="post_backward()")
@@ -565,7 +548,6 @@ class Unit:
         if not self.options.keep_after_backward:
             self.reshard()
 
-    @recovers_first
     def finish_reductions(self) -> None:
         """Wait for the reductions in flight and set `.grad`, for a caller that runs backward piece by piece."""
         with torch.no_grad():
@@ -574,12 +556,11 @@ class Unit:
 
     # --- what is legal now ---
 
-    @recovers_first
     def check_idle(self, *, doing: str) -> None:
         """Raise StateError while the unit's forward or backward is running, or inside of full_params()."""
-        self.recovery.recover()
+        self.runtime.recovery.recover()
         refuse_inside_full_params(self, doing=doing)
-        self.recovery.abort_if_left(self)
+        self.runtime.recovery.abort_if_left(self)
         if self.runtime.scheduler.is_running(self.number):
             raise StateError(f"{doing} was called inside the forward of unit '{self.name}'. Call it before or after.")
         if self.runtime.scheduler.in_backward(self.number):
@@ -589,17 +570,15 @@ class Unit:
         """Raise StateError if gradients are in flight to groups that are about to be built again."""
         self.runtime.reducer.check_delivered(self, doing=doing)
 
-    @recovers_first
     def check_step(self, group: ParamGroup) -> None:
         """Raise StateError if an optimizer may not write the shards of a group now."""
-        self.recovery.recover()
+        self.runtime.recovery.recover()
         self.runtime.reducer.read_heartbeats()
         if self.runtime.scheduler.is_running(self.number) and any(_torch.is_in_forward(module) for module in self.modules):
             raise StateError(f"optimizer.step() was called inside the forward of unit '{self.name}'. Call it after backward.")
         group.synchronize_host()
         self.runtime.reducer.check_arrived(self, group)
 
-    @recovers_first
     def barrier(self, *, doing: str) -> None:
         """Wait until all ranks are about to begin what follows, before this rank changes anything."""
         self.agreement(doing).barrier()
@@ -625,7 +604,6 @@ class Unit:
     def _update_record(self) -> None:
         self.record.configure(self.options, nbytes=sum(group.unsharded_nbytes for group in self.groups))
 
-    @recovers_first
     def reconfigure(self, *, doing: str, **changes: object) -> None:
         """Change options that the groups depend on, and build the groups again.
 
@@ -638,7 +616,6 @@ class Unit:
         self.invalidate_unsharded()
         self.rebuild_groups([parameter.local for parameter in self.parameters])
 
-    @recovers_first
     def transfer_params(self, gone: Sequence[ShardedParameter]) -> None:
         """Remove parameters from the unit that another unit takes over."""
         self.check_delivered(doing="fully_shard() of a module that shares a parameter with it")

@@ -222,16 +222,26 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get(_UNIT)
 
 
-def require_unit(module: nn.Module) -> Unit:
-    """Return the unit of `module`. Raise StateError if there is none."""
-    unit = unit_of(module)
-    if unit is None:
-        raise StateError(f"{type(module).__name__} is not sharded. Call fully_shard() on it first.")
+# Each request of the user takes its units from the functions below, which start over if an interrupt came before.
+
+
+def recovered(unit: Unit) -> Unit:
+    """Return `unit`, after its runtime has started over if an interrupt left an event or a wait (see recovery.py)."""
+    if unit.runtime.communicator.interrupted:
+        unit.runtime.recovery.start_over()
     return unit
 
 
+def require_unit(module: nn.Module) -> Unit:
+    """Return the unit of `module`, for a request. Raise StateError if there is none."""
+    unit = unit_of(module)
+    if unit is None:
+        raise StateError(f"{type(module).__name__} is not sharded. Call fully_shard() on it first.")
+    return recovered(unit)
+
+
 def units_of(module: nn.Module, recurse: bool) -> Iterator[Unit]:
-    """Yield the units at and below `module`, each once; without `recurse` only the unit of `module`."""
+    """Yield the units at and below `module`, each once, for a request; without `recurse` only the unit of `module`."""
     if not recurse:
         yield require_unit(module)
         return
@@ -240,7 +250,7 @@ def units_of(module: nn.Module, recurse: bool) -> Iterator[Unit]:
         unit = unit_of(inner)
         if unit is not None and unit.number not in seen:
             seen.add(unit.number)
-            yield unit
+            yield recovered(unit)
 
 
 def own_modules(root: nn.Module) -> Iterator[nn.Module]:
@@ -259,6 +269,7 @@ __all__ = [
     "attach_unit",
     "detach_unit",
     "own_modules",
+    "recovered",
     "require_unit",
     "unit_of",
     "units_of",

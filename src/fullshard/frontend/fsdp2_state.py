@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
-from fullshard.core.unit_modules import unit_of
+from fullshard.core.unit_modules import recovered, unit_of
 from fullshard.errors import StateError
 from fullshard.policies import MixedPrecisionPolicy
 
@@ -138,7 +138,7 @@ class UnitView(_View):
 
     def _root_post_backward_final_callback(self) -> None:
         """Wait for the reductions in flight and set `.grad`. Pipeline schedules call it at the end of a step."""
-        self._unit.finish_reductions()
+        recovered(self._unit).finish_reductions()
 
     @property
     def _comm_ctx(self) -> object:

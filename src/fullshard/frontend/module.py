@@ -24,7 +24,7 @@ from fullshard.core.scheduler import ReshardPolicy, Stats
 from fullshard.core.shard_values import discard_gradient
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
-from fullshard.core.unit_modules import require_unit, unit_of, units_of
+from fullshard.core.unit_modules import recovered, require_unit, unit_of, units_of
 from fullshard.errors import StateError, warn_once
 from fullshard.frontend import forward_methods
 from fullshard.frontend.fsdp2_state import UnitView
@@ -52,7 +52,7 @@ class UnshardHandle:
             StateError: if the process group was destroyed, or the ranks unshard different units.
         """
         if self._unit is not None:
-            self._unit.ensure_unsharded()
+            recovered(self._unit).ensure_unsharded()
             self._unit = None
 
 
@@ -76,7 +76,7 @@ class GradientReductionHandle(_torch.GradientReductionHandle):  # type: ignore[m
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            Finalization(pending.units[0].runtime).finish(pending)
+            Finalization(recovered(pending.units[0]).runtime).finish(pending)
 
 
 _SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -686,8 +686,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             One line of text.
         """
         own = _original_class(self).extra_repr()
-        summary = unit_summary(require_unit(self))
-        return f"{own}, {summary}" if own else summary
+        unit = unit_of(_module(self))  # not `require_unit`: a repr must not wait for collectives, also after an interrupt
+        summary = "" if unit is None else unit_summary(unit)
+        return f"{own}, {summary}" if own and summary else own or summary
 
 
 class _CombinedHandle(GradientReductionHandle):

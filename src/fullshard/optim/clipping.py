@@ -23,6 +23,7 @@ from fullshard.core import (
     UnitName,
     flat_gradient,
     logical_parameters,
+    recovered,
     replacement_of,
     to_local,
 )
@@ -158,6 +159,9 @@ def clip_grad_norm_(
     # A list that was made before sharding contains the plain parameters: clip the sharded parameters that replaced them.
     listed = [parameter if (now := replacement_of(parameter)) is None else now for parameter in given]
     sharded = logical_parameters(listed)
+    for guard in dict.fromkeys([logical.write_guard for logical in sharded]):
+        if isinstance(guard, StepCheck) and guard.unit is not None:
+            recovered(guard.unit)  # before gradients are read
     for logical in sharded:
         if logical.local_grad is not None and logical.sharded.grad is None:
             raise StateError(
