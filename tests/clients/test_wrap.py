@@ -197,7 +197,7 @@ def _two_steps(rank: int, size: int, *, name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = shard_model(sharded)
-    assert len(list(units_of(sharded, True))) == len(plan.units) > 2
+    assert len(units_of(sharded, True)) == len(plan.units) > 2
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, model)]
     for step in range(2):
         inputs = _inputs(build, step)

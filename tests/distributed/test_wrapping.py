@@ -567,7 +567,7 @@ def test_a_model_sharded_in_one_call_trains_as_the_plain_one(world: World, build
 
     def shard(sharded: nn.Module) -> None:
         plan = shard_model(sharded, world.mesh)
-        assert len(list(units_of(sharded, True))) == len(plan.units)
+        assert len(units_of(sharded, True)) == len(plan.units)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

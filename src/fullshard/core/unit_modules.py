@@ -240,17 +240,12 @@ def require_unit(module: nn.Module) -> Unit:
     return recovered(unit)
 
 
-def units_of(module: nn.Module, recurse: bool) -> Iterator[Unit]:
-    """Yield the units at and below `module`, each once, for a request; without `recurse` only the unit of `module`."""
+def units_of(module: nn.Module, recurse: bool) -> list[Unit]:
+    """Return the units at and below `module`, each once, for a request; without `recurse` only the unit of `module`."""
     if not recurse:
-        yield require_unit(module)
-        return
-    seen: set[int] = set()
-    for inner in module.modules():
-        unit = unit_of(inner)
-        if unit is not None and unit.number not in seen:
-            seen.add(unit.number)
-            yield recovered(unit)
+        return [require_unit(module)]
+    units = {unit.number: unit for inner in module.modules() if (unit := unit_of(inner)) is not None}
+    return [recovered(unit) for unit in units.values()]
 
 
 def own_modules(root: nn.Module) -> Iterator[nn.Module]:

@@ -732,7 +732,7 @@ def unit_summary(unit: Unit) -> str:
 @contextmanager
 def accumulate(module: nn.Module) -> Iterator[None]:
     """Disable gradient sync of all units at and below `module` inside the block, then restore the former settings."""
-    units = list(units_of(module, True))
+    units = units_of(module, True)
     before = [unit.options.sync_gradients for unit in units]
     for unit in units:
         unit.configure(sync_gradients=False)
@@ -859,7 +859,7 @@ def resident(module: nn.Module) -> Iterator[None]:
         >>> with model.resident(), torch.no_grad():                                           # doctest: +SKIP
         ...     tokens = model.generate(prompt)
     """
-    units = list(units_of(module, True))
+    units = units_of(module, True)
     kept: list[Unit] = []
     try:
         for unit in units:
@@ -986,7 +986,7 @@ def stats(module: nn.Module) -> Stats:
 
 def any_unit(module: nn.Module) -> Unit:
     """Return a unit at or below `module`. Raise StateError if there is none."""
-    units: Sequence[Unit] = list(units_of(module, True))
+    units: Sequence[Unit] = units_of(module, True)
     if not units:
         raise StateError(f"{type(module).__name__} contains no sharded module. Call fully_shard() first.")
     return units[0]

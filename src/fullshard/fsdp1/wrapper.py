@@ -397,7 +397,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _axis(self) -> ShardAxis:
-        unit = next(units_of(self, True), None)
+        unit = next(iter(units_of(self, True)), None)
         if unit is None:
             raise StateError("This wrapper wraps a list without sharded modules, so nothing is sharded.")
         return unit.axis
@@ -476,7 +476,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the structure with this rank's shards, to be loaded on the same rank of an equal mesh."""
-        if next(units_of(self, True), None) is None:
+        if not units_of(self, True):
             return super().__reduce_ex__(protocol)
         return _from_snapshot, (class_swap.to_snapshot(self, plain_class),)
 
@@ -1244,7 +1244,7 @@ def _save_optimizer_state(
 
 def _ranks(model: nn.Module, group: dist.ProcessGroup | None, doing: str) -> Agreement:
     """Return the ranks that save or load together: the ranks of `group`, or of the model's mesh if `group` is None."""
-    unit = next(units_of(model, True), None)
+    unit = next(iter(units_of(model, True)), None)
     device, name, axes = torch.device("cpu"), UnitName(""), list[ShardAxis]()
     if unit is not None:
         device, name, axes = unit.axis.device, unit.unit_name, [unit.axis]
@@ -1283,7 +1283,7 @@ def _is_first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
     """Return True if this rank is the first rank of `group`, or of the model's mesh if `group` is None."""
     if group is not None:
         return dist.get_rank(group) == 0
-    unit = next(units_of(model, True), None)
+    unit = next(iter(units_of(model, True)), None)
     return dist.get_rank() == 0 if unit is None else not any(unit.axis.mesh.get_coordinate() or ())
 
 

@@ -55,7 +55,7 @@ def full_params(
     """
     if rank0_only and write:
         raise ValueError("full_params(rank0_only=True) cannot write parameters that only rank 0 has. Pass write=False as well.")
-    units = list(units_of(module, recurse))
+    units = units_of(module, recurse)
     for unit in units:
         unit.check_idle(doing="full_params()")
     for unit in units:
@@ -145,7 +145,7 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
         >>> with gathered(model.embed) as params:                                             # doctest: +SKIP
         ...     loss = loss + 0.1 * params["weight"].square().mean()
     """
-    units = list(units_of(module, recurse))
+    units = units_of(module, recurse)
     prefixes = {id(submodule): f"{name}." if name else "" for name, submodule in module.named_modules()}
     gathered_tensors: dict[str, Tensor] = {}
     for unit in units:

@@ -48,7 +48,7 @@ def materialize(
         ...     fully_shard(block)
         >>> materialize(fully_shard(model))                                                   # doctest: +SKIP
     """
-    units = list(units_of(model, True))
+    units = units_of(model, True)
     if not units:
         raise StateError(f"{type(model).__name__} contains no sharded module. Call fully_shard() first.")
     for unit in units:
