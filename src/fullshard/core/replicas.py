@@ -37,6 +37,7 @@ def check_replicas(unit: Unit) -> None:
         if unit.options.sync == "broadcast":
             broadcast([shard for _, shard in shards], agreement)
         else:
+            # The result is equal on all ranks of the axis, so all of them skip the next comparison after a difference, or none.
             wrong = wrong or find_unequal_values(shards, agreement)
     if wrong is not None:
         raise StateError(

@@ -150,6 +150,8 @@ def verify(
 
 @dataclass(frozen=True)
 class _Program:
+    """The arguments of `verify`, and the comparison that every rank runs with them."""
+
     build: Build
     batch: Any
     steps: int

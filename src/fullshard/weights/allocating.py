@@ -16,7 +16,7 @@ from fullshard.weights.targets import ModelTensors
 
 
 class AllocatedTensors:
-    """Tensors that `allocate` gave memory: the tensors of each unit, and tensors outside all units."""
+    """The tensors that were on meta before `allocate`: those of each unit, and tensors outside all units."""
 
     def __init__(self, model: nn.Module, units: tuple[Unit, ...]) -> None:
         self._by_unit = [(unit, tensors_on_meta(unit)) for unit in units]
@@ -44,16 +44,15 @@ def allocate(model: nn.Module, tensors: ModelTensors) -> AllocatedTensors:
         offloaded = isinstance(unit.options.offload, CPUOffloadPolicy)
         unit.allocate(torch.device("cpu") if offloaded else unit.axis.device)
     # By id of the meta tensor, so that tied tensors stay tied. The value keeps the meta tensor alive: its id is not reused.
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+    memory_of: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         slots: tuple[dict[str, Any], ...] = _torch.parameters_of(module), _torch.buffers_of(module)
         for registry in slots:
-            for name, tensor in [
-                (name, one) for name, one in registry.items() if one is not None and one.device.type == "meta"
-            ]:
-                if id(tensor) not in made:
-                    made[id(tensor)] = tensor, _allocate_like(tensor, device)
-                registry[name] = made[id(tensor)][1]
+            on_meta = {name: one for name, one in registry.items() if one is not None and one.device.type == "meta"}
+            for name, tensor in on_meta.items():
+                if id(tensor) not in memory_of:
+                    memory_of[id(tensor)] = tensor, _allocate_like(tensor, device)
+                registry[name] = memory_of[id(tensor)][1]
     return fresh
 
 

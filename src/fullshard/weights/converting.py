@@ -209,16 +209,17 @@ class _Converter:
         for first in range(box.start[0], box.stop[0], step):
             band = box.rows(first, min(box.stop[0], first + step))
             rows = self._read(source, Box.whole(source.shape).rows(first, band.stop[0]))
+            # The part of `at` that these rows fill; None if the rule drops or moves all of them elsewhere.
             place = piece.mapped_box(band)
-            found = None if place is None else place.intersect(at)
-            if found is not None:
-                value = rows[piece.source_box(found).moved([-first] + [0] * (len(source.shape) - 1)).slices()]
-                into[found.relative_to(at).slices()] = piece.view_as_mapped(value).to(into.dtype)
+            target = None if place is None else place.intersect(at)
+            if target is not None:
+                value = rows[piece.source_box(target).moved([-first] + [0] * (len(source.shape) - 1)).slices()]
+                into[target.relative_to(at).slices()] = piece.view_as_mapped(value).to(into.dtype)
 
     def _read(self, source: FileTensor, rows: Box) -> Tensor:
-        found = torch.empty(rows.shape, dtype=source.dtype, device="cpu")
-        self._reader.run([Read(source.file, offset_of_row(source, rows.start[0] if source.shape else 0), found)])
-        return found
+        values = torch.empty(rows.shape, dtype=source.dtype, device="cpu")
+        self._reader.run([Read(source.file, offset_of_row(source, rows.start[0] if source.shape else 0), values)])
+        return values
 
 
 def _direct_read(piece: SourcePiece, at: Box, into: Tensor) -> Read | None:
