@@ -30,9 +30,9 @@ __all__ = [
     "dtensor_like",
     "flat_axis",
     "groups_of",
-    "insides",
-    "is_cut",
+    "is_shard",
     "join_meshes",
+    "local_pair",
     "local_part",
     "local_tensor",
     "locals_of",
@@ -75,7 +75,7 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def is_cut(placement: Placement, dim: int | None = None) -> bool:
+def is_shard(placement: Placement, dim: int | None = None) -> bool:
     """Return True if a placement shards (`dim`, if given), strided or not."""
     # Private: `_StridedShard`, which is not a subclass of Shard in some versions of torch.
     return isinstance(placement, (Shard, _StridedShard)) and (dim is None or placement.dim == dim)
@@ -172,7 +172,7 @@ def locals_of(tensors: Sequence[Any]) -> Sequence[Any]:
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
-def insides(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def local_pair(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Return the local tensors of two DTensors with equal placements; other tensors unchanged."""
     return getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
 

@@ -126,7 +126,7 @@ class GradCommit:
 
 def _add(total: Tensor, more: Tensor) -> None:
     """Add `more` to `total` in place."""
-    total, more = _torch.insides(total, more)
+    total, more = _torch.local_pair(total, more)
     total.add_(more)
 
 

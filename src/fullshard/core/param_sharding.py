@@ -108,7 +108,7 @@ class ParamSharding:
         axes = [axis for axis in range(self.mesh.ndim) if axis != self.shard_mesh_axis]
         for axis in (*axes, *(() if self.shard_mesh_axis is None else (self.shard_mesh_axis,))):
             placement: Any = self.placements[axis]
-            if _torch.is_cut(placement):
+            if _torch.is_shard(placement):
                 part = Extent.of_rank(len(found[placement.dim]), ranks=self.mesh.size(axis), rank=coordinate[axis])
                 found[placement.dim] = found[placement.dim][part.start : part.stop]
         return found
@@ -309,7 +309,7 @@ def _shard_placement(dim: int, others: tuple[Placement, ...], mesh: DeviceMesh, 
     # DTensor applies placements from left to right, but FSDP shards last, on an axis left of these: hence the split factor
     factor = 1
     for axis in range(first, len(others)):
-        if _torch.is_cut(others[axis], dim):
+        if _torch.is_shard(others[axis], dim):
             factor *= mesh.size(axis)
     return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
 

@@ -198,7 +198,7 @@ class Unit:
         first = not scheduler.running
         if first:
             runtime.begin_outermost_forward(self, module)
-        if self.checks.uninitialized is not None:
+        if self.checks.uninitialized is not None:  # initialized after sharding, maybe in part, and maybe not equally
             self.refresh_groups()
             check_written(self)
             check_replicas(self)

@@ -53,7 +53,7 @@ def _sharding_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(grad, DTensor):
         return ()
     mesh = grad.device_mesh
-    dims = [axis for axis, placement in enumerate(grad.placements) if _torch.is_cut(placement) and mesh.size(axis) > 1]
+    dims = [axis for axis, placement in enumerate(grad.placements) if _torch.is_shard(placement) and mesh.size(axis) > 1]
     return tuple(mesh.get_group(axis) for axis in dims)
 
 
