@@ -100,10 +100,10 @@ class Rank:
         limit = timedelta(seconds=seconds)
         dist.init_process_group(backend, init_method=where, rank=self.rank, world_size=self.size, timeout=limit)
 
-    def mesh(self, device: str = "cpu") -> Any:
+    def mesh(self) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(device, (self.size,))
+        return init_device_mesh("cpu", (self.size,))
 
 
 def host(rank: Rank) -> None:

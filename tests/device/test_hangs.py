@@ -20,6 +20,7 @@ from exits import Job, Rank, run_job, soon, together
 from models import batch, square
 from test_on_device import Stack
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import CheckPolicy, fully_shard
@@ -37,13 +38,14 @@ def built() -> None:
     simulated.build()
 
 
-def begun(rank: Rank, **checks: Any) -> tuple[Any, nn.Module]:
+def begun(rank: Rank, replicas: int, **checks: Any) -> tuple[Any, nn.Module]:
     """The device, and a sharded model that has trained one step."""
     os.environ["SIM_HANG"] = "1"
     device = simulated.load()
     rank.begin(backend="cpu:gloo,sim:sccl")
     torch.manual_seed(0)
-    model, mesh = Stack(), rank.mesh("sim")
+    shape, names = ((replicas, rank.size // replicas), ("replicate", "shard")) if replicas > 1 else ((rank.size,), ("shard",))
+    model, mesh = Stack(), init_device_mesh("sim", shape, mesh_dim_names=names)
     policy = CheckPolicy(**checks)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, check_policy=policy)
@@ -62,9 +64,9 @@ def steps(model: nn.Module, number: int = 3) -> None:
         model.zero_grad()
 
 
-def train(rank: Rank, fault: str) -> None:
+def train(rank: Rank, fault: str, replicas: int = 1) -> None:
     """Steps, in which rank 1 does something else once."""
-    device, model = begun(rank, timeout=4.0 if fault in ("sleeps", "is killed") else None)
+    device, model = begun(rank, replicas, timeout=4.0 if fault in ("sleeps", "is killed") else None)
     if rank.rank == 1:
         rank.event()
     try:
@@ -125,6 +127,14 @@ def test_a_hang_is_named_on_all_ranks(fault: str) -> None:
     for job in together([partial(run_job, train, size, fault=fault, lives=lives) for size in (2, 3)], at_once=2):
         check_all_raise(job, text, seconds, but=but)
         assert all("abort their process groups" in one.raised for one in job if one.rank not in but)
+
+
+@pytest.mark.parametrize("fault", ["diverges", "raises"])
+def test_a_hang_on_a_hybrid_mesh_is_named_on_all_ranks(fault: str) -> None:
+    """Ranks of other replicas have no collective with rank 1 in the forward; they hang in their all-reduces."""
+    text, seconds, but = TEXTS[fault]
+    job = run_job(train, 4, fault=fault, replicas=2, lives=but)
+    check_all_raise(job, text, seconds, but=but)
 
 
 def test_a_rank_that_computes_for_long_is_waited_for() -> None:
