@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from functools import partial
@@ -66,7 +67,7 @@ def steps(model: nn.Module, number: int = 3) -> None:
 
 def train(rank: Rank, fault: str, replicas: int = 1) -> None:
     """Steps, in which rank 1 does something else once."""
-    device, model = begun(rank, replicas, timeout=4.0 if fault in ("sleeps", "is killed") else None)
+    device, model = begun(rank, replicas, timeout=4.0 if fault in ("sleeps", "stops") else None)
     if rank.rank == 1:
         rank.event()
     try:
@@ -80,7 +81,9 @@ def train(rank: Rank, fault: str, replicas: int = 1) -> None:
             elif fault == "exits":
                 sys.exit(3)
             elif fault == "is killed":
-                os._exit(4)
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
             elif fault == "sleeps":
                 time.sleep(15)
             elif fault == "computes":
@@ -115,7 +118,8 @@ TEXTS = {
     "raises": ("rank 1 raised RuntimeError: bad batch in 'blocks.1' forward", SOON, (1,)),
     "votes": (r"rank 1 is in fullshard.any_failed\(\) while rank", SOON, (1,)),
     "exits": ("rank 1 ended the program while rank", SOON, (1,)),
-    "is killed": (r"waited 4 seconds \(CheckPolicy.timeout\) in collective .*rank 1: does not answer", 4.0 + SOON, (1,)),
+    "is killed": ("rank 1 is gone: its process ended, while rank", SOON, (1,)),
+    "stops": (r"waited 4 seconds \(CheckPolicy.timeout\) in collective .*rank 1: does not answer", 4.0 + SOON, (1,)),
     "sleeps": (r"waited 4 seconds \(CheckPolicy.timeout\) in collective", 4.0 + SOON, (1,)),
 }
 
@@ -123,7 +127,7 @@ TEXTS = {
 @pytest.mark.parametrize("fault", TEXTS)
 def test_a_hang_is_named_on_all_ranks(fault: str) -> None:
     text, seconds, but = TEXTS[fault]
-    lives = but if fault in ("raises", "sleeps", "votes") else ()
+    lives = but if fault in ("raises", "sleeps", "stops", "votes") else ()
     for job in together([partial(run_job, train, size, fault=fault, lives=lives) for size in (2, 3)], at_once=2):
         check_all_raise(job, text, seconds, but=but)
         assert all("abort their process groups" in one.raised for one in job if one.rank not in but)

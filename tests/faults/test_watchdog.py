@@ -13,6 +13,7 @@ import time
 import types
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fullshard
 from fullshard import CheckPolicy, StateError
 from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, UnitName, find_desync, listed
+from fullshard.checks.neighbors import RankProcess
 from fullshard.checks.state import WaitState
 from fullshard.checks.store import StateStore
 from fullshard.checks.watchdog import Watchdog
@@ -470,3 +472,35 @@ def test_a_closed_log_without_tags_is_dealt_with_once() -> None:
         board._store = None  # whatever is sent now raises
     job.run(5, dead=[2])
     assert [ledger.desync_error for ledger in job.ledgers[:2]] == ["diverged", "diverged"]
+
+
+def test_a_process_is_gone_when_it_ended_or_another_one_has_its_number() -> None:
+    own = RankProcess.own()
+    assert own is not None and RankProcess.unpack(own.pack()) == own and not own.is_gone()
+    assert replace(own, start="1").is_gone(), "an earlier process had this number"
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    process = replace(own, pid=child.pid, start=Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    assert not process.is_gone()
+    child.stdin.close()
+    until(process.is_gone)  # a zombie by now
+    child.wait()
+    assert process.is_gone()
+
+
+def test_neighbors_are_read_once_and_only_those_of_this_machine_can_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = RankProcess.own()
+    assert own is not None
+    job = Job(3)
+    job.run(1)
+    job.store.set("process/1", replace(own, start="1").pack())
+    job.store.set("process/2", replace(own, start="1", machine="another").pack())
+    waiters = [watch.new_wait_state() for watch in job.watches[:1]]
+    entries = [line.log_call("gather") for line in job.lines]
+    waiters[0].enter(entries[0])
+    job.run(1.5, dead=[1, 2])
+    assert job.ledgers[0].desync_error is None, "it may have published a reason"
+    job.run(3, dead=[1, 2])
+    assert job.ledgers[0].desync_error == "rank 1 is gone: its process ended, while rank 0 was in collective 1, gather"
+    monkeypatch.setattr(job.watches[0]._records, "read_neighbors", None)
+    assert job.watches[0]._records.gone_neighbor(job.ledgers[0]) == 1

@@ -15,6 +15,7 @@ from typing import Any
 
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, headline
+from fullshard.checks.neighbors import RankProcess, near
 from fullshard.checks.state import LocalState, Position, RankStatus
 
 RATE = 1950.0  # maximum requests per second to the store, of all ranks together
@@ -271,7 +272,11 @@ class Records:
 
     def __init__(self, store: StateStore, local: LocalState) -> None:
         self._store, self._local = store, local
+        self._own_process = RankProcess.own()
+        self._neighbors: dict[int, RankProcess] | None = None  # by rank; None until they are read
         self._announcement = store.address_record()  # to publish with the next request, even if no rank waits
+        if self._own_process is not None:
+            self._announcement[f"process/{local.rank}"] = self._own_process.pack()
         self._published: dict[str, bytes] = {}  # key -> record as last published
         self._warned = False
 
@@ -332,6 +337,33 @@ class Records:
         return self._local.position(log, notices_read=self._store.notices_read, ended=ended)
 
     # --- of the others ---
+
+    @property
+    def knows_neighbors(self) -> bool:
+        """True once `read_neighbors` was called."""
+        return self._neighbors is not None
+
+    def read_neighbors(self) -> None:
+        """Read which ranks have their process on this machine. One or two requests, once."""
+        own, rank = self._own_process, self._local.rank
+        self._neighbors = {}
+        if own is None:
+            return
+        ranks = sorted({other for log in self._local.all_logs() for other in log.ranks})
+        keys = {f"process/{other}": other for other in near(rank, ranks)}
+        for key, record in self._store.read(list(keys), expected=True).items():
+            try:
+                process = RankProcess.unpack(record)
+            except ValueError as wrong:
+                self.warn_unreadable(f"'process' of rank {keys[key]}", wrong)
+                continue
+            if process.machine == own.machine:
+                self._neighbors[keys[key]] = process
+
+    def gone_neighbor(self, log: CollectiveLog) -> int | None:
+        """Return a rank of the log whose process on this machine has ended; None if there is none."""
+        neighbors = self._neighbors or {}
+        return next((rank for rank in log.ranks if rank in neighbors and neighbors[rank].is_gone()), None)
 
     def positions(self, log: CollectiveLog) -> dict[int, Position]:
         """Return the positions that other ranks published in this epoch."""

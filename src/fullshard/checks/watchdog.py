@@ -22,6 +22,7 @@ from fullshard.checks.state import ENDED, RAISED, LocalState, Position, WaitStat
 from fullshard.checks.store import TICK, RateLimiter, Records, StateStore, open_wakeup_socket
 from fullshard.comm.process_groups import release
 
+_GONE_SECONDS = 2.0  # seconds to wait before the processes of other ranks are looked at
 EXIT_SECONDS = 2.0  # maximum seconds to wait for replies, and for a thread, when the program ends
 
 
@@ -144,7 +145,25 @@ class Watchdog:
         for log in self._local.all_logs():
             if self._limiter.try_read(log, now):
                 self._diagnose(log, [state for state in concerned if state.waits_in(log)], now)
+        self._find_gone_neighbor(now, concerned)
         self._closed.drain_due(now)
+
+    def _find_gone_neighbor(self, now: float, concerned: Sequence[WaitState]) -> None:
+        """Close a log if a rank in it has lost its process on this machine, to the kernel's memory limit for example.
+
+        Only after some seconds, so that a rank that published its reason before it ended is named with it.
+        """
+        for state in concerned:
+            call = state.current()
+            if call is None or state.seconds_waiting(now) < max(_GONE_SECONDS, state.patience):
+                continue
+            if not self._records.knows_neighbors:
+                if self._limiter.try_send(now):
+                    self._records.read_neighbors()
+                continue
+            rank = self._records.gone_neighbor(call.log) if call.log.desync_error is None else None
+            if rank is not None:
+                self.peer_lost(call, rank, "its process ended")
 
     def _publish_and_read(self, now: float, concerned: Sequence[WaitState]) -> None:
         """Publish the changed state of this rank, read notices, and request positions if that is due."""
@@ -207,10 +226,10 @@ class Watchdog:
     def _iter_positions(self, logs: Sequence[CollectiveLog], seconds: float) -> Iterator[list[dict[int, Position]]]:
         return self._notices.iter_positions(logs, seconds, self._lock, self._thread.pause)
 
-    def peer_lost(self, call: LoggedCall, rank: int) -> None:
-        """Close the log of `call` after the connection to `rank` was closed, with the published reason if there is one."""
+    def peer_lost(self, call: LoggedCall, rank: int, sign: str = "it closed its connections") -> None:
+        """Close the log of `call` because `rank` is gone, with the published reason if there is one, else with the `sign`."""
         log = call.log
-        how = "is gone: it closed its connections"
+        how = f"is gone: {sign}"
         with self._lock:
             try:
                 self._notices.read_notices()
@@ -220,7 +239,7 @@ class Watchdog:
                 if position is not None and position.flags & RAISED:
                     status = self._records.statuses(log, [rank]).get(rank)
                     if status is not None and status.exception is not None:
-                        how = f"raised {status.exception} and closed its connections"
+                        how = f"raised {status.exception}, and {sign}"
             except Exception:  # the store cannot be reached: its rank ended
                 if self._store.is_served_by_first_rank and self._local.rank != 0:
                     rank, how = 0, "is gone, and with it the store of the process group"
