@@ -1034,11 +1034,15 @@ struct Carrier {
     try {
       for (auto& w : works) w->wait();
     } catch (...) {
-      if (!aborted && !hangs) throw;
-      while (!aborted) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      failed();
     }
     std::lock_guard<std::mutex> guard(lock);
     for (auto& w : works) waited.erase(std::remove(waited.begin(), waited.end(), w), waited.end());
+  }
+  // In a `catch` block: raise the error of a message, or hang as nccl does until the group is aborted.
+  void failed() {
+    if (!aborted && !hangs) throw;
+    while (!aborted) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   void abort() {
     std::lock_guard<std::mutex> guard(lock);
@@ -1091,7 +1095,11 @@ struct SimBackend final : c10d::Backend {
       Tensors one{x.t};
       // Messages of other sizes never meet: such collectives hang, as nccl's do. gloo would end the process.
       const int tag = static_cast<int>((x.tag ^ (x.t.nbytes() * 2654435761u)) & 0x7fffffff);
-      works.push_back(x.sends ? carrier->backend->send(one, x.peer, tag) : carrier->backend->recv(one, x.peer, tag));
+      try {
+        works.push_back(x.sends ? carrier->backend->send(one, x.peer, tag) : carrier->backend->recv(one, x.peer, tag));
+      } catch (...) {
+        carrier->failed();
+      }
     }
     carrier->wait(works);
   }

@@ -68,6 +68,7 @@ def steps(model: nn.Module, number: int = 3) -> None:
 def train(rank: Rank, fault: str, replicas: int = 1) -> None:
     """Steps, in which rank 1 does something else once."""
     device, model = begun(rank, replicas, timeout=4.0 if fault in ("sleeps", "stops") else None)
+    time.sleep(0.5)  # until the first check of the watchdog, in which each rank publishes its process
     if rank.rank == 1:
         rank.event()
     try:
@@ -78,6 +79,8 @@ def train(rank: Rank, fault: str, replicas: int = 1) -> None:
                 model.blocks[1].register_forward_pre_hook(fail)
             elif fault == "votes":
                 fullshard.any_failed(failed=True)
+            elif fault == "is killed before a vote":
+                os.kill(os.getpid(), signal.SIGKILL)
             elif fault == "exits":
                 sys.exit(3)
             elif fault == "is killed":
@@ -91,6 +94,8 @@ def train(rank: Rank, fault: str, replicas: int = 1) -> None:
                 torch.ones(1, device="sim")
                 time.sleep(0.5)  # until the stream has begun with it
                 device.slow(0, 0)
+        if fault == "is killed before a vote":
+            fullshard.any_failed()
         steps(model)
     except RuntimeError as failure:
         rank.raised(failure)
@@ -119,6 +124,11 @@ TEXTS = {
     "votes": (r"rank 1 is in fullshard.any_failed\(\) while rank", SOON, (1,)),
     "exits": ("rank 1 ended the program while rank", SOON, (1,)),
     "is killed": ("rank 1 is gone: its process ended, while rank", SOON, (1,)),
+    "is killed before a vote": (
+        r"rank 1 is gone: its process ended, while rank \d was in collective \d+, any_failed",
+        SOON,
+        (1,),
+    ),
     "stops": (r"waited 4 seconds \(CheckPolicy.timeout\) in collective .*rank 1: does not answer", 4.0 + SOON, (1,)),
     "sleeps": (r"waited 4 seconds \(CheckPolicy.timeout\) in collective", 4.0 + SOON, (1,)),
 }

@@ -197,7 +197,7 @@ class Notices:
     def post_verdict(self, log: CollectiveLog, text: str) -> None:
         """Post a verdict. The first verdict posted on a log closes it on all ranks, this one included."""
         if log.abort is not None:
-            text = f"{text} {_ABORTED}"
+            text = f"{text.rstrip('.')}. {_ABORTED}"
         try:
             self._store.post(json.dumps(["verdict", log.key, log.epoch, text]).encode())
             for _ in range(30):

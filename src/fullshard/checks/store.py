@@ -21,6 +21,7 @@ from fullshard.checks.state import LocalState, Position, RankStatus
 RATE = 1950.0  # maximum requests per second to the store, of all ranks together
 
 _MANY = 64  # with more ranks than this, each rank sends requests in its own time slots only
+_NEIGHBOR_SECONDS = 5.0  # between two reads of processes that some ranks have not published yet
 _GAP = 2.0  # seconds after which a notice that was counted, but not written, is skipped
 MAX_WOKEN = 1024  # maximum number of ranks to wake at once
 _TOKEN = 8  # bytes of the token that identifies wake-up packets of this job
@@ -273,7 +274,8 @@ class Records:
     def __init__(self, store: StateStore, local: LocalState) -> None:
         self._store, self._local = store, local
         self._own_process = RankProcess.own()
-        self._neighbors: dict[int, RankProcess] | None = None  # by rank; None until they are read
+        self._neighbors: dict[int, RankProcess] = {}  # ranks of near numbers, on this machine and on others
+        self._read_neighbors_at = float("-inf")
         self._announcement = store.address_record()  # to publish with the next request, even if no rank waits
         if self._own_process is not None:
             self._announcement[f"process/{local.rank}"] = self._own_process.pack()
@@ -338,32 +340,32 @@ class Records:
 
     # --- of the others ---
 
-    @property
-    def knows_neighbors(self) -> bool:
-        """True once `read_neighbors` was called."""
-        return self._neighbors is not None
+    def lacks_neighbors(self, now: float) -> bool:
+        """Return True if it is time to read which ranks have their process on this machine."""
+        unknown = set(self._near_ranks()) - self._neighbors.keys()
+        return self._own_process is not None and bool(unknown) and now > self._read_neighbors_at + _NEIGHBOR_SECONDS
 
-    def read_neighbors(self) -> None:
-        """Read which ranks have their process on this machine. One or two requests, once."""
-        own, rank = self._own_process, self._local.rank
-        self._neighbors = {}
-        if own is None:
-            return
-        ranks = sorted({other for log in self._local.all_logs() for other in log.ranks})
-        keys = {f"process/{other}": other for other in near(rank, ranks)}
-        for key, record in self._store.read(list(keys), expected=True).items():
+    def read_neighbors(self, now: float) -> None:
+        """Read the processes of ranks that are not known yet. One or two requests."""
+        self._read_neighbors_at = now
+        keys = {f"process/{rank}": rank for rank in self._near_ranks() if rank not in self._neighbors}
+        for key, record in self._store.read(list(keys)).items():
             try:
-                process = RankProcess.unpack(record)
+                self._neighbors[keys[key]] = RankProcess.unpack(record)
             except ValueError as wrong:
                 self.warn_unreadable(f"'process' of rank {keys[key]}", wrong)
-                continue
-            if process.machine == own.machine:
-                self._neighbors[keys[key]] = process
+
+    def _near_ranks(self) -> list[int]:
+        return near(self._local.rank, sorted({rank for log in self._local.all_logs() for rank in log.ranks}))
 
     def gone_neighbor(self, log: CollectiveLog) -> int | None:
         """Return a rank of the log whose process on this machine has ended; None if there is none."""
-        neighbors = self._neighbors or {}
-        return next((rank for rank in log.ranks if rank in neighbors and neighbors[rank].is_gone()), None)
+        own = self._own_process
+        for rank in log.ranks:
+            process = self._neighbors.get(rank)
+            if own is not None and process is not None and process.machine == own.machine and process.is_gone():
+                return rank
+        return None
 
     def positions(self, log: CollectiveLog) -> dict[int, Position]:
         """Return the positions that other ranks published in this epoch."""

@@ -157,10 +157,8 @@ class Watchdog:
             call = state.current()
             if call is None or state.seconds_waiting(now) < max(_GONE_SECONDS, state.patience):
                 continue
-            if not self._records.knows_neighbors:
-                if self._limiter.try_send(now):
-                    self._records.read_neighbors()
-                continue
+            if self._records.lacks_neighbors(now) and self._limiter.try_send(now):
+                self._records.read_neighbors(now)
             rank = self._records.gone_neighbor(call.log) if call.log.desync_error is None else None
             if rank is not None:
                 self.peer_lost(call, rank, "its process ended")

@@ -119,7 +119,7 @@ def _log_name(axis: ShardAxis) -> str:
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 
 
-def _abort_groups(groups: Sequence[ProcessGroupHandle], device: torch.device) -> None:
+def abort_groups(groups: Sequence[ProcessGroupHandle], device: torch.device) -> None:
     """Abort process groups whose collectives cannot complete, so that no thread waits for them any more."""
     for handle in groups:
         if not handle.is_released:
@@ -193,7 +193,7 @@ class Communicator:
                     if self.async_device is not None and self._starts_at_once:
                         self._in_flight = self.wait_state.in_flight
                 if self._in_flight is not None:
-                    log.abort = partial(_abort_groups, self._logs[axis.key].groups, self.device)
+                    log.abort = partial(abort_groups, self._logs[axis.key].groups, self.device)
                 watchdog.add(log)
         return log
 

@@ -21,6 +21,7 @@ from fullshard.comm.base import Collectives
 from fullshard.comm.gloo import MessageTag, channels
 from fullshard.comm.process_groups import held, on_release
 from fullshard.comm.streams import HostStream, nothing
+from fullshard.core.communicator import abort_groups
 from fullshard.core.mesh import resolve_mesh
 from fullshard.core.runtime import Runtime
 from fullshard.errors import StateError
@@ -48,6 +49,8 @@ class FailureVote:
         self._fingerprints = GroupFingerprints(self._log, UnitName(""), "")
         self._wait_state = WaitState()
         if self.watch is not None:
+            if self.device.type != "cpu":
+                self._log.abort = partial(abort_groups, self._held, self.device)
             self.watch.add(self._log)
             self._wait_state = self.watch.new_wait_state()
 
@@ -71,6 +74,8 @@ class FailureVote:
                 raise StateError(f"rank {self._log.rank}, any_failed(): {headline(failure)}. {where}") from failure
             finally:
                 self._wait_state.leave(before)
+            if self._log.desync_error is not None:  # the watchdog ended the wait, so the message has no meaning
+                raise StateError(self._log.desync_error)
         return flag
 
 
