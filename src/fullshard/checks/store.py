@@ -274,7 +274,8 @@ class Records:
     def __init__(self, store: StateStore, local: LocalState) -> None:
         self._store, self._local = store, local
         self._own_process = RankProcess.own()
-        self._neighbors: dict[int, RankProcess] = {}  # ranks of near numbers, on this machine and on others
+        self._near: set[int] = set()  # ranks that may be on this machine
+        self._neighbors: dict[int, RankProcess] = {}  # the processes of these ranks, on this machine and on others
         self._read_neighbors_at = float("-inf")
         self._announcement = store.address_record()  # to publish with the next request, even if no rank waits
         if self._own_process is not None:
@@ -286,6 +287,7 @@ class Records:
 
     def announce(self, log: CollectiveLog) -> None:
         """Publish this rank's position in a new log with the next request."""
+        self._near.update(near(self._local.rank, log.ranks))
         self._announcement[f"{log.key}/{self._local.rank}"] = self._position(log).pack()
 
     def publish_announcement(self) -> None:
@@ -342,28 +344,24 @@ class Records:
 
     def lacks_neighbors(self, now: float) -> bool:
         """Return True if it is time to read which ranks have their process on this machine."""
-        unknown = set(self._near_ranks()) - self._neighbors.keys()
-        return self._own_process is not None and bool(unknown) and now > self._read_neighbors_at + _NEIGHBOR_SECONDS
+        due = now > self._read_neighbors_at + _NEIGHBOR_SECONDS
+        return self._own_process is not None and due and not self._neighbors.keys() >= self._near
 
     def read_neighbors(self, now: float) -> None:
         """Read the processes of ranks that are not known yet. One or two requests."""
         self._read_neighbors_at = now
-        keys = {f"process/{rank}": rank for rank in self._near_ranks() if rank not in self._neighbors}
+        keys = {f"process/{rank}": rank for rank in sorted(self._near - self._neighbors.keys())}
         for key, record in self._store.read(list(keys)).items():
             try:
                 self._neighbors[keys[key]] = RankProcess.unpack(record)
             except ValueError as wrong:
                 self.warn_unreadable(f"'process' of rank {keys[key]}", wrong)
 
-    def _near_ranks(self) -> list[int]:
-        return near(self._local.rank, sorted({rank for log in self._local.all_logs() for rank in log.ranks}))
-
     def gone_neighbor(self, log: CollectiveLog) -> int | None:
         """Return a rank of the log whose process on this machine has ended; None if there is none."""
         own = self._own_process
-        for rank in log.ranks:
-            process = self._neighbors.get(rank)
-            if own is not None and process is not None and process.machine == own.machine and process.is_gone():
+        for rank, process in self._neighbors.items():
+            if own is not None and process.machine == own.machine and process.is_gone() and rank in log.ranks:
                 return rank
         return None
 
