@@ -233,7 +233,7 @@ class Runtime:
     def _unshard(self, unit: Unit) -> None:
         """Start the all-gathers of a unit."""
         if not unit.is_current():
-            unit.refresh_groups()
+            unit.refresh()
         if unit.checks.gathers:
             unit.decide_gathers()
         action = "backward gather" if self.backward.underway else "forward gather"

@@ -199,7 +199,7 @@ class Unit:
         if first:
             runtime.begin_outermost_forward(self, module)
         if self.checks.uninitialized is not None:  # initialized after sharding, maybe in part, and maybe not equally
-            self.refresh_groups()
+            self.refresh()
             check_written(self)
             check_replicas(self)
         # A unit that was prefetched within this forward or backward cannot be stale, so the shards are not looked at again.
@@ -396,7 +396,7 @@ class Unit:
             self.uninstall()
             if not self.is_current():
                 self.runtime.run(self.runtime.scheduler.reshard(self.number))
-                self.refresh_groups()
+                self.refresh()
 
     def invalidate_unsharded(self) -> None:
         """Drop the unsharded parameters, before the groups are built again."""
@@ -406,7 +406,7 @@ class Unit:
         for group in self.groups:
             group.drop_subgroup_shard()
 
-    def refresh_groups(self, unwritten: Container[int] = ()) -> None:
+    def refresh(self, unwritten: Container[int] = ()) -> None:
         """Adopt changes that the user made on the modules: assigned Parameters, moved or cast tensors, requires_grad.
 
         Args:
@@ -486,13 +486,9 @@ class Unit:
         """Adopt the user's changes before the shards are read, also those of a unit that the user unsharded."""
         unsharded_by_user = self.record.unsharded_by_user and self.record.is_pinned
         self.drop_if_replaced()
-        self.refresh_groups()
+        self.refresh()
         if unsharded_by_user:
             self.ensure_unsharded()
-
-    def refresh(self, unwritten: Container[int] = ()) -> None:
-        """Adopt the user's changes on the modules. See `refresh_groups`."""
-        self.refresh_groups(unwritten)
 
     def all_gather_copy(self, group: ParamGroup) -> list[Tensor]:
         """All-gather a group into memory of its own, and return one tensor per parameter. Collective."""
