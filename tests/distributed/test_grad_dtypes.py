@@ -366,3 +366,26 @@ def average(world: World, tensor: Tensor) -> Tensor:
     total = tensor.clone()
     dist.all_reduce(total)
     return total / world.size
+
+
+@ranks(1, 2)
+def test_kept_gradients_of_another_dtype_are_shown_on_parameters_that_were_unsharded_by_hand(world: World) -> None:
+    """torch refuses a gradient in float32 on a parameter in bfloat16, so that `unshard()` raised."""
+    mp = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    model = fully_shard(copy.deepcopy(plain), mesh=world.mesh, mp_policy=mp)
+    x = torch.randn(2, 4)
+    with model.accumulate():
+        model(x).float().sum().backward()
+    allowed = model.weight.grad_dtype
+    model.unshard()
+    shown = model.weight.grad
+    assert shown.dtype == torch.float32 and model.weight.dtype == torch.bfloat16 and shown.abs().sum() > 0
+    model.reshard()
+    model(x).float().sum().backward()
+    twice = model.weight.grad.full_tensor()
+    model.zero_grad()
+    model(x).float().sum().backward()
+    assert torch.equal(twice, 2 * model.weight.grad.full_tensor())
+    assert model.weight.grad_dtype == allowed

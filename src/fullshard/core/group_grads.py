@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog
@@ -111,6 +111,8 @@ class GroupGradients:
         self._parameters, self._dtype, self._log = parameters, dtype, log
         self.has_local = any(parameter.local_grad is not None for parameter in parameters)
         self.exposed = False
+        # Unsharded parameters whose `.grad` may have any dtype while kept gradients are exposed, and their own `grad_dtype`.
+        self._lifted: list[tuple[nn.Parameter, torch.dtype]] = []
         self.deferred: DeferredSum | None = None
         # Epoch of the log at the last commit. All ranks start a new epoch together after a failed step. Gradients of that step
         # may differ between ranks, so comparing them would raise for no reason.
@@ -156,6 +158,9 @@ class GroupGradients:
         for parameter in self._parameters:
             kept, unsharded = parameter.local_grad, parameter.unsharded
             if kept is not None and unsharded is not None and unsharded.grad is None:
+                if kept.dtype != unsharded.dtype and unsharded.grad_dtype is not None:
+                    self._lifted.append((unsharded, unsharded.grad_dtype))
+                    _torch.set_grad_dtype(unsharded, None)
                 parameter.exposed_grad = unsharded.grad = parameter.sharding.to_module(kept)
                 self.exposed = True
 
@@ -172,6 +177,7 @@ class GroupGradients:
                 parameter.local_grad = None
             elif found is not exposed:
                 parameter.local_grad = parameter.sharding.grad_to_local(found, name=parameter.name).to(self._dtype)
+        self._restore_grad_dtypes()
 
     def discard(self) -> None:
         """Discard kept gradients, a deferred reduction, and `.grad` of the unsharded parameters."""
@@ -180,6 +186,13 @@ class GroupGradients:
             parameter.local_grad = parameter.exposed_grad = None
             if parameter.unsharded is not None:
                 parameter.unsharded.grad = None
+        self._restore_grad_dtypes()
+
+    def _restore_grad_dtypes(self) -> None:
+        """Let autograd cast gradients of the unsharded parameters again, as before they were exposed."""
+        for unsharded, dtype in self._lifted:
+            _torch.set_grad_dtype(unsharded, dtype)
+        self._lifted.clear()
 
     def accumulates(self) -> bool:
         """Return True if the next commit adds to gradients that ranks can compare. Call this once per reduction.
