@@ -46,6 +46,8 @@ class Dtypes:
     def casts_gradients(self) -> bool:
         """True if the reduction casts gradients, and autograd must leave them in the dtype in which they were computed.
 
+        `.grad` of the unsharded parameters may have any dtype then.
+
         Before torch 2.15, autograd casts gradients to the compute dtype first, as under FSDP2, unless `grad_dtype` was set.
         """
         asked = _torch.REDUCES_IN_GRAD_DTYPE or self.grad != self.storage
