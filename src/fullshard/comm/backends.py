@@ -1,8 +1,9 @@
 """The choice of collectives for a process group, by its backend.
 
-A new backend with torch's collectives needs nothing: it averages unless `_SUM_ONLY` has it. One with collectives of its own is a
-branch in `collectives_for`, and a line in `carries_tags` if its messages carry tags. Predictions assume the classes that are chosen here (`foresight/simulate.py`), and know networks and
-backends by name (`foresight/hardware.py`, `foresight/calibrate.py`).
+A new backend with torch's collectives needs nothing: it averages unless `_SUM_ONLY` has it. One with collectives of its own is
+a branch in `collectives_for`, and a line in `carries_tags` if its messages carry tags. Predictions assume the classes that are
+chosen here (`foresight/simulate.py`), and know networks and backends by name (`foresight/hardware.py`,
+`foresight/calibrate.py`).
 """
 
 from __future__ import annotations
