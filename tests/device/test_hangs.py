@@ -157,3 +157,29 @@ def test_a_rank_that_computes_for_long_is_waited_for() -> None:
         for one in job:
             assert one.code == 0 and not one.raised, job
             assert one.ended is not None and one.ended > SLOW - 1, job
+
+
+def evaluate(rank: Rank, destroys: bool) -> None:
+    """One replica evaluates and leaves at once; of the other, rank 1 is late, and its peer waits for it."""
+    _, model = begun(rank, 2)
+    time.sleep(0.5)
+    if rank.rank == 0:
+        rank.event()
+    if rank.rank == 1:
+        time.sleep(SLOW)
+    try:
+        with torch.no_grad():
+            model(batch(0).to("sim")).sum().item()
+    except RuntimeError as failure:
+        rank.raised(failure)
+    if destroys:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("destroys", [False, True])
+def test_a_replica_that_is_done_and_leaves_is_no_fault_of_the_other(destroys: bool) -> None:
+    """It was in every collective that it owed, so the others wait for their own late rank."""
+    job = run_job(evaluate, 4, store="agent", destroys=destroys)
+    for one in job:
+        assert one.code == 0 and not one.raised, job
+    assert job[0].ended is not None and job[0].ended > SLOW - 1, job

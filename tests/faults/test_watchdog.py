@@ -495,11 +495,19 @@ def test_neighbors_are_read_once_and_only_those_of_this_machine_can_be_gone() ->
     job.run(1)
     job.store.set("process/1", replace(own, start="1").pack())
     job.store.set("process/2", replace(own, start="1", machine="another").pack())
-    waiters = [watch.new_wait_state() for watch in job.watches[:1]]
+    waiters = [watch.new_wait_state() for watch in job.watches]
     entries = [line.log_call("gather") for line in job.lines]
     waiters[0].enter(entries[0])
-    job.run(1.5, dead=[1, 2])
-    assert job.ledgers[0].desync_error is None, "it may have published a reason"
-    job.run(3, dead=[1, 2])
-    assert job.ledgers[0].desync_error == "rank 1 is gone: its process ended, while rank 0 was in collective 1, gather"
+    job.run(10, dead=[1])
+    assert job.ledgers[0].desync_error is None, "gloo's connections show it"
+    for ledger in job.ledgers:
+        ledger.abort = lambda: None
+    job.run(10, dead=[1])
+    assert job.ledgers[0].desync_error is None, "rank 2 may only be late"
+    waiters[2].enter(entries[2])
+    job.run(5, dead=[1])
+    assert str(job.ledgers[0].desync_error).startswith(
+        "rank 1 is gone: its process ended, while rank 0 was in collective 1, gather"
+    )
+    assert job.ledgers[0].desync_error == job.ledgers[2].desync_error
     assert not job.watches[0]._records.lacks_neighbors(job.now + 100)

@@ -50,7 +50,8 @@ class Diagnosis:
         """Return why the wait of one thread will not end; None if it may end."""
         records, rank = self._records, self._local.rank
         here, stuck = wait_text(rank, call), state.seconds_waiting(now)
-        ended = [other for other, position in positions.items() if position.flags & ENDED]
+        # A rank that ended behind this call took part in it: this rank waits for another one, which may only be late.
+        ended = [other for other, position in positions.items() if position.flags & ENDED and position.count < call.number]
         if ended:
             return ended_text(ended, records.statuses(log, ended[:MAX_NAMED]), here)
         if not log.name.startswith(ANY_FAILED_PREFIX):

@@ -16,7 +16,7 @@ from typing import Any
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, headline
 from fullshard.checks.neighbors import RankProcess, near
-from fullshard.checks.state import LocalState, Position, RankStatus
+from fullshard.checks.state import ENDED, RAISED, WAITING, LocalState, Position, RankStatus
 
 RATE = 1950.0  # maximum requests per second to the store, of all ranks together
 
@@ -359,11 +359,17 @@ class Records:
 
     def gone_neighbor(self, log: CollectiveLog) -> int | None:
         """Return a rank of the log whose process on this machine has ended; None if there is none."""
-        own = self._own_process
-        for rank, process in self._neighbors.items():
-            if own is not None and process.machine == own.machine and process.is_gone() and rank in log.ranks:
-                return rank
-        return None
+        return next((rank for rank, process in self._neighbors.items() if rank in log.ranks and self._is_gone(process)), None)
+
+    def _is_gone(self, process: RankProcess) -> bool:
+        """Return True if the process is of this machine and has ended."""
+        return self._own_process is not None and process.machine == self._own_process.machine and process.is_gone()
+
+    def all_wait(self, log: CollectiveLog) -> bool:
+        """Return True if no other rank of the log may only be late: each waits, raised or ended, or its process is gone."""
+        gone = {rank for rank, process in self._neighbors.items() if self._is_gone(process)}
+        stuck = {rank for rank, position in self.positions(log).items() if position.flags & (WAITING | RAISED | ENDED)}
+        return {rank for rank in log.ranks if rank != self._local.rank} <= gone | stuck
 
     def positions(self, log: CollectiveLog) -> dict[int, Position]:
         """Return the positions that other ranks published in this epoch."""

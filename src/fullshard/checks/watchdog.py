@@ -151,16 +151,18 @@ class Watchdog:
     def _find_gone_neighbor(self, now: float, concerned: Sequence[WaitState]) -> None:
         """Close a log if a rank in it has lost its process on this machine, to the kernel's memory limit for example.
 
-        Only after some seconds, so that a rank that published its reason before it ended is named with it.
+        Only on backends without tags, since gloo's connections show it. Only after some seconds, so that a rank that published
+        its reason before it ended is named with it.
         """
         for state in concerned:
             call = state.current()
-            if call is None or state.seconds_waiting(now) < max(_GONE_SECONDS, state.patience):
+            if call is None or call.log.abort is None or state.seconds_waiting(now) < max(_GONE_SECONDS, state.patience):
                 continue
             if self._records.lacks_neighbors(now) and self._limiter.try_send(now):
                 self._records.read_neighbors(now)
             rank = self._records.gone_neighbor(call.log) if call.log.desync_error is None else None
-            if rank is not None:
+            # A process that is gone may have taken part in the call, and another rank may be late. So all others must wait.
+            if rank is not None and self._limiter.try_send(now) and self._records.all_wait(call.log):
                 self.peer_lost(call, rank, "its process ended")
 
     def _publish_and_read(self, now: float, concerned: Sequence[WaitState]) -> None:
