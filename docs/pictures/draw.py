@@ -153,7 +153,7 @@ def step() -> Drawn:
 
 
 def calls() -> Drawn:
-    """Who calls whom in a forward and backward of one plain unit: (caller, file), as seen in a run.
+    """Calls between files, as (caller, file), in a forward and backward of one plain unit.
 
     Without the wrappers of torch's private parts, which every file calls.
     """

@@ -84,7 +84,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def relax_capture_mode() -> None:
-    """Let the current thread query events while another thread captures a CUDA graph. Without CUDA this does nothing.
+    """Allow this thread to query events while another thread captures a CUDA graph. Do nothing without CUDA.
 
     A capture forbids such queries to all threads of the process by default, and a query would end the capture with an error.
     """

@@ -1,4 +1,4 @@
-"""The processes of other ranks on this machine: proof that one of them is gone, on backends that do not notice."""
+"""The processes of other ranks on this machine, to prove that one is gone. Some backends do not notice that."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class ClosedLogs:
                 self._drain(closing)
 
     def abort_stalled(self, now: float) -> None:
-        """Abort the process groups of closed logs of which the device cannot complete a call."""
+        """Abort the process groups of a closed log if the device does not complete its calls."""
         stalled: dict[tuple[str, int], float] = {}
         for log in self._local.all_logs():
             if log.desync_error is not None and log.abort is not None and self._local.waiting_in(log) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from zlib import crc32
@@ -26,7 +26,7 @@ from fullshard.comm.streams import DeviceStream, HostStream, Interrupted, Lane, 
 from fullshard.comm.traffic import TrafficCounter
 from fullshard.core.collectives_pool import CollectivesPool
 from fullshard.core.mesh import ShardAxis
-from fullshard.errors import StateError
+from fullshard.errors import StateError, warn_once
 from fullshard.policies import CheckPolicy
 
 _IMMEDIATE_STREAMS = {HostStream, DeviceStream}  # their `run` calls `start` before it returns
@@ -123,8 +123,13 @@ def abort_groups(groups: Sequence[ProcessGroupHandle], device: torch.device) -> 
     """Abort process groups whose collectives cannot complete, so that no thread waits for them any more."""
     for handle in groups:
         if not handle.is_released:
-            with suppress(Exception):  # one that was aborted already
+            try:
                 _torch.abort_group(handle.group, device)
+            except Exception as failure:
+                warn_once(
+                    f"fullshard cannot abort a process group whose collectives do not complete ({headline(failure)}), so this "
+                    "rank may hang. End its process."
+                )
 
 
 class Communicator:
