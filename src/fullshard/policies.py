@@ -54,6 +54,11 @@ class Dtypes:
         return asked and (self.reduce != self.compute or self.grad != self.compute)
 
     @property
+    def kept(self) -> torch.dtype:
+        """The dtype in which backwards without gradient sync sum the gradients that they keep on this rank."""
+        return self.reduce
+
+    @property
     def reduced(self) -> torch.dtype:
         """The dtype of reduced gradients."""
         return self.reduce if self.grad is None else self.grad

@@ -105,7 +105,7 @@ class GroupGradients:
 
         Args:
             parameters: the parameters of the group.
-            dtype: the reduce dtype.
+            dtype: dtype of kept gradients.
             log: the collective log of the group.
         """
         self._parameters, self._dtype, self._log = parameters, dtype, log
@@ -121,7 +121,7 @@ class GroupGradients:
         self._version = 0
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of a backward without gradient sync to the kept ones, in the reduce dtype."""
+        """Add the gradients of a backward without gradient sync to the kept ones, in their dtype."""
         self.has_local = True
         for parameter, grad in zip(self._parameters, grads):
             if grad is not None:
@@ -129,7 +129,7 @@ class GroupGradients:
                 parameter.local_grad = grad.to(self._dtype) if kept is None else kept.add_(grad)
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Change the dtype of kept gradients to `dtype`, the new reduce dtype."""
+        """Change the dtype of kept gradients to `dtype`."""
         self._dtype = dtype
         for parameter in self._parameters:
             if parameter.local_grad is not None:

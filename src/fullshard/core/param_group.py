@@ -75,7 +75,7 @@ class ParamGroup:
         )
         self.shard = self._bind(values, unwritten)
         self.reduction = self._plan_reduction()
-        self.grads = GroupGradients(parameters, dtypes.reduce, fingerprints.log)
+        self.grads = GroupGradients(parameters, dtypes.kept, fingerprints.log)
         self.installed = False
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: FlatBuffer | ExtensionBuffer | None = None
@@ -107,7 +107,7 @@ class ParamGroup:
         if widest != self.dtypes.reduce:
             self.dtypes = replace(self.dtypes, reduce=widest)
             self.reduction = self._plan_reduction()
-            self.grads.widen(widest)
+            self.grads.widen(self.dtypes.kept)
 
     def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
         """Copy `values` into a new flat shard, and make the sharded parameters views of it. Gaps between them are zeros."""

@@ -166,20 +166,20 @@ class SimulatedGroup:
     # --- gradients between backwards ---
 
     def accumulate(self, grads: Sequence[int | None]) -> list[int]:
-        """Accumulate the gradients of a backward without reduction, in the reduce dtype. Return the blocks to free."""
+        """Accumulate the gradients of a backward without reduction, in the dtype of kept gradients. Return the blocks to free."""
         dtypes = self.plan.dtypes
         spent: list[int] = []
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
-            if self.kept[index] is None and dtypes.compute == dtypes.reduce:
+            if self.kept[index] is None and dtypes.compute == dtypes.kept:
                 self.kept[index] = grad  # the gradient itself becomes the accumulator
                 continue
             if self.kept[index] is not None:
-                if dtypes.compute != dtypes.reduce and not self.plan.accelerator:  # on the CPU, add_ casts into a temporary
-                    self.ledger.free(self.allocate(self.numel(index) * dtypes.reduce.itemsize, "gradients"))
+                if dtypes.compute != dtypes.kept and not self.plan.accelerator:  # on the CPU, add_ casts into a temporary
+                    self.ledger.free(self.allocate(self.numel(index) * dtypes.kept.itemsize, "gradients"))
             else:
-                self.kept[index] = self.allocate(self.numel(index) * dtypes.reduce.itemsize, "gradients")
+                self.kept[index] = self.allocate(self.numel(index) * dtypes.kept.itemsize, "gradients")
             spent.append(grad)
         return spent
 
@@ -189,7 +189,7 @@ class SimulatedGroup:
             return Merged(grads, self.plan.dtypes.compute, [], False)
         spent = self.accumulate(grads)
         merged, self.kept = self.kept, [None] * len(grads)
-        return Merged(merged, self.plan.dtypes.reduce, spent, True)
+        return Merged(merged, self.plan.dtypes.kept, spent, True)
 
     def numel(self, index: int) -> int:
         """Return the number of elements of an unsharded parameter."""

@@ -116,7 +116,7 @@ def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> UnitM
             gather_staging=0,
             reduced=int(group.trainable and ranks > 1),
             reduce_staging=0,
-            kept=len(members) * reduce_itemsize * group.trainable,
+            kept=len(members) * dtypes.kept.itemsize * group.trainable,
         )
     layout = plan_layout(shapes, ranks=ranks, itemsize=smaller, direct=rule)
     # in_order: as on nccl. On gloo, gradients are not reduced in slices.
@@ -132,7 +132,7 @@ def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> UnitM
         gather_staging=0 if layout.packed is None else layout.packed.size * ranks * itemsize,
         reduced=reduction.messages * group.trainable,
         reduce_staging=reduce_staging * reduce_itemsize * group.trainable,
-        kept=sum(entry.numel for entry in members) * reduce_itemsize * group.trainable,
+        kept=sum(entry.numel for entry in members) * dtypes.kept.itemsize * group.trainable,
     )
 
 
