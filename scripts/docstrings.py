@@ -44,7 +44,7 @@ def surface() -> dict[str, Any]:
             module, _, own = name.rpartition(".")
             found[name] = getattr(importlib.import_module(module), own)
     ours = {name: thing for name, thing in found.items() if getattr(thing, "__module__", "").startswith("fullshard")}
-    return {f"{thing.__module__}.{thing.__qualname__}": thing for thing in ours.values()}
+    return {f"{thing.__module__}.{thing.__qualname__}": thing for thing in ours.values() if hasattr(thing, "__qualname__")}
 
 
 class Source:

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from typing import Any
 import fullshard
 from fullshard.core import reduction
 from fullshard.core.layout import DirectRule, plan_layout
-from fullshard.core.scheduler import TRANSITIONS, Action, Reduce, Reshard, ReshardPolicy, Scheduler, Unshard, Wait
+from fullshard.core.scheduler import TRANSITIONS, Action, Reduce, Reshard, ReshardPolicy, Residency, Scheduler, Unshard, Wait
 from fullshard.foresight.picture import figure_of
-from fullshard.policies import CommPolicy
+from fullshard.policies import PRESETS, ZERO3, CommPolicy, StateSharding
 
 HERE = Path(__file__).parent
 UNITS = ["root", "block 1", "block 2"]
@@ -42,6 +43,7 @@ class _Options:
     keep_after_backward: bool = False
     in_backward: bool = True
     comm: CommPolicy = CommPolicy()  # noqa: RUF009 (it is frozen)
+    states: StateSharding = ZERO3
 
 
 class _Clock:
@@ -51,9 +53,12 @@ class _Clock:
         self.now = 0.0  # of the compute lane
         self.bars: list[list[Any]] = []  # lane, unit, start, length, text
         self.held: list[list[float]] = []  # unit, since, until
+        self.grads: list[list[float]] = []  # the same, of unsharded gradients
+        self.reduces = True
         self._free = {"gather": 0.0, "reduce": 0.0}
         self._ready: dict[int, float] = {}
         self._since: dict[int, float] = {}
+        self._grads: dict[int, float] = {}
 
     def compute(self, unit: int, text: str, length: float) -> None:
         """The unit computes."""
@@ -72,13 +77,47 @@ class _Clock:
             elif isinstance(action, Reshard):
                 self.held.append([unit, self._since.pop(unit), self.now])
             elif isinstance(action, Reduce):
-                self._send("reduce", unit, "reduce")
+                self._grads.setdefault(unit, self.now)
+                if self.reduces:
+                    self.grads.append([unit, self._grads.pop(unit), self._send("reduce", unit, "reduce")])
+
+    def keep(self, units: Sequence[int]) -> None:
+        """Begin the next step with these units unsharded, and end the current one."""
+        self.held += [[unit, since, self.now] for unit, since in self._since.items()]
+        self.now, self.bars, self.held, self.grads = 0.0, [], [], []
+        self._since, self._free = dict.fromkeys(units, 0.0), {"gather": 0.0, "reduce": 0.0}
+
+    def close(self) -> None:
+        """End what is held at the end of the last step."""
+        self.held += [[unit, since, self.now] for unit, since in self._since.items()]
 
     def _send(self, lane: str, unit: int, text: str) -> float:
         start = max(self.now, self._free[lane])
         self.bars.append([lane, unit, start, 1.0, text])
         self._free[lane] = start + 1.0
         return self._free[lane]
+
+
+def _run_microbatch(scheduler: Scheduler, clock: _Clock) -> None:
+    """Forward and backward of a root with two blocks."""
+    calls = []
+    clock.run(scheduler.before_forward(0))
+    clock.compute(0, "forward", 1)
+    for unit in (1, 2):
+        clock.run(scheduler.before_forward(unit))
+        clock.compute(unit, "forward", 1)
+        ended = scheduler.after_forward(unit, grad=True)
+        scheduler.expect_backward(ended.call)
+        calls.append(ended.call)
+        clock.run(ended.actions)
+    ended = scheduler.after_forward(0, grad=True)
+    scheduler.expect_backward(ended.call)
+    clock.run(ended.actions)
+    for call in (ended.call, *reversed(calls)):
+        scheduler.graph_released(call)
+        clock.run(scheduler.before_backward(call))
+        clock.compute(call.unit, "backward", 1 if call.unit == 0 else 2)
+    clock.run(scheduler.after_backward())
 
 
 def schedule() -> Drawn:
@@ -88,25 +127,27 @@ def schedule() -> Drawn:
         scheduler.register(unit, _Options(ReshardPolicy.NEVER if unit else ReshardPolicy.OUTERMOST))
     for _ in range(3):
         clock = _Clock()
-        calls = []
-        clock.run(scheduler.before_forward(0))
-        clock.compute(0, "forward", 1)
-        for unit in (1, 2):
-            clock.run(scheduler.before_forward(unit))
-            clock.compute(unit, "forward", 1)
-            ended = scheduler.after_forward(unit, grad=True)
-            scheduler.expect_backward(ended.call)
-            calls.append(ended.call)
-            clock.run(ended.actions)
-        ended = scheduler.after_forward(0, grad=True)
-        scheduler.expect_backward(ended.call)
-        clock.run(ended.actions)
-        for call in (ended.call, *reversed(calls)):
-            scheduler.graph_released(call)
-            clock.run(scheduler.before_backward(call))
-            clock.compute(call.unit, "backward", 1 if call.unit == 0 else 2)
-        clock.run(scheduler.after_backward())
+        _run_microbatch(scheduler, clock)
     return {"units": UNITS, "bars": clock.bars, "held": sorted(clock.held)}
+
+
+def levels() -> Drawn:
+    """The third step under each level of ZeRO, from the optimizer's step before it to its own, with two microbatches."""
+    found: Drawn = {"units": UNITS}
+    for name, states in PRESETS.items():
+        scheduler, clock = Scheduler(), _Clock()
+        records = [scheduler.register(unit, _Options(ReshardPolicy.OUTERMOST, states=states)) for unit in range(3)]
+        for _ in range(3):
+            clock.keep([record.number for record in records if record.residency is Residency.FULL])
+            clock.run(scheduler.drop_stale(range(3)))
+            for microbatch in range(2):
+                clock.reduces = microbatch == 1 or not states.keeps_gradients
+                _run_microbatch(scheduler, clock)
+            clock.now = max(clock.now, *(start + length for _, _, start, length, _ in clock.bars))
+            clock.compute(-1, "optimizer", 1.0)
+        clock.close()
+        found[name] = {"bars": clock.bars, "held": sorted(clock.held), "grads": sorted(clock.grads)}
+    return found
 
 
 def parameter() -> Drawn:
@@ -162,7 +203,7 @@ def calls() -> Drawn:
     return {"arrows": sorted(arrow for arrow in json.loads(done.stdout)["arrows"] if "_torch" not in arrow)}
 
 
-DRAWN = {"schedule": schedule, "parameter": parameter, "gradient": gradient, "step": step, "calls": calls}
+DRAWN = {"schedule": schedule, "levels": levels, "parameter": parameter, "gradient": gradient, "step": step, "calls": calls}
 
 
 # --- how ------------------------------------------------------------------------------------------------------------------
@@ -191,6 +232,44 @@ def _draw_schedule(drawn: Drawn, plt: Any) -> Any:
     memory.set_xticks(range(int(end) + 1))
     lanes.set_title(
         "One step of a root with two blocks: what is needed next is gathered while something else computes", fontsize=10
+    )
+    return figure
+
+
+LANES = {"compute": 2, "gather": 1, "reduce": 0}
+
+
+def _draw_levels(drawn: Drawn, plt: Any) -> Any:
+    figure, panels = plt.subplots(6, 1, figsize=(10, 9), sharex=True, height_ratios=[2, 1.6] * 3)
+    runs = [(name, drawn[name]) for name in reversed(PRESETS)]
+    end = max(start + length for _, run in runs for _, _, start, length, _ in run["bars"])
+    for number, (name, run) in enumerate(runs):
+        lanes, memory = panels[2 * number], panels[2 * number + 1]
+        for lane, unit, start, length, text in run["bars"]:
+            color = COLORS[unit] if unit >= 0 else INK
+            lanes.broken_barh([(start + 0.03, length - 0.06)], (LANES[lane] - 0.36, 0.72), color=color)
+            lanes.text(start + length / 2, LANES[lane], text[:1].upper(), ha="center", va="center", color=PAPER, fontsize=7)
+        lanes.set_yticks(list(LANES.values()), list(LANES), fontsize=8)
+        lanes.set_title(name, fontsize=10, loc="left")
+        times = sorted({0.0, end, *(time for kind in ("held", "grads") for span in run[kind] for time in span[1:])})
+        below = [0.0] * len(times)
+        for kind, hatch in (("held", ""), ("grads", "////")):
+            for unit in range(len(UNITS)):
+                there = [float(any(u == unit and since <= time < until for u, since, until in run[kind])) for time in times]
+                top = [low + one for low, one in zip(below, there)]
+                memory.fill_between(
+                    times, below, top, step="post", facecolor=COLORS[unit], edgecolor=PAPER, hatch=hatch, linewidth=0
+                )
+                below = top
+        memory.set_yticks([0, 2, 4, 6])
+        memory.set_ylim(0, 6.3)
+        memory.set_ylabel("in memory", fontsize=8)
+    panels[-1].set_xlim(0, end)
+    panels[-1].set_xlabel(
+        "A step of two microbatches, with forward (F), backward (B), optimizer (O), all-gather (G) and reduce-scatter (R). In "
+        "memory: unsharded\nparameters of the root and two blocks, and their unsharded gradients (hatched); besides these, the "
+        "shards of all states, always.",
+        fontsize=8,
     )
     return figure
 
@@ -378,6 +457,7 @@ def main() -> None:
     )
     draw = {
         "schedule": _draw_schedule,
+        "levels": _draw_levels,
         "parameter": _draw_parameter,
         "gradient": _draw_gradient,
         "step": _draw_step,

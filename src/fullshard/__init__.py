@@ -13,7 +13,7 @@ Each subpackage describes its purpose and its files in its docstring. A subpacka
     _torch                 all private names of torch that fullshard uses, by topic
 
 compat.py    FSDP1's names
-policies.py  MixedPrecisionPolicy, CommPolicy, CheckPolicy, each resolving to a value without None
+policies.py  StateSharding, MixedPrecisionPolicy, CommPolicy, CheckPolicy, each resolving to a value without None
 errors.py    StateError and InternalError; warnings that are issued once
 __main__.py  python -m fullshard run script.py, python -m fullshard verify module:factory
 """
@@ -46,7 +46,18 @@ from fullshard.frontend.module import (
 )
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.optim.local_view import local_view
-from fullshard.policies import CheckPolicy, CommPolicy, CPUOffloadPolicy, LintWarning, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import (
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    CheckPolicy,
+    CommPolicy,
+    CPUOffloadPolicy,
+    LintWarning,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    StateSharding,
+)
 from fullshard.state.full_params import full_params, gathered
 from fullshard.state.materialize import materialize
 from fullshard.tools.install import install, installed, uninstall
@@ -62,6 +73,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
+    "ZERO1",
+    "ZERO2",
+    "ZERO3",
     "AllGather",
     "CPUOffloadPolicy",
     "CheckPolicy",
@@ -83,6 +97,7 @@ __all__ = [
     "ReduceScatter",
     "ShardPlacementResult",
     "StateError",
+    "StateSharding",
     "UnshardHandle",
     "any_failed",
     "calibrate",

@@ -65,6 +65,92 @@ class Dtypes:
 
 
 @dataclass(frozen=True)
+class StateSharding:
+    """Which mesh dims shard each kind of state of a unit: the levels of ZeRO, for one unit or for a whole model.
+
+    | preset | parameters between steps | gradients between microbatches | all-gathers | reduce-scatters |
+    |---|---|---|---|---|
+    | `ZERO3` (default) | sharded | sharded | 2 per microbatch | 1 per microbatch |
+    | `ZERO2` | kept unsharded | sharded | 1 per step | 1 per microbatch |
+    | `ZERO1` | kept unsharded | summed unsharded on each rank | 1 per step | 1 per step |
+
+    Under every level `model.parameters()` and the optimizer have DTensors sharded over the mesh. `ZERO2` and `ZERO1` keep the
+    unsharded parameters in the compute dtype, through backward and the optimizer's step, until the shards are written. The
+    next outermost forward then all-gathers them anew, once. A step that writes nothing (a `GradScaler` that skips it) causes
+    no all-gather.
+
+    `ZERO1` reduces in the backward that ends the step. Mark the other ones: run them inside of `model.accumulate()`, or call
+    `model.set_is_last_backward(False)` before them, or let `finalize_backward()` end the step if it is known late. Without a
+    mark each backward ends a step, and reduces.
+
+    On a mesh with replicas (HSDP), "sharded" means sharded over the shard dim and replicated over the other.
+
+    Args:
+        parameters: roles of the mesh dims that shard the parameters between steps: `("shard",)`, or `()` to keep them
+            unsharded.
+        gradients: roles of the mesh dims that shard the gradients between microbatches: `("shard",)`, or `()` to sum
+            unsharded gradients.
+        optimizer: roles of the mesh dims that shard the optimizer's states, and the parameters that it sees: `("shard",)`.
+
+    Raises:
+        ValueError: for other roles, or if a state is sharded over fewer mesh dims than the state before it.
+
+    Example:
+        >>> StateSharding(parameters=()) == ZERO2
+        True
+        >>> fully_shard(model, states=ZERO2)                                                  # doctest: +SKIP
+
+    Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), section 5.
+    """
+
+    parameters: tuple[str, ...] = ("shard",)
+    gradients: tuple[str, ...] = ("shard",)
+    optimizer: tuple[str, ...] = ("shard",)
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "gradients", "optimizer"):
+            roles = getattr(self, name)
+            if roles not in ((), ("shard",)):
+                raise ValueError(f'Expected ("shard",) or () as {name}= of StateSharding, got {roles!r}.')
+        if not self.optimizer:
+            raise ValueError(
+                'Expected ("shard",) as optimizer= of StateSharding, got (). Parameters whose optimizer states are replicated '
+                "need no sharding: leave their modules out, or use a mesh whose shard dim has size 1."
+            )
+        if self.parameters and not self.gradients:
+            raise ValueError(
+                "Expected gradients that are sharded as the parameters are, or more, got StateSharding(parameters="
+                f"{self.parameters}, gradients=()). Keep the parameters unsharded as well (ZERO1), or shard both (ZERO3)."
+            )
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """True if parameters stay unsharded between steps."""
+        return not self.parameters
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True if gradients are summed unsharded between microbatches."""
+        return not self.gradients
+
+    def __str__(self) -> str:
+        return next(name for name, preset in PRESETS.items() if preset == self)
+
+
+ZERO3 = StateSharding()
+"""Everything is sharded: the least memory. The default."""
+
+ZERO2 = StateSharding(parameters=())
+"""Unsharded parameters are kept between steps."""
+
+ZERO1 = StateSharding(parameters=(), gradients=())
+"""Unsharded parameters are kept between steps, and unsharded gradients between microbatches."""
+
+PRESETS = {"ZERO1": ZERO1, "ZERO2": ZERO2, "ZERO3": ZERO3}
+"""The levels by name."""
+
+
+@dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """The dtypes in which a unit computes and communicates. Fields and meaning are those of FSDP2's class of this name.
 

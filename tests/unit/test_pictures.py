@@ -26,7 +26,7 @@ def script() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["schedule", "parameter", "gradient", "step", "calls"])
+@pytest.mark.parametrize("name", ["schedule", "levels", "parameter", "gradient", "step", "calls"])
 def test_a_picture_shows_what_the_code_says(name: str) -> None:
     text = (PICTURES / f"{name}.svg").read_text()
     found = re.search(r"<dc:description>(.*?)</dc:description>", text, re.DOTALL)

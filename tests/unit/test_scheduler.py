@@ -22,7 +22,7 @@ from fullshard.core.scheduler import (
     Wait,
 )
 from fullshard.errors import InternalError
-from fullshard.policies import CommPolicy
+from fullshard.policies import ZERO2, ZERO3, CommPolicy, StateSharding
 
 COMM = CommPolicy()
 
@@ -36,6 +36,10 @@ class Options:
     in_backward: bool = True
     comm: CommPolicy = COMM
 
+    @property
+    def states(self) -> StateSharding:
+        return ZERO2 if self.reshard_policy is ReshardPolicy.KEPT else ZERO3
+
 
 class SimulatedRun:
     """Executes actions on nothing, and checks that each is legal where it comes."""
@@ -45,6 +49,7 @@ class SimulatedRun:
         self.data = dict.fromkeys(range(len(keeps)), Residency.SHARDED)
         self.log: list[tuple[str, int]] = []
         self.most_full = 0
+        self.written: set[int] = set()  # units whose shards the optimizer has written since the last forward
         for unit, keep in enumerate(keeps):
             self.scheduler.register(unit, Options(keep))
 
@@ -69,6 +74,9 @@ class SimulatedRun:
     def forward(self, tree: list, calls: list[ForwardCall], grad: bool = True) -> None:
         """`tree` is [unit, [child tree], ...]."""
         unit, *children = tree
+        if not self.scheduler.running:
+            self.run(self.scheduler.drop_stale(sorted(self.written)))
+            self.written.clear()
         self.run(self.scheduler.before_forward(unit))
         assert self.data[unit] is Residency.FULL
         for child in children:
@@ -134,6 +142,7 @@ def test_every_program_keeps_the_moves_and_ends_sharded(
         elif step == "train":
             run.forward(tree, calls)
             run.backward(calls)
+            run.written.update(range(5))
         elif step == "two":
             run.forward(tree, calls)
             run.forward(tree, calls)
@@ -148,8 +157,10 @@ def test_every_program_keeps_the_moves_and_ends_sharded(
     calls = []
     run.forward(tree, calls)
     run.backward(calls)
-    assert set(run.data.values()) == {Residency.SHARDED}
     used = {unit for unit, *_ in _walk(tree)}
+    kept = {unit for unit, keep in enumerate(keeps) if keep is ReshardPolicy.KEPT}
+    assert {unit for unit, residency in run.data.items() if residency is Residency.FULL} == used & kept
+    assert all(run.data[unit] is Residency.SHARDED for unit in set(run.data) - kept)
     reduced = [unit for name, unit in run.log if name == "Reduce"]
     assert set(reduced[-len(used) :]) == used, "each unit is reduced in every backward"
 
@@ -184,6 +195,26 @@ def test_a_unit_is_reduced_before_the_next_but_one_is_gathered() -> None:
         *[("Unshard", 3), ("Wait", 3), ("Unshard", 2), ("Reshard", 3), ("Reduce", 3), ("Wait", 2), ("Unshard", 1)],
         *[("Reshard", 2), ("Reduce", 2), ("Wait", 1), ("Reshard", 0), ("Reduce", 0), ("Reshard", 1), ("Reduce", 1)],
     ]
+
+
+def test_kept_units_are_gathered_once_after_they_were_written_and_prefetched_as_others_are() -> None:
+    run = SimulatedRun([ReshardPolicy.KEPT] * 3)
+    for _ in range(2):
+        run.log.clear()
+        for microbatch in range(2):
+            calls: list[ForwardCall] = []
+            run.forward([0, [1], [2]], calls)
+            run.forward([0, [1], [2]], [], grad=False)
+            run.backward(calls)
+            if microbatch == 0:
+                gathers = list(run.log)
+        run.written.update((0, 2))  # 1 is frozen
+    assert gathers == [
+        *[("Reshard", 0), ("Reshard", 2), ("Unshard", 0), ("Wait", 0)],
+        *[("Unshard", 2), ("Wait", 2), ("Reduce", 2), ("Reduce", 0), ("Reduce", 1)],
+    ]
+    assert run.log[len(gathers) :] == [("Reduce", 2), ("Reduce", 0), ("Reduce", 1)]
+    assert run.scheduler.stats.missed == 0
 
 
 def test_ending_a_forward_that_never_began_is_an_internal_error() -> None:

@@ -77,7 +77,7 @@ class Finalization:
         reducer = self._reducer
         self._check(units)
         for unit in units:  # before any collective, since it raises if the user wrote to an unsharded parameter
-            if not (unit.options.keep_after_backward or unit.record.resident_blocks):
+            if not (unit.record.stays_after_backward or unit.record.resident_blocks):
                 unit.reshard()
         pending = PendingReduction(units)
         try:
@@ -88,7 +88,7 @@ class Finalization:
                         grads = group.take_gradients() if group.trainable else None
                         unreduced = group.trainable and unit.options.sync_gradients and reducer.is_unreduced(group)
                         if grads is not None or unreduced:
-                            reducer.reduce(unit, group, grads or [None] * len(group.parameters))
+                            reducer.reduce(unit, group, grads or [None] * len(group.parameters), last=True)
                 pending.reductions, pending.sent = reducer.start_heartbeats(units)
         except BaseException:
             for unit in units:

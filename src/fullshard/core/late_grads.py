@@ -59,7 +59,7 @@ def check_hidden(unit: Unit, output: Any) -> None:
         if full is not None and full.requires_grad and _torch.is_in_graph(full):
             hook_late_grads(unit)
             if "hidden" not in unit.options.checks.silence:
-                if unit.options.reshard_policy is ReshardPolicy.ALWAYS:
+                if unit.record.policy in (ReshardPolicy.ALWAYS, ReshardPolicy.KEPT):
                     why, otherwise = "is right only if no other backward comes first, which frees the parameters", ""
                 else:
                     why = "cannot be gathered for"

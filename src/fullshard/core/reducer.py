@@ -58,17 +58,18 @@ class GradientReducer:
         """Keep the memory of `work` alive until it has been waited for, then call `on_done`, which frees the memory."""
         self._in_flight.push(work, on_done, polled=False)
 
-    def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None]) -> None:
-        """Start to reduce the gradients of a group or, without gradient sync, keep them on this rank.
+    def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None], *, last: bool = False) -> None:
+        """Start to reduce the gradients of a group or, if its unit does not reduce in this backward, keep them on this rank.
 
         Args:
             unit: the unit of the group.
             group: the group.
             grads: one per parameter, None for a parameter without gradient. The list is cleared if the reduction starts.
+            last: True at the end of a step, where only units without gradient sync keep gradients.
         """
         if group.dtypes.grad is None and unit.options.mp.reduce_dtype is None:
             group.widen_reduce_dtype(grads)
-        if not unit.options.sync_gradients:
+        if not (unit.options.sync_gradients if last else unit.options.reduces):
             group.grads.accumulate(grads)
             self._kept.add(unit)
             return

@@ -93,6 +93,7 @@ class Runtime:
         # `_deleted_elsewhere`.
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self.unit: Callable[[int], Unit | None] = self._units.get  # None if the unit is deleted
+        self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
         self._numbers = itertools.count()
         self._thread = get_ident()
         self._deleted_elsewhere: deque[int] = deque()
@@ -120,6 +121,7 @@ class Runtime:
     def unregister(self, unit: Unit) -> None:
         """Remove a unit that was taken off its modules."""
         self.reducer.discard(unit)
+        self._kept.discard(unit)
         if self._units.pop(unit.number, None) is not None:
             self._forget(unit.number)
 
@@ -162,6 +164,24 @@ class Runtime:
         """Take patience and timeout from the check policies of all units. `more`: of a unit that is about to be created."""
         self.communicator.update_timeouts([*more, *(unit.options.checks for unit in self.all_units())])
 
+    def note_kept(self, unit: Unit, kept: bool) -> None:
+        """Record whether a unit is kept unsharded between steps."""
+        if kept:
+            self._kept.add(unit)
+        else:
+            self._kept.discard(unit)
+
+    def unshard_kept(self, units: Sequence[Unit]) -> None:
+        """All-gather these units anew, if they are kept unsharded between steps. Collective."""
+        self.communicator.wait_for_next_event()
+        self._drop_stale()
+        self.run(self.scheduler.unshard_kept([unit.number for unit in units]))
+
+    def _drop_stale(self) -> None:
+        """Reshard the kept units whose shards were written."""
+        stale = sorted(unit.number for unit in self._kept if unit.stale_now)
+        self.run(self.scheduler.drop_stale(stale))
+
     def is_gathering(self, number: int) -> bool:
         """Return True if an all-gather of the unit is in flight."""
         return number in self._gathering
@@ -190,6 +210,8 @@ class Runtime:
                 "torch.compile without mode='reduce-overhead'."
             )
         self.communicator.wait_for_next_event()
+        if self._kept:
+            self._drop_stale()
 
     # --- actions ---
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from fullshard.errors import InternalError
-from fullshard.policies import CommPolicy
+from fullshard.policies import CommPolicy, StateSharding
 
 _MAX_PREFETCHED = 64  # units that may be unsharded ahead, whatever the budget in bytes
 _REMEMBERED_FORWARDS = 64  # outermost forwards after which a backward that has not come is no longer expected
@@ -38,12 +38,13 @@ TRANSITIONS = {
 
 
 class ReshardPolicy(enum.Enum):
-    """When to reshard after a forward with grad. After a forward without grad, a unit is always resharded."""
+    """When to reshard after a forward with grad. After a forward without grad, a unit is resharded unless it is KEPT."""
 
     NEVER = "never"  # reshard_after_forward=True: no unsharded parameters stay
     ALWAYS = "always"  # reshard_after_forward=False: all unsharded parameters stay
     OUTERMOST = "outermost"  # reshard_after_forward=None: those of the outermost unit stay
     PARTLY = "partly"  # reshard_after_forward=int: each smaller group of ranks keeps one copy
+    KEPT = "kept"  # ZERO1 and ZERO2: unsharded parameters stay until the shards are written, also after backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,10 @@ class ScheduleOptions(Protocol):
         """When to reshard after forward."""
 
     @property
+    def states(self) -> StateSharding:
+        """`parameters` of it: whether the unsharded parameters are kept between steps."""
+
+    @property
     def keep_after_backward(self) -> bool:
         """True to keep the unsharded parameters when a backward ends."""
 
@@ -117,6 +122,10 @@ class UnitRecord:
 
     number: int
     options: ScheduleOptions
+
+    # When to reshard after forward, and whether to reshard after backward: from `options`.
+    policy: ReshardPolicy = field(init=False)
+    stays_after_backward: bool = field(init=False)
 
     # Bytes of the unsharded parameters.
     nbytes: int = 0
@@ -147,6 +156,9 @@ class UnitRecord:
     # The phase of a backward with create_graph=True. Its graph needs the parameters until the next backward ends. -1: none.
     create_graph_phase: int = -1
 
+    def __post_init__(self) -> None:
+        self.configure(self.options, nbytes=0)
+
     @property
     def is_pinned(self) -> bool:
         """True if the user unsharded the unit, with unshard() or resident()."""
@@ -155,6 +167,9 @@ class UnitRecord:
     def configure(self, options: ScheduleOptions, *, nbytes: int) -> None:
         """Set the options, and the bytes of the unsharded parameters."""
         self.options, self.nbytes = options, nbytes
+        kept = options.states.keeps_parameters
+        self.policy = ReshardPolicy.KEPT if kept else options.reshard_policy
+        self.stays_after_backward = kept or options.keep_after_backward
 
     def count_resident_block(self, more: int) -> bool:
         """Enter (1) or leave (-1) a resident() block. Return True if it is the outermost one."""
@@ -358,6 +373,27 @@ class Scheduler:
         self._phase += 1
         return actions
 
+    def drop_stale(self, units: Iterable[int]) -> list[Action]:
+        """Reshard units whose parameters were kept over a step, so that they are all-gathered anew as prefetched units are.
+
+        Call this before an outermost forward. `units`: those whose shards were written since they were unsharded.
+        """
+        actions: list[Action] = []
+        for unit in units:
+            record = self._records[unit]
+            if record.policy is ReshardPolicy.KEPT and not record.is_pinned:
+                actions += self._reshard(record)
+        return actions
+
+    def unshard_kept(self, units: Sequence[int]) -> list[Action]:
+        """All-gather those of these units that are sharded and will be kept between steps, and wait for them."""
+        actions: list[Action] = []
+        for unit in units:
+            record = self._records[unit]
+            if record.policy is ReshardPolicy.KEPT and record.residency is Residency.SHARDED:
+                actions.append(self._start_unshard(record))
+        return actions + [wait for unit in units for wait in self.finish_unshard(unit)]
+
     def after_forward(self, unit: int, *, grad: bool, since: int = -1) -> ForwardResult:
         """Reshard the unit according to its policy.
 
@@ -377,7 +413,8 @@ class Scheduler:
         for inner in closed:
             record = self._records[inner.unit]
             record.last, record.had_grad = inner, grad
-            if not grad or record.options.reshard_policy is not ReshardPolicy.ALWAYS:
+            policy = record.policy
+            if policy is not ReshardPolicy.KEPT and not (grad and policy is ReshardPolicy.ALWAYS):
                 actions += self._reshard(record)
         record = self._records[unit]
         record.last, record.had_grad = call, grad
@@ -405,7 +442,10 @@ class Scheduler:
         outermost = not self.running
         if outermost and call.end - call.start > 1:  # units ran inside. The next outermost forward is another model,
             self.forward_order.close()  # which some ranks may have deleted: do not let this run predict it
-        policy = record.options.reshard_policy
+        policy = record.policy
+        if policy is ReshardPolicy.KEPT:
+            record.unsharded_by_user = False
+            return []
         if not grad:
             return self._reshard(record)
         if policy is ReshardPolicy.ALWAYS or (policy is ReshardPolicy.OUTERMOST and outermost):
@@ -513,8 +553,8 @@ class Scheduler:
         self._latest = -1
         actions += self._drop_unused()
         for record in list(self._records.values()):
-            wanted = record.unsharded_by_user or record.options.keep_after_backward or self.is_running(record.number)
-            over = record.pending_backwards == 0 or record.options.reshard_policy is ReshardPolicy.NEVER
+            wanted = record.unsharded_by_user or record.stays_after_backward or self.is_running(record.number)
+            over = record.pending_backwards == 0 or record.policy is ReshardPolicy.NEVER
             if record.residency is Residency.FULL and over and not wanted:
                 actions += self._reshard(record)
         self.forward_order.close()
@@ -528,7 +568,7 @@ class Scheduler:
             record = self._records[unit]
             if start > beyond and (even_if_pending or record.pending_backwards == 0) and unit not in self._recomputing:
                 del self._entered[unit]
-                if not record.options.keep_after_backward:
+                if not record.stays_after_backward:
                     actions += self._reshard(record)
                 actions.append(Reduce(unit))
         return actions

@@ -30,7 +30,7 @@ from fullshard.core.unit_modules import ForwardProgress, UnitModules, unit_of
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.unsharded_buffer import Storage
 from fullshard.errors import StateError, warn_once
-from fullshard.policies import CPUOffloadPolicy
+from fullshard.policies import CPUOffloadPolicy, StateSharding
 
 if TYPE_CHECKING:
     from fullshard.core.runtime import Runtime
@@ -541,7 +541,7 @@ class Unit:
             with torch.no_grad():
                 grads = group.take_gradients() or [None] * len(group.parameters)
                 self.runtime.reducer.reduce(self, group, grads)
-        if not self.options.keep_after_backward:
+        if not self.record.stays_after_backward:
             self.reshard()
 
     def finish_reductions(self) -> None:
@@ -599,6 +599,7 @@ class Unit:
 
     def _update_record(self) -> None:
         self.record.configure(self.options, nbytes=sum(group.unsharded_nbytes for group in self.groups))
+        self.runtime.note_kept(self, self.options.states.keeps_parameters)
 
     def reconfigure(self, *, doing: str, **changes: object) -> None:
         """Change options that the groups depend on, and build the groups again.
@@ -611,6 +612,22 @@ class Unit:
         self.configure(**changes)
         self.invalidate_unsharded()
         self.rebuild_groups([parameter.local for parameter in self.parameters])
+
+    def check_states_may_change(self) -> None:
+        """Raise StateError inside a forward or backward, or while gradients of the step are not in `.grad` yet."""
+        self.check_idle(doing="set_states()")
+        self.check_delivered(doing="set_states()")
+        if any(group.grads.has_local for group in self.groups):
+            raise StateError(
+                f"set_states() was called while gradients of unit '{self.name}' are only kept on each rank. Run the last "
+                "backward of the step first, or call zero_grad()."
+            )
+
+    def set_states(self, states: StateSharding) -> None:
+        """Change the level, and free parameters that are kept no longer. `Runtime.unshard_kept` all-gathers the others."""
+        self.configure(states=states)
+        if not states.keeps_parameters and not self.record.is_pinned:
+            self.ensure_sharded(doing="set_states()")
 
     def transfer_params(self, gone: Sequence[ShardedParameter]) -> None:
         """Remove parameters from the unit that another unit takes over."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fullshard.comm.base import Allocate
 from fullshard.comm.custom import AllGather, ReduceScatter
 from fullshard.core.reduction import ReduceOptions
 from fullshard.core.scheduler import ReshardPolicy
-from fullshard.policies import CheckPolicy, CommPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import ZERO3, CheckPolicy, CommPolicy, MixedPrecisionPolicy, OffloadPolicy, StateSharding
 
 _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 
@@ -19,6 +19,7 @@ class UnitOptions:
 
     # Read at each event; `Unit.configure` changes them.
     reshard_policy: ReshardPolicy
+    states: StateSharding = ZERO3
     reduce: ReduceOptions = _REDUCE
     in_backward: bool = True  # backward needs the unsharded parameters
     sync_gradients: bool = True
@@ -42,6 +43,13 @@ class UnitOptions:
     # Read when the module is sharded.
     sync: str = "check"
     buffers: str = "local"
+
+    # From the options above: whether the end of the unit's backward reduces its gradients, or keeps them on this rank.
+    reduces: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        sums_unsharded = self.states.keeps_gradients and (self.manual or not self.last_backward)
+        object.__setattr__(self, "reduces", self.sync_gradients and not sums_unsharded)
 
 
 __all__ = ["UnitOptions"]

@@ -20,7 +20,7 @@ from fullshard.foresight.optimizer import OPTIMIZERS
 from fullshard.foresight.question import ExplainArguments
 from fullshard.foresight.search import Goal, search
 from fullshard.foresight.trace import routed
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.policies import PRESETS, CPUOffloadPolicy, MixedPrecisionPolicy
 
 Load = Callable[[str], Any]
 VERIFY_ONLY = ("steps", "shard", "seed", "tolerance", "ranks")
@@ -47,6 +47,7 @@ def add_explain(commands: Any) -> None:
     )
     to.add_argument("--reduce-dtype", choices=("bf16", "fp32"), help="dtype of gradient reduction (default: fp32)")
     to.add_argument("--reshard", help="reshard_after_forward: true, false, or a number of ranks")
+    to.add_argument("--states", choices=tuple(PRESETS), help="level of ZeRO (default: ZERO3)")
     to.add_argument("--offload", action="store_true", help="keep shards, gradients and optimizer states in host memory")
     to.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
     to.add_argument("--microbatches", type=int, help="forwards and backwards per step (default: 1)")
@@ -139,6 +140,8 @@ def _explain_options(options: argparse.Namespace) -> dict[str, Any]:
         arguments["mp_policy"] = MixedPrecisionPolicy(compute, reduce)
     if options.reshard is not None:
         arguments["reshard_after_forward"] = _reshard(options.reshard)
+    if options.states is not None:
+        arguments["states"] = PRESETS[options.states]
     if options.offload:
         arguments["offload_policy"] = CPUOffloadPolicy()
     return arguments

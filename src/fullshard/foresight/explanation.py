@@ -23,7 +23,7 @@ from fullshard.foresight.setup import TracedModel, check_machines, check_tensor_
 from fullshard.foresight.simulate import Engine, simulate
 from fullshard.foresight.trace import Footprint
 from fullshard.frontend.api import gc_paused
-from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import ZERO3, CommPolicy, MixedPrecisionPolicy, OffloadPolicy, StateSharding
 from fullshard.wrap.tables import bytes_text
 
 
@@ -162,6 +162,7 @@ def explain(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     comm_policy: CommPolicy = CommPolicy(),
     reshard_after_forward: bool | int | None = None,
+    states: StateSharding = ZERO3,
     shard_placement_fn: PlacementFn | None = None,
     optimizer: str | Factory | None = "adamw",
     loss: Loss | None = None,
@@ -197,6 +198,7 @@ def explain(
         offload_policy: as in `fully_shard`.
         comm_policy: as in `fully_shard`; `collectives` and `lanes` have no effect.
         reshard_after_forward: as in `fully_shard`.
+        states: as in `fully_shard`. Under `ZERO1` all microbatches but the last are marked, so only the last reduces.
         shard_placement_fn: as in `fully_shard`, but returns only None or `Shard(dim)`.
         optimizer: one of adamw, adam, adamw-fused, sgd, sgd-momentum, adagrad, rmsprop, or a function that makes an optimizer
             of parameters; None is no optimizer.
@@ -267,6 +269,8 @@ def _explain(
             "footprints must be a dict of results by operator or line, as {'model.py:12': True}, got "
             f"{arguments.footprints!r}."
         )
+    if not isinstance(arguments.states, StateSharding):
+        raise ValueError(f"states must be a StateSharding, for example fullshard.ZERO2, got {arguments.states!r}.")
     check_positive_int("microbatches", arguments.microbatches)
     if arguments.microbatches > MAX_MICROBATCHES:
         raise ValueError(

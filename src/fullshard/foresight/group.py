@@ -166,7 +166,7 @@ class SimulatedGroup:
     # --- gradients between backwards ---
 
     def accumulate(self, grads: Sequence[int | None]) -> list[int]:
-        """Accumulate the gradients of a backward without reduction, in the dtype of kept gradients. Return the blocks to free."""
+        """Accumulate the gradients of a backward without reduction, in their kept dtype. Return the blocks to free."""
         dtypes = self.plan.dtypes
         spent: list[int] = []
         for index, grad in enumerate(grads):

@@ -14,6 +14,7 @@ from fullshard.foresight.facts import BUDGET, StepEstimate
 from fullshard.foresight.ledger import Category
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import by_category, place_at, report
+from fullshard.policies import ZERO3
 from fullshard.wrap.tables import bytes_text
 
 CATEGORIES: tuple[Category, ...] = tuple(category for category in get_args(Category) if category != "pinned host")
@@ -100,6 +101,8 @@ def title_of(estimate: StepEstimate) -> str:
         parts.append(f"recomputes {arguments.recompute if isinstance(arguments.recompute, str) else 'some'}")
     if setting.reshard_after_forward is not None:
         parts.append(f"reshard_after_forward={setting.reshard_after_forward}")
+    if setting.states != ZERO3:
+        parts.append(f"states={setting.states}")
     return ", ".join(parts)
 
 

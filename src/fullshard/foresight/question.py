@@ -16,7 +16,7 @@ from fullshard.foresight.hardware import Gpu, Network, gpu_of
 from fullshard.foresight.optimizer import Factory
 from fullshard.foresight.simulate import Engine
 from fullshard.foresight.trace import Footprint
-from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, resolve_mp
+from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, StateSharding, resolve_mp
 
 Loss = Callable[[Any], Tensor]
 Build = Callable[[], nn.Module]
@@ -42,6 +42,7 @@ class ExplainArguments:
     offload_policy: OffloadPolicy
     comm_policy: CommPolicy
     reshard_after_forward: bool | int | None
+    states: StateSharding
     shard_placement_fn: PlacementFn | None
     optimizer: str | Factory | None
     loss: Loss | None

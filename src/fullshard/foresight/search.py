@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from fullshard.foresight.explanation import Explanation, explain
 from fullshard.foresight.question import Build, ExplainArguments
 from fullshard.foresight.space import Changes, Variants, axes_of, settings
-from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateSharding
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.tables import aligned, bytes_text
 
@@ -62,6 +62,8 @@ def _value_text(value: Any) -> str:
         return f"{len(value.units)} units"
     if isinstance(value, CPUOffloadPolicy):
         return "CPUOffloadPolicy()"
+    if isinstance(value, StateSharding):
+        return str(value)
     return repr(value)
 
 
@@ -171,8 +173,8 @@ def search(
 
     The search covers every combination of: recomputation (none, selective, every second block, all), microbatches that share
     the batch (2, 4 and 8), reducing each microbatch or only the last, `reshard_after_forward` (True, False, one machine),
-    hybrid meshes, reducing in the compute dtype, reductions in flight, prefetching, offloading, and units merged in pairs. Most
-    combinations are ruled out without simulation, by lower bounds of their time and memory.
+    levels of ZeRO, hybrid meshes, reducing in the compute dtype, reductions in flight, prefetching, offloading, and units
+    merged in pairs. Most combinations are ruled out without simulation, by lower bounds of their time and memory.
 
     Args:
         build: as in `explain`.

@@ -550,6 +550,7 @@ def setting_of(arguments: ExplainArguments, traced: TracedModel) -> Setting:
         comm_policy=arguments.comm_policy,
         offload_policy=arguments.offload_policy,
         reshard_after_forward=arguments.reshard_after_forward,
+        states=arguments.states,
         microbatches=arguments.microbatches,
         accumulate=arguments.accumulate,
         accelerator=accelerator,

@@ -51,11 +51,13 @@ from fullshard.frontend.api import gc_paused
 from fullshard.frontend.module import parse_reshard_after_forward
 from fullshard.policies import (
     DIRECT_MIN_BYTES,
+    ZERO3,
     CheckPolicy,
     CommPolicy,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    StateSharding,
     resolve_mp,
     resolve_offload,
 )
@@ -78,6 +80,7 @@ class Setting:
         comm_policy: the communication policy (message sizes, prefetch depth), as in `fully_shard`.
         offload_policy: the offload policy, as in `fully_shard`.
         reshard_after_forward: as in `fully_shard`.
+        states: the level of ZeRO, as in `fully_shard`.
         microbatches: the number of forwards and backwards per step.
         accumulate: True to reduce gradients in the last microbatch only, False to reduce them in each.
         accelerator: True for the streams and kernels of an accelerator, False for the CPU, which needs more memory for casts.
@@ -99,6 +102,7 @@ class Setting:
     comm_policy: CommPolicy = _COMM
     offload_policy: OffloadPolicy = _OFFLOAD
     reshard_after_forward: bool | int | None = None
+    states: StateSharding = ZERO3
     microbatches: int = 1
     accumulate: bool = True
     accelerator: bool = True
@@ -167,8 +171,8 @@ def _simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
     for step in range(2):
         first_change = simulator.begin_step()
         for number in range(setting.microbatches):
-            sync = number == setting.microbatches - 1 or not setting.accumulate
-            simulator.run(trace, sync=sync, record_operators=step > 0)
+            last = number == setting.microbatches - 1
+            simulator.run(trace, sync=last or not setting.accumulate, last=last, record_operators=step > 0)
         simulator.end_step()
     return Simulation(simulator.ledger, first_change, simulator.program, simulator.outside)
 
@@ -184,6 +188,7 @@ class _Unit:
     groups: list[SimulatedGroup] = field(default_factory=list)
     gathering: list[tuple[SimulatedGroup, RecordedWork]] = field(default_factory=list)  # all-gathers in flight
     arrived: dict[str, int] = field(default_factory=dict)  # by parameter: block of its unsharded gradient
+    stale: bool = False  # the optimizer has written shards since the last all-gather
 
     @property
     def has_several_modules(self) -> bool:
@@ -222,6 +227,7 @@ class _Simulator:
         self._started: list[SimulatedReduction] = []  # reductions of this backward
         self._grads: dict[SimulatedGroup, int] = {}  # block of `.grad` of the group's shards
         self._sync = True  # False if this backward accumulates gradients without reduction
+        self._last = True  # True in the last microbatch of a step
         self._outermost_forwards = 0  # number of outermost forwards so far
         self._has_states = False  # True once the optimizer's states are allocated
         for number, (unit, entries) in enumerate(plan.held()):
@@ -258,15 +264,16 @@ class _Simulator:
     def _enter(self, unit: str, phase: Phase) -> None:
         self.program.enter(unit, phase, len(self.ledger.changes))
 
-    def run(self, trace: Trace, *, sync: bool, record_operators: bool) -> None:
+    def run(self, trace: Trace, *, sync: bool, last: bool, record_operators: bool) -> None:
         """Run one forward and backward.
 
         Args:
             trace: the events of the step.
             sync: True to reduce the gradients.
+            last: True in the last microbatch of a step.
             record_operators: True to append operators to the program; False in the warm-up step.
         """
-        self._sync = sync
+        self._sync, self._last = sync, last
         calls: dict[int, ForwardCall] = {}
         blocks: dict[int, int] = {}  # by storage
         parameter_of = {event.storage: event.parameter for event in trace.events if isinstance(event, GradientReady)}
@@ -341,7 +348,9 @@ class _Simulator:
         if in_backward:
             self._execute(scheduler.before_recompute(number))
         elif not (unit.has_several_modules and scheduler.is_running(number)):
-            self._outermost_forwards += not scheduler.running
+            if not scheduler.running:
+                self._outermost_forwards += 1
+                self._execute(scheduler.drop_stale(number for number, unit in self._units.items() if unit.stale))
             self._execute(scheduler.before_forward(number))
             if unit.has_several_modules:
                 unit.progress.begin_list(unit.modules.values())
@@ -371,7 +380,7 @@ class _Simulator:
             for group in unit.groups:
                 remaining = unit.take_gradients(group)
                 if remaining is not None:
-                    self._start_reduction(group, remaining)
+                    self._start_reduction(unit, group, remaining)
         reductions, self._started = self._started, []
         if not reductions:
             return
@@ -397,6 +406,8 @@ class _Simulator:
         self._enter("", "optimizer")
         if self.setting.optimizer is not None:
             self._step_optimizer(self.setting.optimizer)
+        for unit in self._units.values():
+            unit.stale = unit.stale or any(group.used for group in unit.groups)
         for group, grad in self._grads.items():
             if group.used:
                 group.invalidate_subgroup_shard()
@@ -456,6 +467,7 @@ class _Simulator:
         self._gather(unit)
 
     def _gather(self, unit: _Unit) -> None:
+        unit.stale = False
         unit.gathering = [(group, self._gather_stream.run(unit.name, group.gather, _nothing)) for group in unit.groups]
 
     def _wait(self, unit: _Unit) -> None:
@@ -477,12 +489,12 @@ class _Simulator:
     def _reduce(self, unit: _Unit) -> None:
         for group in unit.groups:
             if group.plan.trainable:
-                self._start_reduction(group, unit.take_gradients(group) or [None] * len(group.plan.parameters))
+                self._start_reduction(unit, group, unit.take_gradients(group) or [None] * len(group.plan.parameters))
         self._poll()
 
-    def _start_reduction(self, group: SimulatedGroup, grads: list[int | None]) -> None:
+    def _start_reduction(self, unit: _Unit, group: SimulatedGroup, grads: list[int | None]) -> None:
         """Start the reduction of a group's gradients, or accumulate them if this backward does not reduce."""
-        if not self._sync:
+        if not self._sync or (unit.record.options.states.keeps_gradients and not self._last):
             return self.ledger.free_all(group.accumulate(grads))
         if group.plan.keep:  # all reductions share one buffer, so the previous one must be complete
             self._in_flight.drain()
@@ -515,19 +527,24 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
     """Return the options of a unit: its own, with the setting's as defaults.
 
     Raises:
-        ValueError: if its `reshard_after_forward` does not divide the number of ranks.
+        ValueError: if its `reshard_after_forward` does not divide the number of ranks, or its level of ZeRO has no counterpart
+            in FSDP2, which is simulated.
     """
     options: dict[str, Any] = {
         "mp_policy": setting.mp_policy,
         "comm_policy": setting.comm_policy,
         "offload_policy": setting.offload_policy,
         "reshard_after_forward": setting.reshard_after_forward,
+        "states": setting.states,
         **planned.options,
     }
-    policy, subgroup = parse_reshard_after_forward(options["reshard_after_forward"], setting.ranks)
+    if setting.engine == "fsdp2" and options["states"] != ZERO3:
+        raise ValueError(f"states={options['states']} needs engine='fullshard': torch's FSDP2 has no such level.")
+    policy, subgroup = parse_reshard_after_forward(options["reshard_after_forward"], setting.ranks, options["states"])
     return UnitOptions(
         reshard_policy=policy,
         subgroup_size=subgroup,
+        states=options["states"],
         mp=resolve_mp(options["mp_policy"]),
         offload=resolve_offload(options["offload_policy"]),
         comm=options["comm_policy"],

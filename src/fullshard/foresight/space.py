@@ -27,7 +27,7 @@ from fullshard.foresight.question import ExplainArguments
 from fullshard.foresight.setup import TracedModel, batch_size_of, setting_of, tensors_of
 from fullshard.foresight.simulate import Setting, group_plans, options_of
 from fullshard.foresight.trace import Allocated, Op
-from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.policies import PRESETS, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateSharding
 from fullshard.wrap.plan import Plan
 
 Changes = Mapping[str, Any]
@@ -46,6 +46,7 @@ SEARCHABLE = (
     "microbatches",
     "accumulate",
     "reshard_after_forward",
+    "states",
     "mesh",
     "mp_policy",
     "comm_policy",
@@ -83,6 +84,7 @@ def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list
         "microbatches": _microbatch_values(arguments, base.traced.rows),
         "accumulate": [not arguments.accumulate],
         "reshard_after_forward": _reshard_values(base),
+        "states": _state_values(base),
         "mesh": _mesh_values(base),
         "mp_policy": _mp_values(base),
         "comm_policy": _comm_values(base.setting.comm_policy),
@@ -96,10 +98,19 @@ def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list
 
 
 def settings(axes: Sequence[Axis], arguments: ExplainArguments) -> Iterator[dict[str, Any]]:
-    """Yield all combinations of the axes. `accumulate` is left out for a single microbatch: it has nothing to accumulate."""
+    """Yield all combinations of the axes, except for those that are equal to others or contradict themselves.
+
+    A single microbatch has nothing to accumulate, and `ZERO1` accumulates in any case. `ZERO1` and `ZERO2` never reshard.
+    """
     for chosen in product(*axes):
         changes = {name: value for change in chosen for name, value in change.items()}
-        if "accumulate" in changes and changes.get("microbatches", arguments.microbatches) == 1:
+        states = changes.get("states", arguments.states)
+        single = changes.get("microbatches", arguments.microbatches) == 1
+        if "accumulate" in changes and (single or states.keeps_gradients):
+            continue
+        if states.keeps_gradients and single and "states" in changes:
+            continue
+        if states.keeps_parameters and changes.get("reshard_after_forward") is not None:
             continue
         yield changes
 
@@ -124,6 +135,12 @@ def _reshard_values(base: Explanation) -> list[bool | int]:
         values.append(per_node)
     requested = base.traced.arguments.reshard_after_forward
     return [value for value in values if not _same(value, requested)]
+
+
+def _state_values(base: Explanation) -> list[StateSharding]:
+    if base.traced.arguments.reshard_after_forward or base.setting.engine == "fsdp2":
+        return []
+    return [states for states in PRESETS.values() if states != base.setting.states]
 
 
 def _mesh_values(base: Explanation) -> list[tuple[int, int]]:
@@ -256,8 +273,11 @@ class Variants:
             self.skipped.append((dict(changes), str(refused)))
             return None
         # Compute and communication may overlap completely, so the bound is the longer of the two.
-        communication = microbatches * state.gather + (1 if arguments.accumulate else microbatches) * state.reduce
-        accumulated = state.gradients if microbatches > 1 and arguments.accumulate else 0
+        communication = microbatches * state.gather + state.gather_once + state.reduce_once
+        communication += (1 if arguments.accumulate else microbatches) * state.reduce
+        accumulated = 0
+        if microbatches > 1:
+            accumulated = state.kept_gradients + (state.gradients if arguments.accumulate else 0)
         nbytes = state.nbytes + accumulated + arguments.machine.context
         if is_traced:
             return Bound(max(microbatches * compute.seconds, communication), nbytes + compute.kept, state.pinned, is_traced)
@@ -281,7 +301,8 @@ class Variants:
         return self._compute_costs[id(traced)]
 
     def _state_cost_of(self, arguments: ExplainArguments, traced: TracedModel) -> _StateCost:
-        key = arguments.world, arguments.mesh, arguments.mp_policy, id(arguments.plan), _offloads(arguments)
+        shape = arguments.world, arguments.mesh
+        key = shape, arguments.mp_policy, id(arguments.plan), _offloads(arguments), arguments.states
         if key not in self._state_costs:
             planned, gpu = traced.planned_for(arguments), arguments.machine
             self._state_costs[key] = _state_cost(planned, setting_of(arguments, planned), gpu, network_of(arguments.net, gpu))
@@ -322,38 +343,45 @@ def _compute_cost(traced: TracedModel, gpu: Gpu) -> _ComputeCost:
 class _StateCost:
     """Memory of the sharded state, and communication time of all units."""
 
-    # Bytes of shards and optimizer states on the device.
+    # Bytes of shards, optimizer states, and parameters that are kept unsharded on the device.
     nbytes: int
     # Bytes of shards and optimizer states in pinned host memory.
     pinned: int
-    # Bytes of all unsharded gradients in the reduce dtype.
+    # Bytes of the unsharded gradients that microbatches keep with `accumulate`, and of those that are kept in any case.
     gradients: int
-    # Seconds on the link to all-gather each unit once.
+    kept_gradients: int
+    # Seconds on the link to all-gather each unit once: of units that do so in each microbatch, and of those that are kept.
     gather: float
-    # Seconds on the link to reduce-scatter each unit once.
+    gather_once: float
+    # Seconds on the link to reduce-scatter each unit once: of all units but those that reduce once per step in any case.
     reduce: float
+    reduce_once: float
 
 
 def _state_cost(traced: TracedModel, setting: Setting, gpu: Gpu, network: Network) -> _StateCost:
-    groups: list[GroupPlan] = []
+    groups: list[tuple[GroupPlan, StateSharding]] = []
     for planned, entries in traced.plan.held():
-        groups += group_plans(planned.name, entries, options_of(planned, setting), setting)
-    shards = sum(group.shard_nbytes for group in groups if not group.host)
-    pinned = sum(group.shard_nbytes for group in groups if group.host)
-    states = 0 if setting.optimizer is None else sum(setting.optimizer.states)
+        options = options_of(planned, setting)
+        groups += [(group, options.states) for group in group_plans(planned.name, entries, options, setting)]
+    shards = sum(group.shard_nbytes for group, _ in groups if not group.host)
+    pinned = sum(group.shard_nbytes for group, _ in groups if group.host)
+    kept = sum(group.unsharded_nbytes for group, states in groups if states.keeps_parameters)
+    optimizer = 0 if setting.optimizer is None else sum(setting.optimizer.states)
     if isinstance(setting.offload_policy, CPUOffloadPolicy):
-        states, pinned = 0, pinned + states
-    gather = reduce = 0.0
-    gradients = 0
-    for group in groups:
+        optimizer, pinned = 0, pinned + optimizer
+    gather, reduce = [0.0, 0.0], [0.0, 0.0]  # of units that do so in each microbatch, and once per step
+    gradients = [0, 0]
+    for group, states in groups:
         if group.layout.ranks == 1:
             continue
-        gather += _collective_seconds(group, "all_gather", group.unsharded_nbytes, gpu, network, setting.mesh)
+        nbytes = group.unsharded_nbytes
+        gather[states.keeps_parameters] += _collective_seconds(group, "all_gather", nbytes, gpu, network, setting.mesh)
         if group.trainable:
-            nbytes = sum(prod(place.shape) for place in group.layout.offsets) * group.dtypes.reduce.itemsize
-            gradients += nbytes
-            reduce += _collective_seconds(group, "reduce_scatter", nbytes, gpu, network, setting.mesh)
-    return _StateCost(shards + states, pinned, gradients, gather, reduce)
+            numel = sum(prod(place.shape) for place in group.layout.offsets)
+            gradients[states.keeps_gradients] += numel * group.dtypes.kept.itemsize
+            nbytes = numel * group.dtypes.reduce.itemsize
+            reduce[states.keeps_gradients] += _collective_seconds(group, "reduce_scatter", nbytes, gpu, network, setting.mesh)
+    return _StateCost(shards + optimizer + kept, pinned, *gradients, *gather, *reduce)
 
 
 def _collective_seconds(

@@ -41,11 +41,13 @@ from fullshard.frontend import patches
 from fullshard.frontend.fsdp2_state import UnitView, view_of
 from fullshard.frontend.module import parse_reshard_after_forward, plain_class, sharded_class
 from fullshard.policies import (
+    ZERO3,
     CheckPolicy,
     CommPolicy,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    StateSharding,
     resolve_mp,
     resolve_offload,
 )
@@ -65,6 +67,7 @@ def fully_shard(  # type: ignore[misc]
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
+    states: StateSharding = ZERO3,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
@@ -97,6 +100,8 @@ def fully_shard(  # type: ignore[misc]
             True for all other units. An int k must divide the size of the shard mesh dim: after forward, each group of k
             neighbouring ranks keeps one copy of the parameters (1/k per rank), and backward all-gathers within that group.
             A forward without grad always frees them.
+        states: the level of ZeRO: `ZERO3` shards everything; `ZERO2` and `ZERO1` keep the unsharded parameters between steps
+            and all-gather them once per step, in the first forward after the shards were written (see `StateSharding`).
         shard_placement_fn: called with each parameter; returns the dim to shard: None for dim 0, `Shard(d)` (`d` may be
             negative, and the dim uneven), or a `ShardPlacementResult` with a mesh for this parameter.
         mp_policy: dtypes of computation, communication and outputs.
@@ -146,6 +151,7 @@ def fully_shard(  # type: ignore[misc]
         mesh,
         reshard_after_forward,
         shard_placement_fn,
+        states,
         mp_policy,
         offload_policy,
         dp_mesh_dims,
@@ -224,6 +230,7 @@ class _ResolvedArguments:
         mesh: DeviceMesh | None,
         reshard_after_forward: bool | int | None = None,
         shard_placement_fn: PlacementFn | None = None,
+        states: StateSharding = ZERO3,
         mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
         offload_policy: OffloadPolicy = OffloadPolicy(),
         dp_mesh_dims: DataParallelMeshDims | None = None,
@@ -241,15 +248,17 @@ class _ResolvedArguments:
         for name, value, kind in (
             ("comm_policy", comm_policy, CommPolicy),
             ("check_policy", check_policy, CheckPolicy),
+            ("states", states, StateSharding),
         ):
             if not isinstance(value, kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}.")
         mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
         axis = resolve_mesh(mesh, dp_mesh_dims)
-        reshard_policy, subgroup_size = parse_reshard_after_forward(reshard_after_forward, axis.ranks)
+        reshard_policy, subgroup_size = parse_reshard_after_forward(reshard_after_forward, axis.ranks, states)
         options = UnitOptions(
             reshard_policy=reshard_policy,
             subgroup_size=subgroup_size,
+            states=states,
             mp=mp_policy.without_override(),
             offload=offload_policy,
             comm=comm_policy,

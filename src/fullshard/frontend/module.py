@@ -28,6 +28,7 @@ from fullshard.core.unit_modules import recovered, require_unit, unit_of, units_
 from fullshard.errors import StateError, warn_once
 from fullshard.frontend import forward_methods
 from fullshard.frontend.fsdp2_state import UnitView
+from fullshard.policies import StateSharding
 from fullshard.state import class_swap
 
 M = TypeVar("M", bound=nn.Module)
@@ -97,11 +98,18 @@ def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls if made is None else made.__bases__[1]
 
 
-def parse_reshard_after_forward(reshard_after_forward: bool | int | None, ranks: int) -> tuple[ReshardPolicy, int | None]:
+def parse_reshard_after_forward(
+    reshard_after_forward: bool | int | None, ranks: int, states: StateSharding
+) -> tuple[ReshardPolicy, int | None]:
     """Return (reshard policy, subgroup size) for the argument `reshard_after_forward`.
 
     The subgroup size is the number of ranks that keep one copy of the parameters together; None without such subgroups.
     """
+    if states.keeps_parameters and reshard_after_forward is not None and reshard_after_forward is not False:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward!r} frees parameters after forward, which states={states} keeps. "
+            "Leave reshard_after_forward out, or use ZERO3."
+        )
     if reshard_after_forward is None:
         return ReshardPolicy.OUTERMOST, None
     if isinstance(reshard_after_forward, bool):
@@ -322,7 +330,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             StateError: inside a forward or backward, if the subgroup size changes.
         """
         parsed = [
-            (unit, *parse_reshard_after_forward(reshard_after_forward, unit.axis.ranks))
+            (unit, *parse_reshard_after_forward(reshard_after_forward, unit.axis.ranks, unit.options.states))
             for unit in units_of(self, _check_bool("recurse", recurse))
         ]
         for unit, policy, size in parsed:
@@ -336,6 +344,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Set whether backward frees the unsharded parameters.
 
         If it keeps them, they are all-gathered again only after the shards were written, for example by an optimizer step.
+        Units under `ZERO1` and `ZERO2` keep them in any case.
 
         Args:
             reshard_after_backward: False keeps the unsharded parameters, for steps of several microbatches.
@@ -347,6 +356,35 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         keep = not _check_bool("reshard_after_backward", reshard_after_backward)
         for unit in units_of(self, _check_bool("recurse", recurse)):
             unit.configure(keep_after_backward=keep)
+
+    def set_states(self, states: StateSharding, *, recurse: bool = True) -> None:
+        """Change the level of ZeRO between two steps. Collective.
+
+        Parameters that are kept from now on are all-gathered at once, so a lack of memory shows here; those that are kept no
+        longer are freed at once. Optimizers, gradients and state dicts do not change.
+
+        Args:
+            states: the new level, as in `fully_shard`.
+            recurse: True applies to all units at and below this module, False to this unit only.
+
+        Raises:
+            ValueError: if `states` is no StateSharding, or `recurse` neither True nor False.
+            StateError: inside a forward or backward, or while gradients are not in `.grad` yet.
+
+        Example:
+            >>> model.set_states(fullshard.ZERO2)                                             # doctest: +SKIP
+        """
+        if not isinstance(states, StateSharding):
+            raise ValueError(f"Expected a StateSharding as states, for example fullshard.ZERO2, got {type(states).__name__}.")
+        units = units_of(self, _check_bool("recurse", recurse))
+        for unit in units:
+            unit.check_states_may_change()
+        for unit in units:
+            unit.log_write(f"set_states({states})")
+        for unit in units:
+            unit.set_states(states)
+        for runtime in {unit.runtime: None for unit in units}:
+            runtime.unshard_kept([unit for unit in units if unit.runtime is runtime])
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward all-reduces gradients over the replicas of a hybrid mesh (HSDP).
