@@ -359,6 +359,8 @@ class CommPolicy:
             least 1.
         prefetch_bytes: prefetch units, in the order of the last run, while all prefetched units together have at most this
             many bytes of unsharded parameters. None prefetches exactly one unit, 0 none.
+        gather_after_step: True starts the all-gathers of parameters that are kept unsharded between steps (`ZERO1`, `ZERO2`)
+            behind the optimizer's step; False leaves them to the next forward, which prefetches them.
         collectives: called with each process group that a unit uses (shards; and, if there are any, replicas, separate
             reductions, and the smaller group of an int reshard). Returns the `Collectives` to use instead of torch's.
         lanes: called with the device, returns a new `Lane`; None means CUDA streams or asynchronous CPU work.
@@ -373,6 +375,7 @@ class CommPolicy:
     direct_min_bytes: float | None = None
     reductions_in_flight: int = 1
     prefetch_bytes: int | None = None
+    gather_after_step: bool = False
     collectives: Callable[[dist.ProcessGroup], Any] | None = None
     lanes: Callable[[torch.device], Any] | None = None
 
@@ -383,6 +386,8 @@ class CommPolicy:
             raise ValueError(f"CommPolicy.reductions_in_flight must be an int >= 1, got {self.reductions_in_flight!r}")
         if self.prefetch_bytes is not None and not (_is_int(self.prefetch_bytes) and self.prefetch_bytes >= 0):
             raise ValueError(f"CommPolicy.prefetch_bytes must be None or an int >= 0, got {self.prefetch_bytes!r}")
+        if not isinstance(self.gather_after_step, bool):
+            raise ValueError(f"CommPolicy.gather_after_step must be True or False, got {self.gather_after_step!r}")
 
 
 def _is_int(value: Any) -> bool:

@@ -121,6 +121,33 @@ def test_the_gathers_of_a_step_are_prefetched(world: World) -> None:
     assert (now.gathers - before[0], now.prefetched - before[1], now.missed - before[2]) == (UNITS, UNITS - 1, 0)
 
 
+@ranks(2)
+def test_gathers_behind_the_step_are_in_flight_when_the_next_forward_begins(world: World) -> None:
+    policy = CommPolicy(gather_after_step=True)
+    model = shard_stack(Stack(), world.mesh, states=ZERO2, comm_policy=policy)
+    matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1)
+    others = torch.optim.SGD([p for p in model.parameters() if p.ndim < 2], lr=0.1)
+    reference = shard_stack(Stack(), world.mesh)
+    reference.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    x = world.mine(batch(0))
+    for optimizers in ((matrices,), (matrices, others)):
+        for number in range(3):
+            for one in (model, reference):
+                square(one(x)).backward()
+            found = sent(model, lambda optimizers=optimizers: [optimizer.step() for optimizer in optimizers])
+            # The second optimizer writes to what was gathered behind the first: the unit is gathered again.
+            assert found["all_gather"] == UNITS * len(optimizers)
+            assert sent(model, lambda: model(x))["all_gather"] == 0
+            if len(optimizers) == 1:
+                for parameter in reference.parameters():
+                    parameter.grad = parameter.grad if parameter.ndim > 1 else None
+            plain.step()
+            model.zero_grad()
+            reference.zero_grad()
+            assert torch.equal(model(x), reference(x)), number
+
+
 @ranks(1, 3)
 def test_one_reduction_if_the_last_microbatch_is_known_late(world: World) -> None:
     base = Stack()
@@ -392,16 +419,14 @@ def test_a_change_of_level_takes_effect_at_once_and_keeps_everything(world: Worl
     model = shard_stack(base, world.mesh)
     pair = [(model, world.mine), (reference, lambda x: x)]
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one, _ in pair]
-    groups = [group for unit in fullshard.core.units_of(model, True) for group in unit.groups]  # type: ignore[attr-defined]
-
-    def held() -> int:
-        return sum(group._buffer._flat.untyped_storage().size() for group in groups if group._buffer is not None)
+    units = fullshard.core.units_of(model, True)  # type: ignore[attr-defined]
 
     for number, states in enumerate((ZERO2, ZERO1, ZERO3, ZERO1, ZERO2, ZERO3)):
         found = sent(model, lambda states=states: model.set_states(states))  # anew, since each step writes
         kept = states.keeps_parameters
         assert found["all_gather"] == (UNITS if kept else 0)
-        assert held() == (sum(group.unsharded_nbytes for group in groups) if kept else 0)
+        nbytes = sum(group.unsharded_nbytes for unit in units for group in unit.groups)
+        assert sum(unit.unsharded_memory for unit in units) == (nbytes if kept else 0)
         assert not kept or sent(model, lambda: model(world.mine(batch(0))))["all_gather"] == 0
         for one, part in pair:
             square(one(part(batch(number)))).backward()

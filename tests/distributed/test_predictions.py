@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 import fullshard
 from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.hardware import gpu_of
+from fullshard.policies import PRESETS
 from fullshard.wrap import ModuleWrapPolicy
 
 ROWS, DIM = 32, 96
@@ -70,6 +71,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "packed": {"comm_policy": fullshard.CommPolicy(direct_min_bytes=float("inf"))},
     "direct": {"comm_policy": fullshard.CommPolicy(direct_min_bytes=0, reductions_in_flight=2)},
     "no prefetch": {"comm_policy": fullshard.CommPolicy(prefetch_bytes=0)},
+    "zero2": {"states": fullshard.ZERO2},
+    "zero2, bf16, gathered behind the step": {
+        "states": fullshard.ZERO2,
+        "mp_policy": fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        "comm_policy": fullshard.CommPolicy(gather_after_step=True),
+    },
     "columns": {"shard_placement_fn": lambda parameter: Shard(1) if parameter.dim() == 2 else None},
 }
 
@@ -87,6 +94,31 @@ def test_memory_of_gloo_ranks_is_predicted_within_five_percent_and_messages_exac
     assert run.peak is not None and abs(r.peak / (run.peak + x.numel() * 4) - 1) < 0.05, (r.peak, run.peak, str(r))
     assert list(run.messages) == list(r.messages)
     assert len(run.steps) == 2, "of four, one has no beginning, and one counts memory"
+
+
+@pytest.mark.parametrize("mp", [None, torch.bfloat16])
+@pytest.mark.parametrize("states", PRESETS)
+@ranks(1, 2, 4, 8)
+def test_levels_of_several_microbatches_are_predicted(world: World, states: str, mp: torch.dtype | None) -> None:
+    options = {"states": PRESETS[states], "mp_policy": fullshard.MixedPrecisionPolicy(mp, torch.float32)}
+    model, optimizer = sharded(world, **options)
+    x = torch.randn(ROWS, DIM)
+
+    def microbatches() -> None:
+        for index in range(3):
+            if states == "ZERO1":
+                model.set_is_last_backward(index == 2)
+            loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    microbatches()
+    with fullshard.record(model, memory=True) as run:
+        for _ in range(3):
+            microbatches()
+    r = explained(world, **options, microbatches=3, accumulate=False)
+    assert list(run.messages) == list(r.messages)
+    assert run.peak is not None and abs(r.peak / (run.peak + x.nbytes) - 1) < 0.05, (r.peak, run.peak)
 
 
 @ranks(2)

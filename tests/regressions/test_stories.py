@@ -1271,3 +1271,42 @@ def test_a_default_device_does_not_move_what_the_host_keeps(world: World) -> Non
 def mesh_of_one_shard(world: World) -> DeviceMesh:
     """Replicas only, whose sums over three ranks gloo's lanes make in two stages."""
     return init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("replicate", "shard"))
+
+
+@ranks(2)
+def test_a_profiler_that_counts_memory_may_stop_while_a_gather_is_in_flight(world: World) -> None:
+    """torch's own messages corrupt the heap then: their profiler records outlive the profiler."""
+    model = shard_stack(Stack(), world.mesh)
+    for _ in range(20):
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        profile.start()
+        handle = model.unshard(async_op=True)
+        profile.stop()
+        del profile
+        filler = [torch.empty(10 * size) for size in range(300)]
+        handle.wait()
+        model.reshard()
+        del filler
+
+
+@ranks(2)
+def test_weights_are_saved_streamed_and_loaded_right_after_a_parameter_was_assigned(world: World) -> None:
+    """Elsewhere they were listed before the unit had taken over the new Parameter: "a DTensor that no unit manages"."""
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=world.mesh)
+    folder = world.folder("assigned")
+    for call in ("save", "iter", "ema", "load"):
+        model.weight = nn.Parameter(model.weight.detach().clone() + 1)
+        expected = model.weight.full_tensor()
+        if call == "save":
+            save_weights(model, folder)
+            other = nn.Linear(4, 4)
+            load_weights(other, folder)
+            assert torch.equal(other.weight, expected)
+        elif call == "iter":
+            assert torch.equal(dict(fullshard.iter_full(model))["weight"], expected)
+        elif call == "ema":
+            assert torch.equal(fullshard.EMA(model, decay=0.5).values()["weight"], model.weight.to_local())
+        else:
+            load_weights(model, folder)
+            assert torch.equal(model.weight.full_tensor(), other.weight)

@@ -182,8 +182,7 @@ from fullshard._torch.optim import (
     list_alike,
     list_tensors,
     on_optimizer_step,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
+    register_first_step_post_hook,
 )
 from fullshard._torch.simulation import (
     copied,
@@ -331,8 +330,7 @@ __all__ = [
     "reduce_scatter_base",
     "reduce_scatter_coalesced",
     "references",
-    "register_optimizer_step_post_hook",
-    "register_optimizer_step_pre_hook",
+    "register_first_step_post_hook",
     "relax_capture_mode",
     "remove_all",
     "replace_parameters",

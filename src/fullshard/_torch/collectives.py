@@ -5,8 +5,8 @@ They are called as methods of the process group, which takes half the host time 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import chain, repeat
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fullshard._torch.autograd import profiling
 
 __all__ = [
     "Started",
@@ -114,7 +116,23 @@ def exchange(
     # started and in `works`, or none is. A loop could lose the work of a message whose buffer gloo still writes to.
     receiving = map(group.recv, [[tensor] for tensor, _ in receives], [peer for _, peer in receives], repeat(tag))
     sending = map(group.send, [[tensor] for tensor, _ in sends], [peer for _, peer in sends], repeat(tag))
-    works.extend(chain(receiving, sending))
+    if not profiling():
+        works.extend(chain(receiving, sending))
+        return
+    # If torch's profiler with `profile_memory=True` stops while a message of gloo is in flight, the heap of the process is
+    # corrupted (seen on torch 2.13). So the profiler sees only the label of the collective, and not its messages.
+    with _unrecorded():
+        works.extend(chain(receiving, sending))
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    # Private: `_enable_record_function`, which only this thread's operators obey.
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def is_done(work: dist.Work) -> bool:

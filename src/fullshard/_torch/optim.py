@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from fullshard._torch.nn import Undo, remove_all
 
@@ -19,8 +20,7 @@ __all__ = [
     "list_alike",
     "list_tensors",
     "on_optimizer_step",
-    "register_optimizer_step_post_hook",
-    "register_optimizer_step_pre_hook",
+    "register_first_step_post_hook",
 ]
 
 
@@ -28,6 +28,14 @@ def on_optimizer_step(before: Callable[..., None], after: Callable[..., None]) -
     """Call `before` and `after` (optimizer, args, kwargs) around the step of any optimizer."""
     handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     return lambda: remove_all(handles)
+
+
+def register_first_step_post_hook(hook: Callable[..., None]) -> RemovableHandle:
+    """Call `hook` (optimizer, args, kwargs) after the step of any optimizer, before the hooks that are registered already."""
+    handle = register_optimizer_step_post_hook(hook)
+    # Private: `hooks_dict_ref`, the weak reference of the handle to the table of hooks, whose order is that of the calls.
+    handle.hooks_dict_ref().move_to_end(handle.id, last=False)  # type: ignore[union-attr]
+    return handle
 
 
 _FIRST = -1  # key of our hook; torch's keys start at 0

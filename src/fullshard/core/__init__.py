@@ -23,8 +23,8 @@ memory with a mark, and `is_marked` finds the mark again.
 
 **Steps of optimizers.** `StepCheck` is the check before the parameters of a group are written; it leads to the group and its
 unit. `use_plain_dtensor` spares a step the dispatch of sharded parameters, and `restore_subclass` ends that. `flat_gradient`
-returns the gradients of a group as one tensor. `remark_on_gradients` and `remark_on_optimizer` warn about gradients that are
-missing or that no unit reduces.
+returns the gradients of a group as one tensor. `gather_after_step` starts the all-gathers that are due behind a step.
+`remark_on_gradients` and `remark_on_optimizer` warn about gradients that are missing or that no unit reduces.
 
 **Integers.** `plan_layout` returns the `GroupLayout` of a group: its `Bucket`s and `Extent`s. `DirectRule` (with `MIN_CHUNK`,
 `MIN_MESSAGE` and `LARGE_MESSAGE`) chooses the parameters with a message of their own. `ReductionLayout`, `Slice` and
@@ -130,7 +130,7 @@ from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
 from fullshard.core.parameter_alias import replacement_count, replacement_of
-from fullshard.core.runtime import Runtime, make_unit
+from fullshard.core.runtime import Runtime, gather_after_step, make_unit
 from fullshard.core.scheduler import (
     Action,
     ForwardCall,
@@ -222,6 +222,7 @@ __all__ = [
     "detach_unit",
     "flat_gradient",
     "full_tensor",
+    "gather_after_step",
     "install_hooks",
     "is_ignored",
     "is_marked",

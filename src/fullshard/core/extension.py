@@ -213,6 +213,11 @@ class ExtensionBuffer:
         for tensor in (*self._outs, *(inner for inner, _ in self._inner)):
             tensor.untyped_storage().resize_(0)
 
+    @property
+    def memory(self) -> int:
+        """Bytes of the outputs and the inner tensors that are allocated."""
+        return sum(tensor.untyped_storage().size() for tensor in (*self._outs, *(inner for inner, _ in self._inner)))
+
     def owns(self, tensor: Tensor) -> bool:
         """Return True if `tensor` uses memory of this buffer."""
         return any(out.numel() and _torch.same_memory(tensor, out) for out in (*self._outs, *(i for i, _ in self._inner)))

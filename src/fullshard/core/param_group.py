@@ -148,6 +148,11 @@ class ParamGroup:
         return self.layout.unsharded_numel * self.dtypes.compute.itemsize
 
     @property
+    def unsharded_memory(self) -> int:
+        """Bytes of the unsharded buffer if it is allocated, else 0."""
+        return 0 if self._buffer is None else self._buffer.memory
+
+    @property
     def stale(self) -> bool:
         """True if a shard was written after the last all-gather."""
         return self._buffer is not None and self._buffer.versions != self._versions()

@@ -175,12 +175,20 @@ class Runtime:
         """All-gather these units anew, if they are kept unsharded between steps. Collective."""
         self.communicator.wait_for_next_event()
         self._drop_stale()
-        self.run(self.scheduler.unshard_kept([unit.number for unit in units]))
+        self.run(self.scheduler.unshard_kept(unit.number for unit in units))
+        self.run([wait for unit in units for wait in self.scheduler.finish_unshard(unit.number)])
 
-    def _drop_stale(self) -> None:
-        """Reshard the kept units whose shards were written."""
-        stale = sorted(unit.number for unit in self._kept if unit.stale_now)
+    def gather_after_step(self) -> None:
+        """Start to all-gather the kept units that an optimizer has just written, if their `CommPolicy` asks for that."""
+        if self._kept and not self.scheduler.running and not self.backward.underway:
+            stale = self._drop_stale(lambda unit: unit.options.comm.gather_after_step)
+            self.run(self.scheduler.unshard_kept(stale))
+
+    def _drop_stale(self, chosen: Callable[[Unit], bool] = lambda unit: True) -> list[int]:
+        """Reshard those of the chosen kept units whose shards were written, and return their numbers."""
+        stale = sorted(unit.number for unit in self._kept if chosen(unit) and unit.stale_now)
         self.run(self.scheduler.drop_stale(stale))
+        return stale
 
     def is_gathering(self, number: int) -> bool:
         """Return True if an all-gather of the unit is in flight."""
@@ -441,4 +449,10 @@ def make_unit(
     return Unit(modules, parameters, axis, options, Runtime.of(axis.device, options.comm), global_id=global_id)
 
 
-__all__ = ["Runtime", "make_unit"]
+def gather_after_step() -> None:
+    """Start the all-gathers that are due behind an optimizer's step on this thread."""
+    for runtime in Runtime.all_of_thread():
+        runtime.gather_after_step()
+
+
+__all__ = ["Runtime", "gather_after_step", "make_unit"]

@@ -382,17 +382,17 @@ class Scheduler:
         for unit in units:
             record = self._records[unit]
             if record.policy is ReshardPolicy.KEPT and not record.is_pinned:
-                actions += self._reshard(record)
+                actions += self.finish_unshard(unit) + self._reshard(record)
         return actions
 
-    def unshard_kept(self, units: Sequence[int]) -> list[Action]:
-        """All-gather those of these units that are sharded and will be kept between steps, and wait for them."""
+    def unshard_kept(self, units: Iterable[int]) -> list[Action]:
+        """Start to all-gather those of these units that are sharded and will be kept between steps."""
         actions: list[Action] = []
         for unit in units:
             record = self._records[unit]
             if record.policy is ReshardPolicy.KEPT and record.residency is Residency.SHARDED:
                 actions.append(self._start_unshard(record))
-        return actions + [wait for unit in units for wait in self.finish_unshard(unit)]
+        return actions
 
     def after_forward(self, unit: int, *, grad: bool, since: int = -1) -> ForwardResult:
         """Reshard the unit according to its policy.

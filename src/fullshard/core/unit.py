@@ -726,6 +726,11 @@ class Unit:
             self.rebuild_groups([parameter.local for parameter in self.parameters])
         self.checks.gathers = False
 
+    @property
+    def unsharded_memory(self) -> int:
+        """Bytes that the unsharded parameters take in memory now."""
+        return sum(group.unsharded_memory for group in self.groups)
+
     def owns_memory_of(self, tensor: Tensor) -> bool:
         """Return True if `tensor` lies in the memory of the unsharded parameters."""
         for group in self.groups:

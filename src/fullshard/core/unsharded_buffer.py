@@ -332,6 +332,11 @@ class FlatBuffer:
             for storage, _ in self._storages:
                 storage.resize_(0)
 
+    @property
+    def memory(self) -> int:
+        """Bytes of the buffer if it is allocated, else 0."""
+        return self._flat.untyped_storage().size()
+
     def owns(self, tensor: Tensor) -> bool:
         """Return True if `tensor` uses memory of this buffer."""
         return self._flat.numel() > 0 and _torch.is_over(tensor, self._flat.untyped_storage())

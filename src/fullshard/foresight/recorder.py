@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import Action, Lane, Message, StartedWork, Unit, Wait, Work
+from fullshard.core import Action, Lane, Message, StartedWork, Unit, Wait, Work, units_of
 from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.foresight.clock import Span
 from fullshard.foresight.recorded import RankSummary, Record, Recorded, RecordedCollective, RecordedStep
@@ -133,7 +133,10 @@ class _Recorder:
             new, self._watch = peak_of_new(self._watch.stop()), None
             self._peaks = (self._state_bytes + new,) * 2
         elif self._counts_next_step:
-            self._counts_next_step, self._state_bytes = False, _bytes_of(self._model, list(self._optimizers.values()))
+            # Units that are kept unsharded from the step before, except for stale ones, which are freed first.
+            unsharded = sum(unit.unsharded_memory for unit in units_of(self._model, True) if not unit.stale)
+            self._counts_next_step = False
+            self._state_bytes = _bytes_of(self._model, list(self._optimizers.values())) + unsharded
             self._watch = AllocationWatch()
         step = self._current
         step.ended = ended
@@ -273,7 +276,7 @@ def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
     runtime, run = unit.runtime, Recorded()
     with runtime.communicator.traffic.counting() as messages:
         recorder = _Recorder(model, runtime.communicator.device, messages, memory=memory)
-        handle = _torch.register_optimizer_step_post_hook(recorder.optimizer_stepped)
+        handle = _torch.register_first_step_post_hook(recorder.optimizer_stepped)
         try:
             with runtime.watched(recorder.around), runtime.communicator.with_streams(partial(_TimedStream, recorder)):
                 yield run

@@ -255,11 +255,19 @@ class _Simulator:
     # --- events ---
 
     def begin_step(self) -> int:
-        """Clear the program for a new step. Return the number of ledger changes before it."""
+        """Clear the program for a new step. Return the number of ledger changes before it.
+
+        A step ends with the optimizer's, so all-gathers behind that one belong to the next step.
+        """
         self.program.instructions.clear()
         self.program.messages.clear()
         self.program.places.clear()
-        return len(self.ledger.changes)
+        begin = len(self.ledger.changes)
+        early = [number for number, unit in self._units.items() if unit.stale and unit.record.options.comm.gather_after_step]
+        if early:
+            self._enter("", "forward")
+            self._execute(self.scheduler.drop_stale(early) + self.scheduler.unshard_kept(early))
+        return begin
 
     def _enter(self, unit: str, phase: Phase) -> None:
         self.program.enter(unit, phase, len(self.ledger.changes))

@@ -16,6 +16,7 @@ from fullshard.core import (
     ShardedParameter,
     Unit,
     back_references,
+    gather_after_step,
     is_ignored,
     logical_parameters,
     owner_of,
@@ -175,6 +176,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             if parameter.sharded.grad is not None:
                 parameter.note_write()
     cache.entries.log_step(optimizer.param_groups)
+    gather_after_step()
 
 
 def install() -> _torch.Undo:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ParamGroup, units_of
+from fullshard.core import ParamGroup, Unit, units_of
 from fullshard.errors import StateError, check_positive_int
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
@@ -140,11 +140,12 @@ class EMA:
 
     def _tensors(self, doing: str) -> ModelTensors:
         """Reshard the model if needed, and return its tensors."""
-        tensors = tensors_of(self._model)
-        for unit in tensors.units:
+
+        def prepare(unit: Unit) -> None:
             unit.ensure_sharded(doing=doing)
             unit.refresh()
-        return tensors_of(self._model)  # again: a refreshed unit may have new groups and shards
+
+        return tensors_of(self._model, prepare=prepare)
 
     def _rebuild(self, groups: list[ParamGroup]) -> None:
         """Move the averages into new buffers with the layout of `groups`, which replace the previous groups."""

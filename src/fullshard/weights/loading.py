@@ -40,7 +40,7 @@ from fullshard.weights.progress import Progress, check_progress, with_total
 from fullshard.weights.reading import Read, Reader, offset_of_row
 from fullshard.weights.rounds import Round
 from fullshard.weights.staging import StagingBuffer, batches
-from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
+from fullshard.weights.targets import ModelEntry, ModelTensors, reshard_for, tensors_of
 from fullshard.weights.texts import nearest
 
 Replicas = Literal["auto", "read"]
@@ -139,10 +139,7 @@ def load_weights(
     began = time.perf_counter()
     _check(strict=strict, missing=missing, threads=threads, buffer_bytes=buffer_bytes, replicas=replicas)
     check_progress(progress)
-    tensors = tensors_of(model)
-    for unit in tensors.units:
-        unit.reshard(doing="load_weights()")
-        unit.refresh()
+    tensors = tensors_of(model, prepare=reshard_for("load_weights()"))
     group = tensors.agreement("load_weights()")
     group.run(join_saves)
     built = group.run(partial(built_buffers, model, buffers))

@@ -30,7 +30,7 @@ from fullshard.weights.rounds import Round
 from fullshard.weights.save_plan import RowSource, SavePlan, WriteRange, plan_save
 from fullshard.weights.staging import StagingBuffer, batches
 from fullshard.weights.steps import Steps
-from fullshard.weights.targets import ModelTensors, tensors_of, with_values
+from fullshard.weights.targets import ModelTensors, reshard_for, tensors_of, with_values
 from fullshard.weights.writing import Write, Writer
 
 
@@ -184,12 +184,9 @@ def save_weights(
             f"filename must be a name that ends in .safetensors, such as 'adapter_model.safetensors', got {filename!r}."
         )
     steps = None if step is None else Steps(directory, step, keep)
-    tensors = tensors_of(model)
-    for unit in tensors.units:
-        unit.reshard(doing="save_weights()")
-        unit.refresh()
+    tensors = tensors_of(model, prepare=reshard_for("save_weights()"))
     if weights is not None:
-        tensors = with_values(tensors_of(model), weights.values())
+        tensors = with_values(tensors, weights.values())
     group = tensors.agreement("save_weights()")
     group.run(join_saves)
     group.run(lambda: check_values(model, tensors.units, "save_weights()"))

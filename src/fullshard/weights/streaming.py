@@ -84,16 +84,17 @@ def iter_full(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     receives = _receives(to)
-    tensors = tensors_of(model)
-    for unit in tensors.units:
+
+    def prepare(unit: Unit) -> None:
         unit.check_idle(doing="iter_full()")
         unit.refresh_for_read()
-    tensors = tensors_of(model)  # again: a refreshed unit may have new groups and shards
+
+    tensors = tensors_of(model, prepare=prepare)
     # Collective, so that all ranks raise if one of them has a tensor without values.
     if has_marks(model, tensors.units):
         tensors.agreement("iter_full()").run(lambda: check_values(model, tensors.units, "iter_full()"))
     if weights is not None:
-        tensors = with_values(tensors_of(model), weights.values())
+        tensors = with_values(tensors, weights.values())
     entries = {one.target.name: one for one in tensors.entries}
     mapped = map_keys(key_map, {name: MappedTensor.of(one.target) for name, one in entries.items()})
     if bucket_bytes is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -96,8 +96,22 @@ def _with_value(entry: ModelEntry, value: Tensor) -> ModelEntry:
     return replace(entry, target=replace(entry.target, dtype=value.dtype), value=value)
 
 
-def tensors_of(model: nn.Module) -> ModelTensors:
+def reshard_for(doing: str) -> Callable[[Unit], None]:
+    """Return a function that reshards a unit and takes over Parameters that the user assigned or cast. `doing`: the call."""
+
+    def prepare(unit: Unit) -> None:
+        unit.reshard(doing=doing)
+        unit.refresh()
+
+    return prepare
+
+
+def tensors_of(model: nn.Module, *, prepare: Callable[[Unit], None] | None = None) -> ModelTensors:
     """List the tensors of a model's state dict: parameters and persistent buffers, each once with all its names.
+
+    Args:
+        model: the model.
+        prepare: called with each unit first, since a unit that takes over what the user assigned may have new groups.
 
     Raises:
         ValueError: if `model` is not a module.
@@ -106,6 +120,9 @@ def tensors_of(model: nn.Module) -> ModelTensors:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got a {type(model).__name__}.")
     units = tuple(units_of(model, True))
+    if prepare is not None:
+        for unit in units:
+            prepare(unit)
     mesh = _mesh_of_all(units)
     ranks = (0,) if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
     names: dict[int, list[str]] = {}
