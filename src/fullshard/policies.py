@@ -41,22 +41,28 @@ class Dtypes:
     compute: torch.dtype  # of the unsharded parameters
     reduce: torch.dtype  # of gradient reductions
     grad: torch.dtype | None  # of `.grad`; None keeps the dtype of the reduction
+    accumulate: torch.dtype | None = None  # of kept gradients; None follows `reduce`, also when it is widened
 
     @property
     def casts_gradients(self) -> bool:
-        """True if the reduction casts gradients, and autograd must leave them in the dtype in which they were computed.
+        """True if keeping or reducing casts gradients, so autograd must leave them in the dtype in which they were computed.
 
         `.grad` of the unsharded parameters may have any dtype then.
 
         Before torch 2.15, autograd casts gradients to the compute dtype first, as under FSDP2, unless `grad_dtype` was set.
         """
         asked = _torch.REDUCES_IN_GRAD_DTYPE or self.grad != self.storage
-        return asked and (self.reduce != self.compute or self.grad != self.compute)
+        return asked and any(dtype != self.compute for dtype in (self.reduce, self.kept, self.grad))
 
     @property
     def kept(self) -> torch.dtype:
         """The dtype in which backwards without gradient sync sum the gradients that they keep on this rank."""
-        return self.reduce
+        return self.reduce if self.accumulate is None else self.accumulate
+
+    @property
+    def reduces_as_is(self) -> bool:
+        """True if gradients have the dtype of the reduction already, both those of one backward and kept ones."""
+        return self.compute == self.reduce == self.kept
 
     @property
     def reduced(self) -> torch.dtype:
@@ -154,24 +160,28 @@ PRESETS = {"ZERO1": ZERO1, "ZERO2": ZERO2, "ZERO3": ZERO3}
 class MixedPrecisionPolicy:
     """The dtypes in which a unit computes and communicates. Fields and meaning are those of FSDP2's class of this name.
 
+    Only `accumulate_dtype` is not in FSDP2.
+
     `.grad` has the parameter's `grad_dtype`, by default its storage dtype. Integer and boolean parameters are never cast.
 
     Args:
         param_dtype: dtype of the unsharded parameters, and so of forward and backward; None keeps the storage dtype.
-        reduce_dtype: dtype in which gradients are reduced, and accumulated without communication. None follows the installed
-            torch: the dtype of `.grad` from 2.15 on, the compute dtype before. A `grad_dtype` that was set on the parameter
-            takes precedence over the compute dtype.
+        reduce_dtype: dtype in which gradients are reduced. None follows the installed torch: the dtype of `.grad` from 2.15 on,
+            the compute dtype before. A `grad_dtype` that was set on the parameter takes precedence over the compute dtype.
         output_dtype: dtype to cast floating-point outputs of the unit's forward to; None leaves them unchanged.
         cast_forward_inputs: cast floating-point inputs of the unit's forward to `param_dtype`.
         param_dtype_override_fn: called once with each parameter, in `fully_shard`. To all-gather a parameter in its own dtype,
             return that dtype; otherwise return `param_dtype` or None. Inputs are cast to `param_dtype` in any case.
+        accumulate_dtype: dtype in which backwards without communication (`model.accumulate()`) sum the gradients that they keep
+            on each rank; the sum is cast to the reduce dtype when it is reduced. None is the reduce dtype. With another dtype
+            every reduction copies large gradients, to cast them.
 
     Raises:
         ValueError: if a dtype is not a floating-point torch.dtype, or the override is not callable.
 
     Example:
         >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).resolve(torch.float32)
-        Dtypes(storage=torch.float32, compute=torch.bfloat16, reduce=torch.float32, grad=torch.float32)
+        Dtypes(storage=torch.float32, compute=torch.bfloat16, reduce=torch.float32, grad=torch.float32, accumulate=None)
 
     Source: Micikevicius et al. 2018 (arXiv 1710.03740); `torch.distributed.fsdp.MixedPrecisionPolicy` (torch 2.15).
     """
@@ -181,12 +191,13 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[torch.nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+    accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         override = self.param_dtype_override_fn
         if override is not None and not callable(override):
             raise ValueError(f"MixedPrecisionPolicy.param_dtype_override_fn must be callable or None, got {override!r}")
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype or None, got {dtype!r}")
@@ -200,7 +211,7 @@ class MixedPrecisionPolicy:
             keeps_dtype: all-gather the parameters in their own dtype, as `param_dtype_override_fn` chose.
 
         Returns:
-            The dtypes; only `grad` may be None.
+            The dtypes; only `grad` and `accumulate` may be None.
         """
         if not storage.is_floating_point:
             return Dtypes(storage, storage, storage, storage)
@@ -210,7 +221,7 @@ class MixedPrecisionPolicy:
         if reduce is None:
             follows = grad_dtype.explicit or _torch.REDUCES_IN_GRAD_DTYPE
             reduce = grad if follows and grad is not None else compute
-        return Dtypes(storage, compute, reduce, grad)
+        return Dtypes(storage, compute, reduce, grad, self.accumulate_dtype)
 
     def keeps_dtype_of(self, parameter: torch.nn.Parameter, *, name: str) -> bool:
         """Call `param_dtype_override_fn` to decide if a parameter is all-gathered in its own dtype.

@@ -159,6 +159,10 @@ def test_policies_refuse_wrong_values() -> None:
             lambda: MixedPrecisionPolicy(reduce_dtype="bf16"),
             "MixedPrecisionPolicy.reduce_dtype must be a floating-point torch.dtype or None, got 'bf16'",
         ),
+        (
+            lambda: MixedPrecisionPolicy(accumulate_dtype=torch.int32),
+            "MixedPrecisionPolicy.accumulate_dtype must be a floating-point torch.dtype or None, got torch.int32",
+        ),
         (lambda: CommPolicy(direct_min_bytes=-1), "CommPolicy.direct_min_bytes must be None or a number >= 0, got -1"),
         (lambda: CommPolicy(reductions_in_flight=0), "CommPolicy.reductions_in_flight must be an int >= 1, got 0"),
     ]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, StateError, _torch, fully_shard
+from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateError, _torch, fully_shard
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PAIRS = [pytest.param(BF16, FP32, id="bf16-with-fp32"), pytest.param(FP32, BF16, id="fp32-with-bf16")]
@@ -252,6 +252,52 @@ def test_bits_and_dtypes_are_those_of_fsdp2(
     for (name, one), other in zip(ours.named_parameters(), peer.parameters()):
         assert one.grad.dtype is other.grad.dtype, name
         assert torch.equal(full(one.grad), full(other.grad)), name
+
+
+# --- the dtype in which kept gradients are summed --------------------------------------------------------------------------
+
+SUMS_IN_FP32 = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16, accumulate_dtype=FP32)
+
+
+@pytest.mark.parametrize("direct_min_bytes", [float("inf"), 0], ids=["packed", "direct"])
+@ranks(1, 2)
+def test_kept_gradients_are_summed_in_the_accumulate_dtype_and_reduced_in_the_reduce_dtype(
+    world: World, direct_min_bytes: float
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 4)
+    options: dict[str, Any] = {"mesh": world.mesh, "comm_policy": CommPolicy(direct_min_bytes=direct_min_bytes)}
+    model = fully_shard(copy.deepcopy(plain), mp_policy=SUMS_IN_FP32, **options)
+    rounded = fully_shard(copy.deepcopy(plain), mp_policy=MixedPrecisionPolicy(BF16, BF16), **options)
+    low = copy.deepcopy(plain).to(BF16)
+    sums = [torch.zeros_like(parameter) for parameter in plain.parameters()]
+    for index in range(8):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(8 * world.rank + index)).to(BF16)
+        for each in (model, rounded, low):
+            if each is not low:
+                each.set_requires_gradient_sync(index == 7)
+            square(each(x)).backward()
+        for total, parameter in zip(sums, low.parameters()):
+            total.add_(parameter.grad)
+        low.zero_grad()
+        if index < 7:
+            kept = [one.unsharded_accumulated_grad for one in model._get_fsdp_state()._fsdp_param_group.fsdp_params]
+            assert all(one.dtype is FP32 and torch.equal(one, total) for one, total in zip(kept, sums, strict=True))
+    for parameter, total in zip(model.parameters(), sums):
+        assert torch.equal(full(parameter.grad), average(world, total.to(BF16)).float())
+    assert any(
+        not torch.equal(full(one.grad), full(other.grad)) for one, other in zip(model.parameters(), rounded.parameters())
+    )
+
+
+@ranks(2)
+def test_gradients_that_come_in_the_accumulate_dtype_are_not_rounded_before_the_sum(world: World) -> None:
+    """257 is no bf16, 258 is one."""
+    sharded = fully_shard(with_grad_dtype(Fused(), FP32, BF16), mesh=world.mesh, mp_policy=SUMS_IN_FP32)
+    for value in (257, 1):
+        sharded.set_requires_gradient_sync(value == 1)
+        sharded(torch.tensor([[value // 2] * 4, [value - value // 2] * 4], dtype=BF16)).sum().backward()
+    assert torch.equal(full(sharded.weight.grad), torch.full((4, 4), 258.0, dtype=BF16))
 
 
 # --- the dtypes that single parameters are gathered in ---------------------------------------------------------------------

@@ -122,6 +122,33 @@ def test_levels_of_several_microbatches_are_predicted(world: World, states: str,
 
 
 @ranks(2)
+def test_memory_of_kept_gradients_is_predicted_in_the_accumulate_dtype(world: World) -> None:
+    low, numel = torch.bfloat16, sum(parameter.numel() for parameter in build().parameters())
+    told: dict[str, Any] = {"microbatches": 2, "accumulate": True}
+    x, most = torch.randn(ROWS, DIM), []
+    for accumulate in (None, torch.float32):
+        policy = fullshard.MixedPrecisionPolicy(low, low, accumulate_dtype=accumulate)
+        kept = sum(unit.kept for _, unit in fullshard.plan_model(build()).messages(world.size, mp_policy=policy))
+        assert kept == numel * (accumulate or low).itemsize
+        model, optimizer = sharded(world, mp_policy=policy)
+        with fullshard.record(model, memory=True) as run:
+            for _ in range(4):
+                with model.accumulate():
+                    loss(model(x)).backward()
+                step(model, optimizer, x)
+        r = explained(world, mp_policy=policy, **told)
+        assert run.peak is not None and abs(r.peak / (run.peak + x.numel() * 4) - 1) < 0.05, (r.peak, run.peak, str(r))
+        assert list(run.messages) == list(r.messages)
+        on_gpu = fullshard.explain(  # on the CPU, add_ casts into a temporary
+            build, x, world=world.size, plan=ModuleWrapPolicy({Block}), loss=loss, mp_policy=policy, **told
+        )
+        ledger = on_gpu.simulation.ledger
+        moments = (ledger.at(changes).items() for changes in range(len(ledger.changes) + 1))
+        most.append(max(sum(nbytes for (kind, _), nbytes in moment if kind == "gradients") for moment in moments))
+    assert most[1] - most[0] == numel * (torch.float32.itemsize - low.itemsize)
+
+
+@ranks(2)
 def test_a_run_says_on_which_lane_what_was_sent_and_waited_for_and_off_it_nothing_is_changed(world: World) -> None:
     model, optimizer = sharded(world)
     runtime = next(iter(fullshard.core.units_of(model, True))).runtime  # type: ignore[attr-defined]

@@ -52,8 +52,7 @@ class ReductionPlan:
             in_order: whether collectives run in order on a stream, so that gradients may be reduced in slices.
             device: device of the gradients.
         """
-        as_is = dtypes.compute == dtypes.reduce
-        found = layout.reduction(as_is=as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize)
+        found = layout.reduction(as_is=dtypes.reduces_as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize)
         segments = [segment for segment in found.packed.segments if segment.size] if found.packed is not None else []
         gaps = {segment.size for segment in segments if segment.parameter < 0}
         return cls(

@@ -579,13 +579,13 @@ def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Set
         direct=DirectRule.default(default) if direct_min_bytes is None else DirectRule(direct_min_bytes),
         dims=[setting.dims.get(entry.name, 0) for entry in entries],
     )
-    as_is = dtypes.compute == dtypes.reduce
+    in_order = ranks > 1 and not setting.gloo
     subgroup = options.subgroup_size
     return GroupPlan(
         unit=name,
         parameters=tuple(entry.name for entry in entries),
         layout=layout,
-        reduction=layout.reduction(as_is=as_is, in_order=ranks > 1 and not setting.gloo, itemsize=dtypes.reduce.itemsize),
+        reduction=layout.reduction(as_is=dtypes.reduces_as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize),
         dtypes=dtypes,
         trainable=trainable,
         axis="everywhere" if scalar else "shards",

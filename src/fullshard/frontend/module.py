@@ -301,8 +301,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients. False implements gradient accumulation without communication.
 
-        Without gradient sync each rank accumulates its unsharded gradients, in the reduce dtype, until a backward with
-        gradient sync reduces the sum. The context manager `accumulate()` does the same.
+        Without gradient sync each rank accumulates its unsharded gradients, in the policy's `accumulate_dtype` (by default the
+        reduce dtype), until a backward with gradient sync reduces the sum. The context manager `accumulate()` does the same.
 
         Args:
             requires_gradient_sync: True reduces gradients; False accumulates them on each rank.

@@ -120,7 +120,7 @@ def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> UnitM
         )
     layout = plan_layout(shapes, ranks=ranks, itemsize=smaller, direct=rule)
     # in_order: as on nccl. On gloo, gradients are not reduced in slices.
-    reduction = layout.reduction(as_is=dtypes.compute == dtypes.reduce, in_order=True, itemsize=reduce_itemsize)
+    reduction = layout.reduction(as_is=dtypes.reduces_as_is, in_order=True, itemsize=reduce_itemsize)
     slices = max((sum(part.size for part in message) * ranks for message in reduction.slices), default=0)
     sums = max((sum(part.size for part in message) for message in reduction.sums), default=0)
     reduce_staging = (0 if reduction.packed is None else reduction.packed.size * ranks) + slices + sums
