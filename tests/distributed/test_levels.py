@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,18 @@ import torch.distributed.checkpoint as dcp
 from harness import World, ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Block, Stack, assert_same_grads, assert_same_parameters, batch, full, shard_stack, share_grads, square
+from models import (
+    Block,
+    Stack,
+    assert_near,
+    assert_same_grads,
+    assert_same_parameters,
+    batch,
+    full,
+    shard_stack,
+    share_grads,
+    square,
+)
 from rotation import random_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -109,6 +121,44 @@ def test_only_written_shards_are_gathered_anew(world: World, states: StateShardi
     assert all(parameter.placements == (torch.distributed.tensor.Shard(0),) for parameter in model.parameters())
 
 
+STEPS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "plain": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=False),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "fused sgd": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.proves("44a")
+@pytest.mark.parametrize("kept", ["ZERO2", "reshard_after_backward", "unshard"])
+@pytest.mark.parametrize("kind", STEPS)
+@ranks(2)
+def test_a_step_of_any_implementation_is_seen(world: World, kind: str, kept: str) -> None:
+    """Fused operations move no version counter: forwards of units that stay unsharded would use the weights of before."""
+    reference = Stack()
+    model = shard_stack(copy.deepcopy(reference), world.mesh, states=ZERO2 if kept == "ZERO2" else ZERO3)
+    if kept == "reshard_after_backward":
+        model.set_reshard_after_backward(False)
+    optimizers = [STEPS[kind](one.parameters()) for one in (model, reference)]
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())  # before the hooks of all optimizers
+    for number in range(3):
+        if kept == "unshard":
+            model.unshard()
+        square(model(world.mine(batch(number)))).backward()
+        square(reference(batch(number))).backward()
+        share_grads(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            assert_near(model(batch(7)), reference(batch(7)), f"step {number}")
+    closure = lambda: square(model(batch(3))).backward()
+    with torch.no_grad():
+        before = model(batch(7))
+        optimizers[0].step(torch.enable_grad()(closure))
+        assert not torch.equal(model(batch(7)), before)
+
+
 @ranks(2)
 def test_the_gathers_of_a_step_are_prefetched(world: World) -> None:
     model = shard_stack(Stack(), world.mesh, states=ZERO2)
@@ -169,14 +219,20 @@ def test_accumulate_and_unmarked_backwards_under_zero1(world: World) -> None:
     model = shard_stack(base, world.mesh, states=ZERO1)
     with model.accumulate():
         square(model(world.mine(batch(0)))).backward()
+    warned: list[bool] = []
     for index in (1, 2):  # each ends a step, so both reduce, and their gradients add up
-        found = sent(model, lambda index=index: square(model(world.mine(batch(index)))).backward())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = sent(model, lambda index=index: square(model(world.mine(batch(index)))).backward())
         assert found["reduce_scatter"] == UNITS
+        warned.append(any("reduces gradients in several backwards of a step" in str(one.message) for one in caught))
+    assert warned == [False, world.rank == 0]
     for index in range(3):
         square(reference(batch(index))).backward()
     assert_same_grads(model, reference)
 
 
+@pytest.mark.proves("44b")
 @ranks(2)
 def test_a_step_before_the_last_microbatch_is_refused(world: World) -> None:
     model = shard_stack(Stack(), world.mesh, states=ZERO1)

@@ -26,6 +26,7 @@ import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.comm.streams import DeviceStream, Lane
 from fullshard.core import layout
+from fullshard.policies import PRESETS
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Program:
     keep: memory of full parameters and messages stays.
     away: backward runs on another stream than forward.
     finalize: none, by the caller, or "later": its handle is waited for behind a forward of another model.
+    states: the level of ZeRO, for each second step another one if "changed".
+    behind: kept parameters are gathered behind the optimizer's step.
     """
 
     steps: int = 2
@@ -88,6 +91,8 @@ class Program:
     sync: str = "off"
     look: bool = False
     away: bool = False
+    states: str = "ZERO3"
+    behind: bool = False
 
     @property
     def mp(self) -> MixedPrecisionPolicy:
@@ -136,6 +141,14 @@ NAMED = {
     "kept memory, offload": Program(keep=True, offload="pinned", dtypes="low"),
     "ended by the caller": Program(finalize="now", microbatches=2, replicas=2, in_flight=2),
     "ended by the caller, waited for later": Program(finalize="later", microbatches=2, dtypes="low", steps=3),
+    "ZeRO-2": Program(states="ZERO2", microbatches=2, steps=3, dtypes="low", evaluate=True),
+    "ZeRO-1": Program(states="ZERO1", microbatches=3, steps=3, replicas=2, write=True),
+    "ZeRO-1, ended by the caller": Program(states="ZERO1", microbatches=2, finalize="now", steps=3, offload="pinned"),
+    "ZeRO-2, behind the step": Program(states="ZERO2", behind=True, steps=3, dtypes="low"),
+    "ZeRO-2, behind a step on a stream": Program(
+        states="ZERO2", behind=True, steps=3, optimizer="stream", evaluate=True, write=True
+    ),
+    "levels that change": Program(states="changed", microbatches=2, steps=4, recompute=True, behind=True),
 }
 
 
@@ -155,6 +168,8 @@ def legal(program: Program) -> Program:
         change["optimizer"] = "end"
     if program.finalize != "none":
         change["defer_replicas"] = False
+    if program.states in ("ZERO1", "ZERO2"):
+        change["reshard"] = None
     return dataclasses.replace(program, **change)
 
 
@@ -185,6 +200,8 @@ PROGRAMS = st.builds(
     keep=often(False, True),
     finalize=often("none", "now", "later"),
     look=often(False, True),
+    states=often("ZERO3", "ZERO2", "ZERO1", "changed"),
+    behind=st.booleans(),
 ).map(legal)
 
 
@@ -262,11 +279,13 @@ class Training:
             "sync": program.sync,
             "mp_policy": program.mp,
             "reshard_after_forward": program.reshard,
+            "states": PRESETS.get(program.states, fullshard.ZERO3),
             "comm_policy": CommPolicy(
                 direct_min_bytes=program.direct,
                 reductions_in_flight=program.in_flight,
                 prefetch_bytes=program.ahead,
                 lanes=self.place.lanes,
+                gather_after_step=program.behind,
             ),
             "check_policy": CheckPolicy(every=program.every),
         }
@@ -319,6 +338,9 @@ class Training:
 
     def step(self, step: int) -> None:
         program, model = self.program, self.model
+        if program.states == "changed":
+            self.place.current().wait_stream(self.side)  # an optimizer may be at work there
+            model.set_states(tuple(PRESETS.values())[step % 3])
         if program.evaluate:
             with torch.no_grad():
                 self.seen.append(self.forward(self.batch(step)))
@@ -343,10 +365,14 @@ class Training:
             model.set_is_last_backward(last)
             if program.defer_replicas and program.replicas > 1:
                 model.set_requires_all_reduce(last)
-            elif program.optimizer != "hooks":
+            elif program.optimizer != "hooks" and program.states != "ZERO1":
                 model.set_requires_gradient_sync(last)
             loss = square(self.forward(self.batch(step + micro)))
             self.seen.append(loss.detach())
+            if program.behind and program.optimizer == "stream":
+                with self.side:  # work of somebody else's, which has nothing to do with the model
+                    for numel in (8, 64, 128, 256):
+                        torch.zeros(numel, device=self.place.device).add_(1.0)
             if program.optimizer == "stream" and micro == 0:  # whose memory the optimizer reads until here
                 self.optimizer.zero_grad()
             self.backward(loss)

@@ -214,6 +214,17 @@ def remark_on_gradients(unit: Unit, names: list[str]) -> None:
         )
 
 
+def remark_on_unmarked(unit: Unit) -> None:
+    """Issue a remark if a second backward of a step reduces under `ZERO1`, which is meant to reduce once."""
+    if "marks" not in unit.options.checks.silence and unit.axis.is_first_rank:
+        warn_once(
+            f"Unit '{unit.name}' reduces gradients in several backwards of a step, although its level is "
+            f"{unit.options.states}. To reduce once per step, call set_is_last_backward(False) before all backwards but the last "
+            "one, or run them inside of model.accumulate().",
+            LintWarning,
+        )
+
+
 def is_ignored(tensor: Tensor) -> bool:
     """Return True if the user excluded the tensor from sharding (`ignored_params`)."""
     return _IGNORED in tensor.__dict__
@@ -232,5 +243,6 @@ __all__ = [
     "remark_on_gradients",
     "remark_on_optimizer",
     "remark_on_prefetch",
+    "remark_on_unmarked",
     "remarks",
 ]

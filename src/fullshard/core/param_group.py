@@ -159,8 +159,8 @@ class ParamGroup:
 
     def _versions(self) -> list[int]:
         """Return a number per parameter that increases with every write to its shard."""
-        # Three counters, because each misses some writes: DTensor and local tensor have separate version counters, and
-        # DTensor's foreach and fused operations (optimizers) increase neither of them.
+        # Three counters, because each misses some writes: DTensor and local tensor have separate version counters, and fused
+        # operations, and DTensor's foreach operations, increase neither of them. Steps of optimizers are noted (`note_write`).
         return [p.write_count + p.sharded._version + p.local._version for p in self.parameters]
 
     def owns_memory_of(self, tensor: Tensor) -> bool:

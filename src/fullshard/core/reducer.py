@@ -13,6 +13,7 @@ from fullshard.core.communicator import Communicator
 from fullshard.core.grad_commit import GradCommit, commit_all
 from fullshard.core.heartbeat import UNIT_FLAGS, Heartbeats, Sent
 from fullshard.core.keeping_units import KeepingUnits, Kept
+from fullshard.core.lint import remark_on_unmarked
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction
 from fullshard.core.reduction_arena import ReductionArena
@@ -87,11 +88,11 @@ class GradientReducer:
         frozen = [p.name for p in group.parameters if not p.sharded.requires_grad]
         # The text is hashed into the log, so it may only contain facts that must be equal on all ranks. For parameters with
         # hooks this excludes the presence of a gradient: hooks that step and clear `.grad` may run in different orders.
-        action = (
-            "reduction, added to the gradients that are there"
-            if group.grads.accumulates() and not reduction.has_hooks
-            else "reduction"
-        )
+        action = "reduction"
+        if group.grads.accumulates() and not reduction.has_hooks:
+            action = "reduction, added to the gradients that are there"
+            if not unit.options.states.gradients:
+                remark_on_unmarked(unit)
         if frozen:
             action = f"{action}, without {', '.join(frozen)}"
         if group.dtypes.grad is None:
@@ -197,7 +198,8 @@ class GradientReducer:
                 raise StateError(
                     f"optimizer.step() was called while the gradient of '{parameter.name}' in unit '{unit.name}' is only kept "
                     "on each rank. Run the last backward of the step outside of accumulate(), or after "
-                    f"set_requires_gradient_sync(True){', and call finalize_backward()' if unit.options.manual else ''}."
+                    f"set_requires_gradient_sync(True){' and set_is_last_backward(True)' * unit.options.states.keeps_gradients}"
+                    f"{', and call finalize_backward()' * unit.options.manual}."
                 )
         if group.grads.deferred is not None:
             raise StateError(

@@ -94,6 +94,7 @@ class Runtime:
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self.unit: Callable[[int], Unit | None] = self._units.get  # None if the unit is deleted
         self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
+        self._forward_stream: object = None  # compute stream of the last outermost forward, if it had kept units
         self._numbers = itertools.count()
         self._thread = get_ident()
         self._deleted_elsewhere: deque[int] = deque()
@@ -179,10 +180,23 @@ class Runtime:
         self.run([wait for unit in units for wait in self.scheduler.finish_unshard(unit.number)])
 
     def gather_after_step(self) -> None:
-        """Start to all-gather the kept units that an optimizer has just written, if their `CommPolicy` asks for that."""
-        if self._kept and not self.scheduler.running and not self.backward.underway:
+        """Start to all-gather the kept units that an optimizer has just written, if their `CommPolicy` asks for that.
+
+        Steps in hooks of gradients leave them to the next forward, since other optimizers will write the same units. So does a
+        step on another stream than the last forward's: memory that is allocated on its stream could be used again there while
+        the forward's stream still reads it.
+        """
+        if not self._kept or self.scheduler.running or self.backward.underway or self.reducer.decided is not None:
+            return
+        device = self.communicator.async_device
+        if device is None or _torch.current_stream(device) == self._forward_stream:
             stale = self._drop_stale(lambda unit: unit.options.comm.gather_after_step)
             self.run(self.scheduler.unshard_kept(stale))
+
+    def finish_gathers_of(self, unit: Unit) -> None:
+        """Wait for the all-gathers of a unit whose shards are about to be written."""
+        if self.is_gathering(unit.number):
+            self.run(self.scheduler.finish_unshard(unit.number))
 
     def _drop_stale(self, chosen: Callable[[Unit], bool] = lambda unit: True) -> list[int]:
         """Reshard those of the chosen kept units whose shards were written, and return their numbers."""
@@ -220,6 +234,7 @@ class Runtime:
         self.communicator.wait_for_next_event()
         if self._kept:
             self._drop_stale()
+            self._forward_stream = None if device is None else _torch.current_stream(device)
 
     # --- actions ---
 

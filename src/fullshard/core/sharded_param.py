@@ -254,7 +254,7 @@ class ShardedParameter:
         Args:
             action: description of a write of the caller, which ranks compare; empty for writes that need no comparison.
         """
-        # DTensor's foreach and fused operations increase no version counter.
+        # Fused operations, and DTensor's foreach operations, increase no version counter.
         self.write_count += 1
         if action and self.write_guard is not None:
             self.write_guard.note_write(self, action)

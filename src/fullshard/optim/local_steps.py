@@ -57,17 +57,13 @@ class LocalStep:
 
     The lists keep DTensors if the step is differentiable or compiled, or if gradients or states have other placements than
     their parameters.
-
-    Attributes:
-        keeps_dtensors: True if the lists of a group kept DTensors.
     """
 
-    __slots__ = ("_cached", "_momenta", "_optimizer", "keeps_dtensors")
+    __slots__ = ("_cached", "_momenta", "_optimizer")
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._cached: dict[int, _CachedLists] = {}  # by id of the group
-        self.keeps_dtensors = False
         # For SGD, which stores its momentum buffers under the listed tensors, not under the parameters. Per group:
         # (parameters, their local tensors, True if a momentum buffer may be new).
         self._momenta: list[tuple[list[Any], list[Any], bool]] = []
@@ -82,7 +78,6 @@ class LocalStep:
             result = _torch.list_tensors(optimizer, group, *lists)
             specs = [*map(_torch.specs_of, lists)]
             if group.get("differentiable") or torch.compiler.is_compiling() or not _have_equal_placements(lists, specs):
-                self.keeps_dtensors = True
                 return result
             cached = self._cached[id(group)] = _CachedLists(group, optimizer.state, lists, specs, result)
             for tensors in lists:

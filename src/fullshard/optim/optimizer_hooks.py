@@ -101,9 +101,10 @@ class _OptimizerCache:
         entries: entries of its steps in the collective logs.
         local: computes steps with local shards; None if the optimizer is not element-wise.
         order: order of the parameters in steps of optimizers of other libraries; None for optimizers of torch.
+        had_grad: for each of `sharded`, whether it had a gradient when the running step began.
     """
 
-    __slots__ = ("_back_references", "_parameters", "_replacement_count", "_sharded", "entries", "local", "order")
+    __slots__ = ("_back_references", "_parameters", "_replacement_count", "_sharded", "entries", "had_grad", "local", "order")
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._replacement_count = replacement_count()
@@ -113,6 +114,7 @@ class _OptimizerCache:
         self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
         self.entries = StepEntries(optimizer, sharded)
         self.local = LocalStep(optimizer) if self._sharded and is_element_wise(optimizer) else None
+        self.had_grad: list[bool] = []
         foreign = self.local is None and is_foreign(optimizer)
         self.order = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
 
@@ -153,6 +155,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if optimizer not in _SEEN:
         _warn_once_about(optimizer)
     sharded = cache.sharded
+    cache.had_grad = [parameter.sharded.grad is not None for parameter in sharded]
     for check in dict.fromkeys([parameter.write_guard for parameter in sharded]):
         if check is not None:
             check()
@@ -161,7 +164,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if cache.order is not None and not is_viewed(optimizer):
             cache.order.enter(optimizer)
     else:
-        cache.local.keeps_dtensors = False
         _torch.have_listed_by(optimizer, cache.local, cache.local.end_step)
 
 
@@ -171,10 +173,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     cache = optimizer.__dict__.get(_CACHE) or _OptimizerCache.of(optimizer)
     if cache.order is not None:
         cache.order.leave()
-    if cache.local is None or cache.local.keeps_dtensors:
-        for parameter in cache.sharded:  # DTensor's foreach and fused operations move no version counter
-            if parameter.sharded.grad is not None:
-                parameter.note_write()
+    # Noted here, since fused operations, and foreach operations on DTensors, increase no version counter. A closure may clear
+    # the gradients that it made, and a hook of the optimizer may clear them all.
+    closure = kwargs.get("closure") or args[1:]
+    for parameter, had_grad in zip(cache.sharded, cache.had_grad):
+        if had_grad or parameter.sharded.grad is not None or (closure and parameter.sharded.requires_grad):
+            parameter.note_write()
     cache.entries.log_step(optimizer.param_groups)
     gather_after_step()
 
