@@ -50,7 +50,7 @@ class Watchdog:
         self._local = LocalState(store.rank)
         self._records = Records(store, self._local)
         self._limiter = RateLimiter(store)
-        self._closed = ClosedLogs(store, self._local, self._records, self._limiter)
+        self._closed = ClosedLogs(store, self._local, self._records)
         self._notices = Notices(store, self._local, self._records, self._limiter, self._closed, self._now)
         self._diagnosis = Diagnosis(store, self._local, self._records, self._limiter, self._notices)
         self._lock = threading.RLock()

@@ -133,7 +133,7 @@ def abort_groups(groups: Sequence[ProcessGroupHandle], device: torch.device) -> 
 
 
 class Communicator:
-    """Runs and logs the collectives of one runtime. communicator 1 - n logs, one per axis.
+    """Runs and logs the collectives of one runtime, with one log per axis.
 
     Attributes:
         device: the device of the runtime.

@@ -75,7 +75,7 @@ class ReplicateAxis:
 
 @dataclass(frozen=True, eq=False)
 class ShardAxis:
-    """Axis that parameters are sharded over. mesh 1 - 1 shard axis, shard axis 1 - 0..1 replicate axis.
+    """Axis that parameters are sharded over. A mesh has one, with at most one replicate axis (`replicas`).
 
     Attributes:
         mesh: mesh of the DTensors of plain parameters: (shard), (replicate, shard) or (replicate).

@@ -110,7 +110,7 @@ class WriteGuard(Protocol):
 class ShardedParameter:
     """One parameter of a unit: sharded parameter, unsharded parameter, and the slots where one of them is registered.
 
-    sharded parameter 1 - n slots; tied parameters have several. FSDP2 calls this class FSDPParam.
+    A tied parameter has several slots. FSDP2 calls this class FSDPParam.
 
     Attributes:
         name: qualified name within the unit.
