@@ -191,7 +191,7 @@ def test_transforms_of_torch_func_are_refused_by_name_and_write_nothing(world: W
     plain = {name: parameter.full_tensor().detach() * 0 for name, parameter in model.named_parameters()}
     Texts().assertExpectedInline(
         text_of(lambda: torch.func.functional_call(model, plain, (x,))),
-        """Parameter 'weight' cannot be replaced by a Tensor for the length of a call, as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the model, or compute with the tensors of fullshard.gathered().""",
+        """Parameter 'weight' cannot be replaced by a Tensor for the duration of a call, as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the model, or compute with the tensors of fullshard.gathered().""",
     )
     learned = {name: nn.Parameter(value) for name, value in plain.items()}
     text_of(lambda: torch.func.functional_call(model, learned, (x,)))
