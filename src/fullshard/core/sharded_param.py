@@ -124,7 +124,7 @@ class ShardedParameter:
         write_count: number of writes to the shard that no version counter shows.
         write_guard: the unit's check before writes to the shard; None before the unit is complete.
         unit_name: name of the unit.
-        local_grad: unsharded gradient of backwards without gradient sync, in the reduce dtype (sharding.local_shape).
+        local_grad: unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept` (sharding.local_shape).
         exposed_grad: `local_grad` as `.grad` of the unsharded parameter, while the caller has unsharded it by hand.
         grad_dtype: dtype of `.grad`, if the caller set one.
         keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.
