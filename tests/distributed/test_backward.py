@@ -67,7 +67,7 @@ def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> N
                 continue
             Texts().assertExpectedInline(
                 text,
-                """the forward of unit 'Hides' returned a function in which no tensor with a graph is found, but a graph leads to its parameter 'linear.weight' all the same: a backward through it cannot be gathered for. Return the tensor itself, or in a list, dict, dataclass or attribute, or keep the parameters with reshard_after_forward=False""",
+                """the forward of unit 'Hides' returned a function in which no tensor with a graph is found, but a graph leads to its parameter 'linear.weight' all the same: a backward through it starts no all-gather of the parameters. Return the tensor itself, or in a list, dict, dataclass or attribute, or keep the parameters with reshard_after_forward=False""",
             )
     for _ in range(2):
         square(plain(batch(0))()).backward()
