@@ -5,7 +5,7 @@ Each subpackage describes its purpose and its files in its docstring. A subpacka
     weights                load and save ordinary checkpoints; each rank reads and writes its own bytes
     foresight              predict the memory, time and collectives of a step, with the scheduler that runs it
     wrap  fsdp1  tools     choose the modules that become units; FSDP1's interface; install(), verify()
-    frontend               fully_shard(), FSDPModule, forward methods, gradients as values; the changes in torch
+    frontend               fully_shard(), FSDPModule, forward methods, grad(); the functions of torch that it replaces
     state  optim           values and classes of sharded modules; steps of optimizers and clipping
     core                   one unit from hook to process group: units, scheduler, groups, parameters, reductions, meshes
     checks                 the collective log, and the watchdog that compares it between ranks

@@ -67,7 +67,7 @@ def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> N
                 continue
             Texts().assertExpectedInline(
                 text,
-                """the forward of unit 'Hides' returned a function in which no tensor with a graph is found, but a graph leads to its parameter 'linear.weight' all the same: a backward through it cannot be gathered for. Return the tensor itself, or in a list, dict, dataclass or attribute, or keep the parameters with reshard_after_forward=False""",
+                """the forward of unit 'Hides' returned a function in which no tensor with a graph is found, but a graph leads to its parameter 'linear.weight' all the same: a backward through it starts no all-gather of the parameters. Return the tensor itself, or in a list, dict, dataclass or attribute, or keep the parameters with reshard_after_forward=False""",
             )
     for _ in range(2):
         square(plain(batch(0))()).backward()
@@ -191,7 +191,7 @@ def test_transforms_of_torch_func_are_refused_by_name_and_write_nothing(world: W
     plain = {name: parameter.full_tensor().detach() * 0 for name, parameter in model.named_parameters()}
     Texts().assertExpectedInline(
         text_of(lambda: torch.func.functional_call(model, plain, (x,))),
-        """Parameter 'weight' cannot be replaced by a Tensor for the length of a call, as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the model, or compute with the tensors of fullshard.gathered().""",
+        """Parameter 'weight' cannot be replaced by a Tensor for the duration of a call, as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the model, or compute with the tensors of fullshard.gathered().""",
     )
     learned = {name: nn.Parameter(value) for name, value in plain.items()}
     text_of(lambda: torch.func.functional_call(model, learned, (x,)))

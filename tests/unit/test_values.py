@@ -194,7 +194,7 @@ def test_too_many_combinations_and_loops_that_end_by_data_are_refused() -> None:
 
     with pytest.raises(ValueError, match=f"more than {MOST_TRACES} combinations"):
         flops(many)
-    with pytest.raises(ValueError, match=r"read True 1000 times, and reads again: its loop ends by data"):
+    with pytest.raises(ValueError, match=r"read True 1000 times, and reads again: the end of its loop depends on data"):
         flops(loops)
 
 

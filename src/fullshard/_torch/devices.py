@@ -108,8 +108,9 @@ def storage_key(tensor: Tensor) -> int:
 
 def references(tensor: Tensor) -> tuple[int, int]:
     """Return the numbers of references to a tensor and to its storage."""
-    # Private: the C++ reference counts. Autograd adds in place depending on them. `_autograd_only_references` in
-    # foresight/trace.py measures the expected counts, so other absolute values do no harm.
+    # Private: the C++ reference counts, by which autograd decides whether it may add gradients in place.
+    # `_autograd_only_references` in foresight/trace.py measures the counts of a tensor that only autograd refers to, so other
+    # counts in another torch do no harm.
     held: Any = tensor
     return held._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 

@@ -83,7 +83,7 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def makes_parameter() -> bool:
     """Return True if the caller of this function's caller is the constructor of nn.Parameter."""
     # Private: `nn.Parameter.__new__` calls `detach` directly. If it stops doing so, nn.Parameter(sharded parameter) raises
-    # RuntimeError, since `detach` then returns another class than it requires.
+    # RuntimeError, since `detach` then returns another class than the constructor requires.
     return sys._getframe(2).f_code is nn.Parameter.__new__.__code__
 
 
@@ -94,7 +94,7 @@ def can_assign_data(tensor: Tensor, value: Tensor) -> bool:
 
 
 def allocates(fn: Callable[..., Any]) -> bool:
-    """Return True if `fn`, an argument of `Module._apply`, is that of `Module.to_empty`, which allocates without values."""
+    """Return True if `fn`, an argument of `Module._apply`, comes from `Module.to_empty`: it allocates, and copies no values."""
     # Private: the name of the lambda in `to_empty`. If it changes, `to_empty` looks like `to`: parameters without values are
     # not recorded, so the check for parameters that nobody initialized does nothing.
     return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
@@ -129,7 +129,7 @@ def is_in_forward(module: nn.Module, *, outer: bool = False) -> bool:
 def in_functional_call() -> bool:
     """Return True if torch.func.functional_call is on this thread's stack."""
     # Private: `_functional_call`. It registers the caller's tensors on the modules until it returns. If it stops doing so,
-    # those tensors are taken for values that the caller assigned to the module for good.
+    # fullshard takes those tensors for parameters that the caller assigned to the module, and copies them into the shards.
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is torch.nn.utils.stateless._functional_call.__code__:

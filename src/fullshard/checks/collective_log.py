@@ -19,15 +19,19 @@ from fullshard.errors import StateError
 DIGEST = 8  # bytes of a hash
 
 _RECENT = 64  # number of calls of a log that are kept and published
-_BLOCK_SIZE = 16  # minimum number of calls of a block; they are hashed together
+# A block with at least this many calls is full: `roll_block` then begins the next. Calls of a block are hashed together.
+_BLOCK_SIZE = 16
 
-_SMALL = 1 << 20  # bytes; messages without parameters are smaller
+# Bytes: the initial `largest_message`. Messages without parameters or buffers (heartbeats, comparisons) are smaller than this.
+_SMALL = 1 << 20
 
-_START_SECONDS = 1.0  # maximum time to start a message, unless the backend waits for other ranks meanwhile
+# How long `close` and `set_silent` wait for a message that is being started. Then they go on, since the backend may itself be
+# waiting for other ranks.
+_START_SECONDS = 1.0
 
-# user-facing names of the actions of a unit
-_GATHER = re.compile(r"(forward|backward) (?:all[-_])?gather")
-_REDUCTION = re.compile(r"(?:reduction|reduce[-_]scatter)(?:, (.+))?")
+# Action texts that error messages show under c10d's names, all_gather and reduce_scatter.
+_GATHER = re.compile(r"(forward|backward) gather")
+_REDUCTION = re.compile(r"reduction(?:, (.+))?")
 
 T = TypeVar("T")
 
@@ -127,7 +131,7 @@ class ExceptionNote:
 
 
 class CollectiveLog:
-    """Calls of this rank on one set of ranks, in program order. log 1 - n blocks, block 1 - n calls.
+    """Calls of this rank on one set of ranks, in program order. One log has many blocks, one block many calls.
 
     A call is a collective, or a local action that all ranks must take: an optimizer step or a write to shards. Ranks that run
     the same program have equal logs. The first call that differs shows where they diverged.
@@ -182,11 +186,13 @@ class CollectiveLog:
         self.before: int  # number of calls before the last block
         self.fingerprints: list[Fingerprint]  # of the last block
         self.append: Callable[[Fingerprint], None]  # log the next call; raises StateError if the log is closed
-        self.tagged = False  # whether messages carry the number of their call, so that other ranks can complete them
+        # Whether messages carry a tag that identifies their call, so that after the log is closed the peers can send dummy data
+        # for those that this rank still waits for.
+        self.tagged = False
         self.abort: Callable[[], None] | None = None  # ends all its collectives, where they cannot be ended one by one
         self._starting = False  # whether a message is being started right now
         self._verdicts: list[str] = []  # of all threads that closed the log
-        self._silent = False  # whether deferred messages must not start
+        self._silent = False  # whether queued collectives that have not started yet (CPU only) must not start
         self._backwards = 0
         self._unit_ids = itertools.count()
         self.start_epoch(0)
@@ -245,12 +251,14 @@ class CollectiveLog:
     def _add_block(self, block: _Block, earlier: tuple[_Block, ...]) -> None:
         while len(earlier) > 1 and block.before - earlier[1].before >= _RECENT:
             earlier = earlier[1:]
-        # There is no call between these assignments, so an interrupt comes before all of them or after all of them.
+        # Python runs signal handlers at function calls and backward jumps, and there are none between these assignments: an
+        # interrupt comes before all of them or after all of them.
         self._blocks = (*earlier, block)
         self.before, self.fingerprints = block.before, block.fingerprints
         self.append = block.fingerprints.append
-        # Another thread may close the log at this moment. It sets `desync_error` before `append`, so one of the two threads
-        # leaves the `append` that raises.
+        # Another thread may close the log at this moment. It sets `desync_error` before it replaces `append`. So either it
+        # replaces the `append` set above, or the check below sees `desync_error`: in both cases the `append` that raises is the
+        # one that remains.
         if self.desync_error is not None:
             self.append = partial(_raise_verdict, self.desync_error)
 
@@ -269,9 +277,10 @@ class CollectiveLog:
         return found
 
     def heartbeat_due(self, every: int) -> bool:
-        """Return True if the backward that ends now has a heartbeat: every `every`-th since the last restart has one.
+        """Return True if the backward that ends now sends a heartbeat, the small all-reduce that compares the logs.
 
-        A backward without a heartbeat is logged, so that ranks with different counts of backwards are found to diverge.
+        Every `every`-th backward since the last restart sends one. A backward without a heartbeat is logged, so that ranks with
+        different counts of backwards are found to diverge.
         """
         self._backwards += 1
         if self._backwards % every:
@@ -280,14 +289,17 @@ class CollectiveLog:
         return True
 
     def close(self, verdict: str) -> None:
-        """Close the log: from now on every call raises StateError with `verdict`, and deferred messages never start."""
+        """Close the log: from now on every call raises StateError with `verdict`.
+
+        Queued collectives that have not started yet (CPU only) never start.
+        """
         self._verdicts.append(verdict)  # list.append is atomic: if several threads close the log, the first verdict counts
         self.desync_error = self._verdicts[0]
         self.append = partial(_raise_verdict, self.desync_error)
         self._wait_for_start()
 
     def set_silent(self, silent: bool) -> None:
-        """Set whether deferred messages are kept from starting although the log is open."""
+        """Set whether queued collectives that have not started yet are kept from starting, although the log is open."""
         self._silent = silent
         self._wait_for_start()
 
@@ -310,7 +322,7 @@ class CollectiveLog:
             self._starting = False
 
     def _wait_for_start(self) -> None:
-        """Wait until no message is being started, but at most a second: the backend may be waiting for other ranks."""
+        """Wait until no message is being started, but at most `_START_SECONDS`."""
         deadline = time.monotonic() + _START_SECONDS
         while self._starting and time.monotonic() < deadline:
             time.sleep(0.001)

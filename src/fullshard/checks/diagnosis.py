@@ -35,7 +35,10 @@ class Diagnosis:
         self._found: dict[tuple[str, int], float] = {}  # (key of a log, epoch) -> time at which ranks were found to diverge
 
     def of(self, log: CollectiveLog, concerned: Sequence[WaitState], now: float) -> str | None:
-        """Return the verdict on a log; None if its collectives may complete. `concerned` has the threads that wait long."""
+        """Return the verdict on a log; None if its collectives may complete.
+
+        `concerned` has the waits that have exceeded their patience.
+        """
         positions = self._records.positions(log)
         text = self._diagnose_desync(log, positions, now)
         for state in concerned:
@@ -50,17 +53,17 @@ class Diagnosis:
         """Return why the wait of one thread will not end; None if it may end."""
         records, rank = self._records, self._local.rank
         here, stuck = wait_text(rank, call), state.seconds_waiting(now)
-        # A rank that ended behind this call took part in it: this rank waits for another one, which may only be late.
+        # A rank that ended after this call took part in it: this rank waits for another one, which may only be late.
         ended = [other for other, position in positions.items() if position.flags & ENDED and position.count < call.number]
         if ended:
             return ended_text(ended, records.statuses(log, ended[:MAX_NAMED]), here)
         if not log.name.startswith(ANY_FAILED_PREFIX):
-            # A host that runs ahead of its device may be in any_failed() while the device is still to compute for long.
+            # A host that runs ahead of its device may be in any_failed() while the device still has work queued for long.
             patient = log.abort is not None or stuck <= max(REQUEST_INTERVAL, state.patience)
             voting = self._others_in_any_failed(log, positions, call, patient=patient)
             if voting:
                 return any_failed_text(voting, here)
-        # only positions published during this wait show that a rank raised: an older one may have continued since
+        # Only positions published during this wait count: a rank with an older one may have raised and continued since.
         request, when = self._notices.last_request
         fresh = {other: position for other, position in positions.items() if when >= now - stuck and position.has_read(request)}
         if stuck > max(_RAISED_SECONDS, state.patience):
@@ -77,8 +80,8 @@ class Diagnosis:
     def _others_in_any_failed(self, log: CollectiveLog, positions: Positions, call: LoggedCall, *, patient: bool) -> list[int]:
         """Return the ranks that wait in an any_failed() that this rank has not called.
 
-        A rank that logged `call` itself may have sent its message, which is slow to arrive, or deferred it for good. While
-        `patient`, such ranks do not count.
+        A rank that has logged `call` may have started it, so that only its message is late; or, on the CPU, it has queued the
+        call and will never start it. While `patient`, such ranks do not count.
         """
         ranks = [
             rank

@@ -1,4 +1,7 @@
-"""Notices to all ranks (requests and verdicts), and how the waits of a closed log end."""
+"""Notices, and how the waits of a closed log end.
+
+All ranks read the notices from the store in one order: requests for positions, and verdicts (the error texts that close a log).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from fullshard.checks.state import LocalState, Position, WaitState
 from fullshard.checks.store import BYTES, TICK, RateLimiter, Records, StateStore
 from fullshard.comm.gloo import P2PChannel, PostedMessages, channels
 
-_ABORT_SECONDS = 1.0  # seconds for which a call of a closed log may still complete, because all ranks have queued it
+# Seconds of waiting in a closed log before its process groups are aborted: a call that all ranks had queued may still complete.
+_ABORT_SECONDS = 1.0
+_NEEDS_BYTES = 200  # estimate of the bytes to read the needs of one rank, with their key
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +46,8 @@ class ClosedLogs:
     log does not complete.
     """
 
-    def __init__(self, store: StateStore, local: LocalState, records: Records, limiter: RateLimiter) -> None:
-        self._store, self._local, self._records, self._limiter = store, local, records, limiter
+    def __init__(self, store: StateStore, local: LocalState, records: Records) -> None:
+        self._store, self._local, self._records = store, local, records
         self._closing: dict[str, _Closing] = {}
         self._stalled: dict[tuple[str, int], float] = {}  # (key of a log, epoch) -> time of its first stalled call
 
@@ -87,7 +92,7 @@ class ClosedLogs:
             if now >= closing.next and not closing.is_over:
                 ranks = len(closing.log.ranks)
                 # every rank reads the needs of every rank, so the interval grows with the square of their number
-                closing.next = now + max(TICK, ranks * ranks * 200 / BYTES)
+                closing.next = now + max(TICK, ranks * ranks * _NEEDS_BYTES / BYTES)
                 self._drain(closing)
 
     def abort_stalled(self, now: float) -> None:
@@ -115,6 +120,7 @@ class ClosedLogs:
         pending = [rank for rank in log.ranks if rank != self._local.rank and rank not in closing.drained]
         for rank, record in self._records.needs(log, pending).items():
             try:
+                # record: [{name of a channel: [(tag, sizes), ...]}]
                 needs = {
                     name: [PostedMessages(log.name, int(tag), tuple(map(int, sizes))) for tag, sizes in messages]
                     for name, messages in record[0].items()
@@ -135,10 +141,11 @@ class ClosedLogs:
             closing.channels.clear()
 
 
-REQUEST_INTERVAL = 5.0  # seconds between two requests for positions, and to wait for the replies
+# Seconds between two requests for positions (each rank's number of calls and their hash), and the time to wait for replies.
+REQUEST_INTERVAL = 5.0
 _ABORTED = (
-    "The backend cannot end single collectives, so ranks whose collectives do not complete abort their process groups: "
-    "end the program."
+    "The backend cannot abort single collectives, so ranks whose collectives do not complete abort their process groups, which "
+    "cannot be used afterwards. End the program and start it again."
 )
 _FOLLOW_SECONDS = 10.0  # seconds for which a rank reads notices after a request
 
@@ -148,7 +155,8 @@ class Notices:
 
     Attributes:
         clock: returns the time in seconds.
-        last_request: number of the last request for positions by any rank, and the time at which this rank read or posted it.
+        last_request: number of the last request for positions by any rank, and the time at which this rank read or posted it,
+            or last woke the readers of positions, which request them.
     """
 
     def __init__(
@@ -164,16 +172,17 @@ class Notices:
         self.clock = clock
         self.last_request = 0, float("-inf")
         self._verdicts: dict[str, tuple[int, str]] = {}  # (epoch, verdict) on logs that this rank has not created yet
-        self._following_until = 0.0  # time until which this rank reads notices without waiting itself
+        # Time until which this rank reads notices even if none of its threads waits for a collective.
+        self._following_until = 0.0
 
     # --- following ---
 
     def follow_peers(self) -> None:
-        """Read notices for a while, even if this rank does not wait."""
+        """Read notices for `_FOLLOW_SECONDS`, even if none of this rank's threads waits for a collective."""
         self._following_until = max(self._following_until, self.clock() + _FOLLOW_SECONDS)
 
     def is_following(self, now: float) -> bool:
-        """Return True if this rank reads notices even if it does not wait."""
+        """Return True if this rank reads notices even if none of its threads waits for a collective."""
         return now <= self._following_until
 
     # --- verdicts ---
@@ -217,14 +226,14 @@ class Notices:
 
     def read_notices(self) -> None:
         """Read and handle the unread notices."""
-        if not (self._store.many and self._store.has_news):
+        if not (self._store.many and self._store.has_news):  # many ranks read what they counted before they count again
             self._store.count_news()
         for number, notice in self._store.news(self.clock):
             try:
                 self._handle(number, *json.loads(notice))
             except (ValueError, TypeError, IndexError) as wrong:
                 self._records.warn_unreadable("a notice", wrong)
-        if not self._records.has_published_notices_read():
+        if not self._records.has_published_notices_read():  # the number read is this rank's reply to a request
             self._records.publish(self._records.changed())
 
     def _handle(self, number: int, kind: str, *rest: object) -> None:
@@ -242,7 +251,11 @@ class Notices:
     # --- requests ---
 
     def should_request(self, now: float, concerned: Sequence[WaitState]) -> bool:
-        """Return True if a thread waits here and no rank requested positions since its wait began, or for REQUEST_INTERVAL."""
+        """Return True if positions are to be requested because of the waits `concerned`.
+
+        They are if, for one of these waits, no rank has requested positions since it began, or none has within the last
+        REQUEST_INTERVAL seconds.
+        """
         return any(self.last_request[1] < max(now - state.seconds_waiting(now), now - REQUEST_INTERVAL) for state in concerned)
 
     def request_positions(self, now: float) -> int:
@@ -254,12 +267,12 @@ class Notices:
         return number
 
     def request_or_wake_readers(self, now: float) -> None:
-        """Request positions if this rank reads them, else wake the ranks that do."""
+        """Request positions if this rank reads them, else wake the ranks that do, and then request them."""
         logs = self._local.all_logs()
         if any(self._limiter.is_reader(log) for log in logs):
             self.request_positions(now)
             return
-        self.last_request = self.last_request[0], now
+        self.last_request = self.last_request[0], now  # counts as a request: do not wake them again before REQUEST_INTERVAL
         self._store.wake(sorted({rank for log in logs for rank in self._limiter.readers(log)}))
 
     def iter_positions(

@@ -80,7 +80,7 @@ def open_wakeup_socket(store: Any) -> WakeupSocket | None:
 
 
 class StateStore:
-    """Records and notices in the store of the process group. state store 1 - 1 store, 1 - 0..1 wake-up socket.
+    """Records and notices in the store of the process group, and the socket that wakes this rank.
 
     A record belongs to one rank and has a key of its own. A notice goes to all ranks, which read notices in one order.
 

@@ -22,12 +22,12 @@ from fullshard.checks.state import ENDED, RAISED, LocalState, Position, WaitStat
 from fullshard.checks.store import TICK, RateLimiter, Records, StateStore, open_wakeup_socket
 from fullshard.comm.process_groups import release
 
-_GONE_SECONDS = 2.0  # seconds to wait before the processes of other ranks are looked at
+_GONE_SECONDS = 2.0  # seconds to wait before it is checked whether the processes of other ranks exist
 EXIT_SECONDS = 2.0  # maximum seconds to wait for replies, and for a thread, when the program ends
 
 
 class Watchdog:
-    """Watchdog of a process: a thread that checks ten times a second whether a thread of this rank waits long.
+    """Watchdog of a process: a thread that checks ten times a second whether this rank waits too long for a collective.
 
     While no rank waits, it sends no requests to the store.
 
@@ -38,8 +38,8 @@ class Watchdog:
     3. All ranks read notices in one order, and the first verdict on a log closes it. So all ranks raise the same text.
     4. Each rank publishes the messages that it still waits for. The others complete them with dummy data, so all waits return.
 
-    On gloo, messages carry the tag of their call, so no rank receives a message of another call before that. On nccl, the
-    watchdog polls the oldest collective in flight, since the host does not wait, and each rank aborts its process groups in 4.
+    On gloo, messages carry the tag of their call, so no rank receives the data of another call. On nccl, the watchdog polls the
+    oldest collective in flight, since the host does not wait, and in step 4 each rank aborts its process groups.
 
         local state ──> records ──> state store <── notices ──> closed logs
                            └──> diagnosis ──> verdicts        rate limiter: when to send requests to the store
@@ -50,10 +50,11 @@ class Watchdog:
         self._local = LocalState(store.rank)
         self._records = Records(store, self._local)
         self._limiter = RateLimiter(store)
-        self._closed = ClosedLogs(store, self._local, self._records, self._limiter)
+        self._closed = ClosedLogs(store, self._local, self._records)
         self._notices = Notices(store, self._local, self._records, self._limiter, self._closed, self._now)
         self._diagnosis = Diagnosis(store, self._local, self._records, self._limiter, self._notices)
         self._lock = threading.RLock()
+        # The last result of `describe_peers`: log -> ((epoch, number of calls), text).
         self._described: weakref.WeakKeyDictionary[CollectiveLog, tuple[tuple[int, int], str]] = weakref.WeakKeyDictionary()
         self._report_wanted = False
         self._thread = WatchThread(self)
@@ -149,10 +150,10 @@ class Watchdog:
         self._closed.drain_due(now)
 
     def _find_gone_neighbor(self, now: float, concerned: Sequence[WaitState]) -> None:
-        """Close a log if a rank in it has lost its process on this machine, to the kernel's memory limit for example.
+        """Close a log if the process of one of its ranks on this machine is gone; the kernel may have killed it for memory.
 
-        Only on backends without tags, since gloo's connections show it. Only after some seconds, so that a rank that published
-        its reason before it ended is named with it.
+        Only on backends without tags, since on gloo the closed connections show it. Only after some seconds, so that the text
+        gives the reason of a rank that published one before it ended.
         """
         for state in concerned:
             call = state.current()
@@ -227,7 +228,10 @@ class Watchdog:
         return self._notices.iter_positions(logs, seconds, self._lock, self._thread.pause)
 
     def peer_lost(self, call: LoggedCall, rank: int, sign: str = "it closed its connections") -> None:
-        """Close the log of `call` because `rank` is gone, with the published reason if there is one, else with the `sign`."""
+        """Close the log of `call` because `rank` is gone.
+
+        The text gives the reason that the rank published, or else `sign`: how this rank noticed it.
+        """
         log = call.log
         how = f"is gone: {sign}"
         with self._lock:
@@ -265,8 +269,8 @@ class Watchdog:
     def report_at_end(self) -> None:
         """Post and print the state of this rank, because an error of torch's own collectives ends the program.
 
-        Errors of torch name neither units nor ranks. Other ranks fail later, because this rank ended. Their texts then have
-        the first cause.
+        Errors of torch name neither units nor ranks. The other ranks fail later, because this rank ended, and their error texts
+        then contain the state of this rank, the first cause.
         """
         rank, store = self._local.rank, self._store
         texts: dict[str, None] = {}

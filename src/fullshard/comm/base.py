@@ -18,7 +18,7 @@ class StartedWork:
         works: objects with `wait()`, such as torch.distributed.Work.
         then: called after all works have been waited for; a copy or a multiplication, for example.
         unpollable: True if polling is useless, because `is_completed()` of these works never returns True. Polling gloo's
-            messages would cost 25 us.
+            messages would cost 25 us each time.
     """
 
     works: Sequence[Any] = ()
@@ -49,7 +49,7 @@ class Collectives(Protocol):
         in_order: True if collectives run in order on the current stream, so that waiting for one does not block the host. Large
             gradients that need a cast are then reduced slice by slice through one buffer. Default False.
         in_place: True if the input of `reduce_scatter` may share memory with its output, so that gradients are cast directly
-            into the sum. Default False.
+            into the output. Default False.
     """
 
     ranks: int

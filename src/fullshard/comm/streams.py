@@ -42,7 +42,7 @@ class Lane(Protocol):
         Args:
             start: starts a collective and returns its work; called once, now or later.
             finish: called once, on this stream, after the collective completes: copies out of its memory.
-            after: unwaited work of another stream; `start` is queued behind it instead of behind the compute stream.
+            after: work of another stream, not waited for yet; `start` is queued behind it instead of behind the compute stream.
 
         Returns:
             The queued work, to be waited for on the compute stream.
@@ -179,7 +179,7 @@ class DeviceStream:
         """Queue the collective and `finish` at once, ordered by events.
 
         If this raises, some kernels may be queued already, and the caller frees their memory. The compute stream then waits for
-        this stream, so that no later kernel writes to that memory before they have run.
+        this stream, so that no later kernel writes to that memory before the queued ones have run.
         """
         compute, stream = _torch.current_stream(self._device), self._stream
         if after is None:
@@ -218,7 +218,7 @@ def nothing() -> None:
 class InFlight:
     """Queue of collectives whose memory a stream may still read.
 
-    Entries leave in order. Before an entry's memory is freed, the compute stream is ordered behind its work, so that the
+    Entries are released in order. Before an entry's memory is freed, the compute stream is ordered behind its work, so that the
     allocator cannot hand that memory to a kernel that runs earlier.
     """
 
@@ -229,7 +229,7 @@ class InFlight:
         return len(self._entries)
 
     def make_room(self, limit: int) -> None:
-        """Wait for the oldest entries until fewer than `limit` are left."""
+        """Wait for the oldest entries, and release them, until fewer than `limit` are left."""
         while len(self._entries) >= limit:
             self._leave()
 

@@ -1,19 +1,20 @@
-"""The core: one fully_shard() call from hooks to process group. This page is the door for everything that is built on it.
+"""The core: one fully_shard() call from hooks to process group, and the names that other packages may use of it.
 
-state, optim, wrap, fsdp1, weights, foresight and tools import these names from here, and no file behind them. A package that
-needs more gets the page extended, with a reason.
+state, optim, wrap, fsdp1, weights, foresight and tools import these names from here, and none from the files below. If a
+package needs another name, add it here, and say why.
 
 **Units.** `Unit` is one fully_shard() call, with its `UnitOptions`. `Runtime` runs the units of one device and thread.
 `make_unit` creates a unit; `attach_unit` and `install_hooks` install it on its modules, `detach_unit`, `remove_hooks` and
 `remove_hooks_from_copies` remove it from them. `unit_of` returns the unit of a module, `units_of` all units at and below it,
 `own_modules` the modules of a unit, and `owner_of` the unit of a parameter. `NodeHooks` are a unit's hooks on an autograd
-graph, each a `BackwardHook` of one call. `ForwardProgress` are its forwards in progress. `cast_floats` and `tensors_in` cast
+graph, each a `BackwardHook` of one call. `ForwardProgress` records its running forwards. `cast_floats` and `tensors_in` cast
 and find the tensors of inputs and outputs, as the hooks do.
 
-**Parameters.** A `ParamGroup` holds the `ShardedParameter`s that are communicated together. `logical_parameters` returns those
-of DTensors, and `back_references` the references that lead there. `needs_own_group` is True for tensor subclasses with
-all-gather hooks. `is_ignored` is True for parameters that the user excluded. `replacement_of` returns the parameter that took
-the place of one from before sharding or from before undo(); it is the same as long as `replacement_count` does not grow.
+**Parameters.** A `ParamGroup` has the `ShardedParameter`s that are communicated together. `logical_parameters` returns the
+`ShardedParameter`s of DTensors, and `back_references` the references to them. `needs_own_group` is True for tensor subclasses
+with all-gather hooks. `is_ignored` is True for parameters that the user excluded. `replacement_of` returns the parameter that
+took the place of one from before sharding or from before undo(); the result is current as long as `replacement_count` does not
+change.
 
 **Values of parameters.** `shard_of` slices this rank's shard from a full tensor. `all_gather_full` returns the full tensor of a
 parameter or gradient in an `Agreement`, `full_tensor` that of any DTensor, without the log, and `to_local` its local tensor.
@@ -22,12 +23,12 @@ its place. `tensors_on_meta`, `mark_unwritten` and `UninitializedTensors` track 
 memory with a mark, and `is_marked` finds the mark again.
 
 **Steps of optimizers.** `StepCheck` is the check before the parameters of a group are written; it leads to the group and its
-unit. `use_plain_dtensor` spares a step the dispatch of sharded parameters, and `restore_subclass` ends that. `flat_gradient`
-returns the gradients of a group as one tensor. `gather_after_step` starts the all-gathers that are due behind a step.
-`remark_on_gradients` and `remark_on_optimizer` warn about gradients that are missing or that no unit reduces.
+unit. `use_plain_dtensor` turns sharded parameters into plain DTensors, on which a step is faster, and `restore_subclass` undoes
+that. `flat_gradient` returns the gradients of a group as one tensor. `gather_after_step` starts the all-gathers that are due
+behind a step. `remark_on_gradients` and `remark_on_optimizer` warn about gradients that are missing or that no unit reduces.
 
 **Integers.** `plan_layout` returns the `GroupLayout` of a group: its `Bucket`s and `Extent`s. `DirectRule` (with `MIN_CHUNK`,
-`MIN_MESSAGE` and `LARGE_MESSAGE`) chooses the parameters with a message of their own. `ReductionLayout`, `Slice` and
+`MIN_MESSAGE` and `LARGE_MESSAGE`) chooses the parameters with a collective of their own. `ReductionLayout`, `Slice` and
 `staging_limit` describe reductions.
 
 **Meshes and modules.** `resolve_mesh` makes a `ShardAxis` of a DeviceMesh (`DataParallelMeshDims`, `check_names`), and
@@ -35,20 +36,20 @@ returns the gradients of a group as one tensor. `gather_after_step` starts the a
 (`PlacementFn`). `collect` returns the `ManagedTensors` of modules, as `ParamRef`s with `Slot`s. `children_first` and
 `clean_name` are for walks over modules.
 
-**Schedule.** The `Scheduler` turns events (`ForwardCall`) into `Action`s: `Unshard`, `Wait`, `SaveSubgroupShard`, `Reshard`
-and `Reduce`. It has a `UnitRecord` per unit.
+**Schedule.** The `Scheduler` turns events (`ForwardCall`) into `Action`s: `Unshard`, `Wait`, `SaveSubgroupShard`, `Reshard` and
+`Reduce`. It has a `UnitRecord` per unit.
 
-**Communication.** An `Agreement` is the ranks in one call outside of a step. It compares and gathers by logged collectives, and
-its `run` fails on all ranks or on none, as that of any `Ranks`. A `CollectiveCall` is one collective in flight. A
-`CollectiveLog` has an entry for each collective and each write of the user, with a `Fingerprint` that is equal on all ranks;
-`GroupFingerprints` makes those of the collectives of one group. The transport is `Collectives`, `collectives_for`,
-`StartedWork`, `together`, `Lane`, `HostStream`, `stream_for`, `Work`, `InFlight` and `Message`. Custom collectives are
-`AllGather`, `ReduceScatter` and `Comm`. `on_release` clears caches of destroyed process groups. `UnitName` and `listed` are for
-texts. `message_length` is the length of a heartbeat.
+**Communication.** An `Agreement` represents the ranks in one call outside of a step. It compares and gathers values by logged
+collectives. Its `run` raises on all ranks if the work fails on one of them, as `run` of all `Ranks` does. A `CollectiveCall` is
+one collective in flight. A `CollectiveLog` has an entry for each collective and each write of the user, with a `Fingerprint`
+that is equal on all ranks; `GroupFingerprints` makes those of the collectives of one group. The transport is `Collectives`,
+`collectives_for`, `StartedWork`, `together`, `Lane`, `HostStream`, `stream_for`, `Work`, `InFlight` and `Message`. Custom
+collectives are `AllGather`, `ReduceScatter` and `Comm`. `on_release` clears caches of destroyed process groups. `UnitName` and
+`listed` are for texts. `message_length` is the length of a heartbeat.
 
 The files, in the order of a unit's life:
 
-unit.py                Unit: pre_forward, post_forward, pre_backward, and requests of the user
+unit.py                Unit: pre_forward, post_forward, pre_backward, and public calls on a unit
 runtime.py             Runtime: runs the scheduler's actions, ends a backward; one per device and thread
 scheduler.py           Scheduler: what to unshard, reshard and reduce, and when; pure
 param_group.py         ParamGroup: flat shard and unsharded buffer of parameters that are communicated together
@@ -66,7 +67,7 @@ One parameter, one layout, one mesh:
 sharded_param.py       ShardedParameter: the sharded and the unsharded parameter, and the slots where one of them is registered
 sharded_tensor.py      ShardedDTensor: the class of sharded parameters; its errors name the parameter
 full_tensors.py        full and unsharded tensors of sharded parameters
-shard_values.py        copies into and out of shards: sharding and unsharding for good, assigned parameters, loading
+shard_values.py        copies into and out of shards: fully_shard(), undo(), parameters that the user assigned, and loading
 group_grads.py         GroupGradients: gradients kept between backwards; ReductionPlan: layout of the gradients in collectives
 layout.py              integers only: Extent, Bucket, GroupLayout, padding, alignment
 mesh.py                ShardAxis, ReplicateAxis: the axes of a mesh that parameters are sharded and replicated over
@@ -84,7 +85,7 @@ join.py                join(): take part in collectives without computing
 joined_calls.py        forward calls that a rank joined, until their backward
 late_grads.py          gradients that arrive without a hook on an output
 finalization.py        backwards that the user ends
-keeping_units.py       units with kept gradients, so that all ranks reduce them in the backward that ends the step
+keeping_units.py       units with kept gradients, which all ranks reduce together in the backward that ends the step
 extension.py           tensor subclasses with their own all-gather hooks
 parameter_alias.py     ParameterAlias: parameters from before sharding, aliases of the sharded ones
 reduction_arena.py     ReductionArena: memory with fixed addresses for reductions

@@ -22,7 +22,8 @@ from fullshard.policies import CommPolicy
 class CollectivesPool:
     """Creates the collectives of axes, as the options of units require.
 
-    They are those of the backend, or custom ones of the user, or those of the backend in memory that the user allocates.
+    They are the backend's, the user's own (`set_custom_all_gather`, for example), or the backend's on memory that the process
+    group allocates.
 
     Attributes:
         traffic: counts the messages.

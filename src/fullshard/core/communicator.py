@@ -83,13 +83,13 @@ class CollectiveCall(LoggedCall):
             if state is None:
                 raise
             raise self.communicator.error_for(failure, self) from failure
-        except BaseException:  # Ctrl-C comes here most often
+        except BaseException:  # most interrupts (Ctrl-C) come here, where the host spends its time waiting
             self.communicator.interrupted = True
             raise
         finally:
             if state is not None:
                 state.call = before
-        # The watchdog may have ended the wait by completing the messages with meaningless data. It closes the log before that.
+        # The watchdog may have ended the wait by completing the messages with dummy data. It closes the log before that.
         if self.log.desync_error is not None:
             raise StateError(self.log.desync_error)
 
@@ -100,7 +100,10 @@ class CollectiveCall(LoggedCall):
 
 @dataclass(frozen=True, slots=True)
 class _AxisLog:
-    """The log of one axis, and its process groups. Their ids are its key, so their handles are kept: no id is used again."""
+    """The log of one axis, and its process groups.
+
+    The key of the log contains the ids of their handles. So the handles are kept alive, and no other handle gets the same id.
+    """
 
     log: CollectiveLog
     groups: tuple[ProcessGroupHandle, ...]
@@ -115,7 +118,8 @@ def _log_name(axis: ShardAxis) -> str:
     """Return the name of a new log of an axis. It is equal on all ranks, since they create their logs in the same order."""
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
     if axis.group is not None and axis.replicas is None:
-        name = f"{name} {_torch.group_name(axis.group)}"  # threads may create their logs in any order
+        # Threads may create their logs in any order, so logs are counted by process group.
+        name = f"{name} {_torch.group_name(axis.group)}"
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 
 
@@ -133,7 +137,7 @@ def abort_groups(groups: Sequence[ProcessGroupHandle], device: torch.device) -> 
 
 
 class Communicator:
-    """Runs and logs the collectives of one runtime. communicator 1 - n logs, one per axis.
+    """Runs and logs the collectives of one runtime, with one log per axis.
 
     Attributes:
         device: the device of the runtime.
@@ -147,7 +151,8 @@ class Communicator:
             not wait for the all-gather of this one; None on the CPU, where they are part of the all-gather.
         async_device: the device if it runs asynchronously, as an accelerator does; None for the CPU.
         next_event: event of the user, which the next outermost forward or `unshard()` is ordered behind; None if there is none.
-        interrupted: True if an interrupt (Ctrl-C) left an event or a wait. The next event or request starts over (recovery.py).
+        interrupted: True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over (see
+            recovery.py).
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
@@ -271,7 +276,7 @@ class Communicator:
         """Run a collective on a stream and log it.
 
         Args:
-            lane: the stream.
+            stream: the stream.
             fingerprints: the fingerprints of a parameter group or of another caller, which also name the log.
             action: text of the call in the log, equal on all ranks.
             start: starts the collective.
@@ -293,7 +298,7 @@ class Communicator:
             log.append(fingerprint)
         sent.number = log.before + len(log.fingerprints)
         # A collective that starts at once needs no check by `CollectiveCall.begin`: `log.append` has just raised if the log is
-        # closed. One that starts later, or whose messages carry a tag, does.
+        # closed. A collective that starts later, or whose messages carry a tag, needs it.
         begin = start
         if log.tagged or after is not None or not self._starts_at_once:
             sent.start, begin = start, sent.begin

@@ -73,7 +73,10 @@ class Finalization:
         return self._reducer.is_undelivered(unit) or any(group.grads.has_local for group in unit.groups)
 
     def start(self, units: Sequence[Unit]) -> PendingReduction:
-        """Reduce the remaining gradients and start to end the step. Raises StateError where that is not legal."""
+        """Reduce the remaining gradients, and start the heartbeat that ends the step; `finish` waits for both.
+
+        Raises StateError where that is not legal.
+        """
         reducer = self._reducer
         self._check(units)
         for unit in units:  # before any collective, since it raises if the user wrote to an unsharded parameter

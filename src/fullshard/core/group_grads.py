@@ -31,9 +31,9 @@ class ReductionPlan:
     direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
     slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
     sums: tuple[tuple[Slice, ...], ...]  # slices of each all-reduce
-    zeros: dict[int, Tensor]  # input of a gap by its size: (ranks, size) zeros in the compute dtype
-    # (shape, strides, offset) of each parameter's gradient in the flat gradient. The list object also identifies the layout: a
-    # gradient is marked with it and with the flat gradient, so two gradients with one mark are parts of one flat gradient.
+    zeros: dict[int, Tensor]  # for each size of a gap, its input: (ranks, size) zeros in the compute dtype
+    # (shape, strides, offset) of each parameter's gradient in the flat gradient. The list object also identifies the layout:
+    # each gradient has a mark, (this list, the flat gradient), so gradients with the same mark are parts of one flat gradient.
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     keys: list[str]  # attribute of each parameter's gradient that stores this mark
     has_slices: bool  # whether there are slices or sums
@@ -94,7 +94,8 @@ class GroupGradients:
         backward that defers the all-reduce over replicas --> `deferred` --> added by the next reduction
 
     Attributes:
-        has_local: whether a backward without gradient sync ended after the last reduction, with or without gradients here.
+        has_local: whether a backward without gradient sync ended after the last reduction, even if it had no gradients of this
+            group on this rank.
         exposed: whether kept gradients are visible as `.grad` of the unsharded parameters.
         deferred: the last reduction, if its all-reduce over replicas is deferred.
     """
@@ -120,7 +121,7 @@ class GroupGradients:
         self._version = 0
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of a backward without gradient sync to the kept ones, in their dtype."""
+        """Add the gradients of a backward without gradient sync to the kept gradients, in the dtype of these."""
         self.has_local = True
         for parameter, grad in zip(self._parameters, grads):
             if grad is not None:
@@ -194,9 +195,10 @@ class GroupGradients:
         self._lifted.clear()
 
     def accumulates(self) -> bool:
-        """Return True if the next commit adds to gradients that ranks can compare. Call this once per reduction.
+        """Return True if the next commit adds to a `.grad` that exists, which must be the same on all ranks.
 
-        After a failed step the gradients may differ between ranks, so this is False until the next commit.
+        After a failed step this may differ between ranks, so the result is False until the next commit. Call this once per
+        reduction: it also stores the version of `.grad` for `rewritten`.
         """
         grad = self._parameters[0].sharded.grad
         self._version = 0 if grad is None else grad._version
@@ -208,6 +210,9 @@ class GroupGradients:
 
     @property
     def rewritten(self) -> bool:
-        """True if the first parameter's `.grad` was written after the last reduction, in a way that ranks can compare."""
+        """True if the first parameter's `.grad` was written after the last reduction, which must be the same on all ranks.
+
+        After a failed step this may differ between ranks, so it is False until the next commit.
+        """
         grad = self._parameters[0].sharded.grad
         return grad is not None and grad._version != self._version and self._epoch == self._log.epoch

@@ -29,7 +29,9 @@ def join(unit: Unit) -> Tensor:
     _refuse_illegal_join(unit, [inner for inner, _ in order])
     grad = torch.is_grad_enabled()
     alone = not scheduler.running
-    has_graph = scheduler.has_pending_since(scheduler.clock + 1 if alone else scheduler.running[0].start)  # of its input
+    # Whether outputs of a unit that has not run on this rank yet would require grad: True if the outermost forward around this
+    # call has calls with a pending backward (the input then has a graph), or once a unit with trainable parameters has ended.
+    has_graph = scheduler.has_pending_since(scheduler.clock + 1 if alone else scheduler.running[0].start)
     last: Joined | None = None
     for inner, enters in order:
         if enters:
@@ -61,14 +63,20 @@ def _begin_joined_backward(runtime: Runtime, joined: Joined, *_: object) -> None
         runtime.recovery.recover()
         runtime.begin_backward()
         runtime.joined.backward_reached(joined.call)
-        runtime.join_backward(beyond=joined.call.end - 1)
+        runtime.join_backward(beyond=joined.call.end - 1)  # this call itself, and those that ended after it
     except BaseException as failure:
         runtime.recovery.note_interrupt(failure)
         raise
 
 
 def order_of(unit: Unit) -> Sequence[tuple[int, bool]]:
-    """Return the units that a forward enters (True) and leaves, as in the last forward on this rank, or as registered."""
+    """Return the units that a forward of `unit` enters and leaves, in order.
+
+    The order is that of the last forward on this rank, or of module registration if there was none.
+
+    Returns:
+        (number of a unit, True where the forward enters it or False where it leaves it).
+    """
     if unit.progress.last_order:
         return unit.progress.last_order
     found: list[tuple[int, bool]] = []
@@ -94,8 +102,8 @@ def _refuse_illegal_join(unit: Unit, inner: Sequence[Unit]) -> None:
     lists = [other.name for other in inner if other.place.is_list]
     if lists:
         raise StateError(
-            f"join() of unit '{unit.name}' cannot know how often the modules of unit '{lists[0]}' run, which has several. "
-            "Shard them one by one."
+            f"join() of unit '{unit.name}' cannot predict unit '{lists[0]}': fully_shard() was called on a list of modules, "
+            "and how often each of them runs is not known. Call fully_shard() on each module."
         )
     if _torch.current_graph_task() != -1:
         raise StateError(f"join() of unit '{unit.name}' was called inside a backward. Call it where the forward would be.")

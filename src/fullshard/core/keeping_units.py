@@ -1,4 +1,7 @@
-"""Units with kept gradients, which all ranks reduce together, also if the backward that ends the step does not enter them."""
+"""Units with gradients that a backward without gradient sync kept unreduced.
+
+All ranks reduce them together in the backward that ends the step, even on ranks where that backward does not reach the unit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ Kept = tuple[Unit, ParamGroup]
 
 
 class KeepingUnits:
-    """Units with gradients that a backward kept on this rank, or reduced over shards only, since the last full reduction.
+    """Units with gradients that are not fully reduced yet.
+
+    They are kept on this rank by a backward without gradient sync (`has_local`), or reduce-scattered with the all-reduce over
+    replicas left to a later backward (`deferred`).
 
     Attributes:
         since_last_step: True if a backward kept gradients since `.grad` was last set.
@@ -40,7 +46,10 @@ class KeepingUnits:
         self._units.pop(unit.number, None)
 
     def end_step(self) -> None:
-        """Remove the units without kept gradients, now that the gradients of a step are decided."""
+        """Remove the units that have neither kept gradients nor a deferred all-reduce.
+
+        Call this at the end of a step, when all of its reductions have started.
+        """
         self.since_last_step = False
         for number, unit in list(self._units.items()):
             if not any(group.grads.has_local or group.grads.deferred is not None for group in unit.groups):
@@ -77,10 +86,12 @@ class KeepingUnits:
 
         Args:
             sent: the heartbeats of this backward.
-            here: groups from `due_here`; they count for logs without a heartbeat.
+            here: the result of `due_here`. Used only for logs without a heartbeat in `sent`; a heartbeat (the all-reduce at the
+                end of a backward) already contains this rank's flags.
             touched: the units that the backward entered.
             units: returns all living units.
-            read: True if the heartbeats may be read now. They show the units that any rank kept gradients of.
+            read: True if the host has waited for the heartbeats, so that their results can be read: the units of which any
+                rank kept gradients.
         """
         checked = {beat.log for beat, _ in sent}
         found = [(unit, group) for unit, group in here if group.fingerprints.log not in checked]
@@ -101,7 +112,8 @@ def _flagged_groups(
 ) -> list[Kept]:
     """Return the groups of units whose flag is set in a heartbeat, and which no rank reduced in this backward.
 
-    Units that share a flag are reduced together. If no rank kept gradients of one of them, its `.grad` is not set.
+    A unit's flag is its `global_id` modulo `UNIT_FLAGS`, so several units may share one; all units of a set flag are reduced. A
+    unit of which no rank kept gradients gets no `.grad` from that.
     """
     reduced = {id(reduction.group) for reduction in beat.reductions}
     return [

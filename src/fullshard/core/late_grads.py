@@ -53,7 +53,7 @@ def check_hidden(unit: Unit, output: Any) -> None:
     That depends on the objects that are alive on this rank, so no collective may depend on it.
     """
     if not torch.is_grad_enabled() or unit.progress.live_graphs or _torch.current_graph_task() != -1:
-        return  # the graph may be an older one, whose backward has hooks
+        return  # the graph may be that of an earlier forward, whose outputs have hooks
     for parameter in unit.parameters:
         full = parameter.unsharded
         if full is not None and full.requires_grad and _torch.is_in_graph(full):
@@ -62,7 +62,7 @@ def check_hidden(unit: Unit, output: Any) -> None:
                 if unit.record.policy in (ReshardPolicy.ALWAYS, ReshardPolicy.KEPT):
                     why, otherwise = "is right only if no other backward comes first, which frees the parameters", ""
                 else:
-                    why = "cannot be gathered for"
+                    why = "starts no all-gather of the parameters"
                     otherwise = ", or keep the parameters with reshard_after_forward=False"
                 warn_once(
                     f"the forward of unit '{unit.name}' returned a {type(output).__name__} in which no tensor with a graph "

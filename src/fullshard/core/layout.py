@@ -9,11 +9,12 @@ from math import prod
 ALIGN_BYTES = 16
 KIB, MIB = 1 << 10, 1 << 20
 
+# A direct parameter has a collective of its own; packed parameters share one (see `DirectRule`).
 MIN_CHUNK = 4 * KIB  # minimum bytes per rank of a direct parameter that the default rule chooses
 MIN_MESSAGE = 1 * MIB  # minimum bytes over all ranks of a direct parameter that the default rule chooses
 LARGE_MESSAGE = 8 * MIB  # bytes over all ranks from which a copy costs more than one more collective
 MAX_SLICES = 8  # maximum number of collectives of one gradient reduction
-MAX_LARGE_DIRECT = 16  # only the largest 16 parameters of a group are direct for having LARGE_MESSAGE bytes
+MAX_LARGE_DIRECT = 16  # the LARGE_MESSAGE rule applies only to this many of the largest parameters of a group
 
 
 def staging_limit(nbytes: int) -> int:
@@ -30,7 +31,8 @@ def slice_limit(nbytes: int, *, kinds: int) -> int:
 
     Args:
         nbytes: bytes of all gradients of the group.
-        kinds: number of kinds of collectives that are sliced, at most 2. The last slice of each kind may be smaller.
+        kinds: how many kinds of collectives are sliced, 0 to 2: reduce-scatters, all-reduces. Two kinds, each with a smaller
+            last slice, may need one slice more.
     """
     return max(32 * MIB, -(-nbytes // (MAX_SLICES + 1 - kinds)))
 
@@ -47,7 +49,8 @@ class DirectRule:
     - They have LARGE_MESSAGE bytes over all ranks and belong to the MAX_LARGE_DIRECT largest parameters.
     - They have MIN_MESSAGE bytes over all ranks and the packed parameters would need more than `staging_limit`.
 
-    Parameters that would be padding for the most part are then summed (see `GroupLayout`).
+    With `automatic`, a parameter whose equal chunks would be mostly padding is summed: unsharded by an all-reduce instead of an
+    all-gather (see `GroupLayout`).
 
     Attributes:
         min_chunk: bytes per rank from which every parameter is direct; `inf` for none.
@@ -90,7 +93,12 @@ class DirectRule:
         return direct
 
     def is_summed(self, nbytes: int, padded: int) -> bool:
-        """Return True if a parameter of `nbytes` bytes, `padded` bytes in equal chunks for all ranks, is to be summed."""
+        """Return True if a parameter is to be summed.
+
+        Args:
+            nbytes: bytes of the parameter.
+            padded: its bytes when divided into equal chunks for all ranks.
+        """
         return self.automatic and padded >= 2 * nbytes and padded - nbytes >= MIN_MESSAGE
 
 
@@ -134,8 +142,8 @@ class ParamOffsets:
         unsharded buffer  ...[unsharded_offset, unsharded_offset + ranks * size)...  the parameter is in front
                           ...[unsharded_offset, unsharded_offset + numel)...         of a summed parameter
 
-    Along `dim` 0, the shards in rank order are the parameter. Along another dim they are not: the parameter is `permuted`. It
-    is packed, and its dims are permuted in the copy into or out of the buffer of the collective.
+    If `dim` is 0, the shards concatenated in rank order are the parameter. Otherwise they are not: the parameter is `permuted`.
+    It is packed, and its dims are permuted in the copy into or out of the buffer of the collective.
     """
 
     shape: tuple[int, ...]  # unsharded
@@ -168,7 +176,7 @@ class Segment:
 class Bucket:
     """Input of one collective: `size` elements of each rank's flat shard, starting at `offset`.
 
-    bucket 1 - n segments. A direct bucket has one segment and is all-gathered straight into the unsharded buffer.
+    A packed bucket has many segments. A direct bucket has one and is all-gathered straight into the unsharded buffer.
     """
 
     direct: bool
@@ -200,7 +208,7 @@ def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple
     total = sum(size for _, size in sizes)
     maximum = max(1, -(-limit // ranks))
     width = -(-total // -(-total // maximum)) if total else 0  # the fewest messages, then all of the same width
-    room = width = min(maximum, width + -width % 64)
+    room = width = min(maximum, width + -width % 64)  # multiples of 64, so that slices start at aligned addresses
     messages: list[list[Slice]] = [[]]
     for parameter, size in sizes:
         start = 0
@@ -235,17 +243,21 @@ class ReductionLayout:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """Static memory layout of a group. group 1 - n buckets, bucket 1 - n parameters.
+    """Static memory layout of a group. One group has many buckets, the packed bucket many parameters.
 
         flat shard       | packed: small, permuted | large, uneven | large, even |
         all-gather       | one packed bucket       | direct        | direct      |
         reduce-scatter   | one packed message                      | direct      |   gradients already in the reduce dtype
         reduce-scatter   | one packed message                                    |   gradients that are cast
-        reduce-scatter   | one packed message      | in slices, if cast          |   on a backend that runs collectives in order
 
-    The shards of summed parameters follow. A summed parameter has so few rows that chunks of equal size would be padding for
-    the most part. It is unsharded by an all-reduce, to which each rank contributes its rows and zeros elsewhere. Its gradient
-    is all-reduced whole.
+    On a backend that runs collectives in order, direct parameters are never packed:
+
+        reduce-scatter   | one packed message      | in slices     | direct      |   gradients already in the reduce dtype
+        reduce-scatter   | one packed message      | in slices                   |   gradients that are cast
+
+    The shards of summed parameters follow in the flat shard. A summed parameter is unsharded by an all-reduce, to which each
+    rank contributes its rows and zeros elsewhere, and its gradient is all-reduced whole. It has so few rows that equal chunks
+    would be mostly padding; if a group has such a parameter and few other bytes, these are summed as well.
     """
 
     ranks: int
@@ -331,7 +343,7 @@ def plan_layout(
     chosen = direct.choose([0 if index in summed else chunk * itemsize for index, chunk in enumerate(chunks)], eligible, ranks)
     rest = [index for index in range(len(shapes)) if index not in summed and index not in chosen]
     if summed and not chosen and 0 < ranks * itemsize * sum(chunks[index] for index in rest) < MIN_MESSAGE:
-        summed += tuple(index for index in rest if dims[index] == 0)  # saves a small all-gather of its own
+        summed += tuple(index for index in rest if dims[index] == 0)  # saves an all-gather of few bytes
 
     def is_even(index: int) -> bool:
         return chunks[index] * ranks == prod(shapes[index])
@@ -360,7 +372,7 @@ def plan_layout(
         size, numel = chunks[index], prod(shapes[index])
         offsets[index] = ParamOffsets(tuple(shapes[index]), 0, offset, size, region, False)
         offset, region = offset + size + -size % align, region + numel + -numel % align
-    region += (summed_region - region) % (ranks * align)  # so that a smaller reshard group divides it into equal parts
+    region += (summed_region - region) % (ranks * align)  # so that k ranks get equal aligned parts
     packed_buckets = [Bucket(False, 0, sum(segment.size for segment in packed), tuple(packed))] if packed else []
     assert all(place is not None for place in offsets)
     return GroupLayout(

@@ -219,8 +219,8 @@ def remark_on_unmarked(unit: Unit) -> None:
     if "marks" not in unit.options.checks.silence and unit.axis.is_first_rank:
         warn_once(
             f"Unit '{unit.name}' reduces gradients in several backwards of a step, although its level is "
-            f"{unit.options.states}. To reduce once per step, call set_is_last_backward(False) before all backwards but the last "
-            "one, or run them inside of model.accumulate().",
+            f"{unit.options.states}. To reduce once per step, call set_is_last_backward(False) before all backwards but the "
+            "last one, or run them inside of model.accumulate().",
             LintWarning,
         )
 

@@ -75,7 +75,7 @@ class ReplicateAxis:
 
 @dataclass(frozen=True, eq=False)
 class ShardAxis:
-    """Axis that parameters are sharded over. mesh 1 - 1 shard axis, shard axis 1 - 0..1 replicate axis.
+    """Axis that parameters are sharded over. A mesh has one, with at most one replicate axis (`replicas`).
 
     Attributes:
         mesh: mesh of the DTensors of plain parameters: (shard), (replicate, shard) or (replicate).
@@ -127,7 +127,7 @@ class ShardAxis:
 
     @property
     def is_replicated(self) -> bool:
-        """True if every rank has all parameters in full, so that no all-gather is needed."""
+        """True if `replicated_axis` made this axis: it only replicates, although its mesh has an axis to shard over."""
         return self.held is None and (self.dims is None or bool(self.dims.shard_names))
 
 
@@ -296,7 +296,7 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
 
 
-# meshes in use, whose process groups are dropped when the process group is destroyed
+# meshes in use, whose process groups are dropped when torch destroys them (destroy_process_group())
 _MESHES: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 
 

@@ -20,7 +20,7 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class ParamRef:
-    """One parameter and all its slots. reference 1 - n slots: a tied parameter has more than one."""
+    """One parameter and all its slots; a tied parameter has more than one."""
 
     name: str  # qualified, below the roots of the walk
     parameter: nn.Parameter

@@ -24,7 +24,7 @@ from fullshard.policies import Dtypes
 class ParamGroup:
     """Parameters of a unit that share shard axis, dtypes, device and trainability at the time the group is created.
 
-    group 1 - n buckets, group 1 - n parameters, group 1 - 1 unsharded buffer, which the first all-gather creates.
+    A group has many parameters in a few buckets, and one unsharded buffer, which the first all-gather creates.
 
     Attributes:
         extension: whether the parameter is a tensor subclass with its own all-gather hooks.

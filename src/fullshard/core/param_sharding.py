@@ -47,12 +47,13 @@ class TensorParallelSpec:
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    data_parallel: tuple[int, ...]  # axes of `mesh` over which the reduce-scatter reduces gradients, not DTensor
+    # axes of `mesh` over which DTensor must leave gradients partial, because the reduction of the unit sums them
+    data_parallel: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class ParamSharding:
-    """Sharding of one parameter. parameter 1 - 1 sharding, sharding n - 1 shard axis.
+    """Sharding of one parameter over one shard axis, which many parameters share.
 
     global shape  --tensor parallelism-->  local shape (unsharded)  --axis, dim-->  shard shape (sharded)
     """
@@ -97,6 +98,7 @@ class ParamSharding:
             return ()
         if full is None or dims is None:
             return tuple(range(self.axis.mesh.ndim, self.mesh.ndim))
+        # A flattened shard axis has a name of its own, which `full` lacks; it is data parallel, too.
         data = {*dims.shard_names, *dims.replicate_names}
         names = self.mesh.mesh_dim_names or ()
         return tuple(axis for axis, name in enumerate(names) if name in set(full.mesh_dim_names or ()) - data)
@@ -188,7 +190,10 @@ class ParamSharding:
         return local if self.shape else local.reshape(1)
 
     def local_of(self, full: Tensor) -> Tensor:
-        """Return the local tensor of a plain tensor of the global shape under tensor parallelism, without communication."""
+        """Return the part of `full`, a plain tensor of the global shape, that tensor parallelism leaves to this rank.
+
+        This needs no communication.
+        """
         if self.tensor_parallel is None:
             return full
         part = distribute_tensor(full, self.tensor_parallel.mesh, self.tensor_parallel.placements, src_data_rank=None)
@@ -338,7 +343,7 @@ def _plan_on_full_mesh(parameter: nn.Parameter, axis: ShardAxis, dim: int, *, na
     sharded_mesh = mesh
     if len(shards) == 1:
         placements[shards[0]] = ours  # type: ignore[assignment]
-    elif shards:  # the sharded DTensor has several shard axes as one flattened axis
+    elif shards:  # in the mesh of the sharded DTensor the shard axes, which are adjacent, are flattened into one
         flat = _torch.flat_axis(mesh, tuple(names[i] for i in shards))
         parts = [mesh[names[i]] for i in range(shards[0])] + [flat] + [mesh[n] for n in names[shards[-1] + 1 :]]
         sharded_mesh = _torch.join_meshes(parts)

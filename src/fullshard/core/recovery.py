@@ -1,4 +1,4 @@
-"""Recovery: cleans up after an exception or an interrupt (Ctrl-C), before the next event or request begins."""
+"""Recovery: cleans up after an exception or an interrupt (Ctrl-C), before the next event or public call begins."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 class Recovery:
     """Cleans up after a failed step, so that the next forward is right.
 
-    Three things can go wrong. A backward raises, or a forward ends without running its hooks: the next event finds that and
-    aborts the step (`abort_in_progress`). Or an interrupt (Ctrl-C) leaves an event or a wait, at any line of it: all unsharded
-    state is discarded (`start_over`). Events are the hooks on modules and graphs, and the end of a backward; waits are
-    `CollectiveCall.wait`. Both set the mark `Communicator.interrupted`. Events read it first, and so does every place that
-    takes the unit of a module for a request (`require_unit`, `units_of`, `recovered`).
+    Events are module hooks, autograd hooks and the callback at the end of a backward. Waits are `CollectiveCall.wait`.
+
+    Three things can go wrong. A backward raises, or a forward ends without its post-forward hook: the next event finds that and
+    aborts the step (`abort_in_progress`). Or an interrupt (Ctrl-C) breaks off an event or a wait at an arbitrary line, which
+    sets the flag `Communicator.interrupted`: all unsharded state is discarded (`start_over`). Every event checks this flag
+    first, and so does every public call on a unit, since it obtains the unit through `require_unit`, `units_of` or `recovered`.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
     def note_interrupt(self, failure: BaseException) -> None:
-        """Set the mark if `failure`, which leaves an event, is an interrupt (KeyboardInterrupt, SystemExit)."""
+        """Set the flag if `failure`, which breaks off an event, is an interrupt (KeyboardInterrupt, SystemExit)."""
         if not isinstance(failure, Exception):
             self._runtime.communicator.interrupted = True
 
@@ -45,18 +46,25 @@ class Recovery:
             runtime.reducer.discard(unit)
 
     def abort_if_left(self, unit: Unit) -> None:
-        """Abort the step if a recorded forward of the unit is not on the stack: it ended without running its hooks."""
+        """Abort the step if a forward of the unit ended without its post-forward hook.
+
+        Then the scheduler has a forward of the unit in progress, but no module of the unit is in a call on this thread's Python
+        stack.
+        """
         if self._runtime.scheduler.is_running(unit.number) and not any(_torch.is_in_forward(module) for module in unit.modules):
             self.abort_in_progress()
 
     def forget_step(self, unit: Unit) -> None:
-        """Abort an interrupted step as the next forward of the unit would, and discard its gradients."""
+        """Abort a broken step as the next forward of the unit would, and discard the unit's gradients not in `.grad` yet."""
         self.recover()
         self.abort_if_left(unit)
         self._runtime.reducer.discard(unit)
 
     def abort_step(self) -> None:
-        """Abort the running step on all ranks, and discard the gradients that are not in `.grad` yet."""
+        """Do this rank's part of aborting the step on all ranks (see `any_failed`).
+
+        Abort it, forget the recorded execution orders, and discard the gradients that are not in `.grad` yet.
+        """
         if self._runtime.communicator.interrupted:
             self.start_over()
         restore_subclass()
@@ -70,6 +78,7 @@ class Recovery:
         """Abort a forward or backward that failed half way, and free its memory."""
         runtime, scheduler = self._runtime, self._runtime.scheduler
         for unit in runtime.all_units():
+            # so that freeing the unsharded parameters does not raise because the user wrote to one
             unit.exposure.writable = False
         runtime.backward.stop()
         self._runtime.joined.clear()
@@ -91,7 +100,7 @@ class Recovery:
         """Discard all unsharded state after an interrupt, since no record of it can be trusted."""
         runtime = self._runtime
         if runtime.reducer.decided is not None:
-            runtime.commit_gradients()
+            runtime.commit_gradients()  # the interrupt came while `.grad` was being set: set the rest, too
         gone = [unit for unit in runtime.all_units() if runtime.reducer.is_undelivered(unit)]
         if runtime.backward.underway:
             gone += self._warn_of_backward()
@@ -109,7 +118,8 @@ class Recovery:
             runtime.reducer.discard(unit)
         runtime.scheduler.start_over()
         runtime.backward.units.clear()
-        runtime.communicator.interrupted = False  # last: if this is interrupted as well, the next request starts over again
+        # Last: if this is interrupted as well, the next event or public call starts over again.
+        runtime.communicator.interrupted = False
 
     def _warn_of_backward(self) -> list[Unit]:
         """Warn that a backward raised.

@@ -28,7 +28,7 @@ class GradientReducer:
 
     Attributes:
         merged: True if reductions in flight contain gradients that earlier backwards kept.
-        decided: the commits that set `.grad`, once nothing may stop them any more; None before and after.
+        decided: the commits that set `.grad`, while they are certain to run, even after an interrupt; None before and after.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -40,7 +40,7 @@ class GradientReducer:
         self._arena = ReductionArena()
         self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
         # Reductions of parameters with gradient hooks, in `_reduced` as well. They are committed early, but never when polling
-        # finds them complete: a hook may start collectives, and polling differs between ranks.
+        # finds them complete: a hook may start collectives, and the result of polling differs between ranks.
         self._hooked: deque[Reduction] = deque()
         self._replicates = False  # True once an all-reduce over replicas was started
         self.merged = False
@@ -66,7 +66,7 @@ class GradientReducer:
             unit: the unit of the group.
             group: the group.
             grads: one per parameter, None for a parameter without gradient. The list is cleared if the reduction starts.
-            last: True at the end of a step, where only units without gradient sync keep gradients.
+            last: True in `finalize_backward`, which ends the step: only units without gradient sync still keep gradients.
         """
         if group.dtypes.grad is None and unit.options.mp.reduce_dtype is None:
             group.widen_reduce_dtype(grads)
@@ -87,7 +87,8 @@ class GradientReducer:
         grads.clear()
         frozen = [p.name for p in group.parameters if not p.sharded.requires_grad]
         # The text is hashed into the log, so it may only contain facts that must be equal on all ranks. For parameters with
-        # hooks this excludes the presence of a gradient: hooks that step and clear `.grad` may run in different orders.
+        # hooks, whether `.grad` exists is no such fact: hooks that run an optimizer step and clear `.grad` may run in another
+        # order on each rank.
         action = "reduction"
         if group.grads.accumulates() and not reduction.has_hooks:
             action = "reduction, added to the gradients that are there"
@@ -101,9 +102,9 @@ class GradientReducer:
         work = communicator.send(
             communicator.reduce_scatter_stream, group.fingerprints, action, reduction.start, reduction.finish
         )
-        # Polling differs between ranks. Do not poll a reduce-scatter that an all-reduce over replicas follows: on the CPU the
-        # all-reduce starts when the reduce-scatter is waited for. Do not poll memory whose allocation is a collective either
-        # (symmetric memory).
+        # The result of polling differs between ranks. Do not poll a reduce-scatter that an all-reduce over replicas follows: on
+        # the CPU the all-reduce starts when the reduce-scatter is waited for. Do not poll either if the allocation of memory is
+        # a collective (symmetric memory).
         own_memory = group.collectives.reduce.reduce_memory is None
         self._in_flight.push(work, reduction.release_inputs, polled=own_memory and not reduction.factors.replicated)
         if reduction.factors.replicated:
@@ -224,7 +225,7 @@ class GradientReducer:
     def _commit_unfinished_steps(self) -> None:
         """Commit early the reductions with hooks whose step goes on after this backward.
 
-        Their hooks may write to shards, which the next backward may be all-gathering if they ran later.
+        Their hooks may write to shards. If they ran later, the next backward might be all-gathering these shards.
         """
         unfinished = [reduction for _, reduction in self._reduced]
         for reduction in [one for one in self._hooked if one in unfinished]:
@@ -280,7 +281,7 @@ class GradientReducer:
         backward kept gradients since the last step reads it at once, since other ranks may have kept gradients of other units.
         This assumes that in each step some backward keeps gradients on every rank or on none, as in a loop with the same number
         of microbatches on all ranks. Otherwise this rank misses reductions that others start, and the next heartbeat finds that
-        the ranks diverged, as after every missed call.
+        the ranks diverged.
 
         Args:
             reduced: reductions that the heartbeats end.
@@ -316,7 +317,7 @@ class GradientReducer:
             self._heartbeats.read_later(sent)
 
     def _decide(self, reductions: Sequence[Reduction], sent: Sequence[Sent]) -> None:
-        """Decide to set the gradients of all parameters that any rank used. Nothing may stop that afterwards."""
+        """Decide to set the gradients of all parameters that any rank used. From then on, even an interrupt sets them."""
         used: dict[int, list[bool]] = {}  # by id of the reduction: whether any rank used each parameter, where that is known
         for beat, work in sent:
             if beat.must_be_read:
@@ -340,7 +341,11 @@ class GradientReducer:
     # --- the end of a backward that the user ends (`finalize_backward`) ---
 
     def is_unreduced(self, group: ParamGroup) -> bool:
-        """Return True if no reduction since `.grad` was last set has the gradients of the group, kept ones included."""
+        """Return True if the group must still be reduced before `.grad` is set.
+
+        It must if it has kept gradients or a deferred all-reduce, or if no reduction of it has started since `.grad` was last
+        set.
+        """
         kept = group.grads.has_local or group.grads.deferred is not None
         return kept or not any(reduction.group is group for _, reduction in self._reduced)
 
@@ -387,7 +392,11 @@ class GradientReducer:
 
 
 def _has_stages(reduction: Reduction) -> bool:
-    """Return True if a wait on the CPU starts more messages: an all-reduce over replicas, or the next round of many ranks."""
+    """Return True if a wait on the CPU starts more messages.
+
+    These are an all-reduce over replicas, and the later stages of an all-reduce over more than two ranks (summed parameters,
+    heartbeats).
+    """
     group = reduction.group
     return reduction.factors.replicated or group.layout.ranks > 2
 

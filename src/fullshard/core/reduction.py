@@ -52,7 +52,8 @@ class ReductionFactors:
         """Return the factors for gradients of `group`.
 
         float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
-        divided in two steps, by about the square root each, as in FSDP2. The first divisor is a power of two, which is exact.
+        divided in two steps, by about the square root each, as in FSDP2. The first divisor is a power of two, so that this
+        division is exact.
         """
         replicas = group.collectives.replicate
         divide = options.divide or float(group.layout.ranks * (replicas.ranks if replicas else 1))
@@ -152,7 +153,8 @@ class Reduction:
         self._allocate = fresh
         # The reduce-scatter output, (shard_numel,).
         if arena is not None and memory is fresh:
-            # Not from the arena, which the next reduction overwrites: with a deferred all-reduce the sum must survive it.
+            # The next reduction overwrites the arena, but with a deferred all-reduce the sum must outlive that. So the output
+            # has kept memory of its own.
             self._reduced_shard = group.reduced_shard_memory(
                 dtypes.reduce, None if self._earlier is None else self._earlier.total
             )
@@ -165,12 +167,13 @@ class Reduction:
         self._sliced = _flat_gradients(group, grads) if group.reduction.has_slices else {}
         if self.factors.first != 1.0 and self._inputs:
             torch._foreach_mul_([full for full, _ in self._inputs], self.factors.first)
-        # The flat gradient, (shard_numel,) in the grad dtype: the memory of `.grad`. The output itself if nothing forbids it.
+        # The flat gradient, (shard_numel,) in the grad dtype: the memory of `.grad`. It is the reduce-scatter output itself,
+        # unless that has another dtype or memory that the next reduction overwrites.
         self._flat = self._reduced_shard
         grad_dtype = group.reduction.dtype
         if (grad_dtype != dtypes.reduce or memory is not torch.empty) and not self.factors.deferred:
             # `.grad` must not use kept memory or memory of a custom reduce-scatter, which the next reduction overwrites.
-            # With CPU offload this tensor is only the source of a copy to the host, so the arena is fine.
+            # With CPU offload this tensor is only the source of a copy to the host, so it may be memory of the arena.
             allocate = fresh if group.storage.host else torch.empty
             self._flat = allocate((layout.shard_numel,), dtype=grad_dtype, device=device)
         # With CPU offload, the flat gradient in host memory. Pinned, so that the copy does not block the host.
@@ -313,7 +316,7 @@ class Reduction:
             self._reduced_shard = self._flat
 
     def release_reduced_shard(self) -> None:
-        """Release the reduce-scatter output, if `.grad` does not use it. Call this after the compute stream waited for all."""
+        """Release the reduce-scatter output, if `.grad` does not use it. Call this after the compute stream waited for it."""
         self._reduced_shard = self._flat
 
     def wait_on_host(self, *, on_host: bool) -> None:
@@ -446,7 +449,8 @@ def _pack(
         grads: unsharded gradient of each parameter, or None.
         total: the reduce-scatter output, (shard_numel,).
         memory: allocates the packed input.
-        kept: allocates inputs that direct gradients are copied to, if addresses must not change; None to reduce them uncopied.
+        kept: allocates the inputs to which direct gradients are copied, because the addresses of inputs must be the same in
+            each step; None to reduce direct gradients without a copy.
 
     Returns:
         (input (ranks * size,), its output (size,), a part of `total`) of each tensor that is reduced.
@@ -460,8 +464,8 @@ def _pack(
             message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
         found = {grad.dtype for grad in grads if grad is not None}
         dtype = found.pop() if len(found) == 1 else _packed_dtype(group, grads)
-        # chunk_cat needs one dtype. Some kernels return the gradients of norms in float32; a cast of all gradients before would
-        # need a second copy of them.
+        # chunk_cat needs one dtype, but some kernels return the gradients of norms in float32. Casting all gradients first
+        # would take memory for a second copy, so they are copied and cast one by one.
         if dtype is None:
             _pack_one_by_one(group, grads, message.view(layout.ranks, -1))
         parts: list[Tensor] = []

@@ -44,7 +44,7 @@ from fullshard.policies import CheckPolicy, CommPolicy
 
 
 class Runtime:
-    """Runs the units of one device and one thread. runtime 1 - n units, held weakly.
+    """Runs the units of one device and one thread, and refers to them weakly.
 
         hooks ──> unit ──> scheduler: events in, actions out (pure)
                     └────> runtime ──> group ──> communicator ──> process group
@@ -271,7 +271,7 @@ class Runtime:
             unit = self.unit(number)
             if unit is not None:
                 self._wait_or_drop(self._gathering.pop(number, []))
-                unit.exposure.writable = False  # nothing may raise here
+                unit.exposure.writable = False  # or freeing would raise if the user wrote to a parameter
                 unit.free_unsharded()
                 self.scheduler.clear(number)
 

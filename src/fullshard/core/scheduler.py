@@ -285,7 +285,7 @@ class Scheduler:
 
         # Calls with grad whose backward has not begun, by their end, oldest first. Only the order of events changes it, so it
         # is equal on all ranks. A call leaves when its backward begins, when a backward ends that reached a later call, or
-        # after `_REMEMBERED_RUNS` outermost forwards.
+        # after `_REMEMBERED_FORWARDS` outermost forwards.
         self._pending: dict[int, ForwardCall] = {}
         self._outermost_starts: deque[int] = deque(maxlen=_REMEMBERED_FORWARDS)  # of the last outermost forwards, on the clock
 

@@ -1,4 +1,4 @@
-"""Copies into and out of shards: sharding and unsharding for good, assigned parameters, loading."""
+"""Copies into and out of shards: fully_shard(), undo(), parameters that the user assigned, and loading."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def clone_shard(parameter: ShardedParameter) -> nn.Parameter:
 
 
 def read_slots(parameter: ShardedParameter) -> Tensor:
-    """Return this rank's shard, (sharding.shard_shape), including values that the user assigned to the module since.
+    """Return this rank's shard, (sharding.shard_shape), including values that the user has assigned to the module.
 
-    A Parameter that was assigned may be an unsharded tensor or a DTensor with the placements of the sharded parameter. This
-    function changes nothing: the caller copies the result, and `restore_sharded` takes over `requires_grad`, so the sharded
-    parameter stays the same object. Raises StateError if a slot is empty, or holds something that cannot be taken over.
+    An assigned Parameter may be an unsharded tensor or a DTensor with the placements of the sharded parameter. This function
+    changes nothing: its caller copies the values into the shard, and `restore_sharded` takes over `requires_grad`, so the
+    sharded parameter stays the same object. Raises StateError if a slot is empty, or has a value that cannot be copied.
     """
     found: list[nn.Parameter] = []
     kept = False
@@ -118,8 +118,8 @@ def read_slots(parameter: ShardedParameter) -> Tensor:
             kept = True
         elif not isinstance(current, nn.Parameter) or _torch.in_functional_call():
             raise StateError(
-                f"Parameter '{parameter.name}' cannot be replaced by a {type(current).__name__} for the length of a call, as "
-                "torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the "
+                f"Parameter '{parameter.name}' cannot be replaced by a {type(current).__name__} for the duration of a call, "
+                "as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the "
                 "model, or compute with the tensors of fullshard.gathered()."
             )
         elif all(current is not other for other in found):

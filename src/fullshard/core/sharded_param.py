@@ -40,7 +40,7 @@ class WeakBackReference:
 
 
 def back_references(tensors: Iterable[Tensor]) -> list[WeakBackReference | None]:
-    """Return the back-reference of each tensor to its ShardedParameter, or None. Groups that are built again make new ones."""
+    """Return the back-reference of each tensor to its ShardedParameter, or None. A group that is built again replaces them."""
     return [tensor.__dict__.get(LOGICAL) for tensor in tensors]
 
 
@@ -58,7 +58,7 @@ class ParamSlot:
     """A place where a parameter is registered: a module and a name.
 
     Attributes:
-        parameters: `_parameters` of the module. A strong reference to the module would be a cycle.
+        parameters: `_parameters` of the module. A strong reference to the module would be a reference cycle.
         name: the name in `parameters`.
         uses_setattr: whether registering must call the module's own `__setattr__`.
     """
@@ -110,7 +110,7 @@ class WriteGuard(Protocol):
 class ShardedParameter:
     """One parameter of a unit: sharded parameter, unsharded parameter, and the slots where one of them is registered.
 
-    sharded parameter 1 - n slots; tied parameters have several. FSDP2 calls this class FSDPParam.
+    A tied parameter has several slots. FSDP2 calls this class FSDPParam.
 
     Attributes:
         name: qualified name within the unit.
@@ -124,7 +124,7 @@ class ShardedParameter:
         write_count: number of writes to the shard that no version counter shows.
         write_guard: the unit's check before writes to the shard; None before the unit is complete.
         unit_name: name of the unit.
-        local_grad: unsharded gradient of backwards without gradient sync, in the reduce dtype (sharding.local_shape).
+        local_grad: unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept` (sharding.local_shape).
         exposed_grad: `local_grad` as `.grad` of the unsharded parameter, while the caller has unsharded it by hand.
         grad_dtype: dtype of `.grad`, if the caller set one.
         keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.
@@ -163,7 +163,7 @@ class ShardedParameter:
         Args:
             reference: the original parameter and its slots.
             sharding: shapes and placements.
-            sharded: the sharded parameter, if it exists already (a copy of a unit).
+            sharded: the sharded parameter, if it exists already because the unit is copied.
             keeps_dtype: whether the all-gather keeps the parameter's dtype.
             grad_dtype: dtype of `.grad`; None to take it from the original parameter.
         """
@@ -235,7 +235,7 @@ class ShardedParameter:
         self.sharded.__dict__[LOGICAL] = WeakBackReference(self)
 
     def has_new_grad_dtype(self, source: Tensor) -> bool:
-        """Return True if the caller set another `grad_dtype` on the sharded parameter, or on one that replaces it."""
+        """Return True if the caller set another `grad_dtype` on `source`: the sharded parameter, or one that replaces it."""
         found = GradDtype(*_torch.grad_dtype_of(source))
         return found.explicit and found != self.grad_dtype
 

@@ -35,7 +35,7 @@ from fullshard.policies import CPUOffloadPolicy, StateSharding
 if TYPE_CHECKING:
     from fullshard.core.runtime import Runtime
 
-_MAX_ITEMSIZE = 16  # bytes of the widest dtype in which an element may travel
+_MAX_ITEMSIZE = 16  # bytes of the widest dtype in which an element may be sent
 
 
 class PendingReduction(Protocol):
@@ -67,7 +67,7 @@ class Exposure:
 
 
 class Unit:
-    """One fully_shard call. unit 1 - n modules, unit 1 - n groups, group 1 - n parameters.
+    """One fully_shard call. A unit has one or more modules and parameter groups, and a group has one or more parameters.
 
     The life of a unit in one step, in the order of the methods below:
 
@@ -449,8 +449,8 @@ class Unit:
             for group in self.groups:
                 group.adopt_values([found[id(parameter)] for parameter in group.parameters])
 
-    # --- requests of the user: each one checks first that it is legal, and changes nothing if it is not ---
-    # Callers take the unit from `require_unit` or `units_of`, which start over after an interrupt.
+    # --- public calls: each one checks first that it is legal, and changes nothing if it is not ---
+    # Callers obtain the unit from `require_unit` or `units_of`, which start over after an interrupt.
 
     def unshard(self) -> None:
         """Start the all-gather for the user. Raise StateError inside of full_params()."""

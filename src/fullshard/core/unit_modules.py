@@ -120,7 +120,7 @@ class ForwardStart(NamedTuple):
 
     module: int  # id of the module
     clock: int  # the scheduler's clock at the start
-    traced: int  # index of the unit's entry in the runtime's trace
+    traced: int  # index in `Runtime.trace`, the units that the outermost forward entered and left so far
 
 
 _NOT_STARTED = ForwardStart(0, -1, 0)
@@ -131,7 +131,7 @@ class ForwardProgress:
 
     Attributes:
         methods: number of running calls of registered methods (`register_fsdp_forward_method`), such as `generate`.
-        live_graphs: number of graphs with an output of the unit that exist on this rank, before or after their backward.
+        live_graphs: number of autograd graphs on this rank that contain an output of the unit and are not freed yet.
         output_has_graph: True if the last forward had an output with a graph; None before the first forward.
         last_order: units that the last forward entered (True) and left, this one included; empty before the first forward.
     """
@@ -222,18 +222,18 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get(_UNIT)
 
 
-# Each request of the user takes its units from the functions below, which start over if an interrupt came before.
+# Each public call obtains its units from the functions below, which start over if an interrupt came before.
 
 
 def recovered(unit: Unit) -> Unit:
-    """Return `unit`, after its runtime has started over if an interrupt left an event or a wait (see recovery.py)."""
+    """Return `unit`, after its runtime has started over if an interrupt broke off an event or a wait (see recovery.py)."""
     if unit.runtime.communicator.interrupted:
         unit.runtime.recovery.start_over()
     return unit
 
 
 def require_unit(module: nn.Module) -> Unit:
-    """Return the unit of `module`, for a request. Raise StateError if there is none."""
+    """Return the unit of `module`, for a public call. Raise StateError if there is none."""
     unit = unit_of(module)
     if unit is None:
         raise StateError(f"{type(module).__name__} is not sharded. Call fully_shard() on it first.")
@@ -241,7 +241,7 @@ def require_unit(module: nn.Module) -> Unit:
 
 
 def units_of(module: nn.Module, recurse: bool) -> list[Unit]:
-    """Return the units at and below `module`, each once, for a request; without `recurse` only the unit of `module`."""
+    """Return the units at and below `module`, each once, for a public call; without `recurse` only the unit of `module`."""
     if not recurse:
         return [require_unit(module)]
     units = {unit.number: unit for inner in module.modules() if (unit := unit_of(inner)) is not None}

@@ -28,7 +28,7 @@ class UnitOptions:
     keep_after_backward: bool = False
 
     # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again. Of `comm` and
-    # `checks` the groups copy `direct_min_bytes`, `collectives` and `poison`; everything else is read at each event.
+    # `checks` the groups copy `direct_min_bytes`, `collectives` and `poison`; everything else is read at each event (see recovery.py).
     mp: MixedPrecisionPolicy
     comm: CommPolicy
     checks: CheckPolicy

@@ -19,7 +19,7 @@ from fullshard.policies import Dtypes, MixedPrecisionPolicy
 
 @dataclass(frozen=True, eq=False)
 class GroupCollectives:
-    """Collectives of the process groups that a parameter group communicates over. group n - 1 GroupCollectives."""
+    """Collectives of the process groups that a parameter group communicates over."""
 
     gather: ObservedCollectives  # all-gather, over the shard axis
     reduce: ObservedCollectives  # reduce-scatter, over the shard axis
@@ -102,7 +102,7 @@ def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[S
             full_parts, block_parts = dim_permutation(full, packed[:, column : column + segment.size], place)
             permuted += full_parts
             blocks += block_parts
-        elif segment.size and not permuted:  # the layout puts permuted parameters last; a gap behind one needs no copy
+        elif segment.size and not permuted:  # the layout puts permuted parameters last; gaps between them need no copy
             sizes.append(segment.size)
             regions.append(flat[segment.unsharded_offset :][: layout.ranks * segment.size].view(layout.ranks, -1))
         column += segment.size
@@ -241,9 +241,9 @@ class FlatBuffer:
         self._poison = storage.poison
         self.views = [tensor_on_storage(self._flat, place.unsharded_offset, place.shape) for place in layout.offsets]
         self.versions: list[int] = []
-        # A custom all-gather allocates its own output, so its all-gathers are planned when they start; else None.
+        # Plans an all-gather whose output a custom all-gather allocates when it starts; None without one.
         self._plan_custom: Callable[[], AllGather] | None = None
-        # The custom all-gather in use, which owns that output. Reused only if memory is kept.
+        # The all-gather that `_plan_custom` returned, which owns that output. Used again only if memory is kept.
         self._custom_gather: AllGather | None = None
         # The all-gather over all ranks.
         self._gather = self._plan(layout, dtypes, collectives, storage, shard)

@@ -44,7 +44,7 @@ class Timeline:
         exposed: the seconds that the compute stream waits for collectives, by unit, largest first.
         host: the seconds that the compute stream waits for the host.
         links: the bytes that one rank sends, by kind of link: "inside" a machine, "between" machines, "host".
-        moments: pairs of (seconds, number of ledger changes so far), to draw memory over time.
+        moments: pairs of (seconds, number of changes of the ledger (the memory in use) so far), to draw memory over time.
 
     Example:
         >>> Timeline((), 1.0, 0.75, {"blocks.0": 0.25}, 0.0, {}, ()).waiting
@@ -71,7 +71,7 @@ def op_seconds(op: Op, gpu: Gpu) -> float:
         return op.nbytes / HOST_BANDWIDTH
     part, nbytes = gpu.matmul, op.nbytes
     if gpu.synchronous and op.dtype in (torch.bfloat16, torch.float16):
-        nbytes *= 2  # a CPU processes as many elements per second, whatever their size
+        nbytes *= 2  # a CPU is no faster on 16-bit elements than on 32-bit ones
     if "attention" in op.name:
         part = gpu.attention_fp32 if op.dtype == torch.float32 else gpu.attention
     if op.sizes and not gpu.synchronous:
@@ -99,7 +99,7 @@ def message_seconds(message: Message, stream: str, gpu: Gpu, network: Network, m
         return 0.0
     inside = ranks_in_node(message, stream, gpu, mesh)
     nodes = -(-ranks // inside)
-    times = 2 if message.kind in ("all_reduce", "heartbeat") else 1  # reduce-scatter and all-gather
+    times = 2 if message.kind in ("all_reduce", "heartbeat") else 1  # an all-reduce is a reduce-scatter and an all-gather
     link = message.nbytes * (ranks - 1) / ranks / gpu.link if inside > 1 else 0.0
     between = message.nbytes * (nodes - 1) / nodes / (network.per_gpu * inside * network.efficiency)
     latency = network.base + times * ((ranks - nodes) * network.step + (nodes - 1) * network.hop)
@@ -110,7 +110,8 @@ def ranks_in_node(message: Message, stream: str, gpu: Gpu, mesh: Mesh) -> int:
     """Return how many ranks of a collective are on one machine."""
     replicas, shards, tensor = mesh
     stride = 1 if stream == "tensor" else tensor  # distance between adjacent ranks of the process group
-    stride *= shards if stream == "replicate" and message.ranks <= replicas else 1  # scalars are replicated on all ranks
+    # Replicas of a shard are `shards` apart. A collective of more ranks is that of scalars, which all ranks replicate.
+    stride *= shards if stream == "replicate" and message.ranks <= replicas else 1
     return min(message.ranks, max(1, gpu.per_node // stride))
 
 
@@ -205,7 +206,7 @@ class _Clock:
     def _launch(self, launch: Launch) -> None:
         self._host += HOST_PER_COLLECTIVE if launch.messages else self._gpu.launch
         ready = self._ends[launch.after] if launch.after is not None else self._compute
-        if launch.early:
+        if launch.early:  # its stream waits for no operator, only for the last wait of the compute stream for it
             ready = self._awaited.get(launch.stream, 0.0)
         start = max(ready, self._host, self._streams.get(launch.stream, 0.0))
         end = start + launch.copied / (self._gpu.bandwidth * self._gpu.streaming)
@@ -254,9 +255,9 @@ class Band:
     """Expected seconds, with bounds.
 
     Args:
-        low: the seconds if products and the network are faster than their constants.
-        middle: the seconds by the constants.
-        high: the seconds if products and the network are slower than their constants.
+        low: the seconds if matrix products and the network are faster than the constants of the GPU and the network.
+        middle: the seconds by these constants.
+        high: the seconds if they are slower.
 
     Example:
         >>> print(Band(0.9, 1.0, 1.25))
@@ -273,7 +274,7 @@ class Band:
 
 
 SPREAD = ((1.12, 1.15), (0.88, 0.75))
-"""Factors of (computing, network) for the ends of a band: differences of published runs between sites."""
+"""Factors on the speeds of (computing, network) at the ends of a band: as much as published runs of several sites differ."""
 
 
 def spread(program: Program, gpu: Gpu, network: Network, mesh: Mesh) -> tuple[float, float]:

@@ -37,7 +37,9 @@ def add_explain(commands: Any) -> None:
     to.add_argument("--with", dest="given", action="append", default=[], metavar="NAME=VALUE", help="argument of the factory")
     to.add_argument("--gpu", help=f"{', '.join(GPUS)}, or a .json of calibrate (default: h100-sxm)")
     to.add_argument("--net", help=f"{', '.join(NETWORKS)}, or a .json of calibrate (default: usual network of such GPUs)")
-    to.add_argument("--tensor-parallel", type=int, help="ranks that share a batch, by the factory's `parallelize` (default: 1)")
+    to.add_argument(
+        "--tensor-parallel", type=int, help="ranks of tensor parallelism, by the factory's `parallelize` (default: 1)"
+    )
     to.add_argument("--per-node", type=int, help="number of GPUs of one machine (default: usual number of such GPUs)")
     to.add_argument(
         "--plan", action="append", default=[], help="file.py:name or module:name of a policy or plan; several are compared"
@@ -57,7 +59,7 @@ def add_explain(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="result where the step depends on values: model.py:12=True, 'aten::nonzero=routed(1/8, 1.3)', "
+        help="value to assume where the step depends on tensor values: model.py:12=True, 'aten::nonzero=routed(1/8, 1.3)', "
         "or a function as NAME=file.py:function",
     )
     to.add_argument("--engine", choices=("fullshard", "fsdp2"), help="fsdp2: simulate the copies and buffers of torch's FSDP2")
@@ -148,7 +150,7 @@ def _explain_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def factory_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of the factory from `--with`: Python literals as values, the rest as text.
+    """Return the arguments of the factory from `--with`. A value that is a Python literal is parsed, any other is text.
 
     Raises:
         ValueError: for a text that is no NAME=VALUE, or a name that is passed twice.

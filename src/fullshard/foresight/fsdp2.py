@@ -1,8 +1,8 @@
-"""Allocations and collectives of torch's FSDP2, for comparison: copies in and out of every collective, with retained buffers.
+"""Allocations and collectives of torch's FSDP2, for comparison: it copies into and out of every collective.
 
 An all-gather casts the shards, copies them into its input, and copies each parameter out of its output. In forward, the output
-is kept until the next unit's all-gather is waited for. Gradients are copied into a reduce-scatter input in the reduce dtype,
-which is kept until the next unit reduces.
+is kept until the next unit's all-gather is waited for. Gradients are copied into a reduce-scatter input in the reduce dtype.
+This input is kept until the next unit reduces.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py (torch 2.11).
 """

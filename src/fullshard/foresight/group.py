@@ -31,7 +31,7 @@ class GroupPlan:
     host: bool  # True if the shards are offloaded to host memory
     accelerator: bool  # True for the kernels of an accelerator, False for those of the CPU
     gloo: bool  # True if collectives run on gloo, which reduces in memory of its own
-    in_flight: int  # most reductions in flight
+    in_flight: int  # maximum number of reductions in flight
     keep: bool = False  # True if unsharded parameters and collective buffers stay allocated
 
     @property
@@ -56,7 +56,7 @@ class Merged:
 
     blocks: list[int | None]  # by parameter; None without a gradient
     dtype: torch.dtype
-    spent: list[int]  # blocks of gradients that were added to accumulated ones
+    spent: list[int]  # blocks of gradients that were added to accumulated ones, to be freed
     kept: bool  # True if earlier backwards had accumulated gradients
 
 
@@ -65,13 +65,13 @@ class SimulatedGroup:
 
     Attributes:
         plan: layout and options.
-        kept: by parameter, the block of the gradient accumulated by backwards without reduction, in the reduce dtype.
+        kept: by parameter, the block of the gradient accumulated by backwards without reduction, in the dtype `Dtypes.kept`.
         used: True if a gradient was reduced since the last optimizer step.
         kept_reduced_shard: block of the reduce-scatter output, if it stays allocated; else -1.
         shard: block of the flat shard.
     """
 
-    keeps_subgroup_shard = True  # with `GroupPlan.keep`
+    keeps_subgroup_shard = True  # whether `GroupPlan.keep` also keeps the input of the smaller group's all-gather
 
     def __init__(self, plan: GroupPlan, ledger: Ledger, program: Program) -> None:
         self.plan, self.ledger, self.program = plan, ledger, program
@@ -197,7 +197,7 @@ class SimulatedGroup:
 
 
 class SimulatedReduction:
-    """Memory and collectives of one reduction, in the order of `params.reduction.Reduction`.
+    """Memory and collectives of one reduction, in the order of `Reduction` in core/reduction.py.
 
     The reduction owns the blocks of its gradients, and frees them.
 

@@ -25,7 +25,7 @@ class Gpu:
         bandwidth: memory bandwidth, in bytes/s.
         link: bus bandwidth of a collective inside one machine, in bytes/s.
         per_node: number of GPUs of one machine.
-        matmul: fraction of the peak that matrix products reach if their smallest size is 4096; see
+        matmul: fraction of the peak that matrix products reach if their smallest dim is 4096; see
             `fullshard.foresight.rates` for other sizes.
         attention: fraction of the peak that attention reaches in 16-bit forward, with head size 128 and infinitely long
             sequences without a mask; see `fullshard.foresight.rates` for other cases.

@@ -33,7 +33,7 @@ class OptimizerStep:
 
     # Bytes of each state tensor, in the order of allocation.
     states: tuple[int, ...]
-    # Temporaries of the second step in order: (number, bytes) at an allocation, (number, 0) at a free.
+    # Temporaries of the second step in order: (id of a storage, bytes) at its allocation, (id, 0) when it is freed.
     changes: tuple[tuple[int, int], ...]
     # Operators of the second step. The first one also allocates the states.
     ops: tuple[Op, ...]
@@ -83,7 +83,7 @@ def optimizer_step(
 
 
 def _use_device_defaults(group: dict[str, Any], *, accelerator: bool, fused: bool) -> None:
-    """Set the implementation that the optimizer uses on the device, since meta has neither fused steps nor torch's defaults."""
+    """Set the implementation that the optimizer uses on the device: on meta, torch has no fused one and chooses differently."""
     if fused:
         group["fused"] = group["foreach"] = False
     elif "foreach" in group and group["foreach"] is None:

@@ -68,7 +68,7 @@ def levels(estimate: StepEstimate) -> list[Level]:
                 if peak is None or total > peak[0]:
                     peak = total, dict(now)
         done = max(done, until)
-        if peak is not None:  # its time within the phase is unknown: drawn in the middle
+        if peak is not None:  # the time of the peak within the phase is unknown, so it is drawn in the middle
             over_time.append(Level((start + end) / 2, peak[1], where))
     return [*over_time, Level(timeline.seconds, dict(now), "at the end")]
 
@@ -136,7 +136,7 @@ def html_page(estimates: Sequence[StepEstimate]) -> str:
 
 
 def _section(estimate: StepEstimate, scale_bytes: int, seconds: float, number: int) -> str:
-    """Return report and pictures of one estimate, at a scale up to `scale_bytes` and `seconds`; `number` 0 is no heading."""
+    """Return report and pictures of one estimate, at a scale up to `scale_bytes` and `seconds`; no heading if `number` is 0."""
     heading = f"<h2>{number}: {escape(title_of(estimate))}</h2>" if number else ""
     keys = "".join(f"<span><i style='background:{COLOURS[c]}'></i>{c}</span>" for c in CATEGORIES)
     kinds = {**PHASES, **{lane: LANES[lane] for lane in LANES if lane != "compute"}}

@@ -58,7 +58,7 @@ class Place:
     index: int
     unit: str  # qualified name, "" outside of units
     phase: Phase
-    changes: int  # number of ledger changes before
+    changes: int  # number of changes of the ledger before the first of these instructions
 
 
 class Program:

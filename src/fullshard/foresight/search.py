@@ -81,7 +81,7 @@ class Found:
         skipped: (changes, reason) of invalid settings.
         left: number of settings that were not simulated, since they cannot fit, or cannot be faster than the best by more than
             `gap`.
-        gap: upper bound of how much faster than the best a setting that was not simulated may be, as a fraction.
+        gap: the fraction by which a setting that was not simulated may at most be faster than the best.
         stopped: whether the search ran out of time before it had checked all settings.
 
     Example:
@@ -186,7 +186,7 @@ def search(
         budget: fraction of a GPU's memory that a setting may use, more than 0, at most 1.
         over: values to try, by names of `explain`'s arguments, as in {"recompute": ("none", "block")}; None is all of the
             above.
-        tolerance: how much faster than the result a setting that was not simulated may be, as a fraction.
+        tolerance: the fraction by which a setting that was not simulated may be faster than the result.
         seconds: limit of processor time. Then the search stops, and the report states how much faster the rest may be.
         **arguments: the other arguments of `explain`, `world` among them.
 
@@ -295,7 +295,7 @@ class _Search:
             best = self._best(self._with_world(world))
             if best is not None:
                 return best
-        # Out of time, the requested number of ranks may fit without having been checked.
+        # If time is up, the loop may not have checked the requested number of ranks, which may fit.
         return self._best(self._with_world(arguments.world)) if self._stopped else None
 
     def _first_world_that_fits(self, worlds: Sequence[int]) -> int:
@@ -346,7 +346,7 @@ class _Search:
         known = [self._known[name] for _, _, _, changes in heap if (name := _changes_text(changes)) in self._known]
         best = max((one for one in known if self._fits(one)), key=lambda one: one.speed, default=None)
         if best is None and heap and not (self._has_found() and self._out_of_time(found=True)):
-            # The setting with the lowest memory bound comes first, so that something is found before time is up.
+            # Simulate the setting with the lowest memory bound first, so that one that fits is found before time is up.
             lean = self._attempt(min((changes for *_, changes in heap), key=self._least_bytes))
             best = lean if lean is not None and self._fits(lean) else None
         while heap:
@@ -354,7 +354,7 @@ class _Search:
             if best is not None and 1 / bound <= best.speed * (1 + self._tolerance):
                 return self._stop(best, len(heap) + 1, bound)
             if not traced and self._variants.is_traced(changes):
-                # A trace made since gives a tighter bound.
+                # The model was traced for this setting after it was queued, which gives a tighter bound.
                 self._enqueue(heap, number, changes)
                 continue
             if self._out_of_time(found=best is not None) and _changes_text(changes) not in self._known:

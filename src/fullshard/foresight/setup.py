@@ -81,7 +81,7 @@ class TracedModel:
         return replace(self, arguments=arguments, plan=plan, blocks=tuple(blocks))
 
     def planned_for(self, arguments: ExplainArguments) -> TracedModel:
-        """Return this model with the plan of other arguments, whose trace may not match.
+        """Return this model with the plan of other arguments. Its trace may not match that plan.
 
         Use the result only for facts that do not depend on the trace: the shards and the collectives of the units.
         """
@@ -232,7 +232,7 @@ def _build_on_meta(build: Build) -> tuple[nn.Module, Mapping[str, KnownValue]]:
             )
     if all(tensor.device.type == "meta" for tensor in tensors.values()):
         return model, values_of_buffers(model, values)
-    # As the memo of deepcopy, meta tensors replace the real ones before any value is copied; ties stay ties.
+    # As the memo of deepcopy, meta tensors replace the real ones before any value is copied. Tied parameters stay tied.
     copies: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors.values()}
     try:
         return copy.deepcopy(model, copies), values_of_buffers(model, values)
@@ -454,7 +454,7 @@ def _location(failure: BaseException, model: nn.Module) -> str:
 
 
 def local_shards(traced: TracedModel, ranks: int, dims: Mapping[str, int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return (shape, dtype) of the first rank's shards, the largest, of all parameters that receive gradients.
+    """Return (shape, dtype) of the first rank's shards, which are the largest, of all parameters that receive gradients.
 
     Args:
         traced: the traced model.

@@ -23,7 +23,7 @@ from fullshard import _torch
 from fullshard.state.known_values import KnownValue
 
 MOST_ANSWERS = 1000
-"""Most reads of one data-dependent place: a loop that ends by a value would never end."""
+"""Maximum number of reads at one data-dependent place: a loop whose end depends on a value would never end otherwise."""
 
 
 class Untraceable(ValueError):
@@ -143,8 +143,9 @@ class Answers:
         found.free, found.of_batch = found.free or free, found.of_batch or of_batch
         if free and found.times > MOST_ANSWERS:
             self.refused = Untraceable(
-                f"{place} (`{line}`) read {answer} {MOST_ANSWERS} times, and reads again: its loop ends by data. Pass "
-                f"explain(footprints={{'{place}': function}}), which is called with the tensor at each read, to end the loop."
+                f"{place} (`{line}`) read {answer} {MOST_ANSWERS} times, and reads again: the end of its loop depends on data. "
+                f"Pass explain(footprints={{'{place}': function}}), which is called with the tensor at each read, to end the "
+                "loop."
             )
             raise self.refused
         return answer
@@ -179,7 +180,7 @@ Run = TypeVar("Run")
 
 
 MOST_TRACES = 32
-"""Most traces of one step with different answers."""
+"""Maximum number of traces of one step with different answers."""
 
 
 def decide(

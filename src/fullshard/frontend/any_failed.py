@@ -81,9 +81,8 @@ class FailureVote:
 
 _NUMBERS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()
 _VOTES: _torch.PerRank[int, FailureVote] = _torch.PerRank()
-_WORLD: _torch.PerRank[int, tuple[object, DeviceMesh]] = (
-    _torch.PerRank()
-)  # the default process group, and the mesh of all ranks
+# The default process group, and the mesh of all ranks.
+_WORLD: _torch.PerRank[int, tuple[object, DeviceMesh]] = _torch.PerRank()
 
 
 @on_release
@@ -172,7 +171,7 @@ def _reset_all_ranks(vote: FailureVote, runtimes: Sequence[Runtime], logs: Seque
     for runtime in runtimes:
         runtime.recovery.abort_step()
     vote.any_true(True)  # barrier: no rank waits for a collective of the old epoch
-    with vote.watch.paused() if vote.watch is not None else nullcontext():  # it has read states of the old epoch
+    with vote.watch.paused() if vote.watch is not None else nullcontext():  # a check must not see old and new epochs
         for channel in channels():
             if set(vote.ranks).issuperset(channel.members):
                 channel.forget_answers()

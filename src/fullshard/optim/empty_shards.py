@@ -79,8 +79,8 @@ class StepOrder:
                     listed[:] = now
         if self._put and not self._optimizer_hooks:
             # torch runs no hook after a step that raised, which leaves this order in place. Restore the former order before a
-            # state dict is saved or loaded. Keep it for a load with names, as by torch.distributed.checkpoint, which listed the
-            # parameters by name in the order it found.
+            # state dict is saved or loaded. Keep it for a load with names, as by torch.distributed.checkpoint, which has taken
+            # the names in the present order.
             self._optimizer_hooks += [
                 optimizer.register_state_dict_pre_hook(lambda _: self.leave()),
                 optimizer.register_load_state_dict_pre_hook(self._before_load),

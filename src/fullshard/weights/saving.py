@@ -132,10 +132,11 @@ def save_weights(
         model: sharded or not.
         directory: on a file system that all ranks share. Other files in it are kept, including files that are created during
             the save. A second save to it at the same time raises an error. A program that opens several files by path at the
-            end of a save may get files of both checkpoints; this cannot happen to `load_weights`, nor to any program with
-            `step`. If the directory cannot be swapped (a mount point, the current directory, one in a directory without
-            write permission), files are moved into it one by one, with a warning: the files of a sharded checkpoint get names
-            that are unique to this save, and their index is moved last.
+            end of a save may get files of both checkpoints; this cannot happen to `load_weights`, nor, with `step`, to a
+            program that opens the files in the directory of one step (resolve `latest` once). If the directory cannot be
+            swapped (a mount point, the current directory, one in a directory without write permission), files are moved into it
+            one by one, with a warning: the files of a sharded checkpoint get names that are unique to this save, and their
+            index is moved last.
         max_shard_bytes: maximum bytes of the tensors in one file. A larger tensor gets a file of its own.
         dtype: dtype of the floating-point tensors in the files. None keeps the dtype of the shards.
         key_map: maps names of the model to names in the files, as in `load_weights`, but without `Convert`.
@@ -146,15 +147,15 @@ def save_weights(
             steps, and at the end the link `latest` points to it.
         keep: number of most recently saved steps to keep. None keeps all.
         filename: name of the weights file if there is a single one, such as "adapter_model.safetensors" to save only adapters
-            (with `Keep`). Several files are numbered before the suffix. Weights with other names in the directory are kept, and
-            the report lists them.
+            (with `key_map=[Keep("lora_")]`). Several files are numbered before the suffix. Weights with other names in the
+            directory are kept, and the report lists them.
         each_rank: called on every rank with the path of the temporary directory, to add files of this rank to the checkpoint,
             such as its optimizer state. The file names must differ between ranks.
         threads: number of threads that write at the same time.
         buffer_bytes: host memory for data that cannot be written directly from the shards: other dtypes and devices, rows of
             other ranks.
-        progress: called periodically on each rank with the bytes written so far and the total bytes to write, with `background`
-            in its thread. An exception in it ends the save on all ranks.
+        progress: called periodically on each rank with the bytes written so far and the total bytes to write. With
+            `background`, it is called in the thread of the save. An exception in it ends the save on all ranks.
         background: True copies the rows of this rank to host memory, returns, and writes the copies in a thread while training
             goes on and changes the weights. Each rank needs memory for its rows. The thread runs no collectives: the ranks
             coordinate through the store of the process group.
@@ -441,6 +442,7 @@ class _Save:
 
     def _fill(self, part: WriteRange, rows: Tensor, sources: Iterable[RowSource]) -> None:
         """Copy sources from the shards of this rank into `rows`, the memory of a part's rows, and cast them."""
+        # `at` of a source is the box in the output; `box` has the same elements in the tensor of the model.
         for row_source in sources:
             into = rows[row_source.at.relative_to(part.rows).slices()]
             into.copy_(self._value(row_source), non_blocking=self._pinned)
@@ -461,7 +463,7 @@ class _Save:
                     receives.append(Receive(row_source.rank, into))
                 elif row_source.rank == me:
                     sends.append(Send(part.writer, self._value(row_source), part.output.dtype))
-        if exchange_round.exchanged:
+        if exchange_round.exchanged:  # equal on all ranks; False if every writer has its rows already
             self._exchange.run(sends, receives)
         self._group.run(lambda: self._begin([_write(part, rows[id(part)]) for part in mine]))
 
