@@ -28,7 +28,8 @@ class UnitOptions:
     keep_after_backward: bool = False
 
     # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again. Of `comm` and
-    # `checks` the groups copy `direct_min_bytes`, `collectives` and `poison`; everything else is read at each event (see recovery.py).
+    # `checks` the groups copy `direct_min_bytes`, `collectives` and `poison`. Everything else is read at each event, that is in
+    # hooks on modules and on the autograd graph, and in the callback at the end of a backward.
     mp: MixedPrecisionPolicy
     comm: CommPolicy
     checks: CheckPolicy
