@@ -93,9 +93,10 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test]' -r tests/clients/requirements.txt
 	@touch $@
 
-pictures: $(READY)  ## draw the pictures of the documentation from the code, and list the tests of each guarantee
+pictures: $(READY)  ## draw the pictures and write the tables of the documentation from the code
 	@$(PYTHON) docs/pictures/draw.py
 	@$(PYTHON) scripts/proofs.py
+	@$(PYTHON) scripts/levels.py
 
 gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about six minutes)
 	@$(PYTHON) tests/gpu/gpu_check.py

@@ -247,6 +247,35 @@ def test_a_step_before_the_last_microbatch_is_refused(world: World) -> None:
     model.set_states(ZERO3)
 
 
+def test_a_plan_says_how_often_each_unit_communicates() -> None:
+    with torch.device("meta"):
+        plan = fullshard.plan_model(Stack(), ModuleWrapPolicy({Block}))
+    plan.set("blocks.1", states=ZERO2)
+    plan.set("blocks.2", states=ZERO1)
+    assert "states=ZERO2" in str(plan)
+    found = {name: (one.gathers, one.reductions) for name, one in plan.messages(2)}
+    assert list(found.values()) == [
+        ("2 per microbatch", "1 per microbatch"),
+        ("1 per step", "1 per microbatch"),
+        ("1 per step", "1 per step"),
+        ("1 per microbatch", "1 per microbatch"),
+    ]
+    levels = {one.gathers for _, one in plan.messages(2, states=ZERO1)}
+    assert levels == {"1 per step"} and "1 per step" in str(plan.messages(2))
+
+
+@ranks(2)
+def test_a_plan_with_levels_shards_as_it_says(world: World) -> None:
+    plan = fullshard.plan_model(Stack(), ModuleWrapPolicy({Block}))
+    plan.set("blocks.1", states=ZERO2)
+    model = Stack()
+    fullshard.shard_model(model, mesh=world.mesh, policy=plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(world, model, optimizer, 0, 2)
+    found = sent(model, lambda: step(world, model, optimizer, 1, 2))
+    assert found == {"all_gather": 2 * 4 + 2 * 1 + 1, "reduce_scatter": 2 * UNITS}
+
+
 # --- values ---
 
 

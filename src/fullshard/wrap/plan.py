@@ -11,8 +11,8 @@ from torch import nn
 
 from fullshard import _torch
 from fullshard.core import children_first
-from fullshard.policies import CommPolicy, GradDtype, MixedPrecisionPolicy
-from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, messages_of, thresholds
+from fullshard.policies import ZERO3, CommPolicy, GradDtype, MixedPrecisionPolicy, StateSharding
+from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, frequencies, messages_of, thresholds
 from fullshard.wrap.tables import aligned, bytes_text, span
 
 
@@ -321,8 +321,10 @@ class Plan:
         *,
         mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
         comm_policy: CommPolicy = CommPolicy(),
+        reshard_after_forward: bool | int | None = None,
+        states: StateSharding = ZERO3,
     ) -> PlannedMessages:
-        """Return the collectives of each unit and their memory, from the layouts that training uses.
+        """Return the collectives of each unit, how often they run in a step, and their memory.
 
         For parameters sharded along dim 0, on nccl or another backend whose collectives run in order (gloo does not slice).
 
@@ -330,6 +332,8 @@ class Plan:
             ranks: number of ranks that parameters are sharded over, at least 1.
             mp_policy: the dtypes, see `fully_shard`; options of single units override it.
             comm_policy: only its `direct_min_bytes` matters; options of single units override it.
+            reshard_after_forward: as in `fully_shard`; options of single units override it.
+            states: the level of ZeRO, as in `fully_shard`; options of single units override it.
 
         Returns:
             Pairs of a unit's name and its `UnitMessages`; prints as a table whose last line shows the thresholds.
@@ -344,9 +348,17 @@ class Plan:
             raise ValueError(f"Plan.messages() expected the number of ranks, an int of at least 1, got {ranks!r}.")
         found: list[tuple[str, UnitMessages]] = []
         for unit, entries in self.held():
-            options = {"mp_policy": mp_policy, "comm_policy": comm_policy, **unit.options}
-            direct_min_bytes = options["comm_policy"].direct_min_bytes
-            found.append((unit.name, messages_of(entries, ranks, options["mp_policy"], direct_min_bytes)))
+            options = {
+                "mp_policy": mp_policy,
+                "comm_policy": comm_policy,
+                "reshard_after_forward": reshard_after_forward,
+                "states": states,
+                **unit.options,
+            }
+            messages = messages_of(entries, ranks, options["mp_policy"], options["comm_policy"].direct_min_bytes)
+            reshard = options["reshard_after_forward"]
+            kept = reshard is False or (reshard is None and "" in unit.modules)
+            found.append((unit.name, frequencies(messages, options["states"], kept_after_forward=kept)))
         return PlannedMessages(found, thresholds(ranks, comm_policy))
 
     def __str__(self) -> str:
@@ -460,7 +472,7 @@ class Plan:
 
 def _short(value: Any) -> str:
     """Return the text of an option for the table, shortened to the type name if it is long."""
-    text = repr(value)
+    text = str(value) if isinstance(value, StateSharding) else repr(value)
     return text if len(text) <= 40 else f"{type(value).__name__}(...)"
 
 

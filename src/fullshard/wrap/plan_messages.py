@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -23,6 +23,7 @@ from fullshard.policies import (
     Dtypes,
     GradDtype,
     MixedPrecisionPolicy,
+    StateSharding,
 )
 from fullshard.wrap.tables import aligned, bytes_text, span
 
@@ -54,6 +55,8 @@ class UnitMessages:
         reduced: number of collectives per reduction of the unit.
         reduce_staging: bytes of additional memory during a reduction, besides the gradients.
         kept: bytes of gradients that a backward without communication (`accumulate()`) keeps on each rank.
+        gathers: how often the unit is all-gathered in a step: "2 per microbatch", "1 per step" or "never".
+        reductions: how often its gradients are reduced in a step, in the same words.
     """
 
     gathered: int
@@ -64,6 +67,19 @@ class UnitMessages:
     reduced: int
     reduce_staging: int
     kept: int
+    gathers: str = ""
+    reductions: str = ""
+
+
+def frequencies(messages: UnitMessages, states: StateSharding, *, kept_after_forward: bool) -> UnitMessages:
+    """Return the collectives of a unit with `gathers` and `reductions` filled in, for a level of ZeRO."""
+    gathers = "1 per step" if states.keeps_parameters else f"{1 if kept_after_forward else 2} per microbatch"
+    reductions = "1 per step" if states.keeps_gradients else "1 per microbatch"
+    return replace(
+        messages,
+        gathers=gathers if messages.gathered else "never",
+        reductions=reductions if messages.reduced else "never",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +114,8 @@ def messages_of(
     """
     rule = DirectRule.default(DIRECT_MIN_BYTES) if direct_min_bytes is None else DirectRule(direct_min_bytes)
     groups = [_messages_of_group(group, ranks, rule) for group in group_entries(entries, mp)]
-    return UnitMessages(**{field.name: sum(getattr(group, field.name) for group in groups) for field in fields(UnitMessages)})
+    names = [field.name for field in fields(UnitMessages) if field.type == "int"]
+    return UnitMessages(**{name: sum(getattr(group, name) for group in groups) for name in names})
 
 
 def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> UnitMessages:
@@ -151,7 +168,10 @@ class PlannedMessages:
         return iter(self.units)
 
     def __str__(self) -> str:
-        titles = ("unit", "full", "gather", "direct", "summed", "staging", "reduction", "staging", "kept by accumulate()")
+        titles = (
+            *("unit", "full", "gather", "all-gathers", "direct", "summed", "staging"),
+            *("reduction", "reductions", "staging", "kept by accumulate()"),
+        )
         rows: list[tuple[str, ...]] = [titles]
         for one, equal_units in itertools.groupby(self.units, key=lambda unit: unit[1]):
             names = [name for name, _ in equal_units]
@@ -159,8 +179,9 @@ class PlannedMessages:
             sizes = [
                 bytes_text(n) for n in (one.full, one.direct, one.summed, one.gather_staging, one.reduce_staging, one.kept)
             ]
-            rows.append((name, sizes[0], str(one.gathered), *sizes[1:4], str(one.reduced), *sizes[4:]))
-        return "\n".join([*aligned(rows, right=set(range(1, 9))), self.thresholds])
+            gathers, reductions = (str(one.gathered), one.gathers), (str(one.reduced), one.reductions)
+            rows.append((name, sizes[0], *gathers, *sizes[1:4], *reductions, *sizes[4:]))
+        return "\n".join([*aligned(rows, right=set(range(1, 11))), self.thresholds])
 
 
 def thresholds(ranks: int, comm: CommPolicy) -> str:
@@ -180,4 +201,4 @@ def thresholds(ranks: int, comm: CommPolicy) -> str:
     )
 
 
-__all__ = ["PlanEntry", "PlannedMessages", "UnitMessages", "messages_of", "thresholds"]
+__all__ = ["PlanEntry", "PlannedMessages", "UnitMessages", "frequencies", "messages_of", "thresholds"]
