@@ -37,6 +37,7 @@ PAUSES = ("SIGSTOP", "slow")  # endings that are none
 WHERES = ["init", "wrap", "forward", "backward", "optimizer", "save", "end"]
 STEPS, EVERY, FAULTY = 5, 2, 2  # steps of a job, those between two checkpoints, and the one in which a rank ends (from 0)
 PAUSED = 10.0  # seconds for which a rank stops, or sleeps
+STATES = "FULLSHARD_CHAOS_STATES"  # in the environment of ranks: the level of ZeRO; all but ZERO3 have two microbatches
 WAITS = 10.0  # seconds that a rank may wait for one that is no more
 RENDEZVOUS = 5.0  # seconds until torch gives up an init_process_group()
 
@@ -64,6 +65,7 @@ def train(rank: Rank, what: str, where: str, victim: int) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     import fullshard
+    from fullshard.policies import PRESETS
 
     def at(place: str) -> None:
         if (place, rank.rank) == (where, victim):
@@ -81,11 +83,12 @@ def train(rank: Rank, what: str, where: str, victim: int) -> None:
     rank.begin(RENDEZVOUS if where == "init" and what not in PAUSES else 60.0)
     torch.manual_seed(0)
     model, mesh = Stack(), rank.mesh()
+    states = PRESETS[os.environ.get(STATES, "ZERO3")]
     for number, block in enumerate(model.blocks):
         if number == 1:
             at("wrap")
-        fullshard.fully_shard(block, mesh=mesh)
-    fullshard.fully_shard(model, mesh=mesh)
+        fullshard.fully_shard(block, mesh=mesh, states=states)
+    fullshard.fully_shard(model, mesh=mesh, states=states)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     last = rank.folder.parent / "last"
     begin = int(last.read_text()) if last.exists() else 0
@@ -97,8 +100,10 @@ def train(rank: Rank, what: str, where: str, victim: int) -> None:
     model.blocks[1].up.register_full_backward_pre_hook(lambda *_: at("backward") if step == FAULTY else None)
     optimizer.register_step_pre_hook(lambda *_: at("optimizer") if step == FAULTY else None)
     for step in range(begin, STEPS):
-        loss = square(model(batch(step).chunk(rank.size)[rank.rank]))
-        loss.backward()
+        for ends_step in (False, True) if states.keeps_parameters else (True,):
+            model.set_is_last_backward(ends_step)
+            loss = square(model(batch(step).chunk(rank.size)[rank.rank]))
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         rank.say("loss", step=step, loss=loss.item())
@@ -281,11 +286,13 @@ def main() -> int:
     parser.add_argument("--where", nargs="+", choices=WHERES, default=WHERES)
     parser.add_argument("--victim", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--size", nargs="+", type=int, default=[2, 3, 4])
+    parser.add_argument("--states", choices=["ZERO1", "ZERO2", "ZERO3"], default="ZERO3", help="the level of ZeRO")
     parser.add_argument("--seconds", type=float, default=870.0, help="no job begins later than this")
     parser.add_argument("--at-once", type=int, default=max(4, 3 * (os.cpu_count() or 1)), help="jobs side by side")
     parser.add_argument("--no-resume", action="store_true", help="start no job anew")
     parser.add_argument("--verbose", action="store_true", help="print what every rank of a job that failed said")
     options = parser.parse_args()
+    os.environ[STATES] = options.states
     begin = time.monotonic()
     wanted = chosen(options)
     results: list[Result] = []
