@@ -2,7 +2,8 @@
 
     python benchmarks/host.py [--parameters 2 11 50] [--worlds 8 64 512] [--units 8] [--repeats 30]
 
-The fake group moves no bytes between ranks, so only the host time of the engines remains. Figures are microseconds per unit for
+Also under ZERO2 and ZERO1 (two of fullshard's levels of ZeRO); an optimizer's step between the repeats, which is not timed, writes
+the shards. The fake group moves no bytes between ranks, so only the host time of the engines remains. Figures are microseconds per unit for
 one forward and backward: medians of repeats that are interleaved in one process. Compare ratios; times depend on the machine.
 """
 
@@ -65,7 +66,7 @@ def main() -> None:
                 print(
                     f"host time per unit, {label}, {parameters:2d} parameters, {world:3d} ranks: plain {plain:5.0f} us   above it: "
                     f"fullshard {above['fullshard']:5.0f} us   FSDP2 {above['FSDP2']:5.0f} us   "
-                    f"ratio {above['fullshard'] / above['FSDP2']:.2f}",
+                    f"ratio {above['fullshard'] / above['FSDP2']:.2f}   ZERO2 {above['ZERO2']:5.0f} us   ZERO1 {above['ZERO1']:5.0f} us",
                     flush=True,
                 )
         dist.destroy_process_group()
@@ -88,8 +89,14 @@ def measure(
         )
     for module in (*theirs, theirs):
         torch_fully_shard(module, mesh=mesh, mp_policy=TorchPolicy(param_dtype=param, reduce_dtype=reduce))
-    times: dict[str, list[float]] = {"plain": [], "fullshard": [], "FSDP2": []}
-    models = {"plain": plain, "fullshard": ours, "FSDP2": theirs}
+    models: dict[str, nn.Module] = {"plain": plain, "fullshard": ours, "FSDP2": theirs}
+    for name, states in (("ZERO2", fullshard.ZERO2), ("ZERO1", fullshard.ZERO1)):
+        models[name] = copy.deepcopy(base)
+        policy = fullshard.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        for module in (*models[name], models[name]):
+            fullshard.fully_shard(module, mesh=mesh, mp_policy=policy, states=states)
+    times: dict[str, list[float]] = {name: [] for name in models}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.0) for name, model in models.items()}
     inputs = x.to(param) if param else x
     for repeat in range(options.repeats + 5):
         for name, model in models.items():
@@ -97,10 +104,11 @@ def measure(
             model(inputs).sum().backward()
             if repeat >= 5:
                 times[name].append(time.perf_counter() - start)
+            optimizers[name].step()
             for parameter in model.parameters():
                 parameter.grad = None
     per_unit = {name: median(values) / options.units * 1e6 for name, values in times.items()}
-    return {name: per_unit[name] - per_unit["plain"] for name in ("fullshard", "FSDP2")}, per_unit["plain"]
+    return {name: per_unit[name] - per_unit["plain"] for name in models if name != "plain"}, per_unit["plain"]
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ def main() -> None:
         print(f"{label}: {found['full_tensor'] / found['iter_full']:.1f} times as fast as full_tensor()")
     for label, found in speed.items():
         print(
-            f"fullshard of DDP, {label}: {found['fullshard'] / found['DDP']:.2f} (FSDP2 of DDP {found['FSDP2'] / found['DDP']:.2f})"
+            f"fullshard of DDP, {label}: {found['fullshard'] / found['DDP']:.2f} (FSDP2 of DDP {found['FSDP2'] / found['DDP']:.2f}); "
+            f"under ZERO2 {found['ZERO2'] / found['DDP']:.2f} (FSDP2 with reshard_after_forward=False {found['FSDP2 kept'] / found['DDP']:.2f})"
         )
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/train_cpu.py [--dims 128 512 1024] [--repeats 9]
 
-Figures are medians in milliseconds over interleaved repeats, with one thread per rank. Machines are noisy: compare ratios.
+Beside them: fullshard under ZERO2, and FSDP2 with reshard_after_forward=False. Figures are medians in milliseconds over interleaved repeats, with one thread per rank. Machines are noisy: compare ratios.
 Ratios depend on the compute per byte sent, which `--length` sets (with the default FSDP2 is about twice as slow as DDP).
 """
 
@@ -60,8 +60,13 @@ def worker(rank: int, options: argparse.Namespace) -> None:
             fullshard.fully_shard(module, mesh=mesh)
         for module in (*theirs, theirs):
             torch_fully_shard(module, mesh=mesh)
+        second, kept = copy.deepcopy(base), copy.deepcopy(base)
+        for module in (*second, second):
+            fullshard.fully_shard(module, mesh=mesh, states=fullshard.ZERO2)
+        for module in (*kept, kept):
+            torch_fully_shard(module, mesh=mesh, reshard_after_forward=False)
         x = torch.randn(options.batch, options.length, dim)
-        models = {"fullshard": ours, "FSDP2": theirs, "DDP": ddp}
+        models = {"fullshard": ours, "FSDP2": theirs, "DDP": ddp, "ZERO2": second, "FSDP2 kept": kept}
         optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
         times: dict[str, list[float]] = {name: [] for name in models}
         steps: dict[str, list[float]] = {name: [] for name in models}
@@ -83,7 +88,8 @@ def worker(rank: int, options: argparse.Namespace) -> None:
                 ms = found[label] = {name: median(values) * 1e3 for name, values in measured.items()}
                 print(
                     f"two gloo ranks, {label:20s}: fullshard {ms['fullshard']:7.0f} ms   FSDP2 {ms['FSDP2']:7.0f} ms   "
-                    f"DDP {ms['DDP']:7.0f} ms   of FSDP2 {ms['fullshard'] / ms['FSDP2']:.2f}   of DDP {ms['fullshard'] / ms['DDP']:.2f}",
+                    f"DDP {ms['DDP']:7.0f} ms   of FSDP2 {ms['fullshard'] / ms['FSDP2']:.2f}   of DDP {ms['fullshard'] / ms['DDP']:.2f}   "
+                    f"ZERO2 of DDP {ms['ZERO2'] / ms['DDP']:.2f}   FSDP2 with reshard_after_forward=False {ms['FSDP2 kept'] / ms['DDP']:.2f}",
                     flush=True,
                 )
     dist.destroy_process_group()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import CheckPolicy, fully_shard
+from fullshard.policies import PRESETS
 
 RATE = 0.1
 ORDERS = ("skip", "repeat", "reverse")  # other modules, or in another order
@@ -42,6 +43,7 @@ class Part:
     paired: bool = False
     checkpointed: bool = False
     reshard: bool | None = None
+    level: str = "ZERO3"
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ def parts(draw: st.DrawFn, depth: int) -> Part:
     inner = tuple(draw(parts(depth - 1)) for _ in range(draw(st.integers(0, 3 if depth > 1 else 2)))) if depth else ()
     flags = [draw(st.booleans()) for _ in range(2)]
     rare = [draw(st.integers(0, 4)) == 0 for _ in range(2)]
-    return Part(inner, flags[0], flags[1] or not inner, rare[0], rare[1], draw(st.sampled_from([None, True, False])))
+    reshard, level = draw(st.sampled_from([None, True, False])), draw(st.sampled_from(["ZERO3", "ZERO3", "ZERO2", "ZERO1"]))
+    reshard = reshard if level == "ZERO3" else None
+    return Part(inner, flags[0], flags[1] or not inner, rare[0], rare[1], reshard, level)
 
 
 @st.composite
@@ -230,7 +234,12 @@ def shard(node: Node, mesh: Any, program: Program, unit: bool) -> None:
     for index, inner in enumerate(node.parts):
         shard(inner, mesh, program, inner.part.unit and not (paired and index < 2))
     part = program.root if program.tie is not None else node.part
-    options: Any = {"mesh": mesh, "reshard_after_forward": part.reshard, "check_policy": CheckPolicy(patience=0.1)}
+    options: Any = {
+        "mesh": mesh,
+        "reshard_after_forward": part.reshard,
+        "states": PRESETS[part.level],
+        "check_policy": CheckPolicy(patience=0.1),
+    }
     if paired:
         fully_shard([node.parts[0], node.parts[1]], **options)
     if unit:

@@ -1,4 +1,4 @@
-"""Option classes. Fields that a caller leaves at None are resolved once, to a value without None."""
+"""Option classes, and the values that they resolve to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ UNSET_GRAD_DTYPE = GradDtype()
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The dtypes of a parameter group."""
+    """The dtypes of a parameter group, one for each use, and what is cast between them.
+
+    With a `reduce_dtype` of None, `ParamGroup.widen_reduce_dtype` may replace `reduce` by a wider dtype later.
+    """
 
     storage: torch.dtype  # of the shards
     compute: torch.dtype  # of the unsharded parameters

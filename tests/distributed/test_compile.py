@@ -18,7 +18,7 @@ from models import Block, Stack, assert_near, assert_same_grads, assert_same_par
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard import ZERO2, MixedPrecisionPolicy, fully_shard
 from fullshard.compat import FSDP
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -130,7 +130,9 @@ def test_compiled_and_eager_agree_and_nothing_is_compiled_again(world: World, ho
         assert counters["stats"]["unique_graphs"] == graphs and dict(counters["frames"]) == frames
 
 
-@pytest.mark.parametrize("options", [{"mp_policy": MixedPrecisionPolicy(torch.float64)}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize(
+    "options", [{"mp_policy": MixedPrecisionPolicy(torch.float64)}, {"reshard_after_forward": False}, {"states": ZERO2}]
+)
 @ranks(2, limit=240)
 def test_options_of_units_cause_no_recompilation(world: World, options: dict[str, Any]) -> None:
     with compiling():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard import CheckPolicy, fully_shard
+from fullshard import ZERO2, ZERO3, CheckPolicy, StateSharding, fully_shard
 
 
 class Tower(nn.Module):
@@ -52,10 +52,11 @@ class Vision(nn.Module):
         return x if self.where == "last" else self.behind(x)
 
 
-def shard(model: Vision, world: World, reshard: bool | None, root: bool) -> Vision:
+def shard(model: Vision, world: World, reshard: bool | None, root: bool, states: StateSharding = ZERO3) -> Vision:
     units = [*model.tower.layers, model.tower, model.before, model.behind, *([model] if root else [])]
     for module in units:
-        fully_shard(module, mesh=world.mesh, reshard_after_forward=reshard, check_policy=CheckPolicy(patience=0.2))
+        policy = CheckPolicy(patience=0.2)
+        fully_shard(module, mesh=world.mesh, reshard_after_forward=reshard, states=states, check_policy=policy)
     return model
 
 
@@ -66,9 +67,9 @@ def shard(model: Vision, world: World, reshard: bool | None, root: bool) -> Visi
 @ranks(2, 3)
 def test_a_tower_that_only_some_ranks_run(world: World, where: str, recompute: bool, root: bool) -> None:
     """Elsewhere everybody runs the tower on a made-up image, or hangs."""
-    for reshard in (True, None):
+    for reshard, states in ((True, ZERO3), (None, ZERO3), (None, ZERO2)):
         model = Vision(where, recompute)
-        sharded = shard(copy.deepcopy(model), world, reshard, root)
+        sharded = shard(copy.deepcopy(model), world, reshard, root, states)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, model)]
         for step in range(4):  # who has an image: nobody but rank 0, all, nobody but the last rank, nobody at all
             has = [r == 0 if step == 0 else step == 1 or (step == 2 and r == world.size - 1) for r in range(world.size)]

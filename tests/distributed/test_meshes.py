@@ -33,11 +33,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard import (
+    ZERO1,
+    ZERO2,
     CommPolicy,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     ShardPlacementResult,
+    StateSharding,
     fully_shard,
 )
 from fullshard.compat import FullyShardedDataParallel
@@ -389,6 +392,14 @@ def train_parallel(
             optimizer.zero_grad()
     assert_same_parameters(sharded, model)
     return sharded, model
+
+
+@pytest.mark.parametrize("states", [ZERO1, ZERO2], ids=str)
+@ranks(4)
+def test_levels_of_zero_over_tensor_parallel_parameters(world: World, states: StateSharding) -> None:
+    train_parallel(world, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), "dp", states=states)
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    train_parallel(world, mesh, ("replicate", "shard"), states=states)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -19,6 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
 
 import fullshard
+from fullshard import ZERO2, MixedPrecisionPolicy
 from fullshard.comm.traffic import Message
 from fullshard.foresight.clock import message_seconds, play
 from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, gpu_of, write_machine
@@ -534,6 +535,16 @@ class Asks(nn.Module):
         ({"recompute": "all"}, "recompute must be 'none', 'block', 'selective', 'every:2' or a function"),
         ({"engine": "deepspeed"}, "engine must be 'fullshard' or 'fsdp2', got 'deepspeed'"),
         ({"reshard_after_forward": 3}, "reshard_after_forward=3 must divide the 8 ranks"),
+        ({"states": "zero2"}, "states must be a StateSharding, for example fullshard.ZERO2, got 'zero2'"),
+        (
+            {"states": ZERO2, "reshard_after_forward": True},
+            "reshard_after_forward=True frees parameters after forward, which states",
+        ),
+        ({"states": ZERO2, "engine": "fsdp2"}, "states=ZERO2 needs engine='fullshard': torch's FSDP2 has no such level"),
+        (
+            {"mp_policy": MixedPrecisionPolicy(accumulate_dtype=torch.float32), "engine": "fsdp2"},
+            r"MixedPrecisionPolicy\(accumulate_dtype=\) needs engine='fullshard'",
+        ),
     ],
 )
 def test_what_cannot_be_told_is_refused_in_a_line_that_says_what_to_give(options: dict[str, Any], told: str) -> None:

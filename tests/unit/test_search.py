@@ -33,6 +33,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
         fullshard.CommPolicy(prefetch_bytes=0),
     ),
     "mesh": (None, (2, 4)),
+    "states": (fullshard.ZERO3, fullshard.ZERO2, fullshard.ZERO1),
 }
 
 
@@ -185,6 +186,19 @@ def test_a_tolerance_leaves_settings_out_and_says_what_they_may_be_worth() -> No
     assert f"{near.left:,} more cannot fit, or cannot be more than {near.gap:.1%} faster" in str(near)
     hurried = search(build, batch, goal="fastest", world=8, loss=torch.sum, tolerance=0.0, seconds=1e-9)
     assert hurried.stopped and "out of time" in str(hurried) and hurried.gap >= 0
+
+
+def test_a_search_names_the_least_memory_that_is_fast_enough() -> None:
+    levels = (fullshard.ZERO3, fullshard.ZERO2, fullshard.ZERO1)
+    build, batch = partial(Model, 512, 4), torch.empty(4, 64, 512, device="meta")
+    found = search(build, batch, goal="fastest", world=8, loss=torch.sum, microbatches=4, over={"states": levels})
+    assert found.best is not None and found.leanest is not None
+    speeds = [one.speed for one in found.tried if one.speed >= 0.98 * found.best.speed]
+    assert found.leanest.speed in speeds and found.leanest.needed == min(
+        one.needed for one in found.tried if one.speed in speeds
+    )
+    assert len(found.front) >= 2 and "states=ZERO" in str(found)
+    assert ("least memory within 2% of the fastest" in str(found)) == (found.leanest is not found.best)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class ParamGroup:
         extension: whether the parameter is a tensor subclass with its own all-gather hooks.
         parameters: the sharded parameters, in the order of `layout.offsets`.
         fingerprints: hashes of the group's collectives for the collective log.
-        dtypes: storage, compute, reduce and `.grad` dtype.
+        dtypes: dtypes of storage, computation, reductions, kept gradients and `.grad`.
         collectives: the process groups' collectives for all-gather, reduce-scatter and all-reduce.
         storage: devices and memory options of the shards and the unsharded buffer.
         layout: offsets of each parameter in the flat shard and in the unsharded buffer; fixed.

@@ -16,6 +16,9 @@ from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolic
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.tables import aligned, bytes_text
 
+FAST_ENOUGH = 0.98
+"""Fraction of the highest speed that counts as fast enough, where a search asks for the least memory."""
+
 Goal = Literal["fits", "fastest", "largest_batch", "fewest_gpus"]
 
 
@@ -110,6 +113,14 @@ class Found:
                 found.append(candidate)
         return found
 
+    @property
+    def leanest(self) -> Candidate | None:
+        """The setting with the least memory of those that fit and are fast enough (FAST_ENOUGH); None if none fits."""
+        fits = [candidate for candidate in self.tried if self.allows(candidate)]
+        fastest = max((candidate.speed for candidate in fits), default=0.0)
+        fast = [candidate for candidate in fits if candidate.speed >= FAST_ENOUGH * fastest]
+        return min(fast, key=lambda candidate: candidate.needed, default=None)
+
     def __str__(self) -> str:
         has = self.base.explanation.gpu.memory
         lines = [f"requested: {_describe(self.base)}; budget {bytes_text(self.budget * has)} of {bytes_text(has)}"]
@@ -121,6 +132,8 @@ class Found:
             lines.append(f"none of {len(self.tried)} simulated settings fits: use more ranks, or a GPU with more memory")
         else:
             lines.append(f"best by goal {self.goal!r}: {_describe(self.best)}")
+        if self.leanest is not None and self.leanest is not self.best:
+            lines.append(f"least memory within {1 - FAST_ENOUGH:.0%} of the fastest: {_describe(self.leanest)}")
         rows = [("", "memory", "tokens/s", "setting")]
         for candidate in self.front:
             fits = "fits" if self.allows(candidate) else ""

@@ -548,6 +548,8 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
     }
     if setting.engine == "fsdp2" and options["states"] != ZERO3:
         raise ValueError(f"states={options['states']} needs engine='fullshard': torch's FSDP2 has no such level.")
+    if setting.engine == "fsdp2" and resolve_mp(options["mp_policy"]).accumulate_dtype is not None:
+        raise ValueError("MixedPrecisionPolicy(accumulate_dtype=) needs engine='fullshard': torch's FSDP2 has no such option.")
     policy, subgroup = parse_reshard_after_forward(options["reshard_after_forward"], setting.ranks, options["states"])
     return UnitOptions(
         reshard_policy=policy,

@@ -302,7 +302,8 @@ class Variants:
 
     def _state_cost_of(self, arguments: ExplainArguments, traced: TracedModel) -> _StateCost:
         shape = arguments.world, arguments.mesh
-        key = shape, arguments.mp_policy, id(arguments.plan), _offloads(arguments), arguments.states
+        reshard = arguments.reshard_after_forward  # decides whether the level of ZeRO is legal
+        key = shape, arguments.mp_policy, id(arguments.plan), _offloads(arguments), arguments.states, bool(reshard)
         if key not in self._state_costs:
             planned, gpu = traced.planned_for(arguments), arguments.machine
             self._state_costs[key] = _state_cost(planned, setting_of(arguments, planned), gpu, network_of(arguments.net, gpu))
