@@ -1,7 +1,7 @@
 """Wrappers around the private parts of torch that fullshard uses. No other file uses private names of torch.
 
-A comment "Private:" in a wrapper names the private part, the reason for it, and the consequence of a change in torch. Without
-another consequence, a removed name raises AttributeError, ImportError or TypeError: at `import fullshard` for module-level
+A comment "Private:" in a wrapper names the private part, the reason for it, and the consequence of a change in torch. Where it
+names no consequence, a removed name raises AttributeError, ImportError or TypeError: at `import fullshard` for module-level
 names, else at the first call.
 
 versions.py     version of the installed torch, and what differs between versions

@@ -162,7 +162,7 @@ def uncounted() -> AbstractContextManager[object]:
     """Return a context in which no CommDebugMode of this thread counts collectives."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    # Private: disables all dispatch modes, hence only if one of them counts.
+    # Private: `_disable_current_modes`. It disables all dispatch modes, so it is used only if one of them counts.
     return _disable_current_modes() if counts_collectives() else nullcontext()
 
 

@@ -41,7 +41,7 @@ def fake_ranks(size: int) -> Iterator[DeviceMesh | None]:
     if dist.is_initialized():
         raise RuntimeError(
             "Tensor parallelism cannot be simulated here: it needs a process group of fake ranks, and a process group is "
-            "initialized already. Call this where no process group is."
+            "initialized already. Call this in a process without one."
         )
     # Private: torch's fake backend, made for its tests. Its collectives complete at once and send nothing.
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -91,13 +91,13 @@ ANY_FAILED_PREFIX = "any_failed "  # prefix of the names of logs of any_failed()
 
 
 class _CallInFlight(Protocol):
-    """A call whose completion can be polled. Its class is a `LoggedCall`."""
+    """A `LoggedCall` whose completion can be polled."""
 
     def done(self) -> bool: ...
 
 
 class WaitState:
-    """Wait of one thread: of its host for a call, or of its device for the oldest call in flight.
+    """The call that one thread waits for: on the host, or on its device, which waits for the oldest call in flight.
 
     A host with an asynchronous device runs ahead: it queues collectives and waits for none of them. A collective that hangs
     stops the device first, and the host only later, in any code that synchronizes.
@@ -139,8 +139,8 @@ class WaitState:
         """Find the oldest call that the device has not completed. Only the watchdog's thread calls this."""
         newest = self.in_flight[-1] if self.in_flight else None
         if newest is not self._newest:
-            # Polling takes time from the program's thread (the GIL), and a device that hangs soon stops the host. So nothing is
-            # polled while the host queues calls.
+            # Polling takes time from the program's thread (the GIL). So nothing is polled while the host queues calls: if the
+            # device hangs, the host stops soon after it.
             self._newest, self._stalled = newest, None
             return
         while self.in_flight and _is_done(self.in_flight[0]):

@@ -21,7 +21,7 @@ from fullshard.checks.state import ENDED, RAISED, WAITING, LocalState, Position,
 RATE = 1950.0  # maximum requests per second to the store, of all ranks together
 
 _MANY = 64  # with more ranks than this, each rank sends requests in its own time slots only
-_NEIGHBOR_SECONDS = 5.0  # between two reads of processes that some ranks have not published yet
+_NEIGHBOR_SECONDS = 5.0  # seconds between two reads of `process/` records, as long as some of them are missing
 _GAP = 2.0  # seconds after which a notice that was counted, but not written, is skipped
 MAX_WOKEN = 1024  # maximum number of ranks to wake at once
 _TOKEN = 8  # bytes of the token that identifies wake-up packets of this job
@@ -210,7 +210,7 @@ _RECORD = 58  # bytes to read one position, with its key
 
 
 class RateLimiter:
-    """Times at which this rank may send requests to the store. Few ranks may send at any time."""
+    """Times at which this rank may send requests to the store: its time slots, or any time if there are at most 64 ranks."""
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
@@ -218,7 +218,7 @@ class RateLimiter:
         self._reading: dict[str, float] = {}  # key of a log -> time of the next read of its positions
 
     def try_send(self, now: float) -> bool:
-        """Return True if this rank may send a request now, and use up its slot. Few ranks may always send."""
+        """Return True if this rank may send a request now, and use up its slot. Always True if there are at most 64 ranks."""
         store, period = self._store, max(TICK, self._store.period)
         if not store.many:
             return True
@@ -268,7 +268,7 @@ Window = list[tuple[int, int, str]]
 class Records:
     """Records of each log and rank, each under its own key: position, status (key `said`), recent calls (`calls`), `needs`.
 
-    The needs are the messages of a closed log that a rank still waits for.
+    The needs are the messages that a rank still waits for in a closed log: its ranks diverged, and no further call may start.
     """
 
     def __init__(self, store: StateStore, local: LocalState) -> None:
@@ -366,7 +366,7 @@ class Records:
         return self._own_process is not None and process.machine == self._own_process.machine and process.is_gone()
 
     def all_wait(self, log: CollectiveLog) -> bool:
-        """Return True if no other rank of the log may only be late: each waits, raised or ended, or its process is gone."""
+        """Return True if each other rank of the log waits, raised, ended, or lost its process, so that none is merely late."""
         gone = {rank for rank, process in self._neighbors.items() if self._is_gone(process)}
         stuck = {rank for rank, position in self.positions(log).items() if position.flags & (WAITING | RAISED | ENDED)}
         return {rank for rank in log.ranks if rank != self._local.rank} <= gone | stuck

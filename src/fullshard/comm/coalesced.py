@@ -34,7 +34,7 @@ _QUEUED = _Queued()
 
 
 class CoalescedCollectives:
-    """The collectives of nccl and similar backends: one coalesced call for all buckets of a group."""
+    """The collectives of nccl and similar backends: one coalesced call for all buckets of a parameter group."""
 
     direct_min_bytes: float = DIRECT_MIN_BYTES
 

@@ -19,7 +19,8 @@ from fullshard.comm.process_groups import held, on_release
 from fullshard.errors import StateError
 from fullshard.policies import DIRECT_MIN_BYTES
 
-# A tag has 24 bits for the call and, below them, 4 bits for the stage of the call. Tags begin above those of other programs.
+# A tag has 24 bits for the call and, below them, 4 bits for the stage of the call. The first tag is above those that programs
+# usually pass to torch.distributed.send().
 _FIRST_TAG = 0x20000000
 _STAGE_BITS = 4
 _FEW_RANKS = 8  # up to this many ranks, each rank sends to all others

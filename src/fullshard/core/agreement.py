@@ -83,7 +83,8 @@ class Agreement(Ranks):
 
         Args:
             communicator: runs the collectives; None without axes.
-            axes: the axes whose ranks take part: that of a unit, and with tensor parallelism those of the other ranks.
+            axes: the axes whose ranks take part: that of a unit (with its replicas) and, if all ranks of a mesh with tensor
+                parallelism take part, its tensor-parallel axes.
             unit_name: the name of the unit, for error messages.
             doing: the name of the call.
             subject: a text that must be equal on all ranks; it is part of the log's hash.
@@ -137,7 +138,8 @@ class Agreement(Ranks):
         return self._from_rank(0, tensor)
 
     def _from_rank(self, index: int, tensor: Tensor) -> Tensor:
-        # The maximum with the zeros of all other ranks spans all axes, also if the rank is not the first one of each.
+        # All other ranks pass zeros, so the maximum is the tensor of this one rank. `maximum` reduces over one axis after the
+        # other and so reaches all ranks, wherever the rank is on each axis.
         return self.maximum(tensor if self.index == index else torch.zeros_like(tensor))
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

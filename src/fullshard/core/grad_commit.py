@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class GradCommit:
     """Commit of one group: sets `.grad` of its parameters to parts of the flat gradient, or adds to existing gradients.
 
-    Each gradient that it sets gets a mark, (layout, flat gradient), as an attribute. The attribute has a name per parameter, so
-    a gradient that the caller moved from one parameter to another does not count. Gradients of a group that share one mark are
-    parts of one flat gradient (`flat_gradient`).
+    Each gradient that it sets gets a mark, (layout, flat gradient), as an attribute. Gradients of a group that share one mark
+    are parts of one flat gradient (`flat_gradient`). The attribute has another name for each parameter, so that a gradient that
+    the caller moved from one parameter to another is not taken for the part that belongs there.
 
     Attributes:
         gradients: the gradients as the hooks returned them, None for a parameter without one. None instead of a list if all

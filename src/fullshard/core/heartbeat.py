@@ -20,7 +20,7 @@ from fullshard.errors import StateError
 # heartbeat itself can find the difference.
 _LENGTH_STEP = 1024
 
-UNIT_FLAGS = 128  # bytes, one per flag of a unit with kept gradients; the flag of a unit is its `global_id` modulo this
+UNIT_FLAGS = 128  # bytes for flags of units with kept gradients: the byte at `global_id` modulo this is the flag of a unit
 
 _NO_FLAGS = bytes(UNIT_FLAGS)
 
@@ -113,7 +113,7 @@ class Heartbeat:
             reductions: the reductions that the heartbeat ends.
             async_device: the device if it runs asynchronously, else None.
             buffer: a free buffer; one is allocated if it is None or has another length.
-            kept: flags of units with kept gradients.
+            kept: units with kept gradients, each as the index of its flag (see `UNIT_FLAGS`).
         """
         self.log, self.reductions = log, list(reductions)
         digest = log.hash
@@ -166,7 +166,7 @@ class Heartbeat:
         return [[bool(next(flags)) for _ in reduction.used] for reduction in self.reductions]
 
     def kept_units(self) -> set[int]:
-        """Return the flags of units that any rank keeps gradients of. The host must have waited for the heartbeat."""
+        """Return the indices of the flags that any rank has set. The host must have waited for the heartbeat."""
         flags = self.buffer.read(2 * DIGEST, 2 * DIGEST + UNIT_FLAGS)
         return set() if flags == _NO_FLAGS else {index for index, flag in enumerate(flags) if flag}
 
@@ -196,7 +196,7 @@ class Heartbeats:
 
         Args:
             reductions: the reductions to end, each with the number of steps per heartbeat (`CheckPolicy.every`).
-            kept: flags of units that this rank keeps gradients of, and their logs.
+            kept: units that this rank keeps gradients of: the index of the flag of each (see `UNIT_FLAGS`), and its log.
             again: logs that get a second heartbeat in this backward; None for the first heartbeats of a backward.
 
         Returns:

@@ -75,8 +75,9 @@ class JoinedCalls:
     def _is_reached(self, joined: Joined) -> bool:
         """Return True if a joined call belongs to the running backward.
 
-        It does if the backward reached the call's outermost forward. An outermost forward of joined calls alone belongs to the
-        backward that reached the next one, or, if there is no next one, the previous one.
+        It does if the backward reached the call's outermost forward. A call that is an outermost forward by itself (`alone`)
+        belongs to the backward that reached the next outermost forward in which this rank computes, or, if there is none, the
+        previous one.
         """
         scheduler, reached = self._scheduler, self._reached
         run = scheduler.start_of_outermost(joined.call)

@@ -68,7 +68,7 @@ def check_written(unit: Unit) -> None:
 
 
 def warn_if_unwritten(unit: Unit) -> None:
-    """Warn if `load_weights` left tensors without values that a state dict contains.
+    """Warn that a state dict contains tensors without values, if `load_weights` left some.
 
     This is no error, since a load may be about to fill the dict.
     """

@@ -20,7 +20,7 @@ class _Replacements:
 class ParameterAlias(nn.Parameter):
     """Alias left in place of a parameter that was sharded; forwards every operation to the sharded parameter.
 
-    So a list of parameters from before sharding can be clipped and zeroed, and its `.grad` are the reduced gradients. Computing
+    So a list of parameters from before sharding has the reduced gradients in `.grad`, and can be clipped and zeroed. Computing
     with an alias uses the parameter that is registered on the module: the unsharded one during the unit's forward, else the
     sharded one. The memory of the original parameter is freed.
     """
@@ -34,8 +34,8 @@ class ParameterAlias(nn.Parameter):
             return setattr(_resolve(args[0], True), func.__self__.__name__, _resolve(args[1], True))
         if name == "__delete__":
             return delattr(_resolve(args[0], True), func.__self__.__name__)
-        # Hooks and writes, like attributes, must outlive the forward, so they go to the sharded parameter even if the unsharded
-        # one is registered.
+        # Hooks, in-place writes and attributes must last beyond the forward, so they go to the sharded parameter even while the
+        # unsharded one is registered.
         to_sharded = "hook" in name or (name.endswith("_") and not name.endswith("__"))
         return func(*_resolve(args, to_sharded), **_resolve(kwargs or {}, to_sharded))
 

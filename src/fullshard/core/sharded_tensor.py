@@ -15,7 +15,7 @@ from fullshard.errors import StateError
 
 LOGICAL = "_fullshard_parameter"  # attribute of a sharded parameter: a weak reference to its ShardedParameter
 _VIEWED = "_fullshard_viewed"  # attribute of a view of a sharded parameter: the same reference
-_PLAIN = "_fullshard_bare"  # attribute of both: the plain DTensor with the same memory that torch computes with
+_PLAIN = "_fullshard_bare"  # attribute of both: a plain DTensor with the same memory, with which operations compute
 # Attribute of a "view" for which DTensor had to all-gather (an element or a row): it is a copy, so writes to it are lost.
 _COPIED = "_fullshard_copied"
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -177,7 +177,7 @@ _SWITCHED = threading.local()
 
 
 def _plain_dtensor(tensor: ShardedDTensor) -> DTensor:
-    """Return the plain DTensor with the same memory that torch computes with. Cached on `tensor`."""
+    """Return a plain DTensor with the same memory, with which operations compute. Cached on `tensor`."""
     cached = tensor.__dict__.get(_PLAIN)
     local, spec = _torch.local_tensor(tensor), _torch.spec_of(tensor)
     if cached is None or _torch.local_tensor(cached) is not local or _torch.spec_of(cached) is not spec:

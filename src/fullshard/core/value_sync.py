@@ -57,9 +57,9 @@ def _plain_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def find_unequal_values(named: Sequence[tuple[str, Tensor]], agreement: Agreement) -> str | None:
-    """Return a text that names the first tensor whose values differ between ranks, equal on all ranks; None if none does.
+    """Return a text that names the first tensor whose values differ between ranks, None if there is none.
 
-    Collective. Tensors on meta have no values and are not compared.
+    Collective. All ranks return the same text. Tensors on meta have no values and are not compared.
     """
     if not agreement.groups or not named:
         return None
@@ -78,9 +78,9 @@ def find_unequal_values(named: Sequence[tuple[str, Tensor]], agreement: Agreemen
 
 
 def find_unequal_parameters(named: Sequence[tuple[str, Tensor]], agreement: Agreement) -> str | None:
-    """Return a text with the parameters of each rank if they differ between ranks, equal on all ranks; None if they are equal.
+    """Return a text that lists the parameters of each rank if they differ between ranks, None if they do not.
 
-    Collective.
+    Collective. All ranks return the same text.
     """
     text = "; ".join(f"{name} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named)
     if agreement.all_equal(text.encode()):
@@ -95,9 +95,9 @@ def broadcast(tensors: Sequence[Tensor], agreement: Agreement) -> None:
 
 
 def find_partly_on_meta(named: Sequence[tuple[str, Tensor]], agreement: Agreement) -> str | None:
-    """Return the name of the first tensor that is on meta on some ranks only, equal on all ranks; None if there is none.
+    """Return the name of the first tensor that is on meta on some ranks only, None if there is none.
 
-    Collective.
+    Collective. All ranks return the same name.
     """
     if not named:
         return None

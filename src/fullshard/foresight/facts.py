@@ -227,7 +227,7 @@ class StepEstimate:
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of the most flops of matrix products."""
+        """Dtype in which matrix products have the most flops."""
         found: Counter[torch.dtype] = Counter()
         for event in self.traced.trace.events:
             if isinstance(event, Op) and event.dtype is not None:

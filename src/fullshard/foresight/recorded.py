@@ -153,7 +153,7 @@ class Recorded:
         On the CPU, collectives that completed before the wait are left out, since their end time is unknown.
 
         Returns:
-            The median by kind, in bytes/s: bytes of all ranks' chunks over their time.
+            The median by kind of collective, in bytes/s: the bytes of all ranks' chunks, divided by the collective's time.
         """
         found: dict[str, list[float]] = {}
         for sent in (sent for step in self._found.steps for sent in step.sent if sent.exact):

@@ -211,7 +211,8 @@ class Variants:
     def rows_of(self, changes: Changes) -> int:
         """Return the rows of one microbatch.
 
-        Microbatches share the requested batch, unless the changes contain "rows" or "world".
+        The rows of the requested microbatches are divided among the new number of microbatches, unless the changes contain
+        "rows" or "world".
         """
         if "rows" in changes or "world" in changes:
             return int(changes.get("rows", self.rows))
@@ -260,7 +261,7 @@ class Variants:
         microbatches = arguments.microbatches
         try:
             if self.quick and not self.is_traced(changes):
-                # Only these arguments change the trace: `recompute`, and the others by the rows of a microbatch.
+                # Only these arguments change the trace: `recompute`, and three that change the rows of a microbatch.
                 self.run(
                     {name: value for name, value in changes.items() if name in ("rows", "recompute", "microbatches", "world")}
                 )
@@ -351,10 +352,11 @@ class _StateCost:
     # Bytes of the unsharded gradients that microbatches keep with `accumulate`, and of those that are kept in any case.
     gradients: int
     kept_gradients: int
-    # Seconds on the link to all-gather each unit once: of units that do so in each microbatch, and of those that are kept.
+    # Seconds to all-gather each unit once: units that do so in each microbatch, and units that stay unsharded between steps.
     gather: float
     gather_once: float
-    # Seconds on the link to reduce-scatter each unit once: of all units but those that reduce once per step in any case.
+    # Seconds to reduce-scatter each unit once: units that reduce in each microbatch unless `accumulate`, and units that reduce
+    # once per step in any case.
     reduce: float
     reduce_once: float
 

@@ -33,7 +33,7 @@ class StateDictFormat:
     rank0_only: bool = False  # only the first rank keeps values; for full tensors only
 
     def keeps(self, *, first: bool) -> bool:
-        """Return True if the first rank (`first`), or any other rank, keeps values."""
+        """Return True if a rank keeps values. `first`: True if it is the first rank."""
         return first or not (self.kind is FULL and self.rank0_only)
 
     def convert(self, value: Any, *, keep: bool = True) -> Any:

@@ -76,7 +76,7 @@ class _LocalView:
         self._groups: list[list[Any]] = []  # the `params` of the optimizer's groups
         self._plain_groups: list[list[Any]] = []  # the same with plain Parameters for the sharded ones
         self._plain_params: list[tuple[ShardedParameter, Tensor, nn.Parameter]] = []  # parameter, its shard, plain Parameter
-        self._outside_state: Any = None  # during a step: the `optimizer.state` of outside, with DTensors; else None
+        self._outside_state: Any = None  # during a step: the `optimizer.state` from before it, with DTensors; else None
         self._entry_states: list[dict[str, Any] | None] = []  # by plain Parameter: its local state when `enter` returned
 
     def enter(self, optimizer: Optimizer) -> None:

@@ -87,7 +87,7 @@ class _Options:
             {key: repr(value) for key, value in zip(self.keys, self.values[index]) if value is not None} for index in counts
         ]
         common = set.intersection(*(set(one.items()) for one in mine))
-        sets: dict[str, int] = {}  # number of parameters by their options that not all groups share
+        sets: dict[str, int] = {}  # number of parameters by those of their options that differ between groups
         for one, count in zip(mine, counts.values()):
             own = ", ".join(f"{key}={value}" for key, value in one.items() if (key, value) not in common)
             sets[own] = sets.get(own, 0) + count

@@ -40,7 +40,7 @@ class KnownValue:
         return known
 
     def value(self) -> Tensor | None:
-        """The value on the CPU, None if it is too large or cannot be computed there."""
+        """Return the value on the CPU, None if it is too large or cannot be computed there."""
         if self._value is None and self._func is not None:
             try:
                 self._value = self._compute()
@@ -183,7 +183,7 @@ _OF_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
 
 
 class ConstantsMode(TorchFunctionMode):
-    """Function mode that records meta tensors of Python numbers, as by `torch.tensor(3.5)`, which dispatches no operator."""
+    """Function mode that records meta tensors made from Python numbers: `torch.tensor(3.5)` dispatches no operator."""
 
     def __init__(self, values: KnownValues) -> None:
         super().__init__()
@@ -192,7 +192,8 @@ class ConstantsMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _OF_DATA and isinstance(out, Tensor) and out.device.type == "meta":
-            with torch.device("cpu"), suppress(Exception):  # data of tensors without values: unknown
+            # It raises if the data contains meta tensors. The value is unknown then.
+            with torch.device("cpu"), suppress(Exception):
                 made = func(*args, **{**(kwargs or {}), "device": "cpu"})
                 self._values.record(out, KnownValue.constant(made))
         return out

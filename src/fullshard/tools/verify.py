@@ -126,8 +126,8 @@ def verify(
         optimizer: called with (parameters, lr=1e-3).
         seed: seed of torch's generators before each `build()`; before the forward of step i, from 0, it is seed + 1 + i.
         tolerance: maximum difference relative to the largest value of the compared tensor.
-        ranks: number of processes to start if torch.distributed is not initialised. Then `build`, `batch` and the other
-            arguments must be importable or inherited (the processes are forked). Otherwise all existing ranks take part.
+        ranks: number of processes to start if torch.distributed is not initialised. They are forked, so the arguments need not
+            be picklable. Otherwise all existing ranks take part.
 
     Returns:
         A `Verdict`, equal on all ranks: true if nothing differs, else with the first difference.

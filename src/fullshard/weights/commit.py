@@ -132,8 +132,8 @@ class Replacement:
             # The save was killed between the two renames of `_replace`: no directory exists, so restore the old one.
             if entry.name.endswith(_OLD) and not os.path.lexists(self.directory):
                 os.rename(entry, self.directory)
-        # A folder of the save itself is the old content only after the exchange, which its inode shows. Without that test,
-        # links in the new content would bring back files that were removed since.
+        # The folder <token> has the new content before the exchange and the old content after it; the inode tells which. The
+        # new content has links to other files of the directory: moving them would bring back files that were removed since.
         ours = owner.get("ours")
         for entry in (entry for entry in found if entry.is_dir() and not entry.is_symlink()):
             is_old = entry.name.endswith(_OLD) or (entry.name == owner.get("token") and _inode(entry) != owner.get("inode"))
@@ -217,7 +217,7 @@ class Replacement:
     def commit(self) -> None:
         """Sync the new content to disk and move it into place atomically. Other files of the directory are kept.
 
-        Files that other programs create during the commit are kept, too: files that the exchange missed are moved after it.
+        Files that other programs create in the old directory during the commit are kept, too: they move after the exchange.
 
         Raises:
             RuntimeError: if the staging folder no longer belongs to this save, or if the new content is complete on disk and
@@ -232,7 +232,7 @@ class Replacement:
         ours = sorted(entry.name for entry in self.path.iterdir())
         facts = {"token": self.path.name, "inode": self._inode, "ours": ours, "finished": self._finished}
         try:
-            # On disk before the exchange: a crash after it must find the names that distinguish this save's files.
+            # On disk before the exchange: after a crash, the next save tells this save's files from others by these names.
             self._write_owner(facts)
             os.fsync(self._owner)
             self._link_other_files()
@@ -383,8 +383,8 @@ class Replacement:
         if self._owner is None:
             return
         with suppress(OSError):  # another save may be locking the folder at this moment
-            is_internal_attribute = _is_same_file(os.stat(self._staging / _OWNER), os.fstat(self._owner))
-            if is_internal_attribute and os.listdir(self._staging) == [_OWNER]:
+            is_ours = _is_same_file(os.stat(self._staging / _OWNER), os.fstat(self._owner))
+            if is_ours and os.listdir(self._staging) == [_OWNER]:
                 os.unlink(self._staging / _OWNER)
                 os.rmdir(self._staging)
         with suppress(OSError):

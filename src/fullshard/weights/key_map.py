@@ -1,6 +1,7 @@
-"""Apply the rules of a key map: map the tensors of a checkpoint to the tensors of a model, by name and by box.
+"""Apply the rules of a key map: find for each tensor of a model the parts of checkpoint tensors that fill it.
 
-Every rule except `Convert` only maps boxes of tensors to boxes of tensors. Rules compose before any data is read.
+A part is a box: a range of indices along each dim. Every rule except `Convert` only maps boxes of tensors to boxes of tensors.
+Rules compose before any data is read.
 """
 
 from __future__ import annotations

@@ -115,9 +115,9 @@ def load_weights(
             other ranks.
         replicas: "auto" reads rows that several ranks need once and exchanges them. With "read" each of these ranks reads them,
             without communication.
-        buffers: builds the model again, such as `lambda: Llama(config)`. It is called on the meta device to get the values of
-            buffers on meta that no checkpoint has, such as the frequencies of rotary embeddings. None leaves them without
-            values.
+        buffers: builds the model again, such as `lambda: Llama(config)`. It is called on the meta device, and the operators
+            that make its buffers from shapes and constants are repeated on the CPU: so buffers on meta that no checkpoint has,
+            such as the frequencies of rotary embeddings, get their values. None leaves them without values.
         progress: called periodically on each rank with the bytes read so far and the total bytes to read. An exception in it
             ends the load on all ranks.
 

@@ -78,7 +78,7 @@ def _conversions(model: nn.Module, *, legacy: bool) -> tuple[Any, list[Any]]:
 
 
 def _adjust_prefix(model: Any) -> Callable[[str], str]:
-    """Return a function that removes the prefix of the base model from a name, or adds it, if the model has only that name."""
+    """Return a function that removes the base model's prefix from a name, or adds it, if that gives a name of the model."""
     prefix, model_names = model.base_model_prefix, set(model.state_dict())
 
     def name_of(name: str) -> str:

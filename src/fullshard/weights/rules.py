@@ -188,7 +188,7 @@ class Transpose:
 class Convert:
     r"""Compute a tensor from one or several whole tensors, for example to dequantize a weight.
 
-    Use it for conversions that the other rules, which only move boxes of tensors, cannot express.
+    Use it for conversions that the other rules, which only move rectangular parts of tensors, cannot express.
 
     One rank runs the function, on the CPU. `Loaded.conversions` lists the tensor as `computed`.
 

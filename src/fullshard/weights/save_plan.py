@@ -108,7 +108,7 @@ def _placement_key(piece: SourcePiece) -> object:
 
 
 def _own_rows(output: FileTensor, mapped: MappedTensor) -> list[RowRange]:
-    """Return the rows that only one rank has, which has them completely."""
+    """Return the rows whose elements are all on one rank, and on no other."""
     return [
         RowRange.of(_row_box(output, first, last), owners[0], {})
         for first, last, owners in _rows_with_ranks(output, mapped)

@@ -15,7 +15,7 @@ from fullshard.core import children_first
 from fullshard.wrap.plan import PlannedUnit
 
 _LIST_CLASSES = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_TABLE_CLASSES = (nn.Linear, nn.Embedding, nn.EmbeddingBag)
+_TABLE_CLASSES = (nn.Linear, nn.Embedding, nn.EmbeddingBag)  # heads and embeddings; "tables" below means both
 _ROUTER_NAME = re.compile(r"(^|_)(router|gate|gating|selector)s?$")  # names of modules that select items of a sibling list
 _MIB = 1 << 20
 
