@@ -245,7 +245,7 @@ class MixedPrecisionPolicy:
         if chosen not in (None, self.param_dtype, parameter.dtype):
             raise ValueError(
                 f"param_dtype_override_fn of parameter '{name}': expected None, {self.param_dtype} (param_dtype) or "
-                f"{parameter.dtype} (its own), got {chosen!r}. Other dtypes cannot be gathered in"
+                f"{parameter.dtype} (its own), got {chosen!r}. The parameter cannot be all-gathered in another dtype"
             )
         return chosen is not None and chosen == parameter.dtype and chosen != self.param_dtype
 
@@ -270,7 +270,7 @@ class MixedPrecisionPolicy:
         """
         if self.param_dtype_override_fn is not None:
             raise ValueError(
-                "a plan knows names and sizes of parameters, which param_dtype_override_fn cannot be asked about: expected "
+                "a plan has names and sizes of parameters only, and param_dtype_override_fn needs the parameters: expected "
                 "mp_policy without it. Give units of such parameters a policy of their own (PlannedUnit(options=...))"
             )
         return self

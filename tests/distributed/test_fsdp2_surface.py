@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, _torch, fully_shard
+from fullshard.comm.gloo import GlooCollectives
 
 
 def kinds(messages: list[fullshard.Message]) -> Counter[str]:
@@ -344,6 +346,27 @@ def test_any_divide_factor_with_any_dtype_and_mesh(world: World, reduce: torch.d
             assert_near(sharded.weight.grad, model.weight.grad / factor, "grad", rounding(reduce or torch.float32))
     with pytest.raises(ValueError, match="takes a number > 0 or None, got 0"):
         sharded.set_gradient_divide_factor(0)
+
+
+@ranks(2)
+def test_forced_sums_are_scaled_behind_the_collective_and_others_by_it(world: World) -> None:
+    scales: list[float] = []
+    reduce_scatter = GlooCollectives.reduce_scatter
+
+    def seen(self: Any, outs: Any, fulls: Any, scale: float) -> Any:
+        scales.append(scale)
+        return reduce_scatter(self, outs, fulls, scale)
+
+    model = nn.Linear(5, 3)
+    sharded = fully_shard(copy.deepcopy(model), mesh=world.mesh)
+    with mock.patch.object(GlooCollectives, "reduce_scatter", seen):
+        for forced in (False, True, False):
+            sharded.set_force_sum_reduction_for_comms(forced)
+            square(sharded(world.mine(batch(0)))).backward()
+            square(model(batch(0))).backward()
+            assert_same_grads(sharded, model)
+            sharded.zero_grad(), model.zero_grad()
+    assert scales == [0.5, 1.0, 0.5], "1 / ranks is where nccl averages"
 
 
 @ranks(2)

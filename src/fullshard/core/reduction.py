@@ -30,6 +30,7 @@ class ReduceOptions:
     """The caller's options for reductions."""
 
     divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
+    force_sum: bool = False  # scale after the reduction, so that no backend averages
     all_reduce: bool = True  # False: defer the all-reduce over replicas to a later backward
     hook: ReduceHook | None = None  # all-reduce hook, called with the sum after the all-reduce
     hook_stream: Any = None  # stream that the hook runs on
@@ -65,8 +66,8 @@ class ReductionFactors:
             hook = partial(_torch.on_stream, options.hook_stream, hook)
         return cls(
             first=1.0 / before,
-            scale=1.0 if half else 1.0 / divide,
-            last=before / divide if half else 1.0,
+            scale=1.0 if half or options.force_sum else 1.0 / divide,
+            last=before / divide if half or options.force_sum else 1.0,
             replicas=None if deferred else replicas,
             deferred=deferred,
             replicated=not deferred and (replicas is not None or hook is not None),

@@ -59,7 +59,7 @@ class Runtime:
         recovery: cleans up after exceptions and interrupts.
         trace: units that the outermost forward entered (True) and left so far, for `join()`.
         outermost_forwards: number of outermost forwards so far.
-        raised_in: the innermost forward that an exception left, and the text of the exception.
+        raised_in: the innermost forward that an exception propagated out of, and the text of the exception.
     """
 
     _of_thread = local()
@@ -182,9 +182,9 @@ class Runtime:
     def gather_after_step(self) -> None:
         """Start to all-gather the kept units that an optimizer has just written, if their `CommPolicy` asks for that.
 
-        Steps in hooks of gradients leave them to the next forward, since other optimizers will write the same units. So does a
-        step on another stream than the last forward's: memory that is allocated on its stream could be used again there while
-        the forward's stream still reads it.
+        They are left to the next forward if the step runs in a gradient hook, since other optimizers will write the same units,
+        or on another stream than the last forward: memory that is allocated on that stream could be used again there while the
+        forward's stream still reads it.
         """
         if not self._kept or self.scheduler.running or self.backward.underway or self.reducer.decided is not None:
             return

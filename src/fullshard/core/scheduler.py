@@ -38,7 +38,7 @@ TRANSITIONS = {
 
 
 class ReshardPolicy(enum.Enum):
-    """When to reshard after a forward with grad. After a forward without grad, a unit is resharded unless it is KEPT."""
+    """Which unsharded parameters stay after a forward with grad. After one without grad, only those of KEPT units stay."""
 
     NEVER = "never"  # reshard_after_forward=True: no unsharded parameters stay
     ALWAYS = "always"  # reshard_after_forward=False: all unsharded parameters stay
@@ -101,7 +101,7 @@ class ScheduleOptions(Protocol):
 
     @property
     def states(self) -> StateSharding:
-        """`parameters` of it: whether the unsharded parameters are kept between steps."""
+        """The level of ZeRO, which says whether the unsharded parameters are kept between steps."""
 
     @property
     def keep_after_backward(self) -> bool:

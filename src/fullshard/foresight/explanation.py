@@ -198,7 +198,8 @@ def explain(
         offload_policy: as in `fully_shard`.
         comm_policy: as in `fully_shard`; `collectives` and `lanes` have no effect.
         reshard_after_forward: as in `fully_shard`.
-        states: as in `fully_shard`. Under `ZERO1` all microbatches but the last are marked, so only the last reduces.
+        states: as in `fully_shard`. Under `ZERO1` only the last microbatch reduces, as after
+            `set_is_last_backward(False)` for the others.
         shard_placement_fn: as in `fully_shard`, but returns only None or `Shard(dim)`.
         optimizer: one of adamw, adam, adamw-fused, sgd, sgd-momentum, adagrad, rmsprop, or a function that makes an optimizer
             of parameters; None is no optimizer.

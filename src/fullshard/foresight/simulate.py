@@ -257,7 +257,7 @@ class _Simulator:
     def begin_step(self) -> int:
         """Clear the program for a new step. Return the number of ledger changes before it.
 
-        A step ends with the optimizer's, so all-gathers behind that one belong to the next step.
+        A step ends when the optimizer's step ends, so all-gathers that are started after it belong to the next step.
         """
         self.program.instructions.clear()
         self.program.messages.clear()

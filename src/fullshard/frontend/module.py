@@ -420,16 +420,21 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             unit.configure(reduce=replace(unit.options.reduce, divide=None if factor is None else float(factor)))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Reduce gradients with the op SUM and scale them separately. fullshard always does, for all backends and factors.
+        """Set whether gradients of this unit are reduced with the op SUM and scaled afterwards, also where a backend has AVG.
+
+        Without it, a reduce-scatter on a backend that can average (nccl) does so, which saves a pass over the sums.
 
         Args:
-            enable: True or False. It has no effect.
+            enable: True never averages in the backend.
 
         Raises:
             ValueError: if it is neither True nor False.
+            StateError: while gradients are reduced, but not in `.grad` yet.
         """
-        require_unit(self)
-        _check_bool("enable", enable)
+        unit = require_unit(self)
+        force = _check_bool("enable", enable)
+        unit.check_delivered(doing="set_force_sum_reduction_for_comms()")  # sums in flight are scaled as before
+        unit.configure(reduce=replace(unit.options.reduce, force_sum=force))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Reduce zeros for the unused parameters of a rank. fullshard always does, so all ranks run the same collectives.
