@@ -37,7 +37,8 @@ UNSET_GRAD_DTYPE = GradDtype()
 class Dtypes:
     """The dtypes of a parameter group, one for each use, and what is cast between them.
 
-    With a `reduce_dtype` of None, `ParamGroup.widen_reduce_dtype` may replace `reduce` by a wider dtype later.
+    With a `reduce_dtype` of None, `ParamGroup` may replace `reduce` by a wider dtype later. A dtype that follows it is a
+    property, as `kept` is.
     """
 
     storage: torch.dtype  # of the shards
@@ -159,11 +160,19 @@ PRESETS = {"ZERO1": ZERO1, "ZERO2": ZERO2, "ZERO3": ZERO3}
 """The levels by name."""
 
 
+_ONLY_HERE = {"only_here": True}  # metadata of a policy's field that FSDP2's class of the same name does not have
+
+
+def fields_only_here(policy: Any) -> list[str]:
+    """Return the names of the fields of a policy that were set and that FSDP2's class of the same name does not have."""
+    return [one.name for one in fields(policy) if one.metadata.get("only_here") and getattr(policy, one.name) != one.default]
+
+
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes in which a unit computes and communicates. Fields and meaning are those of FSDP2's class of this name.
+    """The dtypes in which a unit computes and communicates.
 
-    Only `accumulate_dtype` is not in FSDP2.
+    Fields and meaning are those of FSDP2's class of this name. Fields that FSDP2 lacks (`_ONLY_HERE`) come last.
 
     `.grad` has the parameter's `grad_dtype`, by default its storage dtype. Integer and boolean parameters are never cast.
 
@@ -194,7 +203,7 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[torch.nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
-    accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True, metadata=_ONLY_HERE)
 
     def __post_init__(self) -> None:
         override = self.param_dtype_override_fn

@@ -58,6 +58,7 @@ from fullshard.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     StateSharding,
+    fields_only_here,
     resolve_mp,
     resolve_offload,
 )
@@ -548,8 +549,9 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
     }
     if setting.engine == "fsdp2" and options["states"] != ZERO3:
         raise ValueError(f"states={options['states']} needs engine='fullshard': torch's FSDP2 has no such level.")
-    if setting.engine == "fsdp2" and resolve_mp(options["mp_policy"]).accumulate_dtype is not None:
-        raise ValueError("MixedPrecisionPolicy(accumulate_dtype=) needs engine='fullshard': torch's FSDP2 has no such option.")
+    only_here = fields_only_here(resolve_mp(options["mp_policy"])) if setting.engine == "fsdp2" else []
+    if only_here:
+        raise ValueError(f"MixedPrecisionPolicy({only_here[0]}=) needs engine='fullshard': torch's FSDP2 has no such option.")
     policy, subgroup = parse_reshard_after_forward(options["reshard_after_forward"], setting.ranks, options["states"])
     return UnitOptions(
         reshard_policy=policy,
