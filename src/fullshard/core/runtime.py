@@ -194,8 +194,8 @@ class Runtime:
             self.run(self.scheduler.unshard_kept(stale))
 
     def finish_gathers_of(self, unit: Unit) -> None:
-        """Wait for the all-gathers of a unit whose shards are about to be written."""
-        if self.is_gathering(unit.number):
+        """Wait for the all-gathers of a kept unit whose shards are about to be written, as by a second optimizer."""
+        if unit in self._kept and self.is_gathering(unit.number):
             self.run(self.scheduler.finish_unshard(unit.number))
 
     def _drop_stale(self, chosen: Callable[[Unit], bool] = lambda unit: True) -> list[int]:
