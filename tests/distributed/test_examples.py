@@ -70,6 +70,15 @@ def test_replicas_sum_what_their_shards_reduced() -> None:
     assert "6 gathers and 3 reductions among 2 ranks, 3 sums over 2 replicas" in printed("hybrid", 4)[0]
 
 
+def test_each_level_of_zero_sends_what_its_table_says() -> None:
+    first, _ = printed("levels", 2)
+    assert re.findall(r"(ZERO\d): (\d+) all-gathers and (\d+) reduce-scatters", first) == [
+        ("ZERO3", "24", "12"),
+        ("ZERO2", "3", "12"),
+        ("ZERO1", "3", "3"),
+    ]
+
+
 def test_an_engine_computes_with_the_weights_of_each_step() -> None:
     first, _, engine = printed("rollout", 3)
     trained = re.findall(r"16 tensors in 2 messages, output (\d\.\d+)", first)
