@@ -55,7 +55,17 @@ def run_page(world: World, page: str, *, ranks_per_node: int | None = None) -> N
 
 
 @pytest.mark.parametrize(
-    "page", ["wrapping.md", "from-fsdp1.md", "from-fsdp2.md", "from-deepspeed.md", "compile.md", "explain.md", "weights.md"]
+    "page",
+    [
+        "wrapping.md",
+        "from-fsdp1.md",
+        "from-fsdp2.md",
+        "from-deepspeed.md",
+        "compile.md",
+        "explain.md",
+        "levels.md",
+        "weights.md",
+    ],
 )
 @ranks(2, limit=240)
 def test_the_snippets_of_a_page_run(world: World, page: str) -> None:
