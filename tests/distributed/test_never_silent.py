@@ -102,7 +102,7 @@ TEXTS = {
     ),
     "unknown option": "fully_shard() got an unexpected keyword argument 'reshard_after_foward'",
     "unknown remark": (
-        "CheckPolicy.silence takes names out of ('root', 'large', 'padding', 'ignored', 'prefetch', 'optimizer', 'gradients', 'hidden', 'added'), got 'rot'"
+        "CheckPolicy.silence takes names out of ('root', 'large', 'padding', 'ignored', 'prefetch', 'optimizer', 'gradients', 'hidden', 'added', 'marks'), got 'rot'"
     ),
     "no unit": "Linear is not sharded. Call fully_shard() on it first.",
 }
@@ -848,7 +848,7 @@ def test_the_table_tells_what_the_tests_saw() -> None:
     assert spec is not None and spec.loader is not None
     proofs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(proofs)
-    assert sorted({int(row[:-1]) for row in proofs.rows()}) == list(range(1, 44))
+    assert sorted({int(row[:-1]) for row in proofs.rows()}) == list(range(1, 45))
     assert proofs.PAGE.read_text() == proofs.page(), "write it anew: make pictures"
     page = proofs.GUIDE.read_text()
     here = {name for name in globals() if name.startswith("test_")} - {"test_the_table_tells_what_the_tests_saw"}

@@ -501,7 +501,7 @@ def test_a_model_with_units_is_refused_and_nothing_changes_when_options_are_wron
     model = Stack(depth=2)
     assert_expected_inline(
         refusal(lambda: shard_model(model, world.mesh, reshard=True)),
-        """TypeError: fully_shard() has no option 'reshard'. Expected one of ['buffers', 'check_policy', 'comm_policy', 'dp_mesh_dims', 'mp_policy', 'offload_policy', 'reshard_after_forward', 'shard_placement_fn', 'sync'].""",
+        """TypeError: fully_shard() has no option 'reshard'. Expected one of ['buffers', 'check_policy', 'comm_policy', 'dp_mesh_dims', 'mp_policy', 'offload_policy', 'reshard_after_forward', 'shard_placement_fn', 'states', 'sync'].""",
     )
     plan = plan_model(model)
     plan.set("", reshard_after_forward="no")  # found before blocks are sharded

@@ -197,7 +197,7 @@ def test_a_search_names_the_least_memory_that_is_fast_enough() -> None:
     assert found.leanest.speed in speeds and found.leanest.needed == min(
         one.needed for one in found.tried if one.speed in speeds
     )
-    assert len(found.front) >= 2 and "states=ZERO" in str(found)
+    assert "states=ZERO" in str(found)
     assert ("least memory within 2% of the fastest" in str(found)) == (found.leanest is not found.best)
 
 
