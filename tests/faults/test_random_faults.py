@@ -140,7 +140,9 @@ class Drive:
             reference.zero([not is_absent(f) for f in faults])
         before = dict(reference.grads[self.world.rank])
         if step.kind in ("train", "accumulate") and error is None:
-            reference.backward(x, faults, keeps=step.kind == "accumulate")
+            # A backward that reaches no unit on any rank is not seen, so it reduces no gradients that were kept before.
+            unseen = self.skips_all(fault) and all(faults)
+            reference.backward(x, faults, keeps=step.kind == "accumulate" or unseen)
         if step.kind in ("train", "zero") and error is None:
             wrong = reference.check(self.sharded, grads=True)
             if wrong and one_sided:  # a rank that ran no unit whose backward it reached meets nobody until its next call
