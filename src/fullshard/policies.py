@@ -78,11 +78,9 @@ class Dtypes:
 class StateSharding:
     """Which mesh dims shard each kind of state of a unit: the levels of ZeRO, for one unit or for a whole model.
 
-    | preset | parameters between steps | gradients between microbatches | all-gathers | reduce-scatters |
-    |---|---|---|---|---|
-    | `ZERO3` (default) | sharded | sharded | 2 per microbatch | 1 per microbatch |
-    | `ZERO2` | kept unsharded | sharded | 1 per step | 1 per microbatch |
-    | `ZERO1` | kept unsharded | summed unsharded on each rank | 1 per step | 1 per step |
+    - `ZERO3` (the default) shards everything: two all-gathers and one reduce-scatter per microbatch.
+    - `ZERO2` keeps the parameters unsharded between steps: one all-gather per step, one reduce-scatter per microbatch.
+    - `ZERO1` also sums gradients unsharded on each rank between microbatches: one all-gather and one reduce-scatter per step.
 
     Under every level `model.parameters()` and the optimizer have DTensors sharded over the mesh. `ZERO2` and `ZERO1` keep the
     unsharded parameters in the compute dtype, through backward and the optimizer's step, until the shards are written. The
