@@ -88,7 +88,7 @@ class _Clock:
         self._since, self._free = dict.fromkeys(units, 0.0), {"gather": 0.0, "reduce": 0.0}
 
     def close(self) -> None:
-        """End what is held at the end of the last step."""
+        """End the last step: parameters that are still unsharded are held until now."""
         self.held += [[unit, since, self.now] for unit, since in self._since.items()]
 
     def _send(self, lane: str, unit: int, text: str) -> float:

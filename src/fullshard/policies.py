@@ -84,8 +84,8 @@ class StateSharding:
 
     Under every level `model.parameters()` and the optimizer have DTensors sharded over the mesh. `ZERO2` and `ZERO1` keep the
     unsharded parameters in the compute dtype, through backward and the optimizer's step, until the shards are written. The
-    next outermost forward then all-gathers them anew, once. A step that writes nothing (a `GradScaler` that skips it) causes
-    no all-gather.
+    next outermost forward then all-gathers them anew, once. A step that a `GradScaler` skips causes no all-gather, unless the
+    optimizer is fused: the scaler calls the steps of those in any case.
 
     `ZERO1` reduces in the backward that ends the step. Mark the other ones: run them inside of `model.accumulate()`, or call
     `model.set_is_last_backward(False)` before them, or let `finalize_backward()` end the step if it is known late. Without a
@@ -116,14 +116,14 @@ class StateSharding:
     optimizer: tuple[str, ...] = ("shard",)
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "gradients", "optimizer"):
+        for name in ("parameters", "gradients"):
             roles = getattr(self, name)
             if roles not in ((), ("shard",)):
                 raise ValueError(f'Expected ("shard",) or () as {name}= of StateSharding, got {roles!r}.')
-        if not self.optimizer:
+        if self.optimizer != ("shard",):
             raise ValueError(
-                'Expected ("shard",) as optimizer= of StateSharding, got (). Parameters whose optimizer states are replicated '
-                "need no sharding: leave their modules out, or use a mesh whose shard dim has size 1."
+                f'Expected ("shard",) as optimizer= of StateSharding, got {self.optimizer!r}. Sharding over replicas is not '
+                "supported. To replicate optimizer states, use a mesh whose shard dim has size 1."
             )
         if self.parameters and not self.gradients:
             raise ValueError(

@@ -262,6 +262,9 @@ def test_a_plan_says_how_often_each_unit_communicates() -> None:
     ]
     levels = {one.gathers for _, one in plan.messages(2, states=ZERO1)}
     assert levels == {"1 per step"} and "1 per step" in str(plan.messages(2))
+    assert dict(plan.messages(2, reshard_after_forward=1))["blocks.0"].gathers == "1 per microbatch"
+    with pytest.raises(ValueError, match="reshard_after_forward=True frees parameters after forward, which states=ZERO2 keeps"):
+        plan.messages(2, reshard_after_forward=True)
 
 
 @ranks(2)
@@ -552,6 +555,7 @@ def test_impossible_tables_are_refused() -> None:
         ({"parameters": ("shard",), "gradients": ()}, "Expected gradients that are sharded as the parameters are"),
         ({"optimizer": ()}, r'Expected \("shard",\) as optimizer='),
         ({"parameters": "shard"}, r'Expected \("shard",\) or \(\) as parameters='),
+        ({"optimizer": ("replicate", "shard")}, "Sharding over replicas is not supported"),
         ({"gradients": ("replicate",)}, r'Expected \("shard",\) or \(\) as gradients='),
     ):
         with pytest.raises(ValueError, match=told):

@@ -199,7 +199,7 @@ class Runtime:
             self.run(self.scheduler.finish_unshard(unit.number))
 
     def _drop_stale(self, chosen: Callable[[Unit], bool] = lambda unit: True) -> list[int]:
-        """Reshard those of the chosen kept units whose shards were written, and return their numbers."""
+        """Reshard the stale units among the chosen kept ones, and return their numbers."""
         stale = sorted(unit.number for unit in self._kept if chosen(unit) and unit.stale_now)
         self.run(self.scheduler.drop_stale(stale))
         return stale

@@ -386,7 +386,7 @@ class Scheduler:
         return actions
 
     def unshard_kept(self, units: Iterable[int]) -> list[Action]:
-        """Start to all-gather those of these units that are sharded and will be kept between steps."""
+        """Start the all-gathers of the sharded units among these, if they are kept between steps."""
         actions: list[Action] = []
         for unit in units:
             record = self._records[unit]

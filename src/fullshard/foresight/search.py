@@ -115,7 +115,7 @@ class Found:
 
     @property
     def leanest(self) -> Candidate | None:
-        """The setting with the least memory of those that fit and are fast enough (FAST_ENOUGH); None if none fits."""
+        """The fitting setting with the least memory that is fast enough (`FAST_ENOUGH`); None if none fits."""
         fits = [candidate for candidate in self.tried if self.allows(candidate)]
         fastest = max((candidate.speed for candidate in fits), default=0.0)
         fast = [candidate for candidate in fits if candidate.speed >= FAST_ENOUGH * fastest]

@@ -101,7 +101,7 @@ class _OptimizerCache:
         entries: entries of its steps in the collective logs.
         local: computes steps with local shards; None if the optimizer is not element-wise.
         order: order of the parameters in steps of optimizers of other libraries; None for optimizers of torch.
-        had_grad: for each of `sharded`, whether it had a gradient when the running step began.
+        had_grad: ids of those of `sharded` that had a gradient when the running step began.
     """
 
     __slots__ = ("_back_references", "_parameters", "_replacement_count", "_sharded", "entries", "had_grad", "local", "order")
@@ -114,7 +114,7 @@ class _OptimizerCache:
         self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
         self.entries = StepEntries(optimizer, sharded)
         self.local = LocalStep(optimizer) if self._sharded and is_element_wise(optimizer) else None
-        self.had_grad: list[bool] = []
+        self.had_grad: set[int] = set()
         foreign = self.local is None and is_foreign(optimizer)
         self.order = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
 
@@ -155,7 +155,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if optimizer not in _SEEN:
         _warn_once_about(optimizer)
     sharded = cache.sharded
-    cache.had_grad = [parameter.sharded.grad is not None for parameter in sharded]
+    cache.had_grad = {id(parameter) for parameter in sharded if parameter.sharded.grad is not None}
     for check in dict.fromkeys([parameter.write_guard for parameter in sharded]):
         if check is not None:
             check()
@@ -176,8 +176,9 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     # Noted here, since fused operations, and foreach operations on DTensors, increase no version counter. A closure may clear
     # the gradients that it made, and a hook of the optimizer may clear them all.
     closure = kwargs.get("closure") or args[1:]
-    for parameter, had_grad in zip(cache.sharded, cache.had_grad):
-        if had_grad or parameter.sharded.grad is not None or (closure and parameter.sharded.requires_grad):
+    had_grad = cache.had_grad
+    for parameter in cache.sharded:
+        if id(parameter) in had_grad or parameter.sharded.grad is not None or (closure and parameter.sharded.requires_grad):
             parameter.note_write()
     cache.entries.log_step(optimizer.param_groups)
     gather_after_step()

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from fullshard import _torch
-from fullshard.core import children_first
+from fullshard.core import ReshardPolicy, children_first
+from fullshard.frontend.module import parse_reshard_after_forward
 from fullshard.policies import ZERO3, CommPolicy, GradDtype, MixedPrecisionPolicy, StateSharding
 from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, frequencies, messages_of, thresholds
 from fullshard.wrap.tables import aligned, bytes_text, span
@@ -339,7 +340,8 @@ class Plan:
             Pairs of a unit's name and its `UnitMessages`; prints as a table whose last line shows the thresholds.
 
         Raises:
-            ValueError: if `ranks` is not a positive int.
+            ValueError: if `ranks` is not a positive int, or the `reshard_after_forward` of a unit does not divide it, or
+                contradicts the level of the unit.
 
         Example:
             >>> print(plan.messages(512))                                                         # doctest: +SKIP
@@ -356,8 +358,8 @@ class Plan:
                 **unit.options,
             }
             messages = messages_of(entries, ranks, options["mp_policy"], options["comm_policy"].direct_min_bytes)
-            reshard = options["reshard_after_forward"]
-            kept = reshard is False or (reshard is None and "" in unit.modules)
+            policy, _ = parse_reshard_after_forward(options["reshard_after_forward"], ranks, options["states"])
+            kept = policy is ReshardPolicy.ALWAYS or (policy is ReshardPolicy.OUTERMOST and "" in unit.modules)
             found.append((unit.name, frequencies(messages, options["states"], kept_after_forward=kept)))
         return PlannedMessages(found, thresholds(ranks, comm_policy))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 
 import torch
 
@@ -114,7 +114,7 @@ def messages_of(
     """
     rule = DirectRule.default(DIRECT_MIN_BYTES) if direct_min_bytes is None else DirectRule(direct_min_bytes)
     groups = [_messages_of_group(group, ranks, rule) for group in group_entries(entries, mp)]
-    names = [field.name for field in fields(UnitMessages) if field.type == "int"]
+    names = [field.name for field in fields(UnitMessages) if field.default is MISSING]  # the numbers; texts are filled in later
     return UnitMessages(**{name: sum(getattr(group, name) for group in groups) for name in names})
 
 
