@@ -262,9 +262,11 @@ def test_a_plan_says_how_often_each_unit_communicates() -> None:
     ]
     levels = {one.gathers for _, one in plan.messages(2, states=ZERO1)}
     assert levels == {"1 per step"} and "1 per step" in str(plan.messages(2))
-    assert dict(plan.messages(2, reshard_after_forward=1))["blocks.0"].gathers == "1 per microbatch"
     with pytest.raises(ValueError, match="reshard_after_forward=True frees parameters after forward, which states=ZERO2 keeps"):
         plan.messages(2, reshard_after_forward=True)
+    for module in ("blocks.1", "blocks.2"):
+        plan.set(module, states=ZERO3)
+    assert {one.gathers for _, one in plan.messages(2, reshard_after_forward=1)} == {"1 per microbatch"}
 
 
 @ranks(2)
