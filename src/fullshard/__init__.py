@@ -47,6 +47,7 @@ from fullshard.frontend.module import (
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.optim.local_view import local_view
 from fullshard.policies import (
+    HFSDP,
     ZERO1,
     ZERO2,
     ZERO3,
@@ -73,6 +74,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
+    "HFSDP",
     "ZERO1",
     "ZERO2",
     "ZERO3",

@@ -91,14 +91,22 @@ class StateSharding:
     `model.set_is_last_backward(False)` before them, or let `finalize_backward()` end the step if it is known late. Without a
     mark each backward ends a step, and reduces.
 
-    On a mesh with replicas (HSDP), "sharded" means sharded over the shard dim and replicated over the other.
+    On a mesh with replicas (HSDP), "sharded" means sharded over the shard dim and replicated over the other. There is one more
+    level for such a mesh:
+
+    - `HFSDP` shards the parameters that the optimizer sees, its states and `.grad` over all ranks. In addition each rank keeps
+      its shard of the hybrid mesh in the compute dtype. It is all-gathered over the replicas once per step, and forward and
+      backward all-gather from it, over the shard dim. Gradients are reduce-scattered over the shard dim in each microbatch, and
+      over the replicas in the backward that ends the step, which must be marked as under `ZERO1`. A parameter with so few rows
+      that most of its shards would be padding stays replicated, as on any hybrid mesh.
 
     Args:
         parameters: roles of the mesh dims that shard the parameters between steps: `("shard",)`, or `()` to keep them
             unsharded.
         gradients: roles of the mesh dims that shard the gradients between microbatches: `("shard",)`, or `()` to sum
             unsharded gradients.
-        optimizer: roles of the mesh dims that shard the optimizer's states, and the parameters that it sees: `("shard",)`.
+        optimizer: roles of the mesh dims that shard the optimizer's states, and the parameters and gradients that it sees:
+            `("shard",)`, or on a hybrid mesh `("replicate", "shard")`.
 
     Raises:
         ValueError: for other roles, or if a state is sharded over fewer mesh dims than the state before it.
@@ -116,19 +124,29 @@ class StateSharding:
     optimizer: tuple[str, ...] = ("shard",)
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "gradients"):
-            roles = getattr(self, name)
-            if roles not in ((), ("shard",)):
-                raise ValueError(f'Expected ("shard",) or () as {name}= of StateSharding, got {roles!r}.')
-        if self.optimizer != ("shard",):
+        both = ("replicate", "shard")
+        if self.optimizer not in (("shard",), both):
             raise ValueError(
-                f'Expected ("shard",) as optimizer= of StateSharding, got {self.optimizer!r}. Sharding over replicas is not '
-                "supported. To replicate optimizer states, use a mesh whose shard dim has size 1."
+                f'Expected ("shard",) or {both} as optimizer= of StateSharding, got {self.optimizer!r}. To replicate optimizer '
+                "states, use a mesh whose shard dim has size 1."
+            )
+        if self.parameters not in ((), ("shard",)):
+            raise ValueError(f'Expected ("shard",) or () as parameters= of StateSharding, got {self.parameters!r}.')
+        if self.gradients not in ((), ("shard",), self.optimizer):
+            expected = ", ".join(map(str, dict.fromkeys((("shard",), self.optimizer))))
+            raise ValueError(
+                f"Expected {expected} or () as gradients= of StateSharding, which are sharded at most as the optimizer's "
+                f"states ({self.optimizer}), got {self.gradients!r}."
             )
         if self.parameters and not self.gradients:
             raise ValueError(
                 "Expected gradients that are sharded as the parameters are, or more, got StateSharding(parameters="
                 f"{self.parameters}, gradients=()). Keep the parameters unsharded as well (ZERO1), or shard both (ZERO3)."
+            )
+        if self.shards_over_replicas and not self.parameters:
+            raise ValueError(
+                f'Expected parameters=("shard",) with optimizer={both}, got (). To keep parameters unsharded between steps and '
+                "shard the optimizer's states over all ranks, use ZERO1 or ZERO2 on a mesh of one dim."
             )
 
     @property
@@ -141,8 +159,24 @@ class StateSharding:
         """True if gradients are summed unsharded between microbatches."""
         return not self.gradients
 
+    @property
+    def shards_over_replicas(self) -> bool:
+        """True if the optimizer's states are sharded over the replicas of a hybrid mesh, too."""
+        return "replicate" in self.optimizer
+
+    @property
+    def sums_over_shards(self) -> bool:
+        """True if gradients are reduced over shards only, until the backward that ends the step."""
+        return self.shards_over_replicas and self.gradients == ("shard",)
+
+    @property
+    def needs_marks(self) -> bool:
+        """True if the backwards that do not end a step should be marked, since they communicate less."""
+        return self.keeps_gradients or self.sums_over_shards
+
     def __str__(self) -> str:
-        return next(name for name, preset in PRESETS.items() if preset == self)
+        found = next((name for name, preset in PRESETS.items() if preset == self), None)
+        return found or f"StateSharding({self.parameters}, {self.gradients}, {self.optimizer})"
 
 
 ZERO3 = StateSharding()
@@ -154,7 +188,10 @@ ZERO2 = StateSharding(parameters=())
 ZERO1 = StateSharding(parameters=(), gradients=())
 """Unsharded parameters are kept between steps, and unsharded gradients between microbatches."""
 
-PRESETS = {"ZERO1": ZERO1, "ZERO2": ZERO2, "ZERO3": ZERO3}
+HFSDP = StateSharding(optimizer=("replicate", "shard"))
+"""On a hybrid mesh: optimizer states are sharded over all ranks, parameters for computing over the shard dim."""
+
+PRESETS = {"ZERO1": ZERO1, "ZERO2": ZERO2, "ZERO3": ZERO3, "HFSDP": HFSDP}
 """The levels by name."""
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard._torch.versions import VERSION
 from fullshard.errors import warn_once
 
 __all__ = [
@@ -153,15 +154,35 @@ class PerRank(MutableMapping[K, V]):
 # --- new process groups ----------------------------------------------------------------------------------------------
 
 
+class _PlacedRank(int):
+    """A rank that is sorted by its place in a list: torch before 2.13 always sorts the ranks of a new process group."""
+
+    place: int
+
+    def __lt__(self, other: Any) -> bool:
+        return self.place < other.place
+
+
+def _placed(ranks: Sequence[int]) -> list[int]:
+    placed = [_PlacedRank(rank) for rank in ranks]
+    for place, rank in enumerate(placed):
+        rank.place = place
+    return list(placed)
+
+
 def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Create a process group of `ranks`, called on these ranks only, which all derive the same name.
+    """Create a process group of `ranks`, in this order, called on these ranks only, which all derive the same name.
 
     torch's name for such a group contains the number of process groups of the rank, which may differ between ranks. The ranks
     then wait for each other forever. They also wait forever if nccl splits the group from the default group
     (`init_process_group(device_id=...)`), because a split needs all ranks of the default group.
     """
     with _named(hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()):
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        if list(ranks) == sorted(ranks):
+            return dist.new_group(list(ranks), use_local_synchronization=True)
+        if VERSION >= (2, 13):
+            return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        return dist.new_group(_placed(ranks), use_local_synchronization=True)
 
 
 class _Naming:

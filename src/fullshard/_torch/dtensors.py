@@ -36,6 +36,7 @@ __all__ = [
     "local_part",
     "local_tensor",
     "locals_of",
+    "mesh_of_groups",
     "point_at",
     "set_gradients",
     "spec",
@@ -249,6 +250,16 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Return one mesh with the mesh dims of several submeshes. Raise RuntimeError if they are not of the same root mesh."""
     # Private: `_concatenate`, which FSDP2 uses for the mesh of FSDP and tensor parallelism. It creates no process group.
     return DeviceMesh._concatenate(list(meshes))
+
+
+def mesh_of_groups(device_type: str, ranks: Tensor, groups: Sequence[Any], names: Sequence[str]) -> DeviceMesh:
+    """Return a mesh over existing process groups, one per mesh dim of `ranks`, in the order of their ranks.
+
+    A mesh that `DeviceMesh` makes of `ranks` would have process groups of sorted ranks. If they are not sorted in `ranks`, the
+    rows of `full_tensor()` would be in a wrong order.
+    """
+    one = len(groups) == 1
+    return DeviceMesh.from_group(groups[0] if one else list(groups), device_type, ranks, mesh_dim_names=tuple(names))
 
 
 def groups_of(mesh: DeviceMesh) -> list[Any]:

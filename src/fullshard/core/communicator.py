@@ -106,7 +106,7 @@ class _AxisLog:
     """
 
     log: CollectiveLog
-    groups: tuple[ProcessGroupHandle, ...]
+    groups: list[ProcessGroupHandle]
 
     @property
     def is_released(self) -> bool:
@@ -182,16 +182,22 @@ class Communicator:
 
     def log_of(self, axis: ShardAxis) -> CollectiveLog:
         """Return the log of an axis, which is the same one as long as its process groups exist."""
+        if axis.hybrid is not None:  # the shards of its parameters are not communicated in forward and backward, except by hops
+            log = self.log_of(axis.hybrid)
+            groups = self._logs[axis.hybrid.key].groups
+            if axis.held is not None and axis.held not in groups:
+                groups.append(axis.held)
+            return log
         known = self._logs.get(axis.key)
         if known is not None:
             return known.log
         for key, other in list(self._logs.items()):
             if other.is_released:
                 del self._logs[key]
-        groups = axis.held, None if axis.replicas is None else axis.replicas.held
+        groups = [group for group in (axis.held, axis.replicas.held if axis.replicas else None) if group is not None]
         log = CollectiveLog(_log_name(axis), axis.members, dist.get_rank())
-        self._logs[axis.key] = _AxisLog(log, tuple(group for group in groups if group is not None))
-        handle = next((group for group in groups if group is not None), None)
+        self._logs[axis.key] = _AxisLog(log, groups)
+        handle = groups[0] if groups else None
         if len(axis.members) > 1 and handle is not None:
             backend = _torch.backend_name(handle.group, axis.device)
             log.tagged = self.async_device is None and carries_tags(backend, axis.device)
@@ -203,7 +209,7 @@ class Communicator:
                     if self.async_device is not None and self._starts_at_once:
                         self._in_flight = self.wait_state.in_flight
                 if self._in_flight is not None:
-                    log.abort = partial(abort_groups, self._logs[axis.key].groups, self.device)
+                    log.abort = partial(abort_groups, groups, self.device)
                 watchdog.add(log)
         return log
 

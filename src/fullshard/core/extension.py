@@ -58,6 +58,12 @@ def check_extension(parameter: ShardedParameter) -> None:
         )
     if not needs_own_group(shard):
         return
+    if parameter.sharding.axis.hybrid is not None:
+        raise StateError(
+            f"Expected the tensor subclass of parameter '{parameter.name}' of unit '{unit}' before fully_shard(), got it "
+            "afterwards: with states=HFSDP a parameter that is all-gathered by hooks of its own is sharded over the shard dim "
+            "only. Convert it first, then call fully_shard()."
+        )
     if not has_extension(shard):
         raise StateError(
             f"Parameter '{parameter.name}' of unit '{unit}' cannot be all-gathered: it is a {type(shard).__name__} without "

@@ -26,11 +26,14 @@ class ReductionPlan:
     sums     p7                            few rows: all-reduced whole, slice by slice
     """
 
+    layout: GroupLayout
     numel: int  # elements per rank of the packed input
     packed: list[Segment]  # segments of the packed input
     direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
     slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
     sums: tuple[tuple[Slice, ...], ...]  # slices of each all-reduce
+    blocks: frozenset[int]  # indices of packed parameters whose chunks are not those of torch.chunk
+    computed: torch.dtype  # dtype of gradients that no rank has
     zeros: dict[int, Tensor]  # for each size of a gap, its input: (ranks, size) zeros in the compute dtype
     # (shape, strides, offset) of each parameter's gradient in the flat gradient. The list object also identifies the layout:
     # each gradient has a mark, (this list, the flat gradient), so gradients with the same mark are parts of one flat gradient.
@@ -41,7 +44,14 @@ class ReductionPlan:
 
     @classmethod
     def of(
-        cls, layout: GroupLayout, shapes: Sequence[tuple[int, ...]], *, dtypes: Dtypes, in_order: bool, device: torch.device
+        cls,
+        layout: GroupLayout,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        dtypes: Dtypes,
+        in_order: bool,
+        device: torch.device,
+        shard_layout: GroupLayout | None = None,
     ) -> ReductionPlan:
         """Return the plan.
 
@@ -51,18 +61,23 @@ class ReductionPlan:
             dtypes: dtypes of the group.
             in_order: whether collectives run in order on a stream, so that gradients may be reduced in slices.
             device: device of the gradients.
+            shard_layout: layout of the flat gradient; None for `layout`.
         """
         found = layout.reduction(as_is=dtypes.reduces_as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize)
         segments = [segment for segment in found.packed.segments if segment.size] if found.packed is not None else []
         gaps = {segment.size for segment in segments if segment.parameter < 0}
+        places = (layout if shard_layout is None else shard_layout).offsets
         return cls(
+            layout=layout,
             numel=0 if found.packed is None else found.packed.size,
             packed=segments,
             direct=found.direct,
             slices=found.slices,
             sums=found.sums,
+            blocks=frozenset(one.parameter for one in segments if one.parameter >= 0 and not layout.is_chunked(one.parameter)),
+            computed=dtypes.compute,
             zeros={size: torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in gaps},
-            views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, layout.offsets)],
+            views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, places)],
             keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
             has_slices=bool(found.slices or found.sums),
             dtype=dtypes.reduced,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 ALIGN_BYTES = 16
@@ -99,7 +100,12 @@ class DirectRule:
             nbytes: bytes of the parameter.
             padded: its bytes when divided into equal chunks for all ranks.
         """
-        return self.automatic and padded >= 2 * nbytes and padded - nbytes >= MIN_MESSAGE
+        return self.automatic and is_mostly_padding(nbytes, padded)
+
+
+def is_mostly_padding(nbytes: int, padded: int) -> bool:
+    """Return True if a parameter of `nbytes` bytes has `padded` bytes in equal chunks, which are mostly padding."""
+    return padded >= 2 * nbytes and padded - nbytes >= MIN_MESSAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,11 @@ class Extent:
     @classmethod
     def of_rank(cls, length: int, *, ranks: int, rank: int) -> Extent:
         """Return the rows of rank `rank` if `length` rows are sharded over `ranks` ranks."""
-        chunk = -(-length // ranks)
+        return cls.of_chunk(length, chunk=-(-length // ranks), rank=rank)
+
+    @classmethod
+    def of_chunk(cls, length: int, *, chunk: int, rank: int) -> Extent:
+        """Return the rows of rank `rank` if `length` rows are sharded in chunks of `chunk` rows."""
         return cls(min(length, rank * chunk), min(length, (rank + 1) * chunk), chunk)
 
     @property
@@ -158,9 +168,11 @@ class ParamOffsets:
         """True if the shards in rank order must be permuted to give the parameter."""
         return self.dim != 0
 
-    def shard_shape(self, rows: int) -> tuple[int, ...]:
-        """Return the shape of a shard of `rows` rows."""
-        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+    @property
+    def chunk(self) -> int:
+        """Rows of the chunk along `dim`, padding included."""
+        length = self.shape[self.dim]
+        return self.size * length // max(1, prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +296,51 @@ class GroupLayout:
         """Return True if all ranks own the same number of elements of this parameter."""
         return self.offsets[index].size * self.ranks == prod(self.offsets[index].shape)
 
+    def is_chunked(self, index: int) -> bool:
+        """Return True if torch.chunk would divide this parameter into the same chunks, padding aside."""
+        place = self.offsets[index]
+        return place.chunk == -(-place.shape[place.dim] // self.ranks)
+
+    def in_two_hops(self, inner: int, outer: int) -> tuple[GroupLayout, GroupLayout]:
+        """Return the layouts of the two hops of an all-gather over `inner * outer` ranks, ordered by the inner rank first.
+
+        The first hop gathers the flat shards of `outer` ranks: its unsharded buffer is the flat shard of the second hop, which
+        gathers over `inner` ranks. No parameter may be summed.
+        """
+        assert not self.summed and inner * outer == self.ranks
+        rows = [(*place.shape[: place.dim], place.chunk * outer, *place.shape[place.dim + 1 :]) for place in self.offsets]
+
+        def scaled(bucket: Bucket) -> Bucket:
+            segments = tuple(replace(one, size=one.size * outer) for one in bucket.segments)
+            return Bucket(bucket.direct, bucket.offset * outer, bucket.size * outer, segments)
+
+        def moved(bucket: Bucket) -> Bucket:
+            starts = itertools.accumulate([segment.size for segment in bucket.segments], initial=bucket.offset)
+            segments = (replace(one, unsharded_offset=outer * start) for one, start in zip(bucket.segments, starts))
+            return replace(bucket, segments=tuple(segments))
+
+        first = GroupLayout(
+            ranks=outer,
+            offsets=tuple(
+                replace(place, shape=shape, unsharded_offset=outer * place.offset) for place, shape in zip(self.offsets, rows)
+            ),
+            buckets=tuple(map(moved, self.buckets)),
+            shard_numel=self.shard_numel,
+            unsharded_numel=outer * self.shard_numel,
+            summed=(),
+            summed_offset=self.shard_numel,
+            summed_region=(outer * self.shard_numel, 0),
+        )
+        second = replace(
+            self,
+            ranks=inner,
+            offsets=tuple(replace(place, offset=place.offset * outer, size=place.size * outer) for place in self.offsets),
+            buckets=tuple(map(scaled, self.buckets)),
+            shard_numel=outer * self.shard_numel,
+            summed_offset=outer * self.summed_offset,
+        )
+        return first, second
+
     def reduction(self, *, as_is: bool, in_order: bool, itemsize: int) -> ReductionLayout:
         """Plan the collectives that reduce the gradients.
 
@@ -316,6 +373,7 @@ def plan_layout(
     ranks: int,
     itemsize: int,
     direct: DirectRule,
+    outer: int = 1,
 ) -> GroupLayout:
     """Lay out parameters of `shapes` (each with at least one dim) for `ranks` ranks.
 
@@ -325,6 +383,8 @@ def plan_layout(
         ranks: number of ranks.
         itemsize: bytes of an element in the smaller of storage and compute dtype; offsets are aligned to 16 bytes in it.
         direct: rule that chooses the direct parameters.
+        outer: number of neighbouring ranks whose chunks a first hop gathers (`GroupLayout.in_two_hops`). The rule then
+            applies to the second hop, and no parameter is summed.
 
     >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct=DirectRule(64))
     >>> [(p.offset, p.size, p.direct) for p in layout.offsets], layout.shard_numel
@@ -337,10 +397,12 @@ def plan_layout(
     summed = tuple(
         index
         for index, (shape, dim) in enumerate(zip(shapes, dims))
-        if dim == 0 and direct.is_summed(prod(shape) * itemsize, ranks * chunks[index] * itemsize)
+        if dim == 0 and outer == 1 and direct.is_summed(prod(shape) * itemsize, ranks * chunks[index] * itemsize)
     )
     eligible = [dim == 0 and index not in summed for index, dim in enumerate(dims)]
-    chosen = direct.choose([0 if index in summed else chunk * itemsize for index, chunk in enumerate(chunks)], eligible, ranks)
+    per_rank = [0 if index in summed else outer * chunk * itemsize for index, chunk in enumerate(chunks)]  # bytes
+    chosen = direct.choose(per_rank, eligible, ranks // outer)
+    chosen = {index for index in chosen if chunks[index] * itemsize % ALIGN_BYTES == 0}  # in the first hop as well
     rest = [index for index in range(len(shapes)) if index not in summed and index not in chosen]
     if summed and not chosen and 0 < ranks * itemsize * sum(chunks[index] for index in rest) < MIN_MESSAGE:
         summed += tuple(index for index in rest if dims[index] == 0)  # saves an all-gather of few bytes

@@ -86,6 +86,8 @@ class ShardAxis:
         replicas: axis that shards are replicated over; None if there is none.
         full_mesh: mesh of all parallelisms, given with `dims`; parameters are already DTensors on it.
         dims: the data-parallel axes of `full_mesh`.
+        hybrid: for an axis of all ranks of a hybrid mesh, the axis of that mesh; else None. Training communicates over it in
+            two hops, one per axis of the mesh, and logs there.
     """
 
     mesh: DeviceMesh
@@ -96,6 +98,14 @@ class ShardAxis:
     replicas: ReplicateAxis | None = None
     full_mesh: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = field(default=None, compare=False)
+    hybrid: ShardAxis | None = None
+    # The meshes of tensor-parallel parameters on an axis with `hybrid`, by the mesh of all parallelisms.
+    joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, compare=False)
+
+    @property
+    def transport(self) -> ShardAxis:
+        """The axis that training communicates over: `hybrid`, or this axis if it has none."""
+        return self if self.hybrid is None else self.hybrid
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -123,6 +133,8 @@ class ShardAxis:
         return id(self.held), id(self.replicas.held if self.replicas else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.hybrid is not None:
+            return axis_of_all_ranks, (self.hybrid,)
         return _unpickle_axis, (self.mesh if self.full_mesh is None else self.full_mesh, self.dims, self.is_replicated)
 
     @property
@@ -185,16 +197,43 @@ def replicated_axis(axis: ShardAxis) -> ShardAxis:
         return axis
     over = axis.group, axis.ranks, axis.rank
     if axis.replicas is not None:
-        ranks = axis.mesh.mesh.flatten().tolist()
-        _forget_dead_subgroups()
-        # several meshes may have the same ranks: number their groups, so that names are unique and equal on all ranks
-        before = sum(
-            role == "everywhere" and dist.get_process_group_ranks(made) == ranks for (_, role), (_, made) in _SUBGROUPS.items()
-        )
-        group = subgroup_of(axis.group, "everywhere", ranks, name=f"mesh {before}")
+        group = _group_of_mesh(axis.group, "everywhere", axis.mesh.mesh.flatten().tolist())
         over = group, group.size(), group.rank()
     replicas = ReplicateAxis(held(over[0]), *over[1:])
     return ShardAxis(axis.mesh, None, 1, 0, axis.device, replicas, axis.full_mesh, axis.dims)
+
+
+def _group_of_mesh(owner: dist.ProcessGroup, role: str, ranks: list[int]) -> dist.ProcessGroup:
+    """Return the process group of all ranks of a hybrid mesh for a role. The first call creates it, as a collective."""
+    _forget_dead_subgroups()
+    # several meshes may have the same ranks: number their groups, so that names are unique and equal on all ranks
+    before = sum(other == role and dist.get_process_group_ranks(made) == ranks for (_, other), (_, made) in _SUBGROUPS.items())
+    return subgroup_of(owner, role, ranks, name=f"mesh {before}")
+
+
+def axis_of_all_ranks(hybrid: ShardAxis) -> ShardAxis:
+    """Return an axis that shards over all ranks of a hybrid mesh. Collective: it may create a process group.
+
+    Its ranks are ordered by the shard dim first, so that the shards of one replicate group are neighbours: together they are
+    what the hybrid mesh alone would give to each rank of that group.
+
+        mesh (replicate, shard) of ranks   0 1 2     order   0 3 | 1 4 | 2 5
+                                           3 4 5
+    """
+    replicas = hybrid.replicas
+    if replicas is None or replicas.ranks == 1 or hybrid.group is None:
+        return hybrid
+    ranks = hybrid.mesh.mesh.t().contiguous().flatten()
+    group = _group_of_mesh(hybrid.group, "all shards", ranks.tolist())
+    handle = held(group)
+    mesh = _MESHES_OF_ALL.get(handle)
+    if mesh is None:
+        names = hybrid.mesh.mesh_dim_names
+        name = "shard_replicate" if names is None else f"{names[1]}_{names[0]}"
+        mesh = _MESHES_OF_ALL[handle] = _torch.mesh_of_groups(hybrid.mesh.device_type, ranks, [group], (name,))
+        _MESHES[id(mesh)] = mesh
+    rank = hybrid.rank * replicas.ranks + replicas.rank
+    return ShardAxis(mesh, handle, ranks.numel(), rank, hybrid.device, hybrid=hybrid)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardAxis:
@@ -298,6 +337,9 @@ def _default_mesh() -> DeviceMesh:
 
 # meshes in use, whose process groups are dropped when torch destroys them (destroy_process_group())
 _MESHES: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+# by process group: the mesh that `axis_of_all_ranks` made
+_MESHES_OF_ALL: weakref.WeakKeyDictionary[ProcessGroupHandle, DeviceMesh] = weakref.WeakKeyDictionary()
 
 
 @on_release

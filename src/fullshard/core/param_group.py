@@ -33,9 +33,12 @@ class ParamGroup:
         dtypes: dtypes of storage, computation, reductions, kept gradients and `.grad`.
         collectives: the process groups' collectives for all-gather, reduce-scatter and all-reduce.
         storage: devices and memory options of the shards and the unsharded buffer.
-        layout: offsets of each parameter in the flat shard and in the unsharded buffer; fixed.
-        shard: the flat shard, (shard_numel,).
+        layout: layout of the all-gather over the shard axis, and of the reduce-scatter; fixed.
+        shard_layout: layout of the flat shard: `layout` or, with two hops, that of the all-gather over replicas.
+        shard: the flat shard, (shard_layout.shard_numel,).
         reduction: layout of the gradients in the reduce-scatter inputs; fixed unless the reduce dtype is widened.
+        scatter: the same for the second of two hops, over the replicas; None with one hop.
+        two_hops: whether all-gathers and reductions run over the shard axis and over the replicas, one after the other.
         grads: gradients kept between backwards.
         installed: whether the unsharded parameters are registered on the modules.
     """
@@ -66,15 +69,10 @@ class ParamGroup:
         """
         self.parameters, self.fingerprints = parameters, fingerprints
         self.dtypes, self.collectives, self.storage = dtypes, collectives, storage
-        self.layout: GroupLayout = plan_layout(
-            [tuple(p.sharding.local_shape) for p in parameters],
-            [p.sharding.dim for p in parameters],
-            ranks=collectives.gather.ranks,
-            itemsize=min(dtypes.storage.itemsize, dtypes.compute.itemsize),
-            direct=storage.direct,
-        )
+        self.two_hops = parameters[0].sharding.axis.hybrid is not None
+        self.layout, self.shard_layout = self._plan_layouts()
         self.shard = self._bind(values, unwritten)
-        self.reduction = self._plan_reduction()
+        self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
         self.grads = GroupGradients(parameters, dtypes.kept, fingerprints.log)
         self.installed = False
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
@@ -83,8 +81,31 @@ class ParamGroup:
         self._keeps_memory = False
         # Reduce-scatter outputs that are reused in every step if memory is kept; at most two per dtype.
         self._reduced_shards: list[Tensor] = []
+        # In two hops: this rank's part of the unsharded parameters over the shard axis, all-gathered over replicas. It is kept
+        # until the shards are written.
+        self._inner_shard: FlatBuffer | None = None
         # The last copy to the device that reads the flat shard in host memory; the host waits for it before it writes.
         self._shard_copy: Work | None = None
+
+    def _plan_layouts(self) -> tuple[GroupLayout, GroupLayout]:
+        """Return `layout` and `shard_layout`."""
+        outer = 1
+        if self.two_hops:
+            assert self.collectives.replicate is not None
+            outer = self.collectives.replicate.ranks
+        inner = self.collectives.gather.ranks
+        layout = plan_layout(
+            [tuple(p.sharding.local_shape) for p in self.parameters],
+            [p.sharding.dim for p in self.parameters],
+            ranks=inner * outer,
+            itemsize=min(self.dtypes.storage.itemsize, self.dtypes.compute.itemsize),
+            direct=self.storage.direct,
+            outer=outer,
+        )
+        if not self.two_hops:
+            return layout, layout
+        over_replicas, over_shards = layout.in_two_hops(inner, outer)
+        return over_shards, over_replicas
 
     def _plan_reduction(self) -> ReductionPlan:
         return ReductionPlan.of(
@@ -92,6 +113,20 @@ class ParamGroup:
             [p.sharding.shard_shape for p in self.parameters],
             dtypes=self.dtypes,
             in_order=self.collectives.reduce.in_order,
+            device=self.storage.device,
+            shard_layout=self.shard_layout,
+        )
+
+    def _plan_scatter(self) -> ReductionPlan | None:
+        """Plan the second of two hops of a reduction, which scatters the sum over shards over the replicas."""
+        if not self.two_hops:
+            return None
+        reduce = self.dtypes.reduce
+        return ReductionPlan.of(
+            self.shard_layout,
+            [p.sharding.shard_shape for p in self.parameters],
+            dtypes=Dtypes(reduce, reduce, reduce, reduce),
+            in_order=self.collectives.over_replicas.reduce.in_order,
             device=self.storage.device,
         )
 
@@ -106,7 +141,7 @@ class ParamGroup:
             widest = widest if grad is None else torch.promote_types(widest, grad.dtype)
         if widest != self.dtypes.reduce:
             self.dtypes = replace(self.dtypes, reduce=widest)
-            self.reduction = self._plan_reduction()
+            self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
             self.grads.widen(self.dtypes.kept)
 
     def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
@@ -116,10 +151,10 @@ class ParamGroup:
         # Untouched pages of torch.empty take no memory until the values are loaded.
         allocate = torch.empty if fresh else torch.zeros
         pinned = self.storage.pinned and device.type == "cpu"
-        flat = allocate(self.layout.shard_numel, dtype=self.dtypes.storage, device=device, pin_memory=pinned)
+        flat = allocate(self.shard_layout.shard_numel, dtype=self.dtypes.storage, device=device, pin_memory=pinned)
         if fresh:
-            _zero_gaps(flat, [(place.offset, value.numel()) for place, value in zip(self.layout.offsets, values)])
-        for parameter, place, value in zip(self.parameters, self.layout.offsets, values):
+            _zero_gaps(flat, [(place.offset, value.numel()) for place, value in zip(self.shard_layout.offsets, values)])
+        for parameter, place, value in zip(self.parameters, self.shard_layout.offsets, values):
             rows = flat[place.offset : place.offset + value.numel()].view(parameter.sharding.shard_shape)
             local = _torch.as_own_storage(rows)  # torch.save of one parameter must not write the whole flat shard
             if id(parameter) not in unwritten:
@@ -149,7 +184,7 @@ class ParamGroup:
 
     @property
     def unsharded_memory(self) -> int:
-        """Bytes of the unsharded buffer if it is allocated, else 0."""
+        """Bytes of the unsharded buffer if it is allocated, else 0. The inner shard of two hops does not count."""
         return 0 if self._buffer is None else self._buffer.memory
 
     @property
@@ -256,19 +291,51 @@ class ParamGroup:
             torch.autograd.graph.increment_version(changed)  # type: ignore[arg-type]
         return buffer.allocate(versions)
 
+    def gather_over_replicas(self) -> AllGather | None:
+        """Return the first of two hops, which fills the inner shard; None if no shard was written since the last one.
+
+        Call this before `allocate_unsharded`. The memory is allocated on the compute stream.
+        """
+        self._check_device()
+        versions = self._versions()
+        inner = self._inner_shard
+        if inner is None:
+            with torch.inference_mode(False), torch.no_grad():
+                inner = self._inner_shard = self._make_inner_shard()
+            inner.keep = self._keeps_memory
+        elif inner.versions == versions:
+            return None
+        else:
+            inner.free()
+        return inner.allocate(versions)
+
+    def _make_inner_shard(self) -> FlatBuffer:
+        return FlatBuffer(self.shard_layout, self.dtypes, self.collectives.over_replicas, self.storage, self.shard)
+
+    def _make_buffer(self, inner: FlatBuffer | None) -> FlatBuffer:
+        """Create an unsharded buffer, gathered from the flat shard or, in two hops, from an inner shard."""
+        if inner is None:
+            return FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
+        dtypes, storage = replace(self.dtypes, storage=self.dtypes.compute), replace(self.storage, host=False)
+        return FlatBuffer(self.layout, dtypes, self.collectives, storage, inner.flat)
+
     def _make_unsharded(self) -> FlatBuffer | ExtensionBuffer:
         """Create the unsharded buffer and the unsharded parameters in it."""
-        buffer = FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
+        buffer = self._make_buffer(self._inner_shard)
         for parameter, view in zip(self.parameters, buffer.views):
             parameter.make_unsharded(view, any_grad_dtype=self.dtypes.casts_gradients)
         return buffer
 
-    def all_gather_copy(self) -> tuple[FlatBuffer, AllGather]:
-        """Return a second, separate buffer and the all-gather that fills it. `values_in` then returns its tensors."""
+    def all_gather_copy(self) -> tuple[list[FlatBuffer], list[AllGather]]:
+        """Return second, separate buffers and the all-gathers that fill them, one after the other.
+
+        `values_in` then returns the tensors of the last one.
+        """
         self._check_device()
         with torch.no_grad():
-            copy = FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
-            return copy, copy.allocate([])
+            inner = self._make_inner_shard() if self.two_hops else None
+            copies = [*([] if inner is None else [inner]), self._make_buffer(inner)]
+            return copies, [copy.allocate([]) for copy in copies]
 
     def values_in(self, buffer: FlatBuffer) -> list[Tensor]:
         """Return the unsharded tensor of each parameter in `buffer`, in the form that modules compute with."""
@@ -295,6 +362,8 @@ class ParamGroup:
         # Freed before that wait, the memory could be reused on the compute stream while the all-gather stream still reads it.
         if self._buffer is not None:
             self._buffer.release_staging()
+        if self._inner_shard is not None:
+            self._inner_shard.release_staging()
         if self.storage.host:
             self._shard_copy = work
 
@@ -314,10 +383,13 @@ class ParamGroup:
         if isinstance(self._buffer, FlatBuffer):
             self._buffer.save_subgroup_shard()
 
-    def drop_subgroup_shard(self) -> None:
-        """Discard the part kept for the smaller reshard group; the next all-gather uses all ranks."""
+    def drop_kept_shards(self) -> None:
+        """Discard what spares a hop: the part kept for the smaller reshard group, and the inner shard of two hops."""
         if isinstance(self._buffer, FlatBuffer):
             self._buffer.drop_subgroup_shard()
+        if self._inner_shard is not None:
+            self._inner_shard.versions = []
+            self._inner_shard.free()
 
     def invalidate_autograd(self) -> None:
         """Make every backward raise that still needs the unsharded parameters, before they are freed for good."""
@@ -327,8 +399,9 @@ class ParamGroup:
     def keep_memory(self, keep: bool) -> None:
         """Set whether buffers of all-gathers and reductions keep their memory when they are freed."""
         self._keeps_memory = keep
-        if self._buffer is not None:
-            self._buffer.keep = keep
+        for buffer in (self._buffer, self._inner_shard):
+            if buffer is not None:
+                buffer.keep = keep
         if not keep:
             self._reduced_shards.clear()
 
@@ -355,7 +428,7 @@ class ParamGroup:
         self.uninstall()
         # Pending receives may still write to this memory, so it is not resized to 0. Each receive holds a reference, and the
         # storage is freed with the last one. The next all-gather creates a new buffer.
-        self._buffer = None
+        self._buffer = self._inner_shard = None
 
     def take_gradients(self) -> list[Tensor | None] | None:
         """Remove the gradients of the unsharded parameters and return them, or None if there are none."""
@@ -391,7 +464,7 @@ class ExtensionGroup(ParamGroup):
     def _make_unsharded(self) -> ExtensionBuffer:
         return ExtensionBuffer(self.parameters[0], self.collectives.gather, self.dtypes, self.storage)
 
-    def all_gather_copy(self) -> tuple[FlatBuffer, AllGather]:
+    def all_gather_copy(self) -> tuple[list[FlatBuffer], list[AllGather]]:
         """Raise StateError: the subclass has one output buffer, so a copy is impossible."""
         self._check_device()
         raise StateError(

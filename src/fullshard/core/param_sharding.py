@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fullshard import _torch
-from fullshard.core.layout import Extent
-from fullshard.core.mesh import ShardAxis, replicated_axis, resolve_mesh
+from fullshard.core.layout import Extent, is_mostly_padding
+from fullshard.core.mesh import ShardAxis, axis_of_all_ranks, replicated_axis, resolve_mesh
 from fullshard.errors import StateError
 
 
@@ -214,13 +214,15 @@ def plan_sharding(parameter: nn.Parameter, axis: ShardAxis, placement_fn: Placem
     """
     dim, axis = _requested_placement(parameter, axis, placement_fn, name=name)
     if parameter.ndim == 0:
-        return _replicate_scalar(parameter, replicated_axis(axis), name=name)
+        return _replicate_scalar(parameter, replicated_axis(axis.transport), name=name)
     if not -parameter.ndim <= dim < parameter.ndim:
         raise ValueError(
             f"Expected shard_placement_fn to return a dim of parameter '{name}' of shape {tuple(parameter.shape)}, "
             f"0 to {parameter.ndim - 1}, got dim {dim}."
         )
     dim %= parameter.ndim
+    if axis.hybrid is not None and not _divides(parameter, dim, axis):
+        axis = axis.hybrid
     if axis.full_mesh is not None:
         return _plan_on_full_mesh(parameter, axis, dim, name=name)
     own: tuple[Placement, ...] = (Replicate(),) if axis.replicas is not None else ()
@@ -237,16 +239,37 @@ def plan_sharding(parameter: nn.Parameter, axis: ShardAxis, placement_fn: Placem
     return ParamSharding(axis, dim, parameter.shape, _torch.local_tensor(parameter).shape, joined, placements, parallel)
 
 
+def _divides(parameter: nn.Parameter, dim: int, axis: ShardAxis) -> bool:
+    """Return False if a parameter has so few rows that its shards over all ranks of the axis would be mostly padding."""
+    local = _torch.local_part(parameter.data)
+    rows, numel = local.shape[dim], local.numel()
+    padded = -(-rows // axis.ranks) * axis.ranks * (numel // max(1, rows))
+    return not is_mostly_padding(numel * local.itemsize, padded * local.itemsize)
+
+
 def _join_meshes(axis: ShardAxis, parameter: DTensor, *, name: str) -> DeviceMesh:
     """Return one mesh with the axes of `axis`, followed by the axes of the parameter's mesh."""
     mesh = parameter.device_mesh
     try:
+        if axis.hybrid is not None:
+            return _join_all_ranks(axis, mesh)
         return _torch.join_meshes([axis.mesh, mesh])
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
         raise ValueError(
             f"parameter '{name}' is a DTensor on {mesh}, which cannot be combined with {axis.mesh} ({error}). Take both from "
             "one mesh with names, init_device_mesh(type, sizes, mesh_dim_names=...), as mesh['dp'] and mesh['tp']."
         ) from None
+
+
+def _join_all_ranks(axis: ShardAxis, mesh: DeviceMesh) -> DeviceMesh:
+    """Return one mesh with the axis of all ranks of a hybrid mesh, followed by the axes of `mesh`."""
+    if mesh not in axis.joined:
+        assert axis.hybrid is not None
+        ranks = _torch.join_meshes([axis.hybrid.mesh, mesh]).mesh  # (replicate, shard, ...)
+        names = (*(axis.mesh.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
+        groups = [axis.group, *_torch.groups_of(mesh)]
+        axis.joined[mesh] = _torch.mesh_of_groups(mesh.device_type, ranks.transpose(0, 1).flatten(0, 1), groups, names)
+    return axis.joined[mesh]
 
 
 def _replicate_scalar(parameter: nn.Parameter, axis: ShardAxis, *, name: str) -> ParamSharding:
@@ -289,7 +312,8 @@ def _requested_placement(
             raise ValueError(
                 f"ShardPlacementResult.mesh_info of parameter '{name}' must be or have a DeviceMesh, got {info!r}."
             )
-        axis = axis if mesh is axis.mesh else resolve_mesh(mesh)
+        if mesh is not axis.transport.mesh:
+            axis = resolve_mesh(mesh) if axis.hybrid is None else axis_of_all_ranks(resolve_mesh(mesh))
     return (0 if chosen.placement is None else chosen.placement.dim), axis
 
 

@@ -83,7 +83,8 @@ class GradientReducer:
             self._commit_early(self._hooked.popleft())
         merged = group.grads.merge(grads)
         self.merged = self.merged or merged is not grads
-        reduction = Reduction(group, merged, unit.options.reduce, arena)
+        defer = not unit.options.reduce.all_reduce if last else unit.options.defers
+        reduction = Reduction(group, merged, unit.options.reduce, arena, defer=defer)
         grads.clear()
         frozen = [p.name for p in group.parameters if not p.sharded.requires_grad]
         # The text is hashed into the log, so it may only contain facts that must be equal on all ranks. For parameters with
@@ -92,7 +93,7 @@ class GradientReducer:
         action = "reduction"
         if group.grads.accumulates() and not reduction.has_hooks:
             action = "reduction, added to the gradients that are there"
-            if not unit.options.states.gradients:
+            if unit.options.states.needs_marks:
                 remark_on_unmarked(unit)
         if frozen:
             action = f"{action}, without {', '.join(frozen)}"
@@ -111,7 +112,7 @@ class GradientReducer:
             work = communicator.send(
                 communicator.all_reduce_stream,
                 group.fingerprints,
-                "all_reduce over replicas",
+                "reduce_scatter over replicas" if group.two_hops else "all_reduce over replicas",
                 reduction.replicate,
                 reduction.finish_replicated,
                 after=work.work,
@@ -205,7 +206,8 @@ class GradientReducer:
         if group.grads.deferred is not None:
             raise StateError(
                 f"optimizer.step() was called while gradients of unit '{unit.name}' are reduced over shards, but not over "
-                "replicas. Call set_requires_all_reduce(True) before the last backward of the step."
+                "replicas. Call set_requires_all_reduce(True) before the last backward of the step"
+                f"{', and set_is_last_backward(True)' * unit.options.states.sums_over_shards}."
             )
         if any(reduction.group is group and not reduction.committed for _, reduction in self._reduced):
             remedy = (

@@ -1,4 +1,4 @@
-"""Reduction of the gradients of one group: copy-in, reduce-scatter over shards, all-reduce over replicas, gradient dtype."""
+"""Reduction of the gradients of one group: copy-in, reduce-scatter over shards, reduction over replicas, gradient dtype."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fullshard import _torch
 from fullshard.comm.base import Allocate, Collectives, StartedWork, together
 from fullshard.comm.streams import Work
 from fullshard.core.grad_commit import GradCommit
+from fullshard.core.group_grads import ReductionPlan
 from fullshard.core.layout import ParamOffsets, Slice
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction_arena import ReductionArena
@@ -31,7 +32,7 @@ class ReduceOptions:
 
     divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
     force_sum: bool = False  # scale after the reduction, so that no backend averages
-    all_reduce: bool = True  # False: defer the all-reduce over replicas to a later backward
+    all_reduce: bool = True  # False: defer the reduction over replicas to a later backward
     hook: ReduceHook | None = None  # all-reduce hook, called with the sum after the all-reduce
     hook_stream: Any = None  # stream that the hook runs on
 
@@ -43,14 +44,14 @@ class ReductionFactors:
     first: float  # applied to the reduce-scatter input
     scale: float  # applied by the reduce-scatter
     last: float  # applied to the result of all collectives
-    replicas: Collectives | None  # all-reduce over replicas; None if this reduction has none
-    deferred: bool  # whether the all-reduce over replicas is left to a later reduction
-    replicated: bool  # whether a second step follows on the all-reduce stream: the all-reduce over replicas, or the hook
+    replicas: Collectives | None  # for the reduction over replicas; None if this reduction has none
+    deferred: bool  # whether the reduction over replicas is left to a later one
+    replicated: bool  # whether a second step follows on the all-reduce stream: the reduction over replicas, or the hook
     hook: Callable[[Tensor], None] | None  # the caller's all-reduce hook
 
     @classmethod
-    def of(cls, group: ParamGroup, options: ReduceOptions) -> ReductionFactors:
-        """Return the factors for gradients of `group`.
+    def of(cls, group: ParamGroup, options: ReduceOptions, *, defer: bool) -> ReductionFactors:
+        """Return the factors for gradients of `group`. `defer`: leave the reduction over replicas to a later one.
 
         float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
         divided in two steps, by about the square root each, as in FSDP2. The first divisor is a power of two, so that this
@@ -60,7 +61,7 @@ class ReductionFactors:
         divide = options.divide or float(group.layout.ranks * (replicas.ranks if replicas else 1))
         half = group.dtypes.reduce is torch.float16
         before = 2.0 ** ceil(log2(divide) / 2) if half and divide > 1 else 1.0
-        deferred = replicas is not None and not options.all_reduce
+        deferred = replicas is not None and defer
         hook = options.hook
         if hook is not None and options.hook_stream is not None:
             hook = partial(_torch.on_stream, options.hook_stream, hook)
@@ -87,8 +88,8 @@ class Stage(str, enum.Enum):
 
 MOVES = {
     (Stage.PACKED, Stage.SUMMED): "the reduce-scatter has completed",
-    (Stage.SUMMED, Stage.REDUCED): "the all-reduce over replicas and the caller's hook have completed, if there are any",
-    (Stage.SUMMED, Stage.ABSORBED): "the all-reduce over replicas was deferred, and a later reduction adds this sum to its own",
+    (Stage.SUMMED, Stage.REDUCED): "the reduction over replicas and the caller's hook have completed, if there are any",
+    (Stage.SUMMED, Stage.ABSORBED): "the reduction over replicas was deferred, and a later one adds this sum to its own",
     (Stage.REDUCED, Stage.COMMITTED): "the backward ends, or hooks on parameters need the gradients now",
     (
         Stage.COMMITTED,
@@ -107,7 +108,9 @@ class Reduction:
 
         PACKED ------reduce-scatter------> SUMMED ---all-reduce over replicas, the caller's hook---> REDUCED ---> COMMITTED
                                               |       (then cast to the grad dtype, copy to host memory)   in `.grad`
-                                              +--> ABSORBED by a later reduction (all_reduce=False)
+                                              +--> ABSORBED by a later reduction, if that over replicas is deferred
+
+    If replicas share the shards (`ParamGroup.two_hops`), a reduce-scatter takes the place of the all-reduce over replicas.
 
     The collectives are fixed when the group is created. Every parameter takes part, with zeros if this rank has no gradient.
 
@@ -125,6 +128,8 @@ class Reduction:
         grads: Sequence[Tensor | None],
         options: ReduceOptions,
         arena: ReductionArena | None = None,
+        *,
+        defer: bool = False,
     ) -> None:
         """Allocate the output, and copy the gradients into the reduce-scatter inputs, on the compute stream.
 
@@ -133,8 +138,9 @@ class Reduction:
             grads: unsharded gradient of each parameter, (sharding.local_shape); None if this rank did not use the parameter.
             options: the caller's options.
             arena: allocates the buffers if their addresses must be the same in each step.
+            defer: leave the reduction over replicas to a later reduction of the group.
         """
-        self.group, self.factors = group, ReductionFactors.of(group, options)
+        self.group, self.factors = group, ReductionFactors.of(group, options, defer=defer)
         self.stage = Stage.PACKED
         self.has_hooks = group.has_hooks
         self.used: list[bool] = []
@@ -152,7 +158,9 @@ class Reduction:
         fresh: Allocate = torch.empty if arena is None else arena.allocate
         memory = group.collectives.reduce.reduce_memory or fresh
         self._allocate = fresh
-        # The reduce-scatter output, (shard_numel,).
+        # (input, output) pairs of the second of two hops.
+        self._scattered: list[tuple[Tensor, Tensor]] = []
+        # The reduce-scatter output, (layout.shard_numel,).
         if arena is not None and memory is fresh:
             # The next reduction overwrites the arena, but with a deferred all-reduce the sum must outlive that. So the output
             # has kept memory of its own.
@@ -163,24 +171,32 @@ class Reduction:
             self._reduced_shard = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         kept = None if arena is None else memory
         # (reduce-scatter input, output) pairs; the inputs of slices are filled later, in `start`.
-        self._inputs = _pack(group, grads, self._reduced_shard, memory, kept)
+        self._inputs = _pack(
+            group.reduction, grads, self._reduced_shard, memory, kept, in_place=group.collectives.reduce.in_place
+        )
         # Gradients that are reduced in slices, by index of the parameter.
         self._sliced = _flat_gradients(group, grads) if group.reduction.has_slices else {}
         if self.factors.first != 1.0 and self._inputs:
             torch._foreach_mul_([full for full, _ in self._inputs], self.factors.first)
-        # The flat gradient, (shard_numel,) in the grad dtype: the memory of `.grad`. It is the reduce-scatter output itself,
-        # unless that has another dtype or memory that the next reduction overwrites.
-        self._flat = self._reduced_shard
+        # The sum over all ranks, (shard_layout.shard_numel,): the reduce-scatter output or, in two hops, that of the second.
+        numel = group.shard_layout.shard_numel
+        self._sum = self._reduced_shard
+        if group.scatter is not None and not self.factors.deferred:
+            self._sum = (torch.empty if arena is None else fresh)((numel,), dtype=dtypes.reduce, device=device)
+        # The flat gradient, (shard_layout.shard_numel,) in the grad dtype: the memory of `.grad`. It is the sum itself, unless
+        # that has another dtype or memory that the next reduction overwrites.
+        self._flat = self._sum
         grad_dtype = group.reduction.dtype
-        if (grad_dtype != dtypes.reduce or memory is not torch.empty) and not self.factors.deferred:
+        overwritten = arena is not None or (memory is not torch.empty and group.scatter is None)
+        if (grad_dtype != dtypes.reduce or overwritten) and not self.factors.deferred:
             # `.grad` must not use kept memory or memory of a custom reduce-scatter, which the next reduction overwrites.
             # With CPU offload this tensor is only the source of a copy to the host, so it may be memory of the arena.
             allocate = fresh if group.storage.host else torch.empty
-            self._flat = allocate((layout.shard_numel,), dtype=grad_dtype, device=device)
+            self._flat = allocate((numel,), dtype=grad_dtype, device=device)
         # With CPU offload, the flat gradient in host memory. Pinned, so that the copy does not block the host.
         self._host: Tensor | None = None
         if group.storage.host and not self.factors.deferred:
-            self._host = torch.empty(layout.shard_numel, dtype=grad_dtype, device="cpu", pin_memory=group.storage.pinned)
+            self._host = torch.empty(numel, dtype=grad_dtype, device="cpu", pin_memory=group.storage.pinned)
 
     def _move(self, to: Stage) -> None:
         if (self.stage, to) not in MOVES:
@@ -279,24 +295,34 @@ class Reduction:
         total.add_(self._reduced_shard)
 
     def replicate(self) -> StartedWork:
-        """Start the all-reduce over replicas."""
+        """Start the reduction over replicas: an all-reduce or, in two hops, a reduce-scatter."""
         if self.factors.replicas is None or not self._reduced_shard.numel():
             return StartedWork()
-        return self.factors.replicas.all_reduce(self._reduced_shard)
+        if self.group.scatter is None:
+            return self.factors.replicas.all_reduce(self._reduced_shard)
+        places = self.group.shard_layout.offsets
+        parts: list[Tensor | None] = [
+            self._reduced_shard[place.unsharded_offset :][: prod(place.shape)].view(place.shape) for place in places
+        ]
+        # kept until the end of the collective
+        self._scattered = _pack(self.group.scatter, parts, self._sum, self._allocate, None, in_place=False)
+        inputs, outputs = zip(*self._scattered)
+        return self.factors.replicas.reduce_scatter(outputs, inputs, 1.0)
 
     def finish_replicated(self) -> None:
-        """Run the caller's hook after the all-reduce over replicas, then scale and cast."""
+        """Run the caller's hook after the reduction over replicas, then scale and cast."""
+        self._scattered = []
         if self.factors.hook is not None:
-            self.factors.hook(self._reduced_shard)
+            self.factors.hook(self._sum)
         self._cast_and_offload()
 
     def _cast_and_offload(self) -> None:
         """Scale the sum, cast it to the grad dtype, and with CPU offload copy it to host memory."""
         self._move(Stage.REDUCED)
         if self.factors.last != 1.0:
-            self._reduced_shard.mul_(self.factors.last)
-        if self._flat is not self._reduced_shard:
-            self._flat.copy_(self._reduced_shard)
+            self._sum.mul_(self.factors.last)
+        if self._flat is not self._sum:
+            self._flat.copy_(self._sum)
         if self._host is not None:
             if self._host.numel():
                 self.group.collectives.traffic.record("to_host", [self._flat])
@@ -314,11 +340,11 @@ class Reduction:
         # Released before that wait, their memory could be reused on the compute stream while the collective still reads it.
         self._inputs, self._sliced, self._earlier = [], {}, None
         if not self.factors.replicated:
-            self._reduced_shard = self._flat
+            self.release_reduced_shard()
 
     def release_reduced_shard(self) -> None:
-        """Release the reduce-scatter output, if `.grad` does not use it. Call this after the compute stream waited for it."""
-        self._reduced_shard = self._flat
+        """Release the outputs of the collectives that `.grad` does not use, once the compute stream waited for the last one."""
+        self._reduced_shard = self._sum = self._flat
 
     def wait_on_host(self, *, on_host: bool) -> None:
         """Wait until the flat gradient is on the device of the shards.
@@ -397,23 +423,23 @@ def _copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> Non
         out[whole, : rest.numel()].copy_(rest)
 
 
-def _packed_dtype(group: ParamGroup, grads: Sequence[Tensor | None]) -> torch.dtype | None:
+def _packed_dtype(plan: ReductionPlan, grads: Sequence[Tensor | None]) -> torch.dtype | None:
     """Return the dtype of the packed gradients, or None if they have several dtypes."""
-    packed = [grads[segment.parameter] for segment in group.reduction.packed if segment.parameter >= 0]
+    packed = [grads[segment.parameter] for segment in plan.packed if segment.parameter >= 0]
     found = {grad.dtype for grad in packed if grad is not None}
     if len(found) > 1:
         return None
-    return found.pop() if found else group.dtypes.compute
+    return found.pop() if found else plan.computed
 
 
-def _pack_one_by_one(group: ParamGroup, grads: Sequence[Tensor | None], message: Tensor) -> None:
+def _pack_one_by_one(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
     """Copy and cast gradients of several dtypes into the packed input (ranks, numel), one after the other."""
     column = 0
-    for segment in group.reduction.packed:
+    for segment in plan.packed:
         out = message[:, column : column + segment.size]
         column += segment.size
         grad = grads[segment.parameter] if segment.parameter >= 0 else None
-        place = group.layout.offsets[segment.parameter]
+        place = plan.layout.offsets[segment.parameter]
         if grad is None or place.dim == 0:
             flat = None if grad is None else grad.contiguous().view(-1)
             _copy_slice(flat, segment.size, Slice(segment.parameter, 0, segment.size), out)
@@ -423,63 +449,70 @@ def _pack_one_by_one(group: ParamGroup, grads: Sequence[Tensor | None], message:
             torch._foreach_copy_(block_parts, grad_parts)
 
 
-def _zeros_or_permuted(
+def _zeros_or_blocks(
     grad: Tensor | None, place: ParamOffsets, ranks: int, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the packed input of a missing gradient (zeros), or of a parameter that is sharded along another dim than 0."""
-    if place.dim == 0:
+    """Return the packed input of a gradient that chunk_cat cannot chunk.
+
+    It is missing (zeros), or its parameter is sharded along another dim than 0, or in other chunks than those of torch.chunk.
+    """
+    if place.dim == 0 and grad is None:
         return torch.zeros(place.shape, dtype=dtype, device=device)
     blocks = torch.zeros((ranks, place.size), dtype=dtype, device=device)
-    if grad is not None:
+    if grad is not None and place.dim == 0:
+        _copy_slice(grad.contiguous().view(-1), place.size, Slice(-1, 0, place.size), blocks)
+    elif grad is not None:
         grad_parts, block_parts = dim_permutation(grad, blocks, place)
         torch._foreach_copy_(block_parts, grad_parts)
     return blocks
 
 
 def _pack(
-    group: ParamGroup,
+    plan: ReductionPlan,
     grads: Sequence[Tensor | None],
     total: Tensor,
     memory: Allocate,
     kept: Allocate | None,
+    *,
+    in_place: bool,
 ) -> list[tuple[Tensor, Tensor]]:
     """Copy and cast the gradients that are not sliced into reduce-scatter inputs.
 
     Args:
-        group: the parameter group.
+        plan: layout of the inputs.
         grads: unsharded gradient of each parameter, or None.
         total: the reduce-scatter output, (shard_numel,).
         memory: allocates the packed input.
         kept: allocates the inputs to which direct gradients are copied, because the addresses of inputs must be the same in
             each step; None to reduce direct gradients without a copy.
+        in_place: whether the group has one rank, which needs no collective.
 
     Returns:
         (input (ranks * size,), its output (size,), a part of `total`) of each tensor that is reduced.
     """
-    layout, plan, device = group.layout, group.reduction, group.storage.device
+    layout, device = plan.layout, total.device
     messages: list[tuple[Tensor, Tensor]] = []
     if plan.numel:
-        if group.collectives.reduce.in_place:  # a group of one rank: the packed gradients are the sum already
-            message = total[: plan.numel]
-        else:
-            message = memory((layout.ranks * plan.numel,), dtype=total.dtype, device=device)
+        numel = layout.ranks * plan.numel
+        # in place, the packed gradients are the sum already
+        message = total[:numel] if in_place else memory((numel,), dtype=total.dtype, device=device)
         found = {grad.dtype for grad in grads if grad is not None}
-        dtype = found.pop() if len(found) == 1 else _packed_dtype(group, grads)
+        dtype = found.pop() if len(found) == 1 else _packed_dtype(plan, grads)
         # chunk_cat needs one dtype, but some kernels return the gradients of norms in float32. Casting all gradients first
         # would take memory for a second copy, so they are copied and cast one by one.
         if dtype is None:
-            _pack_one_by_one(group, grads, message.view(layout.ranks, -1))
+            _pack_one_by_one(plan, grads, message.view(layout.ranks, -1))
         parts: list[Tensor] = []
         for segment in plan.packed if dtype is not None else ():
             if segment.parameter < 0:
                 parts.append(plan.zeros[segment.size].to(dtype))
                 continue
             grad, place = grads[segment.parameter], layout.offsets[segment.parameter]
-            if grad is not None and place.dim == 0:
+            if grad is not None and place.dim == 0 and segment.parameter not in plan.blocks:
                 parts.append(grad.contiguous())
                 continue
             assert dtype is not None  # the loop has no segments otherwise
-            parts.append(_zeros_or_permuted(grad, place, layout.ranks, dtype=dtype, device=device))
+            parts.append(_zeros_or_blocks(grad, place, layout.ranks, dtype=dtype, device=device))
         if parts:
             _torch.chunk_cat(parts, message.view(layout.ranks, -1))
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))

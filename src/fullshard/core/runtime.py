@@ -39,6 +39,7 @@ from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import restore_subclass
 from fullshard.core.unit import Unit, name_units_in
 from fullshard.core.unit_options import UnitOptions
+from fullshard.core.unsharded_buffer import AllGather
 from fullshard.errors import StateError
 from fullshard.policies import CheckPolicy, CommPolicy
 
@@ -286,19 +287,30 @@ class Runtime:
         self._gathering[unit.record.number] = works
         communicator = self.communicator
         for group in unit.groups:
+            over_replicas = group.gather_over_replicas() if group.two_hops else None
             gather = group.allocate_unsharded()
-            start, copied = gather.start, None
+            start, before = gather.start, None
             try:
+                if over_replicas is not None:
+                    before = self._gather_over_replicas(group, over_replicas, action)
                 # Casts and copies from host memory have a stream of their own, so that those of the next unit do not wait for
                 # the all-gather of this one.
                 if communicator.copy_in_stream is not None and gather.copies_in:
-                    start, copied = gather.begin, communicator.copy_in_stream.run(gather.copy_in, nothing)
+                    start, before = gather.begin, communicator.copy_in_stream.run(gather.copy_in, nothing)
                 stream = communicator.all_gather_stream
-                work = communicator.send(stream, group.fingerprints, action, start, gather.finish, copied)
+                work = communicator.send(stream, group.fingerprints, action, start, gather.finish, before)
             except BaseException:
                 group.drop_unsharded()
                 raise
             works.append((group, work))
+
+    def _gather_over_replicas(self, group: ParamGroup, gather: AllGather, action: str) -> Work:
+        """Start the first of two hops, on the stream of the replicas: it overlaps with all-gathers over shards."""
+        communicator, start, copied = self.communicator, gather.start, None
+        if communicator.copy_in_stream is not None and gather.copies_in:
+            start, copied = gather.begin, communicator.copy_in_stream.run(gather.copy_in, nothing)
+        action = f"{action} over replicas"
+        return communicator.send(communicator.all_reduce_stream, group.fingerprints, action, start, gather.finish, copied).work
 
     def _wait(self, unit: Unit) -> None:
         """Order the compute stream behind the all-gathers of a unit."""

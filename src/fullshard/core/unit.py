@@ -404,7 +404,7 @@ class Unit:
             self.uninstall()
             self.runtime.run(self.runtime.scheduler.reshard(self.number))
         for group in self.groups:
-            group.drop_subgroup_shard()
+            group.drop_kept_shards()
 
     def refresh(self, unwritten: Container[int] = ()) -> None:
         """Adopt changes that the user made on the modules: assigned Parameters, moved or cast tensors, requires_grad.
@@ -494,14 +494,16 @@ class Unit:
         """All-gather a group into memory of its own, and return one tensor per parameter. Collective."""
         communicator = self.runtime.communicator
         with torch.no_grad():
-            copy, gather = group.all_gather_copy()
-            sent = communicator.send(
-                communicator.all_gather_stream, group.fingerprints, "gather by hand", gather.start, gather.finish
-            )
-            sent.wait()
-            copy.release_staging()
-            group.note_copy_to_device(sent.work)
-        return group.values_in(copy)
+            copies, gathers = group.all_gather_copy()
+            for copy, gather in zip(copies, gathers):
+                action = "gather by hand" if copy is copies[-1] else "gather by hand over replicas"
+                sent = communicator.send(
+                    communicator.all_gather_stream, group.fingerprints, action, gather.start, gather.finish
+                )
+                sent.wait()
+                copy.release_staging()
+                group.note_copy_to_device(sent.work)
+        return group.values_in(copies[-1])
 
     def reshard(self, *, doing: str = "reshard()") -> None:
         """Free the unsharded parameters. Raise StateError while the unit's forward or backward needs them."""
@@ -510,7 +512,7 @@ class Unit:
         self.uninstall()
         self.runtime.run(self.runtime.scheduler.reshard(self.number))
         for group in self.groups:
-            group.drop_subgroup_shard()
+            group.drop_kept_shards()
             group.synchronize_host()
 
     def ensure_sharded(self, *, doing: str) -> None:
@@ -614,8 +616,17 @@ class Unit:
         self.invalidate_unsharded()
         self.rebuild_groups([parameter.local for parameter in self.parameters])
 
-    def check_states_may_change(self) -> None:
-        """Raise StateError inside a forward or backward, or while gradients of the step are not in `.grad` yet."""
+    def check_states_may_change(self, states: StateSharding) -> None:
+        """Raise StateError inside a forward or backward, or while gradients of the step are not in `.grad` yet.
+
+        Raise ValueError if the parameters that the optimizer sees would change.
+        """
+        if states.optimizer != self.options.states.optimizer:
+            raise ValueError(
+                f"Expected states with optimizer={self.options.states.optimizer} for unit '{self.name}', as in fully_shard(), "
+                f"got {states}: the shards that the optimizer holds cannot change. To change them, save a checkpoint and load "
+                "it into a model that is sharded with the new level."
+            )
         self.check_idle(doing="set_states()")
         self.check_delivered(doing="set_states()")
         if any(group.grads.has_local for group in self.groups):
@@ -659,7 +670,7 @@ class Unit:
                 parameters = [self.parameters[i] for i in members]
                 subject = f"{self.global_id}.{len(groups)} {[(p.name, tuple(p.shape)) for p in parameters]} {shared}"
                 axis = parameters[0].sharding.axis
-                collectives = self.runtime.communicator.collectives.of_axis(axis, self.options)
+                collectives = self.runtime.communicator.collectives.of_axis(axis.transport, self.options)
                 # Custom collectives work in memory of their own, so all parameters are packed there.
                 packed = max(collectives.gather.direct_min_bytes, collectives.reduce.direct_min_bytes)
                 log = self.runtime.communicator.log_of(axis)

@@ -45,12 +45,15 @@ class UnitOptions:
     sync: str = "check"
     buffers: str = "local"
 
-    # From the options above: whether the end of the unit's backward reduces its gradients, or keeps them on this rank.
+    # From the options above: whether the end of the unit's backward reduces its gradients, or keeps them on this rank; and
+    # whether it reduces them over shards only, and leaves the reduction over replicas to a later backward.
     reduces: bool = field(init=False)
+    defers: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        sums_unsharded = self.states.keeps_gradients and (self.manual or not self.last_backward)
-        object.__setattr__(self, "reduces", self.sync_gradients and not sums_unsharded)
+        goes_on = self.manual or not self.last_backward  # the step does not end with this backward
+        object.__setattr__(self, "reduces", self.sync_gradients and not (self.states.keeps_gradients and goes_on))
+        object.__setattr__(self, "defers", not self.reduce.all_reduce or (self.states.sums_over_shards and goes_on))
 
 
 __all__ = ["UnitOptions"]

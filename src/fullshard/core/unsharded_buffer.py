@@ -27,6 +27,12 @@ class GroupCollectives:
     subgroup: ObservedCollectives | None  # all-gather among the k ranks of `reshard_after_forward=k`; None without it
     traffic: TrafficCounter  # records copies between host and device, too
 
+    @property
+    def over_replicas(self) -> GroupCollectives:
+        """The collectives of an all-gather and a reduce-scatter over the replicas."""
+        assert self.replicate is not None
+        return GroupCollectives(self.replicate, self.replicate, None, None, self.traffic)
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -56,11 +62,11 @@ def dim_permutation(full: Tensor, blocks: Tensor, place: ParamOffsets) -> tuple[
     Returns:
         Views of `full`, one for each rank with rows, and views of `blocks` with the same shapes.
     """
-    ranks, length = blocks.shape[0], place.shape[place.dim]
+    ranks, length, chunk = blocks.shape[0], place.shape[place.dim], place.chunk
     full_parts: list[Tensor] = []
     block_parts: list[Tensor] = []
     for rank in range(ranks):
-        extent = Extent.of_rank(length, ranks=ranks, rank=rank)
+        extent = Extent.of_chunk(length, chunk=chunk, rank=rank)
         if extent.rows:
             part = full.narrow(place.dim, extent.start, extent.rows)
             full_parts.append(part)
@@ -226,6 +232,7 @@ class FlatBuffer:
     with them the unsharded Parameters, are the same objects for the whole training, as autograd requires.
 
     Attributes:
+        flat: the buffer, (unsharded_numel,).
         keep: whether the memory is kept when it is freed, so that its address never changes.
         views: the unsharded parameters, one tensor each, with separate version counters.
         versions: versions of the shards that were all-gathered last; empty before the first all-gather.
@@ -234,12 +241,12 @@ class FlatBuffer:
     def __init__(
         self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
     ) -> None:
-        self._flat = torch.empty(layout.unsharded_numel, dtype=dtypes.compute, device=storage.device)
+        self.flat = torch.empty(layout.unsharded_numel, dtype=dtypes.compute, device=storage.device)
         self.keep = False
         # Buffers that only the all-gather needs: the packed output and, with CPU offload, the copy of the shard.
         self._staging: list[Tensor] = []
         self._poison = storage.poison
-        self.views = [tensor_on_storage(self._flat, place.unsharded_offset, place.shape) for place in layout.offsets]
+        self.views = [tensor_on_storage(self.flat, place.unsharded_offset, place.shape) for place in layout.offsets]
         self.versions: list[int] = []
         # Plans an all-gather whose output a custom all-gather allocates when it starts; None without one.
         self._plan_custom: Callable[[], AllGather] | None = None
@@ -253,16 +260,14 @@ class FlatBuffer:
         # This rank's part of the buffer, (unsharded_numel / k,): the input of that all-gather.
         self._subgroup_shard: Tensor | None = None
         # Each storage with its full size, to allocate and free it by resize_. The first one is that of `_flat`.
-        self._storages = [
-            (tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in (self._flat, *self._staging)
-        ]
+        self._storages = [(tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in (self.flat, *self._staging)]
         self.free()
 
     def _plan(
         self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
     ) -> AllGather:
         """Plan the all-gather over all ranks, and allocate its staging buffers."""
-        gather, flat = collectives.gather, self._flat
+        gather, flat = collectives.gather, self.flat
         before: list[Step] = []
         if storage.host:
             # The copy from host memory is a copy-in step: it runs on a stream, and `synchronize_host` guards its source.
@@ -335,22 +340,22 @@ class FlatBuffer:
     @property
     def memory(self) -> int:
         """Bytes of the buffer if it is allocated, else 0."""
-        return self._flat.untyped_storage().size()
+        return self.flat.untyped_storage().size()
 
     def owns(self, tensor: Tensor) -> bool:
         """Return True if `tensor` uses memory of this buffer."""
-        return self._flat.numel() > 0 and _torch.is_over(tensor, self._flat.untyped_storage())
+        return self.flat.numel() > 0 and _torch.is_over(tensor, self.flat.untyped_storage())
 
     def save_subgroup_shard(self) -> None:
         """Copy this rank's part of the buffer, before it is freed, and plan the all-gather of the parts."""
         subgroup = self._subgroup
-        if subgroup is not None and self._flat.untyped_storage().size():
+        if subgroup is not None and self.flat.untyped_storage().size():
             # The buffer is divided by elements and not by parameters, so this works for every layout, dtype and shard dim.
-            part = self._flat.view(subgroup.ranks, -1)[subgroup.rank]
+            part = self.flat.view(subgroup.ranks, -1)[subgroup.rank]
             if self._subgroup_shard is None or not self.keep:
                 self._subgroup_shard = torch.empty_like(part)
             self._subgroup_shard.copy_(part)
-            self._subgroup_gather = AllGather(subgroup.gatherer([self._flat], [self._subgroup_shard]))
+            self._subgroup_gather = AllGather(subgroup.gatherer([self.flat], [self._subgroup_shard]))
 
     def drop_subgroup_shard(self) -> None:
         """Discard the all-gather among the subgroup, so that the next one runs over all ranks."""
@@ -358,6 +363,6 @@ class FlatBuffer:
 
     def _fill_with_nan(self) -> None:
         """Fill the allocated memory with NaN (`CheckPolicy(poison=True)`)."""
-        for tensor in (self._flat, *self._staging):
+        for tensor in (self.flat, *self._staging):
             if tensor.untyped_storage().size() and tensor.numel():
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 1)

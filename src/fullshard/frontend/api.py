@@ -18,7 +18,7 @@ from fullshard.checks.collective_log import UnitName
 from fullshard.core.agreement import Agreement
 from fullshard.core.extension import is_plain, missing_extension_method, needs_own_group, own_shard
 from fullshard.core.lint import mark_ignored
-from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh
+from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, axis_of_all_ranks, resolve_mesh
 from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, roots_of
 from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
 from fullshard.core.parameter_alias import replacement_of
@@ -254,6 +254,8 @@ class _ResolvedArguments:
                 raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}.")
         mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
         axis = resolve_mesh(mesh, dp_mesh_dims)
+        if states.shards_over_replicas:
+            _check_replicas_to_shard(axis)
         reshard_policy, subgroup_size = parse_reshard_after_forward(reshard_after_forward, axis.ranks, states)
         options = UnitOptions(
             reshard_policy=reshard_policy,
@@ -267,6 +269,20 @@ class _ResolvedArguments:
             buffers=buffers,
         )
         return cls(axis, options, shard_placement_fn, mp_policy)
+
+
+def _check_replicas_to_shard(axis: ShardAxis) -> None:
+    """Raise ValueError unless the mesh has replicas, over which a level can shard the optimizer's states."""
+    if axis.full_mesh is not None:
+        raise ValueError(
+            "states= with optimizer=('replicate', 'shard') cannot be combined with dp_mesh_dims=. Pass the two data-parallel "
+            "dims as mesh=, as in mesh['replicate', 'shard'], with parameters that are DTensors on the other dims."
+        )
+    if axis.replicas is None:
+        raise ValueError(
+            "states= with optimizer=('replicate', 'shard') needs a hybrid mesh of two dims (replicate, shard), got one of one "
+            f"dim of size {axis.ranks}, over which ZERO3 shards everything already. Pass a mesh of two dims, or states=ZERO3."
+        )
 
 
 @dataclass(frozen=True)
@@ -297,6 +313,7 @@ def _inspect(
     _check_parameters(refs, axis)
     _check_buffers(managed, axis)
     Runtime.of(axis.device, options.comm).communicator.collectives.of_axis(axis, options)
+    axis = axis_of_all_ranks(axis) if options.states.shards_over_replicas else axis
     keep_dtype = [shaped.mp_policy.keeps_dtype_of(ref.parameter, name=ref.name) for ref in refs]
     return _Inspection(managed, ties, refs, [_sharding_of(ref, axis, shaped.placement_fn) for ref in refs], keep_dtype)
 
@@ -422,8 +439,9 @@ def _check_ignored(ignored: Iterable[nn.Parameter] | None) -> tuple[nn.Parameter
 
 
 def _sharding_of(ref: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | None) -> ParamSharding:
-    how = plan_sharding(ref.parameter, axis, placement_fn, name=ref.name)
     tensor = to_local(ref.parameter.data)
+    # All-gather hooks of a subclass work on the shards that one all-gather brings together.
+    how = plan_sharding(ref.parameter, axis.transport if needs_own_group(tensor) else axis, placement_fn, name=ref.name)
     if how.dim != 0 and needs_own_group(tensor):
         raise ValueError(
             f"Parameter '{ref.name}' cannot be sharded along dim {how.dim}: its class defines fsdp_pre_all_gather, which "

@@ -368,7 +368,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
-            ValueError: if `states` is no StateSharding, or `recurse` neither True nor False.
+            ValueError: if `states` is no StateSharding or shards the optimizer's states over other mesh dims than before, or
+                if `recurse` is neither True nor False.
             StateError: inside a forward or backward, or while gradients are not in `.grad` yet.
 
         Example:
@@ -378,7 +379,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             raise ValueError(f"Expected a StateSharding as states, for example fullshard.ZERO2, got {type(states).__name__}.")
         units = units_of(self, _check_bool("recurse", recurse))
         for unit in units:
-            unit.check_states_may_change()
+            unit.check_states_may_change(states)
         for unit in units:
             unit.log_write(f"set_states({states})")
         for unit in units:
