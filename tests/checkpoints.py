@@ -116,8 +116,10 @@ def sharded(world: World, cut: str, *, meta: bool = True) -> nn.Module:
     with torch.device("meta" if meta else "cpu"):
         model = Net()
     mesh, options = world.mesh, {}
-    if cut == "hybrid":
+    if cut in ("hybrid", "all ranks"):
         mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
+    if cut == "all ranks":
+        options["states"] = fullshard.HFSDP
     if cut == "columns":
         options["shard_placement_fn"] = lambda parameter: Shard(1) if parameter.dim() == 2 else None
     if cut == "tensor":
@@ -139,7 +141,7 @@ def check(model: nn.Module, expected: dict[str, Tensor]) -> None:
         assert torch.equal(full, expected[name].to(full.dtype)), name
 
 
-CUTS = ["rows", "columns", "hybrid", "tensor"]
+CUTS = ["rows", "columns", "hybrid", "all ranks", "tensor"]
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -38,7 +38,7 @@ def full(value: Any) -> Tensor:
 @pytest.mark.parametrize("cut", CUTS)
 @ranks(1, 2, 3, 4)
 def test_averages_are_those_of_the_whole_model_bit_for_bit(world: World, cut: str, options: dict[str, int]) -> None:
-    if world.size % 2 and cut in ("hybrid", "tensor"):
+    if world.size % 2 and cut not in ("rows", "columns"):
         return
     model, reference = filled(world, cut), Net()
     write(reference, 0)

@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import (
+    HFSDP,
     ZERO1,
     ZERO2,
     ZERO3,
@@ -50,8 +51,10 @@ from fullshard import (
 from fullshard.policies import PRESETS
 from fullshard.wrap import ModuleWrapPolicy
 
+BOTH = ("replicate", "shard")
+HFSDPS = (StateSharding(gradients=BOTH, optimizer=BOTH), HFSDP)
 UNITS = 4  # of a sharded Stack: three blocks and the root
-LEVELS = tuple(PRESETS.values())
+LEVELS = (ZERO1, ZERO2, ZERO3)  # of a flat mesh; HFSDP is in test_hfsdp.py, and below where meshes may be hybrid
 
 
 def sent(model: nn.Module, run: Callable[[], object]) -> dict[str, int]:
@@ -408,8 +411,9 @@ def run(case: Case, mesh: DeviceMesh, mine: Callable[[Tensor], Tensor]) -> None:
     options = {"mesh": mesh, "mp_policy": case.mp, "comm_policy": case.comm}
     if case.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    for module, level in zip((*model.blocks, model), case.levels):
-        fully_shard(module, states=PRESETS[level], **options)
+    levels = [ZERO3 if mesh.ndim == 1 and level == "HFSDP" else PRESETS[level] for level in case.levels]
+    for module, level in zip((*model.blocks, model), levels):
+        fully_shard(module, states=level, **options)
     pair = ((model, mine), (reference, lambda x: x))
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one, _ in pair]
     for number, what in enumerate(case.loop):
@@ -423,7 +427,9 @@ def run(case: Case, mesh: DeviceMesh, mine: Callable[[Tensor], Tensor]) -> None:
                     for parameter in optimizer.param_groups[0]["params"]:
                         parameter.mul_(0.75)
         if what == "change":
-            model.set_states(LEVELS[number % 3])
+            for module, level in zip((*model.blocks, model), levels):
+                others = HFSDPS if level.shards_over_replicas else LEVELS
+                module.set_states(others[number % len(others)], recurse=False)
         if what.startswith("raise") and what != "raise step":
             for one, part in pair:
                 one.blocks[1][1].told = what
@@ -555,14 +561,16 @@ def test_copies_undo_and_full_params_of_a_kept_unit(world: World) -> None:
 def test_impossible_tables_are_refused() -> None:
     for arguments, told in (
         ({"parameters": ("shard",), "gradients": ()}, "Expected gradients that are sharded as the parameters are"),
-        ({"optimizer": ()}, r'Expected \("shard",\) as optimizer='),
+        ({"optimizer": ()}, r'Expected \("shard",\) or \(.replicate., .shard.\) as optimizer='),
         ({"parameters": "shard"}, r'Expected \("shard",\) or \(\) as parameters='),
-        ({"optimizer": ("replicate", "shard")}, "Sharding over replicas is not supported"),
-        ({"gradients": ("replicate",)}, r'Expected \("shard",\) or \(\) as gradients='),
+        ({"parameters": (), "optimizer": BOTH}, "use ZERO1 or ZERO2 on a mesh of one dim"),
+        ({"gradients": ("replicate",)}, r"Expected \('shard',\) or \(\) as gradients="),
+        ({"gradients": BOTH}, "which are sharded at most as the optimizer's"),
     ):
         with pytest.raises(ValueError, match=told):
             StateSharding(**arguments)
-    assert [str(level) for level in LEVELS] == ["ZERO1", "ZERO2", "ZERO3"]
+    assert [str(level) for level in (*LEVELS, HFSDP)] == ["ZERO1", "ZERO2", "ZERO3", "HFSDP"]
+    assert str(HFSDPS[0]) == f"StateSharding(('shard',), {BOTH}, {BOTH})"
 
 
 @ranks(2)

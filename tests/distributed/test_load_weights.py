@@ -27,7 +27,7 @@ from fullshard.weights.targets import tensors_of
 @pytest.mark.parametrize("cut", CUTS)
 @ranks(1, 2, 3, 4)
 def test_every_rank_reads_its_share_and_has_its_values(world: World, cut: str, meta: bool) -> None:
-    if world.size % 2 and cut in ("hybrid", "tensor"):
+    if world.size % 2 and cut not in ("rows", "columns"):
         return
     folder = written(world, f"load {cut} {meta}", saved())
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in saved().values())

@@ -25,7 +25,7 @@ from fullshard.weights.rules import Convert, Merge, Rename, Split, Transpose
 @pytest.mark.parametrize("cut", CUTS)
 @ranks(1, 2, 3, 4)
 def test_files_are_those_of_one_process_for_every_cut(world: World, cut: str) -> None:
-    if world.size % 2 and cut in ("hybrid", "tensor"):
+    if world.size % 2 and cut not in ("rows", "columns"):
         return
     model = loaded(world, cut)
     nbytes = sum(tensor.numel() * tensor.itemsize for tensor in saved().values())

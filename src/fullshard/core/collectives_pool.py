@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,8 @@ class CollectivesPool:
 
         Raises ValueError for custom collectives that do not fit the mesh.
         """
+        if axis.hybrid is not None:
+            return replace(self.of_axis(axis.hybrid, options), whole=self._known(axis, "shard", axis.group, options.comm))
         gather = reduce = self._main_collectives(axis, options.comm)
         if options.separate_reduce and axis.group is not None and axis.ranks > 1:
             reduce = self._known(axis, "reduce", dist.get_process_group_ranks(axis.group), options.comm)
@@ -71,7 +74,7 @@ class CollectivesPool:
             ranks = dist.get_process_group_ranks(axis.group)[first : first + options.subgroup_size]
             if len(ranks) < axis.ranks:
                 retain = self._known(axis, f"retain {options.subgroup_size}", ranks, options.comm)
-        return GroupCollectives(gather, reduce, replicate, retain, self.traffic)
+        return GroupCollectives(gather, reduce, replicate, gather, retain, self.traffic)
 
     def _main_collectives(self, axis: ShardAxis, comm: CommPolicy) -> ObservedCollectives:
         found = self._known(axis, "shard" if axis.group is not None else "alone", axis.group, comm)

@@ -301,14 +301,20 @@ class GroupLayout:
         place = self.offsets[index]
         return place.chunk == -(-place.shape[place.dim] // self.ranks)
 
-    def in_two_hops(self, inner: int, outer: int) -> tuple[GroupLayout, GroupLayout]:
+    def in_two_hops(self, inner: int, outer: int, *, rank: int) -> tuple[GroupLayout, GroupLayout]:
         """Return the layouts of the two hops of an all-gather over `inner * outer` ranks, ordered by the inner rank first.
 
         The first hop gathers the flat shards of `outer` ranks: its unsharded buffer is the flat shard of the second hop, which
-        gathers over `inner` ranks. No parameter may be summed.
+        gathers over `inner` ranks. No parameter may be summed. `rank`: this rank among the inner ones.
         """
         assert not self.summed and inner * outer == self.ranks
-        rows = [(*place.shape[: place.dim], place.chunk * outer, *place.shape[place.dim + 1 :]) for place in self.offsets]
+
+        def gathered(place: ParamOffsets) -> tuple[int, ...]:
+            """Return the shape of what the first hop gathers of a parameter."""
+            rows = place.chunk * outer
+            if place.permuted:  # a chunk begins with the rows themselves, without gaps for padding
+                rows = Extent.of_chunk(place.shape[place.dim], chunk=rows, rank=rank).rows
+            return (*place.shape[: place.dim], rows, *place.shape[place.dim + 1 :])
 
         def scaled(bucket: Bucket) -> Bucket:
             segments = tuple(replace(one, size=one.size * outer) for one in bucket.segments)
@@ -322,7 +328,7 @@ class GroupLayout:
         first = GroupLayout(
             ranks=outer,
             offsets=tuple(
-                replace(place, shape=shape, unsharded_offset=outer * place.offset) for place, shape in zip(self.offsets, rows)
+                replace(place, shape=gathered(place), unsharded_offset=outer * place.offset) for place in self.offsets
             ),
             buckets=tuple(map(moved, self.buckets)),
             shard_numel=self.shard_numel,

@@ -104,7 +104,7 @@ class ParamGroup:
         )
         if not self.two_hops:
             return layout, layout
-        over_replicas, over_shards = layout.in_two_hops(inner, outer)
+        over_replicas, over_shards = layout.in_two_hops(inner, outer, rank=self.collectives.gather.rank)
         return over_shards, over_replicas
 
     def _plan_reduction(self) -> ReductionPlan:
@@ -333,9 +333,13 @@ class ParamGroup:
         """
         self._check_device()
         with torch.no_grad():
-            inner = self._make_inner_shard() if self.two_hops else None
-            copies = [*([] if inner is None else [inner]), self._make_buffer(inner)]
-            return copies, [copy.allocate([]) for copy in copies]
+            if not self.two_hops:
+                copy = self._make_buffer(None)
+                return [copy], [copy.allocate([])]
+            inner = self._make_inner_shard()
+            over_replicas = inner.allocate([])
+            copy = self._make_buffer(inner)
+            return [inner, copy], [over_replicas, copy.allocate([])]
 
     def values_in(self, buffer: FlatBuffer) -> list[Tensor]:
         """Return the unsharded tensor of each parameter in `buffer`, in the form that modules compute with."""

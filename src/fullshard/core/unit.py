@@ -670,7 +670,7 @@ class Unit:
                 parameters = [self.parameters[i] for i in members]
                 subject = f"{self.global_id}.{len(groups)} {[(p.name, tuple(p.shape)) for p in parameters]} {shared}"
                 axis = parameters[0].sharding.axis
-                collectives = self.runtime.communicator.collectives.of_axis(axis.transport, self.options)
+                collectives = self.runtime.communicator.collectives.of_axis(axis, self.options)
                 # Custom collectives work in memory of their own, so all parameters are packed there.
                 packed = max(collectives.gather.direct_min_bytes, collectives.reduce.direct_min_bytes)
                 log = self.runtime.communicator.log_of(axis)

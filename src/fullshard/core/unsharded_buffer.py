@@ -24,6 +24,7 @@ class GroupCollectives:
     gather: ObservedCollectives  # all-gather, over the shard axis
     reduce: ObservedCollectives  # reduce-scatter, over the shard axis
     replicate: ObservedCollectives | None  # all-reduce over the replicas, which have the same shards; None without replicas
+    whole: ObservedCollectives  # all-gather over all ranks with shards: `gather`, or in one hop instead of two
     subgroup: ObservedCollectives | None  # all-gather among the k ranks of `reshard_after_forward=k`; None without it
     traffic: TrafficCounter  # records copies between host and device, too
 
@@ -31,7 +32,7 @@ class GroupCollectives:
     def over_replicas(self) -> GroupCollectives:
         """The collectives of an all-gather and a reduce-scatter over the replicas."""
         assert self.replicate is not None
-        return GroupCollectives(self.replicate, self.replicate, None, None, self.traffic)
+        return GroupCollectives(self.replicate, self.replicate, None, self.replicate, None, self.traffic)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class _FlatAverages:
 
     def views(self) -> Iterator[tuple[Any, Tensor]]:
         """Yield (parameter, this rank's shard of its average) as views of the buffer."""
-        for parameter, place in zip(self.group.parameters, self.group.layout.offsets):
+        for parameter, place in zip(self.group.parameters, self.group.shard_layout.offsets):
             local = parameter.local
             yield parameter, self.buffer[place.offset :][: local.numel()].view(local.shape)
 

@@ -234,12 +234,12 @@ class _AllGather:
             transfers.append(self._pack(packed))
         # Without empty outputs. An output has the same size on all ranks, so all ranks leave out the same ones.
         outs, shards = [out for out, _ in transfers if out.numel()], [shard for out, shard in transfers if out.numel()]
-        begin = group.collectives.gather.gatherer(outs, shards) if outs else StartedWork
+        begin = group.collectives.whole.gatherer(outs, shards) if outs else StartedWork
         self._work = communicator.send(communicator.all_gather_stream, group.fingerprints, "iter_full()", begin)
 
     def _prepare_direct(self, entry: ModelEntry) -> tuple[Tensor, Tensor]:
         """Return (all-gather output, all-gather input) of one parameter: the full tensor, padded, and this rank's chunk."""
-        gather = self._owner.group.collectives.gather
+        gather = self._owner.group.collectives.whole
         local, size = entry.local, _chunk_numel(_parameter(entry).sharding)
         out = torch.empty(gather.ranks * size, dtype=self._dtype, device=self._owner.group.storage.device)
         self._direct[entry.target.name] = out[: prod(entry.target.shape)].view(entry.target.shape)
@@ -251,7 +251,7 @@ class _AllGather:
 
     def _pack(self, members: Sequence[ModelEntry]) -> tuple[Tensor, Tensor]:
         """Return (all-gather output, all-gather input) of several parameters, packed one after another."""
-        gather, row_numel = self._owner.group.collectives.gather, 0
+        gather, row_numel = self._owner.group.collectives.whole, 0
         for entry in members:
             sharding = _parameter(entry).sharding
             self._packed[entry.target.name] = sharding, row_numel
@@ -345,7 +345,7 @@ class _Bucket:
             transport = _transport(entry, self._output_dtype(entry))
             if transport == "bucket":
                 owner = self._owners[id(entry.parameter)]
-                kinds.setdefault((id(owner.group.collectives.gather), self._output_dtype(entry)), []).append(entry)
+                kinds.setdefault((id(owner.group.collectives.whole), self._output_dtype(entry)), []).append(entry)
             elif transport == "single":
                 self._single.append(entry)
         for (_, dtype), members in kinds.items():

@@ -206,6 +206,8 @@ def shard_map_of(sharding: ParamSharding, everything: DeviceMesh, ranks: Sequenc
         everything: mesh with all ranks.
         ranks: global ranks, in the order of the result.
     """
+    if sharding.mesh.size() == everything.size():  # other dims of the same ranks, as with and without levels over replicas
+        everything = sharding.mesh
     axes = _axes_in(sharding.mesh, everything)
     shape, places = tuple(sharding.shape), everything.mesh
     found: dict[int, Box | None] = {}
