@@ -405,7 +405,7 @@ def test_what_stays_replicated(world: World) -> None:
             self.scale = nn.Parameter(torch.ones(()))
             self.wide = nn.Parameter(torch.ones(1, 400_000))
             self.hooked = nn.Parameter(torch.arange(20.0).view(10, 2).as_subclass(Hooked))
-            self.plain = nn.Parameter(torch.ones(9))
+            self.plain, self.unused = nn.Parameter(torch.ones(9)), nn.Parameter(torch.ones(5))
 
         def forward(self, x: Tensor) -> Tensor:
             return x.sum() * self.scale * self.wide.sum() * (self.hooked @ torch.ones(2)).sum() * self.plain.sum()
@@ -418,7 +418,10 @@ def test_what_stays_replicated(world: World) -> None:
         sharded.set_is_last_backward(index == 1)
         sharded(torch.full((2,), world.rank + 1.0)).backward()
         model(torch.full((2,), 2.5)).backward()
+    assert sharded.unused.grad is None
     for name, parameter in sharded.named_parameters():
+        if name == "unused":
+            continue
         want = dict(model.named_parameters())[name].grad
         assert_near(full(parameter.grad).as_subclass(Tensor), want.as_subclass(Tensor), name)
 

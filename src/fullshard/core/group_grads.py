@@ -32,7 +32,7 @@ class ReductionPlan:
     direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
     slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
     sums: tuple[tuple[Slice, ...], ...]  # slices of each all-reduce
-    blocks: frozenset[int]  # indices of packed parameters whose chunks are not those of torch.chunk
+    blocks: frozenset[int]  # indices of packed parameters that torch.chunk along dim 0 would divide otherwise
     computed: torch.dtype  # dtype of gradients that no rank has
     zeros: dict[int, Tensor]  # for each size of a gap, its input: (ranks, size) zeros in the compute dtype
     # (shape, strides, offset) of each parameter's gradient in the flat gradient. The list object also identifies the layout:

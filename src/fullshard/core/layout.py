@@ -297,9 +297,9 @@ class GroupLayout:
         return self.offsets[index].size * self.ranks == prod(self.offsets[index].shape)
 
     def is_chunked(self, index: int) -> bool:
-        """Return True if torch.chunk would divide this parameter into the same chunks, padding aside."""
+        """Return True if torch.chunk along dim 0 would divide this parameter into the same chunks, padding aside."""
         place = self.offsets[index]
-        return place.chunk == -(-place.shape[place.dim] // self.ranks)
+        return place.dim == 0 and place.chunk == -(-place.shape[0] // self.ranks)
 
     def in_two_hops(self, inner: int, outer: int, *, rank: int) -> tuple[GroupLayout, GroupLayout]:
         """Return the layouts of the two hops of an all-gather over `inner * outer` ranks, ordered by the inner rank first.

@@ -449,15 +449,11 @@ def _pack_one_by_one(plan: ReductionPlan, grads: Sequence[Tensor | None], messag
             torch._foreach_copy_(block_parts, grad_parts)
 
 
-def _zeros_or_blocks(
-    grad: Tensor | None, place: ParamOffsets, ranks: int, *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return the packed input of a gradient that chunk_cat cannot chunk.
+def _blocks(grad: Tensor | None, place: ParamOffsets, ranks: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the packed input of a gradient that chunk_cat cannot chunk, (ranks, place.size).
 
-    It is missing (zeros), or its parameter is sharded along another dim than 0, or in other chunks than those of torch.chunk.
+    Its parameter is sharded along another dim than 0, or in other chunks than those of torch.chunk.
     """
-    if place.dim == 0 and grad is None:
-        return torch.zeros(place.shape, dtype=dtype, device=device)
     blocks = torch.zeros((ranks, place.size), dtype=dtype, device=device)
     if grad is not None and place.dim == 0:
         _copy_slice(grad.contiguous().view(-1), place.size, Slice(-1, 0, place.size), blocks)
@@ -508,11 +504,13 @@ def _pack(
                 parts.append(plan.zeros[segment.size].to(dtype))
                 continue
             grad, place = grads[segment.parameter], layout.offsets[segment.parameter]
-            if grad is not None and place.dim == 0 and segment.parameter not in plan.blocks:
-                parts.append(grad.contiguous())
-                continue
             assert dtype is not None  # the loop has no segments otherwise
-            parts.append(_zeros_or_blocks(grad, place, layout.ranks, dtype=dtype, device=device))
+            if segment.parameter in plan.blocks:
+                parts.append(_blocks(grad, place, layout.ranks, dtype=dtype, device=device))
+            elif grad is None:
+                parts.append(torch.zeros(place.shape, dtype=dtype, device=device))
+            else:
+                parts.append(grad.contiguous())
         if parts:
             _torch.chunk_cat(parts, message.view(layout.ranks, -1))
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))
