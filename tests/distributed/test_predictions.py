@@ -48,7 +48,7 @@ def loss(output: Tensor) -> Tensor:
 def sharded(world: World, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = build()
-    fullshard.shard_model(model, mesh=world.mesh, policy=ModuleWrapPolicy({Block}), **options)
+    fullshard.shard_model(model, policy=ModuleWrapPolicy({Block}), **{"mesh": world.mesh, **options})
     return model, torch.optim.AdamW(model.parameters())
 
 
@@ -97,16 +97,22 @@ def test_memory_of_gloo_ranks_is_predicted_within_five_percent_and_messages_exac
 
 
 @pytest.mark.parametrize("mp", [None, torch.bfloat16])
-@pytest.mark.parametrize("states", PRESETS)
+@pytest.mark.parametrize("level", [*PRESETS, "HSDP"])
 @ranks(1, 2, 4, 8)
-def test_levels_of_several_microbatches_are_predicted(world: World, states: str, mp: torch.dtype | None) -> None:
-    options = {"states": PRESETS[states], "mp_policy": fullshard.MixedPrecisionPolicy(mp, torch.float32)}
-    model, optimizer = sharded(world, **options)
+def test_levels_of_several_microbatches_are_predicted(world: World, level: str, mp: torch.dtype | None) -> None:
+    states = PRESETS.get(level, fullshard.ZERO3)
+    options = {"states": states, "mp_policy": fullshard.MixedPrecisionPolicy(mp, torch.float32)}
+    hybrid = level in ("HSDP", "HFSDP")
+    if hybrid and world.size == 1:
+        return
+    mesh = (2, world.size // 2) if hybrid else (world.size,)
+    names = ("replicate", "shard")[-len(mesh) :]
+    model, optimizer = sharded(world, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names), **options)
     x = torch.randn(ROWS, DIM)
 
     def microbatches() -> None:
         for index in range(3):
-            if states == "ZERO1":
+            if states.needs_marks:
                 model.set_is_last_backward(index == 2)
             loss(model(x)).backward()
         optimizer.step()
@@ -116,7 +122,7 @@ def test_levels_of_several_microbatches_are_predicted(world: World, states: str,
     with fullshard.record(model, memory=True) as run:
         for _ in range(3):
             microbatches()
-    r = explained(world, **options, microbatches=3, accumulate=False)
+    r = explained(world, **options, mesh=mesh, microbatches=3, accumulate=False)
     assert list(run.messages) == list(r.messages)
     assert run.peak is not None and abs(r.peak / (run.peak + x.nbytes) - 1) < 0.05, (r.peak, run.peak)
 

@@ -179,7 +179,7 @@ def measured(
             for number in range(setting.microbatches):
                 last = number == setting.microbatches - 1
                 model.set_requires_gradient_sync(last or not setting.accumulate)
-                model.set_is_last_backward(last or not setting.states.keeps_gradients)
+                model.set_is_last_backward(last or not setting.states.needs_marks)
                 model(x).sum().backward()
 
         for _ in range(2):
@@ -256,6 +256,7 @@ PARTS = st.builds(
     reentrant=st.booleans(),
     calls=st.sampled_from([1, 1, 2]),
 )
+HFSDPS = [fullshard.HFSDP, fullshard.StateSharding(gradients=("replicate", "shard"), optimizer=("replicate", "shard"))]
 SETTINGS = st.builds(
     dict,
     ranks=st.sampled_from([1, 2, 3, 4, 8, 64, 512]),
@@ -273,7 +274,7 @@ SETTINGS = st.builds(
     accumulate=st.booleans(),
     listed=st.sampled_from([False, False, True]),
     columns=st.sampled_from([False, False, True]),
-    states=st.sampled_from([fullshard.ZERO3, fullshard.ZERO3, fullshard.ZERO2, fullshard.ZERO1]),
+    states=st.sampled_from([fullshard.ZERO3, fullshard.ZERO3, fullshard.ZERO2, fullshard.ZERO1, *HFSDPS]),
 )
 
 
@@ -282,6 +283,8 @@ SETTINGS = st.builds(
 @random_cases(200)
 def test_a_simulated_step_allocates_and_sends_what_a_run_does(parts: tuple[Part, ...], told: dict[str, Any]) -> None:
     ranks = told["ranks"]
+    if told["states"].shards_over_replicas and told["replicas"] is None:
+        told["replicas"] = 4
     reshard = told["reshard"] if told["reshard"] != "half" else max(1, ranks // 2) if ranks % 2 == 0 else True
     reshard = None if told["states"].keeps_parameters else reshard
     names = ("mp_policy", "comm_policy", "offload_policy", "states")

@@ -29,7 +29,7 @@ behind a step. `remark_on_gradients` and `remark_on_optimizer` warn about gradie
 
 **Integers.** `plan_layout` returns the `GroupLayout` of a group: its `Bucket`s and `Extent`s. `DirectRule` (with `MIN_CHUNK`,
 `MIN_MESSAGE` and `LARGE_MESSAGE`) chooses the parameters with a collective of their own. `ReductionLayout`, `Slice` and
-`staging_limit` describe reductions.
+`staging_limit` describe reductions. `has_few_rows` tells which parameters HFSDP leaves replicated.
 
 **Meshes and modules.** `resolve_mesh` makes a `ShardAxis` of a DeviceMesh (`DataParallelMeshDims`, `check_names`), and
 `subgroup_of` returns a process group of some of its ranks. `ParamSharding` describes how one parameter is sharded
@@ -121,6 +121,7 @@ from fullshard.core.layout import (
     GroupLayout,
     ReductionLayout,
     Slice,
+    has_few_rows,
     plan_layout,
     staging_limit,
 )
@@ -226,6 +227,7 @@ __all__ = [
     "flat_gradient",
     "full_tensor",
     "gather_after_step",
+    "has_few_rows",
     "install_hooks",
     "is_ignored",
     "is_marked",

@@ -108,6 +108,12 @@ def is_mostly_padding(nbytes: int, padded: int) -> bool:
     return padded >= 2 * nbytes and padded - nbytes >= MIN_MESSAGE
 
 
+def has_few_rows(shape: Sequence[int], dim: int, *, itemsize: int, ranks: int) -> bool:
+    """Return True if a parameter that is sharded along `dim` over `ranks` ranks is mostly padding."""
+    rows, nbytes = shape[dim], prod(shape) * itemsize
+    return rows > 0 and is_mostly_padding(nbytes, -(-rows // ranks) * ranks * (nbytes // rows))
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Rows of a tensor sharded along one dim (dim 0 by default) that one rank owns, by torch.chunk's rule.

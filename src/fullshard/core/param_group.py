@@ -364,10 +364,10 @@ class ParamGroup:
     def finish_all_gather(self, work: Work) -> None:
         """Release the staging memory of the all-gather. Call this after the compute stream waited for `work`."""
         # Freed before that wait, the memory could be reused on the compute stream while the all-gather stream still reads it.
-        if self._buffer is not None:
-            self._buffer.release_staging()
         if self._inner_shard is not None:
             self._inner_shard.release_staging()
+        if self._buffer is not None:
+            self._buffer.release_staging()
         if self.storage.host:
             self._shard_copy = work
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fullshard import _torch
-from fullshard.core.layout import Extent, is_mostly_padding
+from fullshard.core.layout import Extent, has_few_rows
 from fullshard.core.mesh import ShardAxis, axis_of_all_ranks, replicated_axis, resolve_mesh
 from fullshard.errors import StateError
 
@@ -221,8 +221,10 @@ def plan_sharding(parameter: nn.Parameter, axis: ShardAxis, placement_fn: Placem
             f"0 to {parameter.ndim - 1}, got dim {dim}."
         )
     dim %= parameter.ndim
-    if axis.hybrid is not None and not _divides(parameter, dim, axis):
-        axis = axis.hybrid
+    if axis.hybrid is not None:
+        local = _torch.local_part(parameter.data)
+        if has_few_rows(local.shape, dim, itemsize=local.itemsize, ranks=axis.ranks):
+            axis = axis.hybrid
     if axis.full_mesh is not None:
         return _plan_on_full_mesh(parameter, axis, dim, name=name)
     own: tuple[Placement, ...] = (Replicate(),) if axis.replicas is not None else ()
@@ -237,14 +239,6 @@ def plan_sharding(parameter: nn.Parameter, axis: ShardAxis, placement_fn: Placem
     placements = (*own, _shard_placement(dim, parameter.placements, mesh), *parameter.placements)
     parallel = TensorParallelSpec(mesh, tuple(parameter.placements), ())
     return ParamSharding(axis, dim, parameter.shape, _torch.local_tensor(parameter).shape, joined, placements, parallel)
-
-
-def _divides(parameter: nn.Parameter, dim: int, axis: ShardAxis) -> bool:
-    """Return False if a parameter has so few rows that its shards over all ranks of the axis would be mostly padding."""
-    local = _torch.local_part(parameter.data)
-    rows, numel = local.shape[dim], local.numel()
-    padded = -(-rows // axis.ranks) * axis.ranks * (numel // max(1, rows))
-    return not is_mostly_padding(numel * local.itemsize, padded * local.itemsize)
 
 
 def _join_meshes(axis: ShardAxis, parameter: DTensor, *, name: str) -> DeviceMesh:

@@ -82,8 +82,9 @@ class Fsdp2Reduction(SimulatedReduction):
         group.copy(plan.layout.ranks * self._numel * (size + merged.dtype.itemsize))
         self._sliced = []
         self.packed_grads = [block for block in merged.blocks if block is not None]
-        self._reduced_shard = group.allocate(self._numel * size, "gradients", "reduce")
-        self._flat = self._reduced_shard
+        self.deferred, self._earlier = False, None
+        self.reduced_shard = self._sum = group.allocate(self._numel * size, "gradients", "reduce")
+        self._flat = self._sum
         if plan.dtypes.reduced != plan.dtypes.reduce:
             self._flat = group.allocate(self._numel * plan.dtypes.reduced.itemsize, "gradients", "reduce")
         self._host = group.allocate(plan.shard_nbytes, "pinned host") if plan.host else -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -33,6 +34,19 @@ class GroupPlan:
     gloo: bool  # True if collectives run on gloo, which reduces in memory of its own
     in_flight: int  # maximum number of reductions in flight
     keep: bool = False  # True if unsharded parameters and collective buffers stay allocated
+    over_replicas: GroupLayout | None = None  # layout of the first of two hops; None with one hop
+    scatter: ReductionLayout | None = None  # the second of two hops of a reduction, over replicas
+    sums_over_shards: bool = False  # True if only the last microbatch reduces over replicas
+
+    @property
+    def shard_layout(self) -> GroupLayout:
+        """Layout of the flat shard."""
+        return self.layout if self.over_replicas is None else self.over_replicas
+
+    @property
+    def inner_shard_nbytes(self) -> int:
+        """Bytes that the first of two hops gathers, which are kept until the shards are written; 0 with one hop."""
+        return 0 if self.over_replicas is None else self.over_replicas.unsharded_numel * self.dtypes.compute.itemsize
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -42,12 +56,11 @@ class GroupPlan:
     @property
     def shard_nbytes(self) -> int:
         """Bytes of the flat shard."""
-        return self.layout.shard_numel * self.dtypes.storage.itemsize
+        return self.shard_layout.shard_numel * self.dtypes.storage.itemsize
 
-    @property
-    def staging_nbytes(self) -> int:
-        """Bytes of the packed all-gather output."""
-        return 0 if self.layout.packed is None else self.layout.ranks * self.layout.packed.size * self.dtypes.compute.itemsize
+    def staging_nbytes(self, layout: GroupLayout) -> int:
+        """Return the bytes of the packed output of one hop."""
+        return 0 if layout.packed is None else layout.ranks * layout.packed.size * self.dtypes.compute.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,6 @@ class SimulatedGroup:
         plan: layout and options.
         kept: by parameter, the block of the gradient accumulated by backwards without reduction, in the dtype `Dtypes.kept`.
         used: True if a gradient was reduced since the last optimizer step.
-        kept_reduced_shard: block of the reduce-scatter output, if it stays allocated; else -1.
         shard: block of the flat shard.
     """
 
@@ -78,11 +90,14 @@ class SimulatedGroup:
         self.send, self.copy = program.send, program.copy
         self.kept: list[int | None] = [None] * len(plan.parameters)
         self.used = False
+        self.deferred: SimulatedReduction | None = None  # whose reduction over replicas is left to a later one
         self._flat = -1  # unsharded parameters
+        self._inner_shard = -1  # output of the first of two hops
+        self._is_current = False  # True if no shard was written since that hop
         self._staging: list[int] = []
         self._subgroup_shard = -1  # input of the smaller group's all-gather
         self._kept_subgroup_shard = -1  # its block, which stays allocated with `GroupPlan.keep`
-        self.kept_reduced_shard = -1
+        self._kept_reduced_shards: list[int] = []
         self.shard = self.allocate(plan.shard_nbytes, "pinned host" if plan.host else "shards")
 
     def allocate(self, nbytes: int, category: Category, pool: str = "compute") -> int:
@@ -100,29 +115,71 @@ class SimulatedGroup:
         blocks = [self.allocate(received, "staging"), self.allocate(sent, "staging")]
         return StartedWork(then=lambda: self.ledger.free_all(blocks), unpollable=True)
 
+    def reduced_shard(self, nbytes: int, earlier: SimulatedReduction | None) -> int:
+        """Allocate a reduce-scatter output, or return a kept one that does not hold the sum of an earlier reduction."""
+        if not self.plan.keep:
+            return self.allocate(nbytes, "gradients")
+        for block in self._kept_reduced_shards:
+            if earlier is None or block != earlier.reduced_shard:
+                return block
+        self._kept_reduced_shards.append(self.allocate(nbytes, "staging"))
+        return self._kept_reduced_shards[-1]
+
     # --- all-gather ---
 
     def gather(self) -> StartedWork:
         """Allocate the all-gather's buffers, and start it from all ranks or from the smaller group."""
-        plan, layout = self.plan, self.plan.layout
-        compute = plan.dtypes.compute
-        resident = plan.keep and self._flat >= 0
-        if not resident:
-            self._flat = self.allocate(plan.unsharded_nbytes, "gathered")
+        self.allocate_gather()
+        return self.start_gather()
+
+    def allocate_inner_shard(self) -> bool:
+        """Allocate the buffers of the first of two hops. Return False if its result is current."""
+        plan, layout = self.plan, self.plan.over_replicas
+        if layout is None or self._is_current:
+            return False
+        self._is_current = True
+        if not plan.keep or self._inner_shard < 0:
+            self.ledger.free(self._inner_shard)
+            self._inner_shard = self.allocate(plan.inner_shard_nbytes, "shards")
+            self._allocate_staging(layout, host=plan.host)
+        return True
+
+    def allocate_gather(self) -> None:
+        """Allocate the buffers of the all-gather over shards."""
+        plan = self.plan
+        if plan.keep and self._flat >= 0:
+            return
+        self._flat = self.allocate(plan.unsharded_nbytes, "gathered")
+        if self._subgroup_shard < 0:
+            self._allocate_staging(plan.layout, host=plan.host and plan.over_replicas is None)
+
+    def _allocate_staging(self, layout: GroupLayout, *, host: bool) -> None:
+        if host:
+            self._staging.append(self.allocate(self.plan.shard_nbytes, "staging"))
+        self._staging.append(self.allocate(self.plan.staging_nbytes(layout), "staging"))
+
+    def start_over_replicas(self) -> StartedWork:
+        """Start the first of two hops."""
+        assert self.plan.over_replicas is not None
+        return self._start(self.plan.over_replicas, first=True)
+
+    def start_gather(self) -> StartedWork:
+        """Start the all-gather over shards, or the smaller group's."""
+        plan = self.plan
         if self._subgroup_shard >= 0:
             assert plan.subgroup is not None
-            self.send(Message("all_gather", compute, plan.unsharded_nbytes, 1, plan.subgroup))
+            self.send(Message("all_gather", plan.dtypes.compute, plan.unsharded_nbytes, 1, plan.subgroup))
             return StartedWork()
-        if plan.host:
-            if not resident:
-                self._staging.append(self.allocate(plan.shard_nbytes, "staging"))
-            if plan.shard_nbytes:
-                self.send(Message("to_device", plan.dtypes.storage, plan.shard_nbytes, 1))
-        if not resident:
-            self._staging.append(self.allocate(plan.staging_nbytes, "staging"))
-        if plan.dtypes.storage != compute:
+        return self._start(plan.layout, first=plan.over_replicas is None)
+
+    def _start(self, layout: GroupLayout, *, first: bool) -> StartedWork:
+        """Start one hop. `first`: its source is the flat shard, in the storage dtype and maybe in host memory."""
+        plan, compute = self.plan, self.plan.dtypes.compute
+        if first and plan.host and plan.shard_nbytes:
+            self.send(Message("to_device", plan.dtypes.storage, plan.shard_nbytes, 1))
+        if first and plan.dtypes.storage != compute:
             self.copy(plan.shard_nbytes + layout.shard_numel * compute.itemsize)
-        self.copy(2 * plan.staging_nbytes)
+        self.copy(2 * plan.staging_nbytes(layout))
         if layout.buckets and layout.unsharded_numel:
             numel = layout.ranks * sum(bucket.size for bucket in layout.buckets)
             self.send(Message("all_gather", compute, numel * compute.itemsize, len(layout.buckets), layout.ranks))
@@ -147,9 +204,10 @@ class SimulatedGroup:
                 self._kept_subgroup_shard = self.allocate(self.plan.unsharded_nbytes // self.plan.subgroup, "gathered")
             self._subgroup_shard = self._kept_subgroup_shard
 
-    def invalidate_subgroup_shard(self) -> None:
-        """Drop the smaller group's copy, which is stale once the optimizer has written the shards."""
+    def invalidate_kept_shards(self) -> None:
+        """Drop the smaller group's copy, and gather over replicas anew, once the optimizer has written the shards."""
         self._drop_subgroup_shard()
+        self._is_current = False
 
     def free(self) -> None:
         """Free the unsharded parameters."""
@@ -203,20 +261,23 @@ class SimulatedReduction:
 
     Attributes:
         used: True if any parameter has a gradient.
-        replicated: True if an all-reduce over replicas follows.
+        replicated: True if a reduction over replicas follows.
+        deferred: True if it is left to a later reduction.
         packed_grads: blocks of gradients that are free once they are copied into the packed input.
+        reduced_shard: block of the reduce-scatter output.
     """
 
-    def __init__(self, group: SimulatedGroup, merged: Merged) -> None:
+    def __init__(self, group: SimulatedGroup, merged: Merged, *, defer: bool = False) -> None:
         grads, dtype = merged.blocks, merged.dtype
         self.group = group
         self.used = any(block is not None for block in grads)
         plan = self.plan = group.plan
-        self.replicated = plan.replicated
-        itemsize, shard = plan.dtypes.reduce.itemsize, plan.layout.shard_numel
-        if plan.keep and group.kept_reduced_shard < 0:
-            group.kept_reduced_shard = group.allocate(shard * itemsize, "staging")
-        self._reduced_shard = group.kept_reduced_shard if plan.keep else group.allocate(shard * itemsize, "gradients")
+        self.deferred = plan.replicated and defer
+        self.replicated = plan.replicated and not defer
+        self._earlier, group.deferred = group.deferred, self if self.deferred else None
+        self.used = self.used or (self._earlier is not None and self._earlier.used)
+        itemsize, shard = plan.dtypes.reduce.itemsize, plan.shard_layout.shard_numel
+        self.reduced_shard = group.reduced_shard(plan.layout.shard_numel * itemsize, self._earlier)
         packed = plan.reduction.packed
         self._held: list[int] = []  # inputs of the reduce-scatter, freed when it completes
         if plan.keep:
@@ -241,7 +302,13 @@ class SimulatedReduction:
             sliced if plan.keep else {*plan.reduction.direct, *sliced}
         )  # with `keep`, direct gradients are copied into the arena
         self.packed_grads = [block for index, block in enumerate(grads) if block is not None and index not in sent]
-        self._flat = self._reduced_shard  # gradients of the shards
+        self._sum = self.reduced_shard  # over all ranks
+        if plan.scatter is not None and not self.deferred and not plan.keep:
+            self._sum = group.allocate(shard * itemsize, "gradients")
+        self._flat = self._sum  # gradients of the shards
+        self._host = -1
+        if self.deferred:
+            return
         if plan.dtypes.reduced != plan.dtypes.reduce or plan.keep:
             self._flat = group.allocate(shard * plan.dtypes.reduced.itemsize, "gradients")
         self._host = group.allocate(shard * plan.dtypes.reduced.itemsize, "pinned host") if plan.host else -1
@@ -254,6 +321,8 @@ class SimulatedReduction:
         most[1] = max((sum(part.size for part in parts) for parts in plan.reduction.sums), default=0)
         sizes = [0 if packed is None or ranks == 1 else ranks * packed.size * itemsize, *(numel * itemsize for numel in most)]
         sizes += [self.group.numel(index) * dtype.itemsize for index in plan.reduction.direct]
+        if plan.over_replicas is not None and not self.deferred:
+            sizes += [plan.over_replicas.shard_numel * itemsize, self._scattered_nbytes()]
         self.group.ledger.reserve(sum(-(-size // 512) * 512 for size in sizes), plan.unit)
 
     def _allocate_fillers(self, grads: Sequence[int | None], dtype: torch.dtype) -> list[int]:
@@ -264,10 +333,11 @@ class SimulatedReduction:
             if segment.parameter < 0:
                 if dtype != plan.dtypes.compute and segment.size:
                     found.append(self.group.allocate(plan.layout.ranks * segment.size * dtype.itemsize, "staging"))
-            elif segment.size and (grads[segment.parameter] is None or plan.layout.offsets[segment.parameter].dim != 0):
-                place = plan.layout.offsets[segment.parameter]
-                numel = prod(place.shape) if place.dim == 0 else plan.layout.ranks * place.size
-                found.append(self.group.allocate(numel * dtype.itemsize, "staging"))
+            elif segment.size:
+                place, chunked = plan.layout.offsets[segment.parameter], plan.layout.is_chunked(segment.parameter)
+                if not chunked or grads[segment.parameter] is None:
+                    numel = prod(place.shape) if chunked else plan.layout.ranks * place.size
+                    found.append(self.group.allocate(numel * dtype.itemsize, "staging"))
         return found
 
     def _chunk_cat_on_cpu(self, packed: Bucket, dtype: torch.dtype) -> None:
@@ -279,8 +349,8 @@ class SimulatedReduction:
         sizes = [(segment.parameter, layout.ranks * segment.size * dtype.itemsize) for segment in packed.segments]
         uneven = [(index, nbytes) for index, nbytes in sizes if index >= 0 and not layout.is_even(index)]
         padded = [
-            group.allocate(nbytes, "staging") for index, nbytes in uneven if layout.offsets[index].dim == 0
-        ]  # `_allocate_fillers` has allocated the copies of other dims
+            group.allocate(nbytes, "staging") for index, nbytes in uneven if layout.is_chunked(index)
+        ]  # `_allocate_fillers` has allocated the copies of others
         for _, nbytes in sizes if dtype != self.plan.dtypes.reduce else ():
             group.ledger.free(group.allocate(nbytes, "staging"))
         for block in padded:
@@ -324,20 +394,47 @@ class SimulatedReduction:
 
     def finish(self) -> None:
         """Finish the reduce-scatter."""
-        if not self.replicated:
+        if self._earlier is not None:
+            self.group.copy(3 * self.plan.layout.shard_numel * self.plan.dtypes.reduce.itemsize)
+        if not (self.replicated or self.deferred):
             self._end()
 
     def replicate(self) -> StartedWork:
-        """Start the all-reduce over replicas."""
+        """Start the reduction over replicas: an all-reduce or, in two hops, a reduce-scatter."""
         plan = self.plan
         if not plan.layout.shard_numel:
             return StartedWork()
+        if plan.scatter is not None:
+            return self._scatter(plan.scatter)
         nbytes = plan.layout.shard_numel * plan.dtypes.reduce.itemsize
         return self.group.reduce_collective(Message("all_reduce", plan.dtypes.reduce, nbytes, 1, plan.replicas))
 
+    def _scatter(self, scatter: ReductionLayout) -> StartedWork:
+        plan, group, layout = self.plan, self.group, self.plan.shard_layout
+        dtype = plan.dtypes.reduce
+        packed = -1 if plan.keep else group.allocate(self._scattered_nbytes(), "staging", "replicate")
+        group.copy(2 * self._scattered_nbytes())
+        segments = () if scatter.packed is None else scatter.packed.segments
+        permuted = [
+            group.allocate(layout.ranks * segment.size * dtype.itemsize, "staging", "replicate")
+            for segment in segments
+            if segment.parameter >= 0 and segment.size and not layout.is_chunked(segment.parameter)
+        ]
+        group.ledger.free_all(permuted)
+        sizes = [self._scattered_nbytes()] if segments else []
+        sizes += [prod(layout.offsets[index].shape) * dtype.itemsize for index in scatter.direct]
+        started = group.reduce_collective(Message("reduce_scatter", dtype, sum(sizes), len(sizes), plan.replicas))
+        return together(started, StartedWork(then=partial(group.ledger.free, packed)))
+
+    def _scattered_nbytes(self) -> int:
+        """Return the bytes of the packed input of the second of two hops."""
+        scatter = self.plan.scatter
+        packed = None if scatter is None else scatter.packed
+        return 0 if packed is None else self.plan.replicas * packed.size * self.plan.dtypes.reduce.itemsize
+
     def _end(self) -> None:
-        dtypes, numel = self.plan.dtypes, self.plan.layout.shard_numel
-        if self._flat != self._reduced_shard:
+        dtypes, numel = self.plan.dtypes, self.plan.shard_layout.shard_numel
+        if self._flat != self._sum:
             self.group.copy(numel * (dtypes.reduced.itemsize + dtypes.reduce.itemsize))
         if self.plan.host and numel:
             self.group.send(Message("to_host", dtypes.reduced, numel * dtypes.reduced.itemsize, 1))
@@ -352,15 +449,20 @@ class SimulatedReduction:
         for block in self._sliced:
             self.group.ledger.free(block)
         self._held, self._sliced = [], []
+        if self._earlier is not None and not self.plan.keep:
+            self.group.ledger.free(self._earlier.reduced_shard)
+        self._earlier = None
         if not self.replicated:
             self.release_reduced_shard()
 
     def release_reduced_shard(self) -> None:
-        """Free the reduce-scatter output, unless it is the gradient itself."""
-        if self._reduced_shard != self._flat:
-            if not self.plan.keep:
-                self.group.ledger.free(self._reduced_shard)
-            self._reduced_shard = self._flat
+        """Free the outputs of the collectives that are not the gradient itself."""
+        if self.deferred:
+            return
+        for block in dict.fromkeys((self.reduced_shard, self._sum)):
+            if block != self._flat and not self.plan.keep:
+                self.group.ledger.free(block)
+        self.reduced_shard = self._sum = self._flat
 
     def deliver(self) -> tuple[int, int]:
         """Return the block that becomes `.grad`, and the device block to free after a copy to the host (-1 without one)."""

@@ -179,12 +179,14 @@ class _Recorder:
         def span(stream: str, begin: Mark, end: Mark, unit: str, name: str) -> Span:
             return Span(stream, self._seconds(step.began, begin), self._seconds(step.began, end), unit, name)
 
+        ended = [one for one in step.sent if one.messages and one.ended is not None]
+        if self._async_device is None:  # on the CPU, work behind other work starts when that is waited for
+            ended.sort(key=lambda one: float(one.begun))
         sent = tuple(
             RecordedCollective(
                 span(one.stream, one.begun, one.ended, one.unit, _kinds(one.messages)), tuple(one.messages), not one.end_unknown
             )
-            for one in step.sent
-            if one.messages and one.ended is not None
+            for one in ended
         )
         waits = tuple(span("wait", began, ended, unit, f"waits for {stream}") for stream, unit, began, ended in step.waits)
         return RecordedStep(self._seconds(step.began, step.ended), sent, waits)

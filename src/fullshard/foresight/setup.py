@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fullshard import _torch
+from fullshard.core import has_few_rows
 from fullshard.foresight.hardware import Gpu
 from fullshard.foresight.optimizer import Factory, OptimizerStep, optimizer_factory, optimizer_step
 from fullshard.foresight.precision import Precision
@@ -89,12 +90,12 @@ class TracedModel:
             return self
         return replace(self, arguments=arguments, plan=plan_model(self.model, arguments.plan))
 
-    def optimizer_step_for(self, factory: Factory | None, ranks: int) -> OptimizerStep | None:
+    def optimizer_step_for(self, factory: Factory | None, ranks: int, replicas: int) -> OptimizerStep | None:
         """Return a traced step of this optimizer over a rank's shards, or None without an optimizer."""
         if factory is None:
             return None
         arguments = self.arguments
-        shards = tuple(local_shards(self, ranks, shard_dims_of(self, arguments)))
+        shards = tuple(local_shards(self, ranks, replicas, shard_dims_of(self, arguments)))
         key = factory, shards, arguments.accelerator
         if key not in self.steps:
             self.steps[key] = optimizer_step(factory, shards, accelerator=arguments.accelerator)
@@ -453,21 +454,32 @@ def _location(failure: BaseException, model: nn.Module) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def local_shards(traced: TracedModel, ranks: int, dims: Mapping[str, int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def local_shards(
+    traced: TracedModel, ranks: int, replicas: int, dims: Mapping[str, int]
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return (shape, dtype) of the first rank's shards, which are the largest, of all parameters that receive gradients.
 
     Args:
         traced: the traced model.
         ranks: number of ranks that share the parameters.
+        replicas: number of replicas, which share them as well under some levels of ZeRO.
         dims: sharded dim by parameter name where it is not 0, as `Setting.dims`.
     """
     graded = {event.parameter for event in traced.trace.events if isinstance(event, GradientReady)}
+    states = {
+        entry.name: planned.options.get("states", traced.arguments.states)
+        for planned, entries in traced.plan.held()
+        for entry in entries
+    }
     found = []
     for entry in (entry for entry in traced.plan.outline.parameters if entry.name in graded):
         shape = list(entry.shape)
         if shape:
-            dim = dims.get(entry.name, 0)
-            shape[dim] = -(-shape[dim] // ranks)
+            dim, everywhere = dims.get(entry.name, 0), ranks * replicas
+            divided = states[entry.name].shards_over_replicas
+            if not divided or has_few_rows(shape, dim, itemsize=entry.dtype.itemsize, ranks=everywhere):
+                everywhere = ranks
+            shape[dim] = -(-shape[dim] // everywhere)
         found.append((tuple(shape), entry.dtype))
     return found
 
@@ -555,7 +567,7 @@ def setting_of(arguments: ExplainArguments, traced: TracedModel) -> Setting:
         accumulate=arguments.accumulate,
         accelerator=accelerator,
         gloo=not accelerator,
-        optimizer=traced.optimizer_step_for(factory, ranks),
+        optimizer=traced.optimizer_step_for(factory, ranks, replicas),
         keep_unsharded_storage=arguments.keep_unsharded_storage,
         engine=arguments.engine,
         tensor_parallel=arguments.tensor_parallel,

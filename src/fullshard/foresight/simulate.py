@@ -26,6 +26,7 @@ from fullshard.core import (
     UnitRecord,
     Unshard,
     Wait,
+    has_few_rows,
     message_length,
     plan_layout,
 )
@@ -419,7 +420,7 @@ class _Simulator:
             unit.stale = unit.stale or any(group.used for group in unit.groups)
         for group, grad in self._grads.items():
             if group.used:
-                group.invalidate_subgroup_shard()
+                group.invalidate_kept_shards()
             group.used = False
             self.ledger.free(grad)
         self._grads.clear()
@@ -477,7 +478,15 @@ class _Simulator:
 
     def _gather(self, unit: _Unit) -> None:
         unit.stale = False
-        unit.gathering = [(group, self._gather_stream.run(unit.name, group.gather, _nothing)) for group in unit.groups]
+        unit.gathering = [(group, self._start_gather(unit, group)) for group in unit.groups]
+
+    def _start_gather(self, unit: _Unit, group: SimulatedGroup) -> RecordedWork:
+        if group.plan.over_replicas is None:
+            return self._gather_stream.run(unit.name, group.gather, _nothing)
+        first = group.allocate_inner_shard()
+        group.allocate_gather()
+        before = self._replicate_stream.run(unit.name, group.start_over_replicas, _nothing) if first else None
+        return self._gather_stream.run(unit.name, group.start_gather, _nothing, after=before)
 
     def _wait(self, unit: _Unit) -> None:
         if self._as_fsdp2 and not unit.gathering:
@@ -510,7 +519,8 @@ class _Simulator:
             self._replicating.drain()
         self._in_flight.make_room(group.plan.in_flight)
         merged = group.merge(grads)
-        reduction = (Fsdp2Reduction if self._as_fsdp2 else SimulatedReduction)(group, merged)
+        defer = group.plan.sums_over_shards and not self._last
+        reduction = Fsdp2Reduction(group, merged) if self._as_fsdp2 else SimulatedReduction(group, merged, defer=defer)
         group.used = group.used or reduction.used
         # Gradients are free once they are added to accumulated ones (`spent`) or copied into the packed input (`packed_grads`).
         # Packed gradients that were accumulated are free at the end only, because `GradientReducer.reduce` references them.
@@ -522,7 +532,8 @@ class _Simulator:
             self._replicating.push(work, reduction.release_reduced_shard)
         if merged.kept:
             self.ledger.free_all(reduction.packed_grads)
-        self._started.append(reduction)
+        if not reduction.deferred:
+            self._started.append(reduction)
 
     def _poll(self) -> None:
         self._in_flight.poll()
@@ -552,6 +563,11 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
     only_here = fields_only_here(resolve_mp(options["mp_policy"])) if setting.engine == "fsdp2" else []
     if only_here:
         raise ValueError(f"MixedPrecisionPolicy({only_here[0]}=) needs engine='fullshard': torch's FSDP2 has no such option.")
+    if options["states"].shards_over_replicas and not setting.hybrid:
+        raise ValueError(
+            f"states={options['states']} needs a hybrid mesh. Pass mesh=(replicas, ranks), got one mesh dim of size "
+            f"{setting.ranks}."
+        )
     policy, subgroup = parse_reshard_after_forward(options["reshard_after_forward"], setting.ranks, options["states"])
     return UnitOptions(
         reshard_policy=policy,
@@ -567,7 +583,20 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
 
 def group_plans(name: str, entries: Sequence[PlanEntry], options: UnitOptions, setting: Setting) -> list[GroupPlan]:
     """Return the parameter groups of a unit, as `group_parameters` forms them."""
-    return [_group_plan(name, group, options, setting) for group in group_entries(entries, options.mp)]
+    replicated = partial(_has_few_rows, setting=setting) if _in_two_hops(options, setting) else None
+    groups = group_entries(entries, options.mp, replicated)
+    return [_group_plan(name, group, options, setting) for group in groups]
+
+
+def _in_two_hops(options: UnitOptions, setting: Setting) -> bool:
+    """Return True if the unit's shards are sharded over replicas, too."""
+    return options.states.shards_over_replicas and setting.replicas > 1
+
+
+def _has_few_rows(entry: PlanEntry, setting: Setting) -> bool:
+    """Return True if a parameter stays replicated under a level that shards over replicas."""
+    dim, ranks = setting.dims.get(entry.name, 0), setting.ranks * setting.replicas
+    return bool(entry.shape) and has_few_rows(entry.shape, dim, itemsize=entry.dtype.itemsize, ranks=ranks)
 
 
 def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Setting) -> GroupPlan:
@@ -576,13 +605,19 @@ def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Set
     ranks = 1 if scalar else setting.ranks
     direct_min_bytes = options.comm.direct_min_bytes
     default = 0 if ranks == 1 else DIRECT_MIN_BYTES  # as SingleRank and CoalescedCollectives
+    outer = setting.replicas if _in_two_hops(options, setting) and not (scalar or group.replicated) else 1
     layout = plan_layout(
         [entry.shape or (1,) for entry in entries],
-        ranks=ranks,
+        ranks=ranks * outer,
         itemsize=min(dtypes.storage.itemsize, dtypes.compute.itemsize),
         direct=DirectRule.default(default) if direct_min_bytes is None else DirectRule(direct_min_bytes),
         dims=[setting.dims.get(entry.name, 0) for entry in entries],
+        outer=outer,
     )
+    over_replicas = scatter = None
+    if outer > 1:
+        over_replicas, layout = layout.in_two_hops(ranks, outer, rank=0)
+        scatter = over_replicas.reduction(as_is=True, in_order=not setting.gloo, itemsize=dtypes.reduce.itemsize)
     in_order = ranks > 1 and not setting.gloo
     subgroup = options.subgroup_size
     return GroupPlan(
@@ -601,6 +636,9 @@ def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Set
         gloo=setting.gloo,
         in_flight=options.comm.reductions_in_flight,
         keep=options.keep_memory,
+        over_replicas=over_replicas,
+        scatter=scatter,
+        sums_over_shards=options.states.sums_over_shards,
     )
 
 

@@ -101,6 +101,7 @@ def settings(axes: Sequence[Axis], arguments: ExplainArguments) -> Iterator[dict
     """Yield all combinations of the axes, except for those that are equal to others or contradict themselves.
 
     A single microbatch has nothing to accumulate, and `ZERO1` accumulates in any case. `ZERO1` and `ZERO2` never reshard.
+    `HFSDP` needs a hybrid mesh.
     """
     for chosen in product(*axes):
         changes = {name: value for change in chosen for name, value in change.items()}
@@ -112,7 +113,13 @@ def settings(axes: Sequence[Axis], arguments: ExplainArguments) -> Iterator[dict
             continue
         if states.keeps_parameters and changes.get("reshard_after_forward") is not None:
             continue
+        if states.shards_over_replicas and not _is_hybrid(changes.get("mesh", arguments.mesh)):
+            continue
         yield changes
+
+
+def _is_hybrid(mesh: Any) -> bool:
+    return mesh is not None and not isinstance(mesh, int) and len(mesh) == 2
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -369,6 +376,7 @@ def _state_cost(traced: TracedModel, setting: Setting, gpu: Gpu, network: Networ
     shards = sum(group.shard_nbytes for group, _ in groups if not group.host)
     pinned = sum(group.shard_nbytes for group, _ in groups if group.host)
     kept = sum(group.unsharded_nbytes for group, states in groups if states.keeps_parameters)
+    kept += sum(group.inner_shard_nbytes for group, _ in groups)
     optimizer = 0 if setting.optimizer is None else sum(setting.optimizer.states)
     if isinstance(setting.offload_policy, CPUOffloadPolicy):
         optimizer, pinned = 0, pinned + optimizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 
 import torch
@@ -55,7 +55,8 @@ class UnitMessages:
         reduced: number of collectives per reduction of the unit.
         reduce_staging: bytes of additional memory during a reduction, besides the gradients.
         kept: bytes of gradients that a backward without communication (`accumulate()`) keeps on each rank.
-        gathers: how often the unit is all-gathered in a step: "2 per microbatch", "1 per step" or "never".
+        gathers: how often the unit is all-gathered in a step: "2 per microbatch", "1 per step" or "never". A level that shards
+            over replicas adds "1 per step over replicas".
         reductions: how often its gradients are reduced in a step, in the same words.
     """
 
@@ -75,6 +76,9 @@ def frequencies(messages: UnitMessages, states: StateSharding, *, kept_after_for
     """Return the collectives of a unit with `gathers` and `reductions` filled in, for a level of ZeRO."""
     gathers = "1 per step" if states.keeps_parameters else f"{1 if kept_after_forward else 2} per microbatch"
     reductions = "1 per step" if states.keeps_gradients else "1 per microbatch"
+    if states.shards_over_replicas:
+        gathers += ", 1 per step over replicas"
+        reductions += f", 1 per {'step' if states.sums_over_shards else 'microbatch'} over replicas"
     return replace(
         messages,
         gathers=gathers if messages.gathered else "never",
@@ -89,15 +93,25 @@ class EntryGroup:
     dtypes: Dtypes
     trainable: bool
     scalar: bool  # scalars are not sharded: they are a group of one rank, and all ranks are its replicas
+    replicated: bool  # True if a level shards over replicas, too, but not these parameters, which have few rows
     entries: tuple[PlanEntry, ...]
 
 
-def group_entries(entries: Sequence[PlanEntry], mp: MixedPrecisionPolicy) -> list[EntryGroup]:
-    """Group the planned parameters of a unit as `group_parameters` will group its parameters."""
-    groups: dict[tuple[Dtypes, bool, bool], list[PlanEntry]] = {}
+def group_entries(
+    entries: Sequence[PlanEntry], mp: MixedPrecisionPolicy, replicated: Callable[[PlanEntry], bool] | None = None
+) -> list[EntryGroup]:
+    """Group the planned parameters of a unit as `group_parameters` will group its parameters.
+
+    Args:
+        entries: parameters of the unit.
+        mp: dtypes.
+        replicated: whether a parameter stays replicated, for a level that shards over replicas; else None.
+    """
+    groups: dict[tuple[Dtypes, bool, bool, bool], list[PlanEntry]] = {}
     for entry in entries:
         dtypes = mp.for_planning().resolve(entry.dtype, entry.grad_dtype)
-        groups.setdefault((dtypes, entry.trainable, not entry.shape), []).append(entry)
+        stays = replicated is not None and replicated(entry)
+        groups.setdefault((dtypes, entry.trainable, not entry.shape, stays), []).append(entry)
     return [EntryGroup(*key, tuple(members)) for key, members in groups.items()]
 
 
