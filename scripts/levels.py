@@ -6,13 +6,14 @@ python scripts/levels.py            # or: make pictures
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "levels.md"
 BEGIN, END = "<!-- written by scripts/levels.py -->\n", "<!-- end -->\n"
 SIZES, WORLDS, MICROBATCHES = ("8b", "70b"), (8, 64, 512), 8
-STATES = ("shards", "optimizer", "gathered")  # categories of memory that stays from step to step under ZERO1 and ZERO2
+STATES = ("shards", "optimizer", "gathered")  # categories of memory that stays from step to step
 
 
 def rows() -> list[str]:
@@ -27,14 +28,19 @@ def rows() -> list[str]:
     for size in SIZES:
         first = explain(**llama(size=size, length=4096), world=8, microbatches=MICROBATCHES, accumulate=False)
         for world in WORLDS:
-            for name in reversed(PRESETS):
-                r = first.but(world=world, states=PRESETS[name])
+            hybrid = {"mesh": (world // 8, 8)}
+            levels = {name: {"states": PRESETS[name]} for name in ("ZERO3", "ZERO2", "ZERO1")}
+            if world > 8:
+                levels |= {"HSDP": hybrid, "HFSDP": hybrid | {"states": PRESETS["HFSDP"]}}
+            for name, options in levels.items():
+                r = first.but(world=world, **options)
                 changes = r.simulation.ledger.changes[: r.simulation.first_change]
                 kept = sum(change.nbytes for change in changes if change.category in STATES)
-                sent = [
-                    sum(m.nbytes * (m.ranks - 1) // m.ranks for m in r.messages if m.kind == kind)
-                    for kind in ("all_gather", "reduce_scatter")
-                ]
+                received: Counter[str] = Counter()
+                for message in r.messages:
+                    received[message.kind] += message.nbytes * (message.ranks - 1) // message.ranks
+                # an all-reduce is a reduce-scatter and an all-gather
+                sent = received["all_gather"], received["reduce_scatter"] + 2 * received["all_reduce"]
                 cells = [f"{nbytes / 1e9:,.1f}" for nbytes in (kept, r.peak, *sent)]
                 found.append(f"| {size.upper()} | {world} | {name} | {' | '.join(cells)} | {r.step.middle:.1f} |")
     return found
@@ -42,7 +48,7 @@ def rows() -> list[str]:
 
 def table() -> str:
     """Return the table."""
-    head = "| model | ranks | level | kept between steps | peak of tensors | all-gathered | reduce-scattered | step |\n"
+    head = "| model | ranks | level | kept between steps | peak of tensors | all-gathered | reduced | step |\n"
     return BEGIN + head + "|---|---|---|---|---|---|---|---|\n" + "\n".join(rows()) + "\n" + END
 
 

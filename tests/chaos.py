@@ -63,6 +63,7 @@ def train(rank: Rank, what: str, where: str, victim: int) -> None:
     import torch.distributed.checkpoint as dcp
     from models import Stack, batch, square
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
 
     import fullshard
     from fullshard.policies import PRESETS
@@ -84,6 +85,9 @@ def train(rank: Rank, what: str, where: str, victim: int) -> None:
     torch.manual_seed(0)
     model, mesh = Stack(), rank.mesh()
     states = PRESETS[os.environ.get(STATES, "ZERO3")]
+    if states.shards_over_replicas:
+        replicas = 2 if rank.size % 2 == 0 else rank.size
+        mesh = init_device_mesh("cpu", (replicas, rank.size // replicas), mesh_dim_names=("replicate", "shard"))
     for number, block in enumerate(model.blocks):
         if number == 1:
             at("wrap")
@@ -100,7 +104,7 @@ def train(rank: Rank, what: str, where: str, victim: int) -> None:
     model.blocks[1].up.register_full_backward_pre_hook(lambda *_: at("backward") if step == FAULTY else None)
     optimizer.register_step_pre_hook(lambda *_: at("optimizer") if step == FAULTY else None)
     for step in range(begin, STEPS):
-        for ends_step in (False, True) if states.keeps_parameters else (True,):
+        for ends_step in (False, True) if states != fullshard.ZERO3 else (True,):
             model.set_is_last_backward(ends_step)
             loss = square(model(batch(step).chunk(rank.size)[rank.rank]))
             loss.backward()
@@ -286,7 +290,7 @@ def main() -> int:
     parser.add_argument("--where", nargs="+", choices=WHERES, default=WHERES)
     parser.add_argument("--victim", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--size", nargs="+", type=int, default=[2, 3, 4])
-    parser.add_argument("--states", choices=["ZERO1", "ZERO2", "ZERO3"], default="ZERO3", help="the level of ZeRO")
+    parser.add_argument("--states", choices=["ZERO1", "ZERO2", "ZERO3", "HFSDP"], default="ZERO3", help="the level of ZeRO")
     parser.add_argument("--seconds", type=float, default=870.0, help="no job begins later than this")
     parser.add_argument("--at-once", type=int, default=max(4, 3 * (os.cpu_count() or 1)), help="jobs side by side")
     parser.add_argument("--no-resume", action="store_true", help="start no job anew")

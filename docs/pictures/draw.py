@@ -46,6 +46,9 @@ class _Options:
     states: StateSharding = ZERO3
 
 
+LANES = {"compute": 2, "gather": 1, "reduce": 0, "replicas": -1}
+
+
 class _Clock:
     """Lanes on which everything takes one unit of time, a backward two."""
 
@@ -55,7 +58,10 @@ class _Clock:
         self.held: list[list[float]] = []  # unit, since, until
         self.grads: list[list[float]] = []  # the same, of unsharded gradients
         self.reduces = True
-        self._free = {"gather": 0.0, "reduce": 0.0}
+        self.two_hops = False  # all-gathers and reductions run over replicas as well: once per step and unit
+        self.last = True  # the last microbatch of the step
+        self._gathered: set[int] = set()  # over replicas, in this step
+        self._free = dict.fromkeys(LANES, 0.0)
         self._ready: dict[int, float] = {}
         self._since: dict[int, float] = {}
         self._grads: dict[int, float] = {}
@@ -71,7 +77,10 @@ class _Clock:
             unit = action.unit
             if isinstance(action, Unshard):
                 self._since[unit] = self.now
-                self._ready[unit] = self._send("gather", unit, "gather")
+                first = self.two_hops and unit not in self._gathered
+                before = self._send("replicas", unit, "gather") if first else 0.0
+                self._gathered.add(unit)
+                self._ready[unit] = self._send("gather", unit, "gather", after=before)
             elif isinstance(action, Wait):
                 self.now = max(self.now, self._ready[unit])
             elif isinstance(action, Reshard):
@@ -80,19 +89,22 @@ class _Clock:
                 self._grads.setdefault(unit, self.now)
                 if self.reduces:
                     self.grads.append([unit, self._grads.pop(unit), self._send("reduce", unit, "reduce")])
+                    if self.two_hops and self.last:
+                        self._send("replicas", unit, "reduce", after=self._free["reduce"])
 
     def keep(self, units: Sequence[int]) -> None:
         """Begin the next step with these units unsharded, and end the current one."""
         self.held += [[unit, since, self.now] for unit, since in self._since.items()]
         self.now, self.bars, self.held, self.grads = 0.0, [], [], []
-        self._since, self._free = dict.fromkeys(units, 0.0), {"gather": 0.0, "reduce": 0.0}
+        self._since, self._free = dict.fromkeys(units, 0.0), dict.fromkeys(LANES, 0.0)
+        self._gathered = set()
 
     def close(self) -> None:
         """End the last step: parameters that are still unsharded are held until now."""
         self.held += [[unit, since, self.now] for unit, since in self._since.items()]
 
-    def _send(self, lane: str, unit: int, text: str) -> float:
-        start = max(self.now, self._free[lane])
+    def _send(self, lane: str, unit: int, text: str, after: float = 0.0) -> float:
+        start = max(self.now, self._free[lane], after)
         self.bars.append([lane, unit, start, 1.0, text])
         self._free[lane] = start + 1.0
         return self._free[lane]
@@ -136,12 +148,14 @@ def levels() -> Drawn:
     found: Drawn = {"units": UNITS}
     for name, states in PRESETS.items():
         scheduler, clock = Scheduler(), _Clock()
+        clock.two_hops = states.shards_over_replicas
         records = [scheduler.register(unit, _Options(ReshardPolicy.OUTERMOST, states=states)) for unit in range(3)]
         for _ in range(3):
             clock.keep([record.number for record in records if record.residency is Residency.FULL])
             clock.run(scheduler.drop_stale(range(3)))
             for microbatch in range(2):
-                clock.reduces = microbatch == 1 or not states.keeps_gradients
+                clock.last = microbatch == 1
+                clock.reduces = clock.last or not states.keeps_gradients
                 _run_microbatch(scheduler, clock)
             clock.now = max(clock.now, *(start + length for _, _, start, length, _ in clock.bars))
             clock.compute(-1, "optimizer", 1.0)
@@ -236,12 +250,9 @@ def _draw_schedule(drawn: Drawn, plt: Any) -> Any:
     return figure
 
 
-LANES = {"compute": 2, "gather": 1, "reduce": 0}
-
-
 def _draw_levels(drawn: Drawn, plt: Any) -> Any:
-    figure, panels = plt.subplots(6, 1, figsize=(10, 9), sharex=True, height_ratios=[2, 1.6] * 3)
-    runs = [(name, drawn[name]) for name in reversed(PRESETS)]
+    figure, panels = plt.subplots(8, 1, figsize=(10, 12), sharex=True, height_ratios=[2, 1.6] * 3 + [2.6, 1.6])
+    runs = [(name, drawn[name]) for name in ("ZERO3", "ZERO2", "ZERO1", "HFSDP")]
     end = max(start + length for _, run in runs for _, _, start, length, _ in run["bars"])
     for number, (name, run) in enumerate(runs):
         lanes, memory = panels[2 * number], panels[2 * number + 1]
@@ -249,7 +260,8 @@ def _draw_levels(drawn: Drawn, plt: Any) -> Any:
             color = COLORS[unit] if unit >= 0 else INK
             lanes.broken_barh([(start + 0.03, length - 0.06)], (LANES[lane] - 0.36, 0.72), color=color)
             lanes.text(start + length / 2, LANES[lane], text[:1].upper(), ha="center", va="center", color=PAPER, fontsize=7)
-        lanes.set_yticks(list(LANES.values()), list(LANES), fontsize=8)
+        there = {lane: row for lane, row in LANES.items() if row >= 0 or name == "HFSDP"}
+        lanes.set_yticks(list(there.values()), list(there), fontsize=8)
         lanes.set_title(name, fontsize=10, loc="left")
         times = sorted({0.0, end, *(time for kind in ("held", "grads") for span in run[kind] for time in span[1:])})
         below = [0.0] * len(times)
@@ -268,7 +280,7 @@ def _draw_levels(drawn: Drawn, plt: Any) -> Any:
     panels[-1].set_xlabel(
         "A step of two microbatches, with forward (F), backward (B), optimizer (O), all-gather (G) and reduce-scatter (R). In "
         "memory: unsharded\nparameters of the root and two blocks, and their unsharded gradients (hatched); besides these, the "
-        "shards of all states, always.",
+        "shards of all states, always, and\nunder HFSDP the shards for computing.",
         fontsize=8,
     )
     return figure

@@ -176,8 +176,8 @@ def host_memory(detector: Detector, *, pinned: bool) -> Iterator[None]:
             detector.mark(flat, Home.PINNED if pinned else Home.HOST)
         return flat
 
-    def reducing(self: Any, *args: Any) -> None:
-        reduction(self, *args)
+    def reducing(self: Any, *args: Any, **options: Any) -> None:
+        reduction(self, *args, **options)
         if self._host is not None:
             detector.mark(self._host, Home.PINNED if pinned else Home.HOST)
 

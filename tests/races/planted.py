@@ -51,7 +51,8 @@ def lane(order: str) -> Callable[..., Any]:
         stream, compute = self._stream, _torch.current_stream(self._device)
 
         def wait() -> None:
-            stream.wait_stream(compute) if after is None else stream.wait_event(after.event)
+            second_hop_at_once = order == "hops at once" and after is not None
+            stream.wait_stream(compute) if after is None or second_hop_at_once else stream.wait_event(after.event)
 
         if order != "start before the wait":
             wait()
@@ -84,6 +85,19 @@ def in_forward_only(synchronize: Any = ParamGroup.synchronize_host) -> Callable[
             synchronize(group)
 
     return synchronize_host
+
+
+def sum_as_the_hop_is_sent(reduction: Any, work: Any, sent: Any = Reduction.note_started) -> None:
+    sent(reduction, work)
+    if reduction.group.two_hops and not reduction.factors.deferred:
+        reduction._reduced_shard = reduction._sum
+
+
+def given_back_as_it_is_read(executor: Any, unit: Any, wait: Any = Runtime._wait) -> None:
+    for group, work in executor._gathering[unit.record.number]:
+        if group.two_hops:
+            group._inner_shard.free()
+    wait(executor, unit)
 
 
 def dropped(heartbeats: Any) -> None:
@@ -119,6 +133,9 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
     "memory that stays has the next message before the last one is sent": ((GradientReducer, "drain", lambda reducer: None),),
     "backward ends on a stream that forward's is not behind": ((_torch, "then_order", lambda stream, fn: fn()),),
     "kept parameters are gathered on the stream of a step": ((Runtime, "gather_after_step", on_any_stream),),
+    "the second of two hops does not wait for the first": ((DeviceStream, "run", lane("hops at once")),),
+    "sums over shards are freed as the hop over replicas is sent": ((Reduction, "note_started", sum_as_the_hop_is_sent),),
+    "the result of a hop is freed before the second one has read it": ((Runtime, "_wait", given_back_as_it_is_read),),
     "nothing waits for copies of the host's memory": ((ParamGroup, "synchronize_host", lambda group: None),),
 }
 

@@ -148,6 +148,11 @@ NAMED = {
     "ZeRO-2, behind a step on a stream": Program(
         states="ZERO2", behind=True, steps=3, optimizer="stream", evaluate=True, write=True
     ),
+    "HFSDP": Program(states="HFSDP", replicas=2, microbatches=3, steps=3, dtypes="low", evaluate=True),
+    "HFSDP, offload, written": Program(states="HFSDP", replicas=2, offload="pinned", microbatches=2, write=True, look=True),
+    "HFSDP, kept memory": Program(states="HFSDP", replicas=2, keep=True, microbatches=2, steps=3, hook="stream", direct=0),
+    "HFSDP, ended by the caller": Program(states="HFSDP", replicas=4, finalize="now", microbatches=2, in_flight=2),
+    "HFSDP, optimizer on a stream": Program(states="HFSDP", replicas=2, optimizer="stream", wide=True, steps=3, recompute=True),
     "levels that change": Program(states="changed", microbatches=2, steps=4, recompute=True, behind=True),
 }
 
@@ -170,6 +175,9 @@ def legal(program: Program) -> Program:
         change["defer_replicas"] = False
     if program.states in ("ZERO1", "ZERO2"):
         change["reshard"] = None
+    if program.states == "HFSDP":  # hooks of a subclass that come later are refused
+        change |= {"replicas": max(2, program.replicas), "extension": False}
+        change["reshard"] = None if program.reshard == 2 else program.reshard
     return dataclasses.replace(program, **change)
 
 
@@ -200,7 +208,7 @@ PROGRAMS = st.builds(
     keep=often(False, True),
     finalize=often("none", "now", "later"),
     look=often(False, True),
-    states=often("ZERO3", "ZERO2", "ZERO1", "changed"),
+    states=often("ZERO3", "ZERO2", "ZERO1", "HFSDP", "changed"),
     behind=st.booleans(),
 ).map(legal)
 
@@ -340,7 +348,7 @@ class Training:
         program, model = self.program, self.model
         if program.states == "changed":
             self.place.current().wait_stream(self.side)  # an optimizer may be at work there
-            model.set_states(tuple(PRESETS.values())[step % 3])
+            model.set_states((fullshard.ZERO1, fullshard.ZERO2, fullshard.ZERO3)[step % 3])
         if program.evaluate:
             with torch.no_grad():
                 self.seen.append(self.forward(self.batch(step)))
@@ -365,7 +373,7 @@ class Training:
             model.set_is_last_backward(last)
             if program.defer_replicas and program.replicas > 1:
                 model.set_requires_all_reduce(last)
-            elif program.optimizer != "hooks" and program.states != "ZERO1":
+            elif program.optimizer != "hooks" and program.states not in ("ZERO1", "HFSDP"):
                 model.set_requires_gradient_sync(last)
             loss = square(self.forward(self.batch(step + micro)))
             self.seen.append(loss.detach())

@@ -40,6 +40,10 @@ COVERED = {
         "core/reducer.py _send_heartbeats (wait)",
         "wait_event",
     ): "the lanes are drained a moment later; the device shows it, where a new page of heartbeats takes the memory",
+    (
+        "core/reducer.py start_heartbeats (wait)",
+        "wait_event",
+    ): "the reduction over replicas is behind it, and is waited for before the gradients are handed out",
     ("core/heartbeat.py clear (wait)", "wait_event"): "found behind exceptions",
 }
 
