@@ -297,6 +297,7 @@ def test_three_dims_and_weights_on_another_mesh(world: World) -> None:
 # --- what holds the shards ---
 
 
+@pytest.mark.proves("44d")
 @ranks(4)
 def test_a_checkpoint_moves_between_levels_meshes_and_numbers_of_ranks(world: World) -> None:
     folder = world.folder("moves")
@@ -429,6 +430,7 @@ def test_what_stays_replicated(world: World) -> None:
 # --- mistakes ---
 
 
+@pytest.mark.proves("44c")
 @ranks(4)
 def test_mistakes_are_refused_before_anything_changes(world: World) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

@@ -263,6 +263,8 @@ def test_a_plan_says_how_often_each_unit_communicates() -> None:
         ("1 per step", "1 per step"),
         ("1 per microbatch", "1 per microbatch"),
     ]
+    everywhere = {(one.gathers, one.reductions) for _, one in plan.messages(2, states=HFSDP) if one.gathers != "never"}
+    assert ("2 per microbatch, 1 per step over replicas", "1 per microbatch, 1 per step over replicas") in everywhere
     levels = {one.gathers for _, one in plan.messages(2, states=ZERO1)}
     assert levels == {"1 per step"} and "1 per step" in str(plan.messages(2))
     with pytest.raises(ValueError, match="reshard_after_forward=True frees parameters after forward, which states=ZERO2 keeps"):

@@ -94,7 +94,7 @@ def sum_as_the_hop_is_sent(reduction: Any, work: Any, sent: Any = Reduction.note
 
 
 def given_back_as_it_is_read(executor: Any, unit: Any, wait: Any = Runtime._wait) -> None:
-    for group, work in executor._gathering[unit.record.number]:
+    for group, _ in executor._gathering[unit.record.number]:
         if group.two_hops:
             group._inner_shard.free()
     wait(executor, unit)

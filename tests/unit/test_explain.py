@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
 
 import fullshard
-from fullshard import ZERO2, MixedPrecisionPolicy
+from fullshard import HFSDP, ZERO2, MixedPrecisionPolicy
 from fullshard.comm.traffic import Message
 from fullshard.foresight.clock import message_seconds, play
 from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, gpu_of, write_machine
@@ -540,6 +540,7 @@ class Asks(nn.Module):
             {"states": ZERO2, "reshard_after_forward": True},
             "reshard_after_forward=True frees parameters after forward, which states",
         ),
+        ({"states": HFSDP}, r"states=HFSDP needs a hybrid mesh. Pass mesh=\(replicas, ranks\), got one mesh dim of size"),
         ({"states": ZERO2, "engine": "fsdp2"}, "states=ZERO2 needs engine='fullshard': torch's FSDP2 has no such level"),
         (
             {"mp_policy": MixedPrecisionPolicy(accumulate_dtype=torch.float32), "engine": "fsdp2"},

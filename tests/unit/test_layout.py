@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fullshard
-from fullshard.core.layout import ALIGN_BYTES, MIB, DirectRule, Extent, plan_layout, slices, staging_limit
+from fullshard.core.layout import ALIGN_BYTES, MIB, DirectRule, Extent, GroupLayout, plan_layout, slices, staging_limit
+from fullshard.core.unsharded_buffer import copy_out_steps
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -57,6 +58,59 @@ def test_places_align_and_cover_the_shard_without_overlap(
         if place.direct:
             assert place.size * itemsize >= threshold and place.size * itemsize % ALIGN_BYTES == 0
     assert sorted(piece.parameter for piece in pieces if piece.parameter >= 0) == list(range(len(shapes)))
+
+
+@given(
+    shapes=shapes,
+    inner=st.integers(1, 5),
+    outer=st.integers(1, 4),
+    threshold=st.sampled_from([0, 64, math.inf]),
+    last=st.booleans(),
+)
+def test_two_hops_gather_what_one_does(
+    shapes: list[tuple[int, ...]], inner: int, outer: int, threshold: float, last: bool
+) -> None:
+    """Shards of all ranks, each filled with numbers of its own, through the buffers of both hops; padding included."""
+    dims = [len(shape) - 1 if last else 0 for shape in shapes]
+    ranks = inner * outer
+    layout = plan_layout(shapes, dims, ranks=ranks, itemsize=4, direct=DirectRule(threshold), outer=outer)
+    wholes = [torch.arange(math.prod(shape)).view(shape) + 10_000 * index for index, shape in enumerate(shapes)]
+
+    def flat_shard(rank: int) -> torch.Tensor:
+        flat = torch.full((layout.shard_numel,), -1)
+        for whole, place in zip(wholes, layout.offsets):
+            extent = Extent.of_rank(whole.shape[place.dim], ranks=ranks, rank=rank)
+            part = whole.narrow(place.dim, extent.start, extent.rows).flatten()
+            flat[place.offset : place.offset + part.numel()] = part
+        return flat
+
+    def gathered(hop: GroupLayout, shards: list[torch.Tensor]) -> torch.Tensor:
+        assert [len(shard) for shard in shards] == [hop.shard_numel] * hop.ranks
+        full, staging = torch.full((hop.unsharded_numel,), -2), torch.empty(0, dtype=torch.int64)
+        for bucket in hop.buckets:
+            messages = torch.stack([shard[bucket.offset : bucket.offset + bucket.size] for shard in shards]).flatten()
+            if bucket.direct:
+                full[bucket.segments[0].unsharded_offset :][: len(messages)] = messages
+            else:
+                staging = messages
+        for copy in copy_out_steps(hop, full, staging):
+            copy()
+        return full
+
+    hops = [layout.in_two_hops(inner, outer, rank=rank) for rank in range(inner)]
+    inner_shards = [
+        gathered(first, [flat_shard(rank * outer + replica) for replica in range(outer)])
+        for rank, (first, _) in enumerate(hops)
+    ]
+    for _, second in hops:
+        full = gathered(second, inner_shards)
+        for whole, place in zip(wholes, second.offsets):
+            assert torch.equal(full[place.unsharded_offset :][: whole.numel()].view(whole.shape), whole)
+    first, second = hops[0]
+    assert [place.direct for place in first.offsets] == [place.direct for place in second.offsets]
+    for hop in hops[0]:
+        reduction = hop.reduction(as_is=True, in_order=True, itemsize=4)
+        assert not reduction.sums and all(hop.is_even(index) for index in reduction.direct)
 
 
 @given(

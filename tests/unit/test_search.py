@@ -198,6 +198,11 @@ def test_a_search_names_the_least_memory_that_is_fast_enough() -> None:
         one.needed for one in found.tried if one.speed in speeds
     )
     assert "states=ZERO" in str(found)
+    told = {"states": (*levels, fullshard.HFSDP), "mesh": (None, (2, 8), (4, 4))}
+    found = search(build, batch, goal="fastest", world=16, loss=torch.sum, microbatches=4, tolerance=0.0, over=told)
+    settings = [one.explanation.setting for one in found.tried]
+    assert any(setting.states == fullshard.HFSDP for setting in settings)
+    assert all(setting.hybrid for setting in settings if setting.states == fullshard.HFSDP)
     assert ("least memory within 2% of the fastest" in str(found)) == (found.leanest is not found.best)
 
 
