@@ -132,6 +132,7 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
     "writes of the caller's do not wait for copies": ((ParamGroup, "synchronize_host", in_forward_only()),),
     "memory that stays has the next message before the last one is sent": ((GradientReducer, "drain", lambda reducer: None),),
     "backward ends on a stream that forward's is not behind": ((_torch, "then_order", lambda stream, fn: fn()),),
+    "a second step writes what is gathered behind the first": ((Runtime, "finish_gathers_of", lambda runtime, unit: None),),
     "kept parameters are gathered on the stream of a step": ((Runtime, "gather_after_step", on_any_stream),),
     "the second of two hops does not wait for the first": ((DeviceStream, "run", lane("hops at once")),),
     "sums over shards are freed as the hop over replicas is sent": ((Reduction, "note_started", sum_as_the_hop_is_sent),),

@@ -53,8 +53,9 @@ class Program:
     evaluate: a forward without graph before each step.         write: weights are written behind it, and loaded.
     look: a unit's parameters are gathered by hand, before such a write.
     by_hand: prefetch by hand, and unshard(async_op=True) of the first block.           towers: blocks on two streams.
-    hook: set_all_reduce_hook, on a stream of its own if "stream".                      optimizer: at the end, in hooks, or on
-    memory: messages in memory of the group.                                            a stream of its own with an event.
+    hook: set_all_reduce_hook, on a stream of its own if "stream".
+    optimizer: at the end, "two" after each other there, in hooks, or on a stream of its own with an event.
+    memory: messages in memory of the group.
     offload: none, pageable, pinned.
     small: staging is so small that gradients go in slices, and parameters of few rows are summed.
     keep: memory of full parameters and messages stays.
@@ -145,6 +146,7 @@ NAMED = {
     "ZeRO-1": Program(states="ZERO1", microbatches=3, steps=3, replicas=2, write=True),
     "ZeRO-1, ended by the caller": Program(states="ZERO1", microbatches=2, finalize="now", steps=3, offload="pinned"),
     "ZeRO-2, behind the step": Program(states="ZERO2", behind=True, steps=3, dtypes="low"),
+    "ZeRO-2, behind two steps": Program(states="ZERO2", behind=True, steps=3, optimizer="two", direct=0),
     "ZeRO-2, behind a step on a stream": Program(
         states="ZERO2", behind=True, steps=3, optimizer="stream", evaluate=True, write=True
     ),
@@ -199,7 +201,7 @@ PROGRAMS = st.builds(
     by_hand=often(False, True),
     towers=often(False, True),
     hook=often("none", "lane", "stream"),
-    optimizer=st.sampled_from(("end", "end", "hooks", "stream")),
+    optimizer=st.sampled_from(("end", "end", "two", "hooks", "stream")),
     memory=often(False, True),
     extension=often(False, True),
     every=st.sampled_from((1, 1, 2)),
@@ -320,7 +322,11 @@ class Training:
 
     def optimizers(self) -> None:
         if self.program.optimizer != "hooks":
-            self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=True)
+            made = lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+            every = list(self.model.parameters())
+            two = self.program.optimizer == "two"
+            self.optimizer: Any = made(every[::2] if two else every)
+            self.second = made(every[1::2]) if two else None
             return
         self.optimizer = None
         for parameter in self.model.parameters():
@@ -399,8 +405,10 @@ class Training:
                 self.optimizer.step()
             model.set_post_optim_event(self.side.record_event())
         else:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            for optimizer in (self.optimizer, self.second):
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
         # Not Tensor.backward: a function of torch's, inside of which function modes are off.
