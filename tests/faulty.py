@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import CheckPolicy, fully_shard
+from fullshard import HFSDP, CheckPolicy, fully_shard
 from fullshard.policies import PRESETS
 
 RATE = 0.1
@@ -67,7 +67,8 @@ class Step:
 class Program:
     """together: any_failed() after every step; otherwise only at the end, and a rank with an error ends there, unless all
     have it. anew: any_failed(True) at the end, whatever happened. replicated: each rank has all rows, and gradients are summed
-    over replicas; weights stay as they are then, since ranks that do not step together would part for good.
+    over replicas; weights stay as they are then, since ranks that do not step together would part for good. hops: on the same
+    mesh all units are HFSDP's, so that each rank has the rows that a flat mesh gives it.
     """
 
     root: Part
@@ -78,6 +79,7 @@ class Program:
     tie: tuple[int, int] | None = None
     frozen: tuple[int, ...] = ()
     replicated: bool = False
+    hops: bool = False
 
 
 @st.composite
@@ -123,6 +125,7 @@ def programs(draw: st.DrawFn, size: int) -> Program:
         draw(st.none() | st.tuples(places, places)),
         tuple(draw(st.lists(places, max_size=2))),
         replicated,
+        not replicated and draw(st.integers(0, 4)) == 0,
     )
 
 
@@ -237,7 +240,7 @@ def shard(node: Node, mesh: Any, program: Program, unit: bool) -> None:
     options: Any = {
         "mesh": mesh,
         "reshard_after_forward": part.reshard,
-        "states": PRESETS[part.level],
+        "states": HFSDP if program.hops else PRESETS[part.level],
         "check_policy": CheckPolicy(patience=0.1),
     }
     if paired:

@@ -297,7 +297,9 @@ class ParamGroup:
         Call this before `allocate_unsharded`. The memory is allocated on the compute stream.
         """
         self._check_device()
-        versions = self._versions()
+        # After a failed step, some ranks may have written their shards and others not. All of them begin a new epoch of the
+        # log together, and gather anew.
+        versions = [self.fingerprints.log.epoch, *self._versions()]
         inner = self._inner_shard
         if inner is None:
             with torch.inference_mode(False), torch.no_grad():
