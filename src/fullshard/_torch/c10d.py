@@ -160,7 +160,7 @@ class _PlacedRank(int):
     place: int
 
     def __lt__(self, other: Any) -> bool:
-        return self.place < other.place
+        return self.place < other.place if isinstance(other, _PlacedRank) else int.__lt__(self, other)
 
 
 def _placed(ranks: Sequence[int]) -> list[int]:
