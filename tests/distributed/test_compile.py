@@ -17,8 +17,9 @@ from harness import World, ranks
 from models import Block, Stack, assert_near, assert_same_grads, assert_same_parameters, batch, shard_stack, square
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import ZERO2, MixedPrecisionPolicy, fully_shard
+from fullshard import HFSDP, ZERO2, MixedPrecisionPolicy, fully_shard
 from fullshard.compat import FSDP
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -131,7 +132,13 @@ def test_compiled_and_eager_agree_and_nothing_is_compiled_again(world: World, ho
 
 
 @pytest.mark.parametrize(
-    "options", [{"mp_policy": MixedPrecisionPolicy(torch.float64)}, {"reshard_after_forward": False}, {"states": ZERO2}]
+    "options",
+    [
+        {"mp_policy": MixedPrecisionPolicy(torch.float64)},
+        {"reshard_after_forward": False},
+        {"states": ZERO2},
+        {"states": HFSDP},
+    ],
 )
 @ranks(2, limit=240)
 def test_options_of_units_cause_no_recompilation(world: World, options: dict[str, Any]) -> None:
@@ -139,7 +146,9 @@ def test_options_of_units_cause_no_recompilation(world: World, options: dict[str
         model = stack()
         sharded = copy.deepcopy(model)
         compile_blocks(sharded)
-        shard_stack(sharded, world.mesh, **options)
+        hybrid = options.get("states") == HFSDP
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if hybrid else world.mesh
+        shard_stack(sharded, mesh, **options)
         pair = Pair(world, model, sharded, lambda x: sharded(x).float())
         pair.cycle(0)
         pair.cycle(3)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from models import Stack, assert_same_grads, assert_same_parameters, batch, shard_stack, square
 from rotation import random_cases
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard import ZERO2, ZERO3, CheckPolicy, StateSharding, fully_shard
+from fullshard import HFSDP, ZERO2, ZERO3, CheckPolicy, StateSharding, fully_shard
 
 
 class Tower(nn.Module):
@@ -54,9 +55,12 @@ class Vision(nn.Module):
 
 def shard(model: Vision, world: World, reshard: bool | None, root: bool, states: StateSharding = ZERO3) -> Vision:
     units = [*model.tower.layers, model.tower, model.before, model.behind, *([model] if root else [])]
+    mesh = world.mesh
+    if states.shards_over_replicas:
+        mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("replicate", "shard"))
     for module in units:
         policy = CheckPolicy(patience=0.2)
-        fully_shard(module, mesh=world.mesh, reshard_after_forward=reshard, states=states, check_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, states=states, check_policy=policy)
     return model
 
 
@@ -67,7 +71,7 @@ def shard(model: Vision, world: World, reshard: bool | None, root: bool, states:
 @ranks(2, 3)
 def test_a_tower_that_only_some_ranks_run(world: World, where: str, recompute: bool, root: bool) -> None:
     """Elsewhere everybody runs the tower on a made-up image, or hangs."""
-    for reshard, states in ((True, ZERO3), (None, ZERO3), (None, ZERO2)):
+    for reshard, states in ((True, ZERO3), (None, ZERO3), (None, ZERO2), (True, HFSDP)):
         model = Vision(where, recompute)
         sharded = shard(copy.deepcopy(model), world, reshard, root, states)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, model)]

@@ -308,6 +308,27 @@ def test_a_simulated_step_allocates_and_sends_what_a_run_does(parts: tuple[Part,
     check(parts, setting, listed=told["listed"], **options)
 
 
+def test_hfsdp_holds_a_quarter_of_what_hsdp_holds_on_eight_by_eight_ranks() -> None:
+    """Per parameter, of bf16 and Adam: 16 bytes over 8 ranks; or 2 bytes over 8 ranks, and 16 over 64."""
+    held: list[int] = []
+    for states in (fullshard.ZERO3, fullshard.HFSDP):
+        with fake_mesh(8, 8) as mesh:
+            model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+            fullshard.shard_model(model, mesh=mesh, policy={nn.Linear}, states=states, mp_policy=MIXED, sync="off")
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(2, 512)).sum().backward()
+                optimizer.step()
+            moments = [value.to_local() for state in optimizer.state.values() for value in state.values() if value.dim()]
+            shards = [tensor.to_local() for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
+            groups = [group for unit in fullshard.core.units_of(model, True) for group in unit.groups]  # type: ignore[attr-defined]
+            inner = [group._inner_shard.memory for group in groups if group.two_hops]
+            held.append(sum(tensor.nbytes for tensor in (*moments, *shards)) + sum(inner))
+    numel = 4 * 512 * 512
+    assert held == [16 * numel // 8, 2 * numel // 8 + 16 * numel // 64] and held[1] * 4 == held[0]
+
+
 def test_a_trace_counts_the_flops_of_both_directions_and_leaves_the_model_as_it_was() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.empty(2, 8)
