@@ -102,6 +102,7 @@ EVENT, MESSAGE, HOST = KINDS[:3]
 SHOWN = {  # each order that fullshard makes, by function and kind, and a program that goes wrong without it
     ("core/runtime.py _unshard (run)", EVENT): "plain",
     ("core/runtime.py _wait (wait)", EVENT): "plain",
+    ("core/runtime.py _gather_over_replicas (run)", EVENT): "HFSDP",
     ("core/reducer.py reduce (run)", EVENT): "plain",
     ("core/reducer.py reduce (wait)", EVENT): "plain",
     ("core/reduction.py wait_on_host (wait)", EVENT): "optimizers in hooks",

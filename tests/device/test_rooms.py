@@ -62,6 +62,7 @@ NOT_THERE = {  # tests, or cases of them
     "parity_an_lstm_that_keeps_its_weights_twice": "the device has a kernel for LSTMs that the CPU lacks",
     "traffic_ranks_that_began_anew_count_backwards_to_the_next_heartbeat_alike": "a rank that does not come ends as gloo ends",
     "meshes_pinning_is_skipped_and_said_where_there_is_nothing_to_copy_to": "there is",
+    "memory_a_rank_alone_casts_gradients_into_their_sum": "watches the memory of the CPU",
 }
 
 

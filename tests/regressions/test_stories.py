@@ -977,11 +977,11 @@ class OutOfMemory:
         return self
 
     def _failing(self, real: Any) -> Any:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             self.seen += 1
             if self.seen == self.at:
                 raise torch.OutOfMemoryError("no memory left")
-            return real(*args)
+            return real(*args, **options)
 
         return call
 
