@@ -46,6 +46,7 @@ from fullshard.frontend.module import (
 )
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.optim.local_view import local_view
+from fullshard.optim.owners import OwnerPlan, plan_owners
 from fullshard.policies import (
     HFSDP,
     ZERO1,
@@ -94,6 +95,7 @@ __all__ = [
     "Message",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OwnerPlan",
     "Plan",
     "PlannedUnit",
     "ReduceScatter",
@@ -117,6 +119,7 @@ __all__ = [
     "local_view",
     "materialize",
     "plan_model",
+    "plan_owners",
     "record",
     "register_fsdp_forward_method",
     "resident",

@@ -177,13 +177,16 @@ from fullshard._torch.nn import (
     spmd_types_of,
 )
 from fullshard._torch.optim import (
+    adjusted_lr,
     extend_clipping,
     have_listed_by,
     have_listed_by_itself,
     list_alike,
     list_tensors,
+    newton_schulz,
     on_optimizer_step,
     register_first_step_post_hook,
+    scalar_of,
 )
 from fullshard._torch.simulation import (
     copied,
@@ -229,6 +232,7 @@ __all__ = [
     "Undo",
     "abort_group",
     "accelerator",
+    "adjusted_lr",
     "all_gather_base",
     "all_gather_coalesced",
     "all_reduce_max",
@@ -310,6 +314,7 @@ __all__ = [
     "mesh_of_groups",
     "meta_kernels",
     "new_group",
+    "newton_schulz",
     "on_activation_offload",
     "on_autocast",
     "on_backward_end",
@@ -340,6 +345,7 @@ __all__ = [
     "run_wrap_policy",
     "same_memory",
     "same_storage",
+    "scalar_of",
     "scale",
     "sends_messages",
     "set_grad_dtype",

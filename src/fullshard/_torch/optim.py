@@ -8,19 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import _muon
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fullshard._torch.nn import Undo, remove_all
 
 __all__ = [
+    "adjusted_lr",
     "extend_clipping",
     "have_listed_by",
     "have_listed_by_itself",
     "list_alike",
     "list_tensors",
+    "newton_schulz",
     "on_optimizer_step",
     "register_first_step_post_hook",
+    "scalar_of",
 ]
 
 
@@ -36,6 +40,23 @@ def register_first_step_post_hook(hook: Callable[..., None]) -> RemovableHandle:
     # Private: `hooks_dict_ref`, the weak reference of the handle to the table of hooks, whose order is that of the calls.
     handle.hooks_dict_ref().move_to_end(handle.id, last=False)  # type: ignore[union-attr]
     return handle
+
+
+def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Orthogonalize a matrix as torch's Muon does. The result is bfloat16; a bfloat16 argument may be overwritten."""
+    # Private: the functions of `torch.optim.Muon`, which it calls for each parameter. Calling the same ones keeps steps equal
+    # to torch's, bit for bit, in every version.
+    return _muon._zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
+
+
+def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:
+    """Return the learning rate of torch's Muon for a matrix of this whole shape."""
+    return _muon._adjust_lr(lr, how, shape)
+
+
+def scalar_of(value: Any) -> Any:
+    """Return an option of an optimizer as torch reads it: a tensor of one element as a tensor of no dims."""
+    return _muon._to_scalar(value)
 
 
 _FIRST = -1  # key of our hook; torch's keys start at 0

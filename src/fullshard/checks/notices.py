@@ -70,7 +70,10 @@ class ClosedLogs:
             self._closing[log.key] = _Closing(log, log.epoch, [], set(others))
             return
         self._closing[log.key] = _Closing(log, log.epoch, channels())
-        needs = {channel.name: [(posted.tag, posted.sizes) for posted in channel.under_way(log.name)] for channel in channels()}
+        needs = {
+            channel.name: [(posted.tag, posted.sizes, posted.by_peer) for posted in channel.under_way(log.name)]
+            for channel in channels()
+        }
         with contextlib.suppress(Exception):
             self._records.publish_needs(log, {name: posted for name, posted in needs.items() if posted})
             self._store.wake(others)
@@ -120,9 +123,14 @@ class ClosedLogs:
         pending = [rank for rank in log.ranks if rank != self._local.rank and rank not in closing.drained]
         for rank, record in self._records.needs(log, pending).items():
             try:
-                # record: [{name of a channel: [(tag, sizes), ...]}]
+                # record: [{name of a channel: [(tag, sizes, sizes by peer), ...]}]
                 needs = {
-                    name: [PostedMessages(log.name, int(tag), tuple(map(int, sizes))) for tag, sizes in messages]
+                    name: [
+                        PostedMessages(
+                            log.name, int(tag), tuple(map(int, sizes)), tuple((int(to), int(back)) for to, back in peers)
+                        )
+                        for tag, sizes, peers in messages
+                    ]
                     for name, messages in record[0].items()
                 }
             except (ValueError, TypeError, IndexError, AttributeError) as wrong:

@@ -74,6 +74,14 @@ class CoalescedCollectives:
         then = None if average or scale == 1.0 else partial(_torch.scale, outs, scale)
         return StartedWork(works, then)
 
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> StartedWork:
+        """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""
+        sizes = list(received_sizes), list(sent_sizes)
+        work = dist.all_to_all_single(received, sent, *sizes, group=self._held.group, async_op=self._stages)
+        return StartedWork((work or _QUEUED,))
+
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (sum), in place."""
         return StartedWork((_torch.all_reduce_sum(self._held.group, tensor) or _QUEUED,))

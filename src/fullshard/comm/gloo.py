@@ -64,11 +64,22 @@ class MessageTag:
 
 @dataclass(frozen=True, slots=True)
 class PostedMessages:
-    """The messages of one call between a rank and each peer: one per size (bytes), in this order, in both directions."""
+    """The messages of one call between a rank and each peer: one per size (bytes), in this order, in both directions.
+
+    In an all-to-all, sizes differ between peers and directions: then `sizes` is empty.
+    """
 
     log: str  # name of the collective log
     tag: int
     sizes: tuple[int, ...]
+    by_peer: tuple[tuple[int, int], ...] = ()  # of an all-to-all: bytes (received from, sent to) each rank of the group
+
+    def with_peer(self, peer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the sizes of the messages received from a peer, and of those sent to it."""
+        if not self.by_peer:
+            return self.sizes, self.sizes
+        received, sent = self.by_peer[peer]
+        return (received,) * bool(received), (sent,) * bool(sent)
 
 
 class PeerLost(RuntimeError):
@@ -197,17 +208,22 @@ class P2PChannel:
             Bytes of the longest message above `limit`, 0 if there is none.
         """
         known = {mine.tag for mine in list(self.posted)}
-        missing = [theirs for theirs in posted if theirs.tag not in known and (peer, theirs.tag) not in self._dummy_tags]
-        too_long = max((size for theirs in missing for size in theirs.sizes if size > limit), default=0)
-        missing = [theirs for theirs in missing if max(theirs.sizes, default=0) <= limit]
-        longest = max((size for theirs in missing for size in theirs.sizes), default=0)
+        rank = self._held.group.rank()
+        # (tag, sizes that the peer receives, sizes that it sends)
+        missing = [
+            (theirs.tag, *theirs.with_peer(rank))
+            for theirs in posted
+            if theirs.tag not in known and (peer, theirs.tag) not in self._dummy_tags
+        ]
+        too_long = max((size for _, to, back in missing for size in (*to, *back) if size > limit), default=0)
+        missing = [one for one in missing if max((*one[1], *one[2]), default=0) <= limit]
+        longest = max((size for _, to, back in missing for size in (*to, *back)), default=0)
         # All dummy messages share two buffers, since the data has no meaning.
         sent, received = (torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(2))
-        for theirs in missing:
-            self._dummy_tags.add((peer, theirs.tag))
-            for size in theirs.sizes:
-                receives, sends = [(received[:size], peer)], [(sent[:size], peer)]
-                _torch.exchange(self._dummy_works, self._held.group, receives, sends, theirs.tag)
+        for tag, to, back in missing:
+            self._dummy_tags.add((peer, tag))
+            receives, sends = [(received[:size], peer) for size in back], [(sent[:size], peer) for size in to]
+            _torch.exchange(self._dummy_works, self._held.group, receives, sends, tag)
         return too_long
 
     @property
@@ -294,6 +310,21 @@ class GlooCollectives:
             return StartedWork((messages,), unpollable=True)
 
         return gather
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> StartedWork:
+        """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""
+        arriving, leaving, rank = received.split(list(received_sizes)), sent.split(list(sent_sizes)), self.rank
+        by_peer = tuple(
+            (there.numel() * there.itemsize, back.numel() * back.itemsize) for there, back in zip(arriving, leaving)
+        )
+        posted = PostedMessages(self.tag.gate.name, _FIRST_TAG + (self.tag.call_bits << _STAGE_BITS), (), by_peer)
+        receives = [(arriving[peer], peer) for peer in self._others if arriving[peer].numel()]
+        sends = [(leaving[peer], peer) for peer in self._others if leaving[peer].numel()]
+        messages = self._channel.exchange(posted, receives, sends)
+        arriving[rank].copy_(leaving[rank])
+        return StartedWork((messages,), unpollable=True)
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """Start a reduce-scatter: exchange chunks, and sum them when the work is waited for."""

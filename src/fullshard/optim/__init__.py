@@ -3,6 +3,9 @@
 optimizer_hooks.py  rebind(): optimizers built before sharding; hooks before and after each step
 local_steps.py      steps of torch's element-wise optimizers on local shards
 local_view.py       local_view(): the same for optimizers of other libraries
+muon.py             steps of torch.optim.Muon: Newton-Schulz on the owners of whole matrices
+owners.py           plan_owners(): which rank owns which matrix
+owner_exchange.py   messages between shards and owners
 empty_shards.py     empty shards in steps of other libraries' optimizers
 step_entries.py     entries of optimizer steps in the collective logs
 clipping.py         clip_grad_norm_, and torch's clipping over several meshes

@@ -31,6 +31,7 @@ from fullshard.core import (
 from fullshard.optim.empty_shards import StepOrder, is_foreign
 from fullshard.optim.local_steps import LocalStep, is_element_wise
 from fullshard.optim.local_view import is_viewed
+from fullshard.optim.muon import MuonStep, is_muon
 from fullshard.optim.step_entries import StepEntries
 
 
@@ -99,7 +100,7 @@ class _OptimizerCache:
 
     Attributes:
         entries: entries of its steps in the collective logs.
-        local: computes steps with local shards; None if the optimizer is not element-wise.
+        local: computes steps with local shards, or with owners of whole matrices; None if the optimizer does neither.
         order: order of the parameters in steps of optimizers of other libraries; None for optimizers of torch.
         had_grad: ids of those of `sharded` that had a gradient when the running step began.
     """
@@ -113,7 +114,11 @@ class _OptimizerCache:
         sharded = [logical_parameters(members) for members in self._parameters]
         self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
         self.entries = StepEntries(optimizer, sharded)
-        self.local = LocalStep(optimizer) if self._sharded and is_element_wise(optimizer) else None
+        self.local: LocalStep | MuonStep | None = None
+        if self._sharded and is_element_wise(optimizer):
+            self.local = LocalStep(optimizer)
+        elif self._sharded and is_muon(optimizer):
+            self.local = MuonStep(optimizer)
         self.had_grad: set[int] = set()
         foreign = self.local is None and is_foreign(optimizer)
         self.order = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
@@ -159,11 +164,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for check in dict.fromkeys([parameter.write_guard for parameter in sharded]):
         if check is not None:
             check()
-    if cache.local is None:
+    if not isinstance(cache.local, LocalStep):
         use_plain_dtensor([parameter.sharded for parameter in sharded])
         if cache.order is not None and not is_viewed(optimizer):
             cache.order.enter(optimizer)
-    else:
+    if cache.local is not None:
         _torch.have_listed_by(optimizer, cache.local, cache.local.end_step)
 
 
