@@ -11,13 +11,14 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 HERE = Path(__file__).parent
 
 
-def run(script: str, *arguments: str) -> dict[str, dict[str, float]]:
+def run(script: str, *arguments: str) -> dict[str, Any]:
     """Run a benchmark, print its output, and return the JSON of its last line."""
     print(f"== {script}", flush=True)
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "5"}
@@ -33,7 +34,7 @@ def run(script: str, *arguments: str) -> dict[str, dict[str, float]]:
 def main() -> None:
     host, memory, speed, checks = run("host.py"), run("memory.py"), run("train_cpu.py"), run("checks.py")
     scale, steps, startup = run("watch_scale.py"), run("optimizers.py"), run("startup.py")
-    weights = run("weights.py")
+    weights, muon = run("weights.py"), run("muon.py")
     rows: list[tuple[str, float, float, str]] = []
     for label, found in host.items():
         rows.append((f"host time per unit, {label} (us)", found["fullshard"], found["FSDP2"], "0.30"))
@@ -82,6 +83,8 @@ def main() -> None:
             f"{what} a checkpoint: {best / ours['seconds']:.2f} times as fast as the better of DCP and the first rank alone (at least 1.5), "
             f"{ours['MiB']:.0f} MiB more on a rank, theirs {least:.0f}"
         )
+    for label, ratio in muon.items():
+        print(f"step of Muon, {label}, four gloo ranks: {ratio:.1f} times as fast as on FSDP2's DTensors (at least 3)")
     for label in (name for name in weights if name.startswith("stream")):
         found = weights[label]
         print(f"{label}: {found['full_tensor'] / found['iter_full']:.1f} times as fast as full_tensor()")

@@ -64,6 +64,7 @@ def run_page(world: World, page: str, *, ranks_per_node: int | None = None) -> N
         "compile.md",
         "explain.md",
         "levels.md",
+        "muon.md",
         "weights.md",
     ],
 )

@@ -235,6 +235,7 @@ def test_a_checkpoint_of_four_ranks_loads_on_three(world: World) -> None:
 # --- failures ---
 
 
+@pytest.mark.proves("44e")
 @pytest.mark.parametrize("failing", [0, 1])
 @ranks(2, 3)
 def test_a_failure_on_one_rank_raises_on_all_and_changes_nothing(world: World, failing: int) -> None:
@@ -268,6 +269,7 @@ def test_a_failure_on_one_rank_raises_on_all_and_changes_nothing(world: World, f
         assert not any(map(torch.equal, before, [p.to_local() for p in matrices(sharded)])) or world.size > 2
 
 
+@pytest.mark.proves("44f")
 @ranks(2)
 def test_ranks_with_other_matrices_are_told(world: World) -> None:
     sharded = shard(Net(), world.mesh, check_policy=fullshard.CheckPolicy(patience=0.2))

@@ -56,7 +56,7 @@ def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:
 
 def scalar_of(value: Any) -> Any:
     """Return an option of an optimizer as torch reads it: a tensor of one element as a tensor of no dims."""
-    return _muon._to_scalar(value)
+    return _muon._to_scalar(value)  # type: ignore[attr-defined]
 
 
 _FIRST = -1  # key of our hook; torch's keys start at 0

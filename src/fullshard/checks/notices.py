@@ -126,10 +126,8 @@ class ClosedLogs:
                 # record: [{name of a channel: [(tag, sizes, sizes by peer), ...]}]
                 needs = {
                     name: [
-                        PostedMessages(
-                            log.name, int(tag), tuple(map(int, sizes)), tuple((int(to), int(back)) for to, back in peers)
-                        )
-                        for tag, sizes, peers in messages
+                        PostedMessages(log.name, int(tag), tuple(map(int, sizes)), tuple((int(a), int(b)) for a, b in by_peer))
+                        for tag, sizes, by_peer in messages
                     ]
                     for name, messages in record[0].items()
                 }

@@ -316,9 +316,7 @@ class GlooCollectives:
     ) -> StartedWork:
         """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""
         arriving, leaving, rank = received.split(list(received_sizes)), sent.split(list(sent_sizes)), self.rank
-        by_peer = tuple(
-            (there.numel() * there.itemsize, back.numel() * back.itemsize) for there, back in zip(arriving, leaving)
-        )
+        by_peer = tuple((to.numel() * to.itemsize, back.numel() * back.itemsize) for to, back in zip(arriving, leaving))
         posted = PostedMessages(self.tag.gate.name, _FIRST_TAG + (self.tag.call_bits << _STAGE_BITS), (), by_peer)
         receives = [(arriving[peer], peer) for peer in self._others if arriving[peer].numel()]
         sends = [(leaving[peer], peer) for peer in self._others if leaving[peer].numel()]

@@ -83,7 +83,14 @@ class OwnerPlan:
         return max(self.loads) * self.ranks / total if total else 1.0
 
     def sent_nbytes(self, rank: int) -> int:
-        """Return the bytes that a rank sends to other ranks in a step, there and back, in bfloat16."""
+        """Return the bytes that a rank sends to other ranks in a step, there and back, in bfloat16.
+
+        Args:
+            rank: the rank, from 0.
+
+        Returns:
+            The bytes.
+        """
         numel = 0
         for matrix, owner in zip(self.matrices, self.owners):
             mine = matrix.shard_numel(self.ranks, rank)
@@ -116,7 +123,7 @@ class OwnerPlan:
         )
 
 
-def plan_owners(matrices: Iterable[tuple[str, Any]], ranks: int, *, bucket_nbytes: int = BUCKET_NBYTES) -> OwnerPlan:
+def plan_owners(matrices: Iterable[tuple[str, Any] | Matrix], ranks: int, *, bucket_nbytes: int = BUCKET_NBYTES) -> OwnerPlan:
     """Plan which rank computes with which whole matrix in a step of Muon. It needs no process group.
 
     The longest computation goes to the rank with the least so far; of equal ranks to that with the fewest bytes, then to the
