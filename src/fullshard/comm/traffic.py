@@ -20,7 +20,8 @@ class Message:
     """One collective of one parameter group, recorded by `counting`.
 
     Args:
-        kind: all_gather, reduce_scatter, all_reduce, heartbeat; all_to_all (Muon); talk (set-up, full_params); to_device, to_host (CPU offload).
+        kind: all_gather, reduce_scatter, all_reduce, heartbeat; all_to_all (Muon); talk (set-up, full_params); to_device,
+            to_host (CPU offload).
         dtype: element dtype.
         nbytes: bytes of all ranks' chunks together.
         buckets: number of tensors in the call.

@@ -117,8 +117,8 @@ class OwnerPlan:
         sent = [self.sent_nbytes(rank) for rank in range(self.ranks)]
         counts = [self.owners.count(rank) for rank in range(self.ranks)]
         return (
-            f"{len(self.matrices)} matrices on {self.ranks} ranks, {min(counts)} to {max(counts)} each, in {len(self.buckets)} "
-            f"buckets; the busiest rank computes {self.imbalance:.2f} times the mean; each rank sends at most "
+            f"{len(self.matrices)} matrices on {self.ranks} ranks, {min(counts)} to {max(counts)} each, in buckets: "
+            f"{len(self.buckets)}\nthe busiest rank computes {self.imbalance:.2f} times the mean\na rank sends at most "
             f"{max(sent) / 1e6:,.1f} MB per step, and holds at most {2 * self.slot_nbytes / 1e6:,.1f} MB of whole matrices"
         )
 
@@ -143,8 +143,9 @@ def plan_owners(matrices: Iterable[tuple[str, Any] | Matrix], ranks: int, *, buc
 
     Example:
         >>> print(plan_owners([("up", (4096, 1024)), ("down", (1024, 4096)), ("out", (1024, 1024))], ranks=2))
-        3 matrices on 2 ranks, 1 to 2 each, in 2 buckets; the busiest rank computes 1.14 times the mean; each rank sends at \
-most 14.7 MB per step, and holds at most 16.8 MB of whole matrices
+        3 matrices on 2 ranks, 1 to 2 each, in buckets: 1
+        the busiest rank computes 1.14 times the mean
+        a rank sends at most 9.4 MB per step, and holds at most 21.0 MB of whole matrices
 
     Source: longest processing time first, Graham 1969 (doi 10.1137/0117039).
     """
