@@ -124,6 +124,21 @@ def test_on_every_mesh_and_level(world: World, place: str) -> None:
 
 
 @ranks(4)
+def test_every_matrix_is_computed_once_on_a_hybrid_mesh_too(world: World) -> None:
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded = shard(Net(), hybrid)
+    optimizer = torch.optim.Muon(matrices(sharded))
+    square(sharded(world.mine(batch(0)))).backward()
+    with mock.patch.object(private, "newton_schulz", wraps=private.newton_schulz) as called:
+        with fullshard.counting(sharded) as messages:
+            optimizer.step()
+    every = torch.tensor(called.call_count)
+    dist.all_reduce(every)
+    assert every.item() == len(SIZES)
+    assert [(one.kind, one.ranks) for one in messages if one.kind != "talk"] == [("all_to_all", 2)] * 2 + [("all_gather", 2)]
+
+
+@ranks(4)
 def test_tensor_parallel_matrices_are_left_to_dtensor(world: World) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Tower()

@@ -104,6 +104,8 @@ class Group(dist.ProcessGroup):
                 torch.mul(part.view(self.size(), -1)[self.rank()].view_as(out), self.size(), out=out)
             elif kind == "sum":
                 out.mul_(self.size())
+            elif kind == "all_to_all":  # whatever the others send: their parts differ in size
+                out.copy_(part.flatten()[: out.numel()].repeat(-(-out.numel() // max(1, part.numel())))[: out.numel()])
 
     def all_gather_single(self, out: Tensor, part: Tensor, opts: Any = None) -> Work | None:
         return self._send("all_gather", [out], [part], opts, [part])
@@ -123,6 +125,9 @@ class Group(dist.ProcessGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work | None:
         return self._send("broadcast", tensors, tensors, opts, tensors)
+
+    def alltoall_base(self, out: Tensor, part: Tensor, outs: Any, parts: Any, opts: Any = None) -> Work | None:
+        return self._send("all_to_all", [out], [part], opts, [part])
 
     def barrier(self, opts: Any = None) -> Done:
         return Done()

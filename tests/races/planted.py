@@ -16,6 +16,7 @@ from fullshard.core.param_group import ParamGroup
 from fullshard.core.reducer import GradientReducer
 from fullshard.core.reduction import Reduction
 from fullshard.core.runtime import Runtime
+from fullshard.optim.owner_exchange import OwnerExchange
 
 Patch = tuple[Any, str, Any]
 
@@ -100,6 +101,24 @@ def given_back_as_it_is_read(executor: Any, unit: Any, wait: Any = Runtime._wait
     wait(executor, unit)
 
 
+def matrices_as_they_are_sent(exchange: Any, *arguments: Any, send: Any = OwnerExchange._send) -> Any:
+    call = send(exchange, *arguments)
+    if call is not None:
+        exchange._in_flight[call] = None
+    return call
+
+
+def results_as_they_are_sent(
+    exchange: Any, number: int, received: Any, call: Any, results: Any, take: Any = OwnerExchange._take
+) -> None:
+    take(exchange, number, received, None, results)
+
+
+def wholes_as_they_are_sent(exchange: Any, shard: Any, function: Any, run: Any = OwnerExchange._run) -> Any:
+    with mock.patch.object(exchange, "_wait", lambda call: None):
+        return run(exchange, shard, function)
+
+
 def dropped(heartbeats: Any) -> None:
     heartbeats._unread.clear()
 
@@ -134,6 +153,9 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
     "backward ends on a stream that forward's is not behind": ((_torch, "then_order", lambda stream, fn: fn()),),
     "a second step writes what is gathered behind the first": ((Runtime, "finish_gathers_of", lambda runtime, unit: None),),
     "kept parameters are gathered on the stream of a step": ((Runtime, "gather_after_step", on_any_stream),),
+    "shards of matrices are freed as they are sent": ((OwnerExchange, "_send", matrices_as_they_are_sent),),
+    "results of owners are read before they arrive": ((OwnerExchange, "_take", results_as_they_are_sent),),
+    "whole matrices are read before they arrive": ((OwnerExchange, "_run", wholes_as_they_are_sent),),
     "the second of two hops does not wait for the first": ((DeviceStream, "run", lane("hops at once")),),
     "sums over shards are freed as the hop over replicas is sent": ((Reduction, "note_started", sum_as_the_hop_is_sent),),
     "the result of a hop is freed before the second one has read it": ((Runtime, "_wait", given_back_as_it_is_read),),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
-from fullshard import CheckPolicy, CommPolicy, StateError, _torch, fully_shard
+from fullshard import HFSDP, ZERO3, CheckPolicy, CommPolicy, StateError, StateSharding, _torch, fully_shard
 from fullshard.checks.watchdog import Watchdog
 from fullshard.comm.base import SingleRank, StartedWork
 from fullshard.comm.gloo import GlooCollectives
@@ -991,16 +991,17 @@ class OutOfMemory:
 
 @pytest.mark.proves("32a")
 @pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("reshard", [True, None])
+@pytest.mark.parametrize(("reshard", "states"), [(True, ZERO3), (None, ZERO3), (True, HFSDP)])
 @ranks(2)
 def test_running_out_of_memory_anywhere_leaves_the_next_step_right(
-    world: World, reshard: bool | None, everywhere: bool
+    world: World, reshard: bool | None, states: StateSharding, everywhere: bool
 ) -> None:
     """Elsewhere a gather that found no memory leaves its unit half gathered, and the other ranks wait for it."""
-    model = Stack(2)
-    sharded = shard_stack(
-        copy.deepcopy(model), world.mesh, reshard_after_forward=reshard, check_policy=CheckPolicy(patience=0.1)
-    )
+    model, mesh = Stack(2), world.mesh
+    if states == HFSDP:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    options = {"reshard_after_forward": reshard, "check_policy": CheckPolicy(patience=0.1), "states": states}
+    sharded = shard_stack(copy.deepcopy(model), mesh, **options)
     with OutOfMemory(0) as counted:
         square(sharded(world.mine(batch(0)))).backward()
     sharded.zero_grad()
@@ -1008,6 +1009,9 @@ def test_running_out_of_memory_anywhere_leaves_the_next_step_right(
     assert counted.seen >= 8
     for at in range(1, counted.seen + 1):
         error: Exception | None = None
+        with torch.no_grad():  # so that all hops run again
+            for parameter in sharded.parameters():
+                parameter.mul_(1.0)
         try:
             with OutOfMemory(at if everywhere or world.rank == 0 else 0):
                 square(sharded(world.mine(batch(0)))).backward()
@@ -1016,7 +1020,7 @@ def test_running_out_of_memory_anywhere_leaves_the_next_step_right(
         assert isinstance(error, torch.OutOfMemoryError) or not (everywhere or world.rank == 0), error
         assert all(p.grad is None for p in sharded.parameters())
         if not everywhere:
-            assert fullshard.any_failed(world.mesh, error)
+            assert fullshard.any_failed(mesh, error)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the last backward raised
             square(sharded(world.mine(batch(1)))).backward()

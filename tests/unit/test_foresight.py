@@ -28,6 +28,7 @@ from fullshard.foresight.ledger import Ledger
 from fullshard.foresight.precision import Precision
 from fullshard.foresight.simulate import Setting, Simulation, simulate
 from fullshard.foresight.trace import Allocated, Freed, GradientReady, Op, events_of, trace
+from fullshard.wrap import ModuleWrapPolicy
 from fullshard.wrap.plan import ModelSummary, Plan, PlannedUnit
 
 ROWS = 1  # of the batch: activations are small, and the library's memory is large
@@ -314,7 +315,9 @@ def test_hfsdp_holds_a_quarter_of_what_hsdp_holds_on_eight_by_eight_ranks() -> N
     for states in (fullshard.ZERO3, fullshard.HFSDP):
         with fake_mesh(8, 8) as mesh:
             model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
-            fullshard.shard_model(model, mesh=mesh, policy={nn.Linear}, states=states, mp_policy=MIXED, sync="off")
+            fullshard.shard_model(
+                model, mesh=mesh, policy=ModuleWrapPolicy({nn.Linear}), states=states, mp_policy=MIXED, sync="off"
+            )
             optimizer = torch.optim.AdamW(model.parameters())
             for _ in range(2):
                 optimizer.zero_grad()

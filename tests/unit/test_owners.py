@@ -17,23 +17,31 @@ from fullshard.optim.owners import WIRE_ITEMSIZE, Matrix
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=9)
 
 
-@given(shapes=SHAPES, ranks=st.integers(1, 6), dim=st.integers(0, 1), bucket_nbytes=st.integers(1, 4000))
+@given(
+    shapes=SHAPES,
+    ranks=st.integers(1, 6),
+    replicas=st.integers(1, 3),
+    dim=st.integers(0, 1),
+    bucket_nbytes=st.integers(1, 4000),
+)
 def test_every_matrix_has_one_owner_and_one_bucket(
-    shapes: list[tuple[int, int]], ranks: int, dim: int, bucket_nbytes: int
+    shapes: list[tuple[int, int]], ranks: int, replicas: int, dim: int, bucket_nbytes: int
 ) -> None:
     matrices = [Matrix(str(index), shape, dim) for index, shape in enumerate(shapes)]
-    plan = plan_owners(matrices, ranks, bucket_nbytes=bucket_nbytes)
-    assert plan == plan_owners(matrices, ranks, bucket_nbytes=bucket_nbytes)
+    plan = plan_owners(matrices, ranks, replicas=replicas, bucket_nbytes=bucket_nbytes)
+    assert plan == plan_owners(matrices, ranks, replicas=replicas, bucket_nbytes=bucket_nbytes)
     assert sorted(index for bucket in plan.buckets for index in bucket) == list(range(len(shapes)))
-    assert len(plan.owners) == len(shapes) and set(plan.owners) <= set(range(ranks))
-    for bucket, rank in itertools.product(plan.buckets, range(ranks)):
-        held = [prod(shapes[index]) * WIRE_ITEMSIZE for index in bucket if plan.owners[index] == rank]
+    assert len(plan.owners) == len(shapes) and set(plan.owners) <= set(range(ranks * replicas))
+    assert sorted(index for replica in range(replicas) for index in plan.of_replica(replica)) == list(range(len(shapes)))
+    for bucket, owner in itertools.product(plan.buckets, range(ranks * replicas)):
+        held = [prod(shapes[index]) * WIRE_ITEMSIZE for index in bucket if plan.owners[index] == owner]
         assert sum(held) <= bucket_nbytes or len(held) == 1
     everything = sum(map(prod, shapes)) * WIRE_ITEMSIZE
     own = sum(
-        matrix.shard_numel(ranks, owner) * WIRE_ITEMSIZE for matrix, owner in zip(plan.matrices, plan.owners)
+        matrix.shard_numel(ranks, owner % ranks) * WIRE_ITEMSIZE for matrix, owner in zip(plan.matrices, plan.owners)
     )  # is not sent, neither there nor back
-    assert sum(map(plan.sent_nbytes, range(ranks))) == 2 * (everything - own)
+    sent = sum(plan.sent_nbytes(rank, replica) for rank in range(ranks) for replica in range(replicas))
+    assert sent == 2 * (everything - own) + (replicas - 1) * everything
 
 
 @given(shapes=SHAPES.filter(bool), ranks=st.integers(1, 3))

@@ -287,10 +287,10 @@ class Runtime:
         self._gathering[unit.record.number] = works
         communicator = self.communicator
         for group in unit.groups:
-            over_replicas = group.gather_over_replicas() if group.two_hops else None
-            gather = group.allocate_unsharded()
-            start, before = gather.start, None
             try:
+                over_replicas = group.gather_over_replicas() if group.two_hops else None
+                gather = group.allocate_unsharded()
+                start, before = gather.start, None
                 if over_replicas is not None:
                     before = self._gather_over_replicas(group, over_replicas, action)
                 # Casts and copies from host memory have a stream of their own, so that those of the next unit do not wait for

@@ -117,7 +117,8 @@ class MuonStep:
             matrices = [_matrix_of(member) for member in members]
             optimizer = type(self._optimizer()).__name__
             self._exchanges.clear()  # one set of matrices is current, except while it changes
-            found = OwnerExchange(plan_owners(matrices, axis.ranks), unit, axis, _WIRE, f"{optimizer}.step()")
+            plan = plan_owners(matrices, axis.ranks, replicas=axis.replica_count)
+            found = OwnerExchange(plan, unit, axis, _WIRE, f"{optimizer}.step()")
             self._exchanges[key] = found
         return found
 

@@ -41,7 +41,7 @@ class OwnerExchange:
         Raises:
             ValueError: on all ranks, if their plans differ.
         """
-        self.plan, self._unit, self._axis, self._dtype, self._doing = plan, unit, axis, dtype, doing
+        self.plan, self._axis, self._dtype, self._doing = plan, axis, dtype, doing
         self._agreement = unit.agreement(doing).on_axis(axis)
         communicator = unit.runtime.communicator
         self._communicator = communicator
@@ -49,7 +49,8 @@ class OwnerExchange:
         self._fingerprints = GroupFingerprints(log, unit.unit_name, f"{doing} {plan.digest}")
         log.allow_message_size(plan.slot_nbytes)
         self._in_flight: dict[CollectiveCall, Tensor] = {}  # and the memory that each message is sent from
-        if plan.ranks > 1 and not self._agreement.all_equal(plan.digest.encode()):
+        self._replica = 0 if axis.replicas is None else axis.replicas.rank
+        if plan.ranks * plan.replicas > 1 and not self._agreement.all_equal(plan.digest.encode()):
             raise ValueError(
                 f"{doing}: the ranks have different matrices. Pass the same parameters on all ranks, and run the same backward "
                 "on all of them, so that the same parameters have gradients."
@@ -88,17 +89,19 @@ class OwnerExchange:
             back = number, *sent_back
         if back is not None:
             self._take(*back, results)
-        if plan.ranks > 1:
+        if plan.replicas > 1:
+            self._share(results)
+        if plan.ranks * plan.replicas > 1:
             self._agreement.barrier()  # no rank changes anything before all ranks have all results
         return results
 
     # --- messages ---
 
     def _by_owner(self, bucket: Sequence[int]) -> list[list[int]]:
-        """Return the matrices of a bucket by owner."""
+        """Return the matrices of a bucket that this replica owns, by the owner's index among the shards."""
         found: list[list[int]] = [[] for _ in range(self.plan.ranks)]
-        for index in bucket:
-            found[self.plan.owners[index]].append(index)
+        for index in self.plan.of_replica(self._replica, bucket):
+            found[self.plan.owners[index] % self.plan.ranks].append(index)
         return found
 
     def _numels(self, indices: Sequence[int]) -> list[int]:
@@ -161,6 +164,29 @@ class OwnerExchange:
             shape = plan.matrices[index].shard_shape(plan.ranks, self._axis.rank)
             results[index] = received[at : at + prod(shape)].view(shape)
             at += prod(shape)
+
+    def _share(self, results: list[Tensor]) -> None:
+        """All-gather the results over the replicas, each of which has those of its own matrices."""
+        plan, rank, replicas = self.plan, self._axis.rank, self._axis.replicas
+        assert replicas is not None
+        owned = [plan.of_replica(replica) for replica in range(plan.replicas)]
+        most = max(sum(plan.matrices[index].shard_numel(plan.ranks, rank) for index in indices) for indices in owned)
+        every = self._new(plan.replicas * most)
+        mine, at = every[self._replica * most :][:most], 0
+        for index in owned[self._replica]:
+            mine[at : at + results[index].numel()].view(results[index].shape).copy_(results[index])
+            at += results[index].numel()
+        communicator = self._communicator
+        if most:
+            communicator.traffic.record("all_gather", [every], plan.replicas)
+            start = communicator.collectives.of_process_group(replicas.group).gatherer([every], [mine])
+            communicator.send(communicator.all_reduce_stream, self._fingerprints, "results over replicas", start).wait()
+        for replica, indices in enumerate(owned):
+            at = replica * most
+            for index in indices:
+                shape = plan.matrices[index].shard_shape(plan.ranks, rank)
+                results[index] = every[at : at + prod(shape)].view(shape)
+                at += prod(shape)
 
     def _new(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self._dtype, device=self._axis.device)

@@ -54,24 +54,26 @@ class OwnerPlan:
 
     A step sends every shard of a matrix to the owner, who computes with the whole matrix, and sends each rank its part of the
     result. The matrices of a bucket travel in one message there and in one back, and while the owners compute with one bucket
-    the messages of the next one are under way.
+    the messages of the next one are under way. Replicas own different matrices, and share the results at the end.
 
     Args:
-        ranks: number of ranks that share the matrices.
+        ranks: number of ranks over which each matrix is sharded.
+        replicas: number of replicas of the shards.
         matrices: the matrices.
-        owners: the rank that owns each matrix.
+        owners: the owner of each matrix: its index among the shards, plus `ranks` times its replica.
         buckets: indices of the matrices of each bucket, in ascending order.
     """
 
     ranks: int
+    replicas: int
     matrices: tuple[Matrix, ...]
     owners: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Cost of the matrices of each rank."""
-        loads = [0] * self.ranks
+        """Cost of the matrices of each owner."""
+        loads = [0] * (self.ranks * self.replicas)
         for matrix, owner in zip(self.matrices, self.owners):
             loads[owner] += matrix.cost
         return tuple(loads)
@@ -79,22 +81,39 @@ class OwnerPlan:
     @property
     def imbalance(self) -> float:
         """Cost of the rank with the most, divided by the mean; 1.0 is perfect."""
-        total = sum(self.loads)
-        return max(self.loads) * self.ranks / total if total else 1.0
+        loads = self.loads
+        total = sum(loads)
+        return max(loads) * len(loads) / total if total else 1.0
 
-    def sent_nbytes(self, rank: int) -> int:
-        """Return the bytes that a rank sends to other ranks in a step, there and back, in bfloat16.
+    def of_replica(self, replica: int, indices: Sequence[int] | None = None) -> list[int]:
+        """Return the indices of the matrices that a replica owns.
 
         Args:
-            rank: the rank, from 0.
+            replica: the replica, from 0.
+            indices: the matrices to choose from; None for all.
+
+        Returns:
+            The indices, in the order of `indices`.
+        """
+        chosen = range(len(self.matrices)) if indices is None else indices
+        return [index for index in chosen if self.owners[index] // self.ranks == replica]
+
+    def sent_nbytes(self, rank: int, replica: int = 0) -> int:
+        """Return the bytes that a rank sends to other ranks in a step: to owners, back, and to other replicas, in bfloat16.
+
+        Args:
+            rank: its index among the shards, from 0.
+            replica: its replica, from 0.
 
         Returns:
             The bytes.
         """
         numel = 0
-        for matrix, owner in zip(self.matrices, self.owners):
+        for index in self.of_replica(replica):
+            matrix, owner = self.matrices[index], self.owners[index] % self.ranks
             mine = matrix.shard_numel(self.ranks, rank)
             numel += prod(matrix.shape) - mine if owner == rank else mine
+            numel += (self.replicas - 1) * mine
         return numel * WIRE_ITEMSIZE
 
     @property
@@ -102,7 +121,7 @@ class OwnerPlan:
         """Bytes of the largest bucket's matrices on one owner, in bfloat16. Two buckets are in memory at once."""
         most = 0
         for bucket in self.buckets:
-            held = [0] * self.ranks
+            held = [0] * (self.ranks * self.replicas)
             for index in bucket:
                 held[self.owners[index]] += prod(self.matrices[index].shape) * WIRE_ITEMSIZE
             most = max(most, *held)
@@ -111,19 +130,23 @@ class OwnerPlan:
     @property
     def digest(self) -> str:
         """Hash of the plan, to compare it between ranks."""
-        return hashlib.sha1(repr((self.ranks, self.matrices, self.owners, self.buckets)).encode()).hexdigest()[:16]
+        parts = self.ranks, self.replicas, self.matrices, self.owners, self.buckets
+        return hashlib.sha1(repr(parts).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        sent = [self.sent_nbytes(rank) for rank in range(self.ranks)]
-        counts = [self.owners.count(rank) for rank in range(self.ranks)]
+        sent = [self.sent_nbytes(rank, replica) for rank in range(self.ranks) for replica in range(self.replicas)]
+        counts = [self.owners.count(owner) for owner in range(self.ranks * self.replicas)]
+        where = f"{self.ranks} ranks" if self.replicas == 1 else f"{self.replicas} x {self.ranks} ranks"
         return (
-            f"{len(self.matrices)} matrices on {self.ranks} ranks, {min(counts)} to {max(counts)} each, in buckets: "
+            f"{len(self.matrices)} matrices on {where}, {min(counts)} to {max(counts)} each, in buckets: "
             f"{len(self.buckets)}\nthe busiest rank computes {self.imbalance:.2f} times the mean\na rank sends at most "
             f"{max(sent) / 1e6:,.1f} MB per step, and holds at most {2 * self.slot_nbytes / 1e6:,.1f} MB of whole matrices"
         )
 
 
-def plan_owners(matrices: Iterable[tuple[str, Any] | Matrix], ranks: int, *, bucket_nbytes: int = BUCKET_NBYTES) -> OwnerPlan:
+def plan_owners(
+    matrices: Iterable[tuple[str, Any] | Matrix], ranks: int, *, replicas: int = 1, bucket_nbytes: int = BUCKET_NBYTES
+) -> OwnerPlan:
     """Plan which rank computes with which whole matrix in a step of Muon. It needs no process group.
 
     The longest computation goes to the rank with the least so far; of equal ranks to that with the fewest bytes, then to the
@@ -132,7 +155,8 @@ def plan_owners(matrices: Iterable[tuple[str, Any] | Matrix], ranks: int, *, buc
     Args:
         matrices: (name, shape) or (name, parameter) of each matrix, as `model.named_parameters()` yields them, or `Matrix`
             objects; shapes of two dims.
-        ranks: number of ranks that share the matrices.
+        ranks: number of ranks over which each matrix is sharded.
+        replicas: number of replicas of the shards, on a hybrid mesh.
         bucket_nbytes: bytes of whole matrices (bfloat16) that one owner has in a bucket, unless one matrix has more.
 
     Returns:
@@ -149,16 +173,16 @@ def plan_owners(matrices: Iterable[tuple[str, Any] | Matrix], ranks: int, *, buc
 
     Source: longest processing time first, Graham 1969 (doi 10.1137/0117039).
     """
-    check_positive_int("ranks", ranks)
-    check_positive_int("bucket_nbytes", bucket_nbytes)
+    for name, number in (("ranks", ranks), ("replicas", replicas), ("bucket_nbytes", bucket_nbytes)):
+        check_positive_int(name, number)
     found = tuple(one if isinstance(one, Matrix) else _matrix(*one) for one in matrices)
     owners = [0] * len(found)
-    loads = [(0, 0, rank) for rank in range(ranks)]  # (cost, bytes, rank), a heap
+    loads = [(0, 0, owner) for owner in range(ranks * replicas)]  # (cost, elements, owner), a heap
     for index in sorted(range(len(found)), key=lambda index: (-found[index].cost, -prod(found[index].shape), index)):
-        cost, numel, rank = heapq.heappop(loads)
-        owners[index] = rank
-        heapq.heappush(loads, (cost + found[index].cost, numel + prod(found[index].shape), rank))
-    return OwnerPlan(ranks, found, tuple(owners), _buckets(found, owners, ranks, bucket_nbytes))
+        cost, numel, owner = heapq.heappop(loads)
+        owners[index] = owner
+        heapq.heappush(loads, (cost + found[index].cost, numel + prod(found[index].shape), owner))
+    return OwnerPlan(ranks, replicas, found, tuple(owners), _buckets(found, owners, bucket_nbytes))
 
 
 def _matrix(name: str, value: Any) -> Matrix:
@@ -168,12 +192,12 @@ def _matrix(name: str, value: Any) -> Matrix:
     return Matrix(name, (int(shape[0]), int(shape[1])))
 
 
-def _buckets(matrices: Sequence[Matrix], owners: Sequence[int], ranks: int, bucket_nbytes: int) -> tuple[tuple[int, ...], ...]:
+def _buckets(matrices: Sequence[Matrix], owners: Sequence[int], bucket_nbytes: int) -> tuple[tuple[int, ...], ...]:
     """Return the buckets. Each owner has a part of every bucket, as long as it has matrices left."""
     buckets: list[list[int]] = []
-    for rank in range(ranks):
+    for one in sorted(set(owners)):
         number, room = -1, 0
-        for index in (index for index, owner in enumerate(owners) if owner == rank):
+        for index in (index for index, owner in enumerate(owners) if owner == one):
             nbytes = prod(matrices[index].shape) * WIRE_ITEMSIZE
             if number < 0 or nbytes > room:
                 number, room = number + 1, bucket_nbytes
