@@ -111,6 +111,8 @@ SHOWN = {  # each order that fullshard makes, by function and kind, and a progra
     ("core/reducer.py drain (wait)", EVENT): "kept memory",
     ("core/unit.py all_gather_copy (run)", EVENT): "offload, gathered and written",
     ("core/unit.py all_gather_copy (wait)", EVENT): "offload, gathered and written",
+    ("optim/owner_exchange.py _send (run)", EVENT): "Muon",
+    ("optim/owner_exchange.py _wait (wait)", EVENT): "Muon",
     ("_torch/devices.py on_stream", EVENT): "hook on a stream",
     ("_torch/devices.py wait_for_event", EVENT): "optimizer on a stream",
     ("_torch/devices.py then_order", EVENT): "backward on a stream",
@@ -148,7 +150,8 @@ def test_each_order_is_known_by_what_it_is_for(world: World) -> None:
         told(program, on_device(world))
     world.device.on_order(None)
     polled = {("core/reducer.py poll (wait)", EVENT)}  # of reductions that happen to be over
-    assert found | polled == SHOWN.keys() | IN_TABLE | HIDDEN
+    known = SHOWN.keys() | IN_TABLE | HIDDEN
+    assert found | polled == known, (found - known, known - found)
 
 
 def goes_wrong(world: World, names: list[str], left_out: Any = None) -> str:

@@ -65,6 +65,11 @@ NOT_THERE = {  # tests, or cases of them
     "traffic_ranks_that_began_anew_count_backwards_to_the_next_heartbeat_alike": "a rank that does not come ends as gloo ends",
     "meshes_pinning_is_skipped_and_said_where_there_is_nothing_to_copy_to": "there is",
     "memory_a_rank_alone_casts_gradients_into_their_sum": "watches the memory of the CPU",
+    "hfsdp_a_checkpoint_moves_between_levels_meshes_and_numbers_of_ranks": "has meshes of the CPU in mind",
+    "hfsdp_behind_a_failed_step_all_ranks_gather_what_some_of_them_wrote": "ranks that part end as gloo ends",
+    "muon_a_checkpoint_of_four_ranks_loads_on_three": "has a mesh of the CPU in mind",
+    "muon_a_failure_on_one_rank_raises_on_all_and_changes_nothing": "ranks that part end as gloo ends",
+    "muon_ranks_with_other_matrices_are_told": "ranks that part end as gloo ends",
 }
 
 

@@ -126,7 +126,7 @@ class Group(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work | None:
         return self._send("broadcast", tensors, tensors, opts, tensors)
 
-    def alltoall_base(self, out: Tensor, part: Tensor, outs: Any, parts: Any, opts: Any = None) -> Work | None:
+    def all_to_all_single(self, out: Tensor, part: Tensor, outs: Any, parts: Any, opts: Any = None) -> Work | None:
         return self._send("all_to_all", [out], [part], opts, [part])
 
     def barrier(self, opts: Any = None) -> Done:
@@ -134,6 +134,7 @@ class Group(dist.ProcessGroup):
 
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
 
 class Done:

@@ -92,7 +92,9 @@ class OwnerExchange:
         if plan.replicas > 1:
             self._share(results)
         if plan.ranks * plan.replicas > 1:
-            self._agreement.barrier()  # no rank changes anything before all ranks have all results
+            # No rank changes anything before all ranks have all results. The host waits too: on an accelerator it runs ahead,
+            # and would queue the writes behind messages that a failed rank never sends.
+            self._agreement.maximum(torch.zeros(1, dtype=torch.uint8, device="cpu"))
         return results
 
     # --- messages ---
