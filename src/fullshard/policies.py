@@ -487,8 +487,8 @@ class CheckPolicy:
             far larger than the others), "padding" (more than a tenth is padding), "ignored" (a trainable parameter that
             nothing reduces), "prefetch" (prefetches often miss), "optimizer" (an optimizer steps plain parameters beside
             sharded ones), "gradients" (the first optimizer step finds no gradients), "hidden" (an output that the search for
-            tensors does not find), "marks" (several backwards of a step reduce under `ZERO1`), and "added", which is an error:
-            trainable parameters were added to a unit after fully_shard, and the caller reduces their gradients.
+            tensors does not find), "marks" (several backwards of a step reduce under `ZERO1` or `HFSDP`), and "added", which
+            is an error: trainable parameters were added to a unit after fully_shard, and the caller reduces their gradients.
 
     Raises:
         ValueError: if a name is unknown, or a number has the wrong type or is below its minimum.

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fullshard
 from fullshard import HFSDP, ZERO2, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateError, fully_shard, plan_owners
 from fullshard import _torch as private
-from fullshard.optim import owners
+from fullshard.optim import muon, owners
 
 SIZES = [(5, 24), (24, 40), (40, 7), (7, 33), (33, 33), (33, 3)]  # in, out: wide and tall, uneven, fewer rows than ranks
 # In bfloat16 the CPU rounds the last elements of a tensor, behind whole vectors, otherwise than the others: so these are whole.
@@ -136,6 +136,27 @@ def test_every_matrix_is_computed_once_on_a_hybrid_mesh_too(world: World) -> Non
     dist.all_reduce(every)
     assert every.item() == len(SIZES)
     assert [(one.kind, one.ranks) for one in messages if one.kind != "talk"] == [("all_to_all", 2)] * 2 + [("all_gather", 2)]
+
+
+@ranks(4)
+def test_matrices_on_two_meshes_are_planned_once_per_mesh(world: World) -> None:
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    pair = Net(), Net()
+    halves = shard(copy.deepcopy(pair[0]), world.mesh), shard(copy.deepcopy(pair[1]), hybrid)
+    got = torch.optim.Muon([parameter for half in halves for parameter in matrices(half)], lr=0.02)
+    want = torch.optim.Muon([parameter for one in pair for parameter in matrices(one)], lr=0.02)
+    with mock.patch.object(muon, "OwnerExchange", wraps=muon.OwnerExchange) as planned:
+        for number in range(3):
+            for half, one in zip(halves, pair):
+                square(half(world.mine(batch(number)))).backward()
+                share_grads(half, one)
+            got.step()
+            want.step()
+            got.zero_grad()
+    assert planned.call_count == 2
+    for half, one in zip(halves, pair):
+        for mine, theirs in zip(matrices(half), matrices(one)):
+            assert torch.equal(full(mine), theirs)
 
 
 @ranks(4)

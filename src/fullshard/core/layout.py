@@ -316,7 +316,7 @@ class GroupLayout:
         assert not self.summed and inner * outer == self.ranks
 
         def gathered(place: ParamOffsets) -> tuple[int, ...]:
-            """Return the shape of what the first hop gathers of a parameter."""
+            """Return the shape of a parameter in the output of the first hop."""
             rows = place.chunk * outer
             if place.permuted:  # a chunk begins with the rows themselves, without gaps for padding
                 rows = Extent.of_chunk(place.shape[place.dim], chunk=rows, rank=rank).rows

@@ -215,7 +215,7 @@ def remark_on_gradients(unit: Unit, names: list[str]) -> None:
 
 
 def remark_on_unmarked(unit: Unit) -> None:
-    """Issue a remark if a second backward of a step reduces under `ZERO1`, which is meant to reduce once."""
+    """Issue a remark if a second backward of a step reduces under `ZERO1` or `HFSDP`, meant to reduce once."""
     if "marks" not in unit.options.checks.silence and unit.axis.is_first_rank:
         warn_once(
             f"Unit '{unit.name}' reduces gradients in several backwards of a step, although its level is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class _Member:
     local: Tensor  # its shard
     grad: Tensor  # the shard of its gradient
     momentum: Tensor  # the shard of its momentum buffer
-    options: dict[str, Any]  # those of its group, as they are in this step
+    options: dict[str, Any]  # of its parameter group, in this step
     is_new: bool  # whether the momentum buffer was created in this step
 
 
@@ -59,7 +60,7 @@ class MuonStep:
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._members: list[_Member] = []  # of the running step
-        self._exchanges: dict[tuple[int, ...], OwnerExchange] = {}  # by axis and ids of its matrices
+        self._exchanges: dict[tuple[int, int], tuple[list[ShardedParameter], OwnerExchange]] = {}  # by axis
 
     def __call__(self, group: dict[str, Any], *lists: Any) -> Any:
         """Fill `lists` as `_init_group` does, without the sharded matrices, which are noted for the end of the step."""
@@ -111,16 +112,13 @@ class MuonStep:
     def _exchange_of(self, members: list[_Member]) -> OwnerExchange:
         """Return the exchange of these matrices, planned anew if they are others than in the step before. Collective then."""
         axis, unit = members[0].parameter.sharding.axis, members[0].unit
-        key = (id(axis.held), *(id(member.parameter) for member in members))
-        found = self._exchanges.get(key)
-        if found is None:
-            matrices = [_matrix_of(member) for member in members]
-            optimizer = type(self._optimizer()).__name__
-            self._exchanges.clear()  # one set of matrices is current, except while it changes
-            plan = plan_owners(matrices, axis.ranks, replicas=axis.replica_count)
-            found = OwnerExchange(plan, unit, axis, _WIRE, f"{optimizer}.step()")
-            self._exchanges[key] = found
-        return found
+        parameters = [member.parameter for member in members]
+        known, exchange = self._exchanges.get(axis.key, ([], None))
+        if exchange is None or len(known) != len(parameters) or any(map(is_not, known, parameters)):
+            plan = plan_owners(map(_matrix_of, members), axis.ranks, replicas=axis.replica_count)
+            exchange = OwnerExchange(plan, unit, axis, _WIRE, f"{type(self._optimizer()).__name__}.step()")
+            self._exchanges[axis.key] = parameters, exchange
+        return exchange
 
 
 def _member_of(tensors: tuple[Tensor, ...], options: dict[str, Any], *, is_new: bool) -> _Member | None:

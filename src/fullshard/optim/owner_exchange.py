@@ -168,7 +168,7 @@ class OwnerExchange:
             at += prod(shape)
 
     def _share(self, results: list[Tensor]) -> None:
-        """All-gather the results over the replicas, each of which has those of its own matrices."""
+        """All-gather the results over the replicas. Each replica computed a part of the matrices."""
         plan, rank, replicas = self.plan, self._axis.rank, self._axis.replicas
         assert replicas is not None
         owned = [plan.of_replica(replica) for replica in range(plan.replicas)]
@@ -202,7 +202,7 @@ class OwnerExchange:
             received.copy_(sent)
             return None
         communicator.traffic.record(_KIND, [sent], self.plan.ranks)
-        collectives: Any = communicator.collectives.of_process_group(group)
+        collectives: Any = communicator.collectives.of_process_group(group)  # built-in ones: users' own need no all-to-all
         start = partial(collectives.all_to_all, received, sent, received_sizes, sent_sizes)
         call = communicator.send(communicator.all_gather_stream, self._fingerprints, action, start)
         self._in_flight[call] = sent

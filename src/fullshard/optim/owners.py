@@ -13,7 +13,7 @@ from fullshard.core import Extent
 from fullshard.errors import check_positive_int
 
 BUCKET_NBYTES = 32 << 20
-"""Bytes of whole matrices that one owner has in a bucket, unless one matrix has more."""
+"""Limit of the whole matrices of one owner in a bucket, bytes; a larger matrix is the only one there."""
 
 WIRE_ITEMSIZE = 2  # bytes of an element on its way: Newton-Schulz reads and returns bfloat16
 
@@ -153,8 +153,8 @@ def plan_owners(
     first one. The plan depends on names, shapes and the number of ranks only, so it is equal on all ranks.
 
     Args:
-        matrices: (name, shape) or (name, parameter) of each matrix, as `model.named_parameters()` yields them, or `Matrix`
-            objects; shapes of two dims.
+        matrices: (name, shape) or (name, parameter) of each matrix, or `Matrix` objects; shapes of two dims. A model's
+            parameters of other dims are for another optimizer, and left out here.
         ranks: number of ranks over which each matrix is sharded.
         replicas: number of replicas of the shards, on a hybrid mesh.
         bucket_nbytes: bytes of whole matrices (bfloat16) that one owner has in a bucket, unless one matrix has more.
