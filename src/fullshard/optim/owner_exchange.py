@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -15,6 +16,18 @@ from fullshard.core import CollectiveCall, GroupFingerprints, ShardAxis, Unit
 from fullshard.optim.owners import OwnerPlan
 
 _KIND = "all_to_all"  # `Message.kind` of these collectives
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Matrices, shapes and sizes of a bucket's messages, as this rank sends and receives them; equal in every step."""
+
+    order: list[int]  # the matrices, by owner
+    shapes: list[tuple[int, int]]  # of this rank's shards, in that order
+    sizes: list[int]  # elements of this rank's shards, by owner
+    owned: list[int]  # the matrices of this rank
+    part_shapes: list[tuple[int, int]]  # of their shards, by rank and then by matrix
+    part_sizes: list[int]  # elements of their shards, by rank
 
 
 class OwnerExchange:
@@ -50,6 +63,9 @@ class OwnerExchange:
         log.allow_message_size(plan.slot_nbytes)
         self._in_flight: dict[CollectiveCall, Tensor] = {}  # and the memory that each message is sent from
         self._replica = 0 if axis.replicas is None else axis.replicas.rank
+        self._routes = [self._route(bucket) for bucket in plan.buckets]
+        self._of_replicas = [plan.of_replica(replica) for replica in range(plan.replicas)]
+        self._shapes_of_replicas = [self._shapes(indices, axis.rank) for indices in self._of_replicas]
         if plan.ranks * plan.replicas > 1 and not self._agreement.all_equal(plan.digest.encode()):
             raise ValueError(
                 f"{doing}: the ranks have different matrices. Pass the same parameters on all ranks, and run the same backward "
@@ -78,12 +94,12 @@ class OwnerExchange:
         results: list[Tensor] = [torch.empty(0)] * len(plan.matrices)
         there = self._send_to_owners(0, shard) if plan.buckets else None
         back: tuple[int, Tensor, CollectiveCall | None] | None = None
-        for number, bucket in enumerate(plan.buckets):
+        for number, route in enumerate(self._routes):
             arrived, call = there if there is not None else (torch.empty(0), None)
-            there = self._send_to_owners(number + 1, shard) if number + 1 < len(plan.buckets) else None
+            there = self._send_to_owners(number + 1, shard) if number + 1 < len(self._routes) else None
             self._wait(call)
-            answers = {index: function(index, whole) for index, whole in self._assembled(bucket, arrived).items()}
-            sent_back = self._send_back(bucket, answers)
+            answers = {index: function(index, whole) for index, whole in self._assembled(route, arrived).items()}
+            sent_back = self._send_back(route, answers)
             if back is not None:
                 self._take(*back, results)
             back = number, *sent_back
@@ -99,96 +115,76 @@ class OwnerExchange:
 
     # --- messages ---
 
-    def _by_owner(self, bucket: Sequence[int]) -> list[list[int]]:
-        """Return the matrices of a bucket that this replica owns, by the owner's index among the shards."""
-        found: list[list[int]] = [[] for _ in range(self.plan.ranks)]
-        for index in self.plan.of_replica(self._replica, bucket):
-            found[self.plan.owners[index] % self.plan.ranks].append(index)
-        return found
+    def _route(self, bucket: Sequence[int]) -> _Route:
+        plan, here = self.plan, self._axis.rank
+        by_owner: list[list[int]] = [[] for _ in range(plan.ranks)]  # of this replica
+        for index in plan.of_replica(self._replica, bucket):
+            by_owner[plan.owners[index] % plan.ranks].append(index)
+        order, owned = [index for indices in by_owner for index in indices], by_owner[here]
+        parts = [self._shapes(owned, rank) for rank in range(plan.ranks)]
+        return _Route(
+            order=order,
+            shapes=self._shapes(order, here),
+            sizes=[_numel(self._shapes(indices, here)) for indices in by_owner],
+            owned=owned,
+            part_shapes=[shape for shapes in parts for shape in shapes],
+            part_sizes=[_numel(shapes) for shapes in parts],
+        )
 
-    def _numels(self, indices: Sequence[int]) -> list[int]:
-        """Return the elements that each rank has of these matrices."""
-        plan = self.plan
-        return [sum(plan.matrices[index].shard_numel(plan.ranks, rank) for index in indices) for rank in range(plan.ranks)]
+    def _shapes(self, indices: Sequence[int], rank: int) -> list[tuple[int, int]]:
+        """Return the shapes of a rank's shards of these matrices."""
+        return [self.plan.matrices[index].shard_shape(self.plan.ranks, rank) for index in indices]
 
     def _send_to_owners(self, number: int, shard: Callable[[int], Tensor]) -> tuple[Tensor, CollectiveCall | None]:
         """Start the message of a bucket to the owners. Return the memory in which the parts of own matrices arrive."""
-        plan, rank, by_owner = self.plan, self._axis.rank, self._by_owner(self.plan.buckets[number])
-        sizes = [sum(plan.matrices[index].shard_numel(plan.ranks, rank) for index in owned) for owned in by_owner]
-        sent = self._new(sum(sizes))
-        at = 0
-        for index in (index for owned in by_owner for index in owned):
-            part = shard(index)
-            sent[at : at + part.numel()].view(part.shape).copy_(part)
-            at += part.numel()
-        arriving = self._numels(by_owner[rank])
-        received = self._new(sum(arriving))
-        return received, self._send(received, sent, arriving, sizes, "matrices to their owners")
+        route = self._routes[number]
+        sent, received = self._new(sum(route.sizes)), self._new(sum(route.part_sizes))
+        for index, place in zip(route.order, _views(sent, route.shapes)):
+            place.copy_(shard(index))
+        return received, self._send(received, sent, route.part_sizes, route.sizes, "matrices to their owners")
 
-    def _assembled(self, bucket: Sequence[int], arrived: Tensor) -> dict[int, Tensor]:
+    def _assembled(self, route: _Route, arrived: Tensor) -> dict[int, Tensor]:
         """Return the whole matrices that this rank owns. `arrived`: their parts, by rank and then by matrix."""
-        plan, owned = self.plan, self._by_owner(bucket)[self._axis.rank]
-        parts: dict[int, list[Tensor]] = {index: [] for index in owned}
-        at = 0
-        for rank in range(plan.ranks):
-            for index in owned:
-                shape = plan.matrices[index].shard_shape(plan.ranks, rank)
-                parts[index].append(arrived[at : at + prod(shape)].view(shape))
-                at += prod(shape)
-        if len(owned) == 1 and plan.matrices[owned[0]].dim == 0:  # in rank order, the parts are the matrix
-            return {owned[0]: arrived.view(plan.matrices[owned[0]].shape)}
-        return {index: torch.cat(parts[index], plan.matrices[index].dim) for index in owned}
+        matrices, owned = self.plan.matrices, route.owned
+        if len(owned) == 1 and matrices[owned[0]].dim == 0:  # in rank order, the parts are the matrix
+            return {owned[0]: arrived.view(matrices[owned[0]].shape)}
+        parts = _views(arrived, route.part_shapes)
+        return {index: torch.cat(parts[place :: len(owned)], matrices[index].dim) for place, index in enumerate(owned)}
 
-    def _send_back(self, bucket: Sequence[int], answers: dict[int, Tensor]) -> tuple[Tensor, CollectiveCall | None]:
+    def _send_back(self, route: _Route, answers: dict[int, Tensor]) -> tuple[Tensor, CollectiveCall | None]:
         """Start the message with the results of a bucket. Return the memory in which this rank's parts arrive."""
-        plan, rank, by_owner = self.plan, self._axis.rank, self._by_owner(bucket)
-        sizes = self._numels(by_owner[rank])
-        sent = self._new(sum(sizes))
-        at = 0
-        starts = dict.fromkeys(by_owner[rank], 0)  # first row (or column) of the next rank
-        for other in range(plan.ranks):
-            for index in by_owner[rank]:
-                matrix = plan.matrices[index]
-                shape = matrix.shard_shape(plan.ranks, other)
-                part = answers[index].narrow(matrix.dim, starts[index], shape[matrix.dim])
-                starts[index] += shape[matrix.dim]
-                sent[at : at + part.numel()].view(shape).copy_(part)
-                at += part.numel()
-        arriving = [sum(plan.matrices[index].shard_numel(plan.ranks, rank) for index in owned) for owned in by_owner]
-        received = self._new(sum(arriving))
-        return received, self._send(received, sent, arriving, sizes, "results of owners")
+        sent, received = self._new(sum(route.part_sizes)), self._new(sum(route.sizes))
+        places = _views(sent, route.part_shapes)
+        for place, index in enumerate(route.owned):
+            dim, parts = self.plan.matrices[index].dim, places[place :: len(route.owned)]
+            for part, result in zip(parts, answers[index].split([part.shape[dim] for part in parts], dim)):
+                part.copy_(result)
+        return received, self._send(received, sent, route.sizes, route.part_sizes, "results of owners")
 
     def _take(self, number: int, received: Tensor, call: CollectiveCall | None, results: list[Tensor]) -> None:
         """Wait for the results of a bucket, and store this rank's parts in `results`."""
         self._wait(call)
-        plan, at = self.plan, 0
-        for index in (index for owned in self._by_owner(plan.buckets[number]) for index in owned):
-            shape = plan.matrices[index].shard_shape(plan.ranks, self._axis.rank)
-            results[index] = received[at : at + prod(shape)].view(shape)
-            at += prod(shape)
+        route = self._routes[number]
+        for index, part in zip(route.order, _views(received, route.shapes)):
+            results[index] = part
 
     def _share(self, results: list[Tensor]) -> None:
         """All-gather the results over the replicas. Each replica computed a part of the matrices."""
-        plan, rank, replicas = self.plan, self._axis.rank, self._axis.replicas
+        replicas, communicator = self._axis.replicas, self._communicator
         assert replicas is not None
-        owned = [plan.of_replica(replica) for replica in range(plan.replicas)]
-        most = max(sum(plan.matrices[index].shard_numel(plan.ranks, rank) for index in indices) for indices in owned)
-        every = self._new(plan.replicas * most)
-        mine, at = every[self._replica * most :][:most], 0
-        for index in owned[self._replica]:
-            mine[at : at + results[index].numel()].view(results[index].shape).copy_(results[index])
-            at += results[index].numel()
-        communicator = self._communicator
+        shapes = self._shapes_of_replicas
+        most = max(map(_numel, shapes))
+        every = self._new(len(shapes) * most)
+        slots = [every[replica * most :][:most] for replica in range(len(shapes))]
+        for index, place in zip(self._of_replicas[self._replica], _views(slots[self._replica], shapes[self._replica])):
+            place.copy_(results[index])
         if most:
-            communicator.traffic.record("all_gather", [every], plan.replicas)
-            start = communicator.collectives.of_process_group(replicas.group).gatherer([every], [mine])
+            communicator.traffic.record("all_gather", [every], len(shapes))
+            start = communicator.collectives.of_process_group(replicas.group).gatherer([every], [slots[self._replica]])
             communicator.send(communicator.all_reduce_stream, self._fingerprints, "results over replicas", start).wait()
-        for replica, indices in enumerate(owned):
-            at = replica * most
-            for index in indices:
-                shape = plan.matrices[index].shard_shape(plan.ranks, rank)
-                results[index] = every[at : at + prod(shape)].view(shape)
-                at += prod(shape)
+        for indices, slot, of_replica in zip(self._of_replicas, slots, shapes):
+            for index, part in zip(indices, _views(slot, of_replica)):
+                results[index] = part
 
     def _new(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self._dtype, device=self._axis.device)
@@ -223,6 +219,16 @@ class OwnerExchange:
             for call in left:
                 with suppress(Exception):
                     call.wait()
+
+
+def _numel(shapes: Iterable[tuple[int, int]]) -> int:
+    return sum(map(prod, shapes))
+
+
+def _views(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return tensors of these shapes, one behind the other from the start of `flat`."""
+    sizes = [prod(shape) for shape in shapes]
+    return [part.view(shape) for part, shape in zip(flat[: sum(sizes)].split(sizes), shapes)]
 
 
 __all__ = ["OwnerExchange"]
